@@ -1,0 +1,51 @@
+# Every target does its own set-up: a virtual environment with the versions pinned in deploy/cpu.lock, and the two
+# small models under .cache/models. Both are made once. Needed: Linux, Python 3.11 to 3.14, make, a C++ compiler.
+#   make PYTHON=/path/to/python3.12 demo     another interpreter than the first one that is new enough
+#   make ARGS="-m 'not real'" test           arguments for pytest
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+STAMP := $(VENV)/.installed
+# Extensions are compiled at first use, and the tools for that (ninja) are in the environment.
+RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup models demo test lint bench clean distclean
+
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): deploy/cpu.lock deploy/install.py pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.14 found: install one, or name it: make PYTHON=/path/to/python3.12 ..."; exit 1; }
+	@$(PYTHON) deploy/install.py --venv "$(VENV)"
+	@touch $@
+
+setup: $(STAMP) ## make the virtual environment with the pinned versions
+
+models: $(STAMP) ## make the two small models of the demo and the tests
+	@$(RUN) "$(BIN)/python" deploy/demo_models.py
+
+demo: models ## train SmolLM2-135M with GRPO on this machine, results in runs/demo
+	$(RUN) "$(BIN)/troupe" run deploy/laptop-grpo.yaml --out runs/demo
+
+test: models ## run the whole test suite
+	$(RUN) "$(BIN)/python" -m pytest $(ARGS)
+
+lint: $(STAMP) ## check style and types
+	$(RUN) "$(BIN)/ruff" check .
+	$(RUN) "$(BIN)/ruff" format --check .
+	$(RUN) "$(BIN)/pyright"
+
+bench: models ## measure rollout throughput against its baselines
+	$(RUN) "$(BIN)/python" -m benchmarks.rollout_throughput $(ARGS)
+
+clean: ## remove caches and build products; the environment, the models and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environment and the models as well
+	rm -rf "$(VENV)" .cache

@@ -1,0 +1,126 @@
+"""The baselines of sampling: vLLM's two front-ends as anybody would call them, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.workload import Group
+from workers.config import RolloutConfig
+from workers.messages import GroupRequest
+from workers.rollout import RolloutWorker, _engine_args, _set_environment
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+_PRODUCT_ONLY = {"weight_transfer_config", "worker_extension_cls", "disable_log_stats"}
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one engine sampled."""
+
+    began: float
+    """Monotonic clock, which all processes of a machine share."""
+    ended: float
+    response_ids: list[list[int]]
+    """Of every sample of every group, in order."""
+
+
+def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
+    """Sets vLLM's environment, and gives the product's own engine arguments but for what only the product needs.
+
+    Left out are the weight transfer, its extension, and the statistics that time each sample. Must be called before
+    vLLM is imported.
+    """
+    _set_environment(config)
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+    product, default = _engine_args(config), AsyncEngineArgs(model=config.model.path)
+    names = [field.name for field in fields(EngineArgs) if field.name not in _PRODUCT_ONLY]
+    values = {name: getattr(product, name) for name in names if getattr(product, name) != getattr(default, name)}
+    return values | {"model": config.model.path, "disable_log_stats": True}
+
+
+def sampling_params(config: RolloutConfig, group: Group, greedy: bool = False) -> list[SamplingParams]:
+    """The product's own sampling parameters for each sample of a group."""
+    request = GroupRequest(group.uid, group.row, 0, group.samples, group.seed, greedy=greedy)
+    worker = RolloutWorker(config, "rollout")
+    return [worker._sampling_params(request, index) for index in range(group.samples)]
+
+
+def generate_all(llm: LLM, config: RolloutConfig, groups: Sequence[Group], greedy: bool = False) -> list[RequestOutput]:
+    """`LLM.generate` of every sample of every group, in order."""
+    prompts: list[Any] = [
+        {"prompt_token_ids": list(group.prompt_ids)} for group in groups for _ in range(group.samples)
+    ]
+    params = [one for group in groups for one in sampling_params(config, group, greedy)]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+class BareLLM:
+    """`LLM.generate`: everything handed over at once, everything back at the end."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        arguments = engine_arguments(config)
+        from vllm import LLM
+
+        self._config = config
+        self._llm = LLM(**arguments)
+
+    def ready(self) -> None:
+        """Answers when the engine is up."""
+
+    def sample(self, groups: Sequence[Group], greedy: bool = False) -> Sampled:
+        """Sample all groups."""
+        began = time.monotonic()
+        outputs = generate_all(self._llm, self._config, groups, greedy)
+        return Sampled(began, time.monotonic(), [list(output.outputs[0].token_ids) for output in outputs])
+
+
+class BareAsyncLLM:
+    """`AsyncLLM.generate`: one task for each sample, all at once."""
+
+    def __init__(self, config: RolloutConfig) -> None:
+        arguments = engine_arguments(config)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._config = config
+        self._serial = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+
+        async def build() -> AsyncLLM:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, enable_log_requests=False))
+
+        self._engine = self._loop.run_until_complete(build())
+
+    def ready(self) -> None:
+        """Answers when the engine is up."""
+
+    def sample(self, groups: Sequence[Group], greedy: bool = False) -> Sampled:
+        """Sample all groups."""
+        return self._loop.run_until_complete(self._sample(groups, greedy))
+
+    async def _sample(self, groups: Sequence[Group], greedy: bool) -> Sampled:
+        from vllm.inputs.engine import tokens_input
+
+        began = time.monotonic()
+        jobs = [(group, params) for group in groups for params in sampling_params(self._config, group, greedy)]
+        outputs = await asyncio.gather(
+            *(self._one(tokens_input(list(group.prompt_ids)), params) for group, params in jobs)
+        )
+        return Sampled(began, time.monotonic(), [list(output.outputs[0].token_ids) for output in outputs])
+
+    async def _one(self, prompt: Any, params: SamplingParams) -> RequestOutput:
+        final: RequestOutput | None = None
+        async for output in self._engine.generate(prompt, params, str(next(self._serial))):
+            final = output
+        if final is None:
+            raise RuntimeError("vLLM ended a request without an output")
+        return final

@@ -1,0 +1,215 @@
+"""The baseline of a training step: one process, vLLM and torch, and nothing in between.
+
+Written as a competent user would: bfloat16 weights with float32 master weights and gradient sums, micro-batches sorted
+by length, logits on response tokens only, one fused AdamW, weights handed over through shared memory. The maths is the
+product's GRPO with one update a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.bare_engines import engine_arguments, generate_all
+from benchmarks.workload import LETTERS, Group
+from orchestrator.batching import cut_micro_batches
+from workers.config import PolicyConfig, RolloutConfig
+from workers.rewards.functions import letter_share
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from vllm import RequestOutput
+
+_EXTENSION = "benchmarks.bare_extension.ReloadExtension"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampled sequence."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    rollout_logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class BareStep:
+    """What one step did."""
+
+    wall_s: float
+    phases: dict[str, float]
+    tokens: int
+    """Response tokens."""
+    figures: dict[str, float] = field(default_factory=dict)
+    response_ids: list[list[int]] = field(default_factory=list)
+
+
+class BareTrainer:
+    """A causal model under mixed-precision AdamW."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        from transformers import AutoModelForCausalLM
+
+        trainer = config.trainer
+        torch.set_num_threads(trainer.threads)
+        self._config = config
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            config.model.path, dtype=getattr(torch, config.model.dtype)
+        )
+        self.model.train()
+        self._head: Any = self.model.get_output_embeddings()
+        self._masters = [weight.detach().to(torch.float32, copy=True) for weight in self.model.parameters()]
+        for master in self._masters:
+            master.grad = torch.zeros_like(master)
+        self._optimizer = torch.optim.AdamW(
+            self._masters,
+            lr=trainer.learning_rate,
+            betas=trainer.adam_betas,
+            eps=trainer.adam_eps,
+            weight_decay=trainer.weight_decay,
+            fused=True,
+        )
+
+    def update(self, batch: Sequence[Sampled], advantages: torch.Tensor) -> dict[str, float]:
+        """One optimizer step on the batch; `advantages`: float [sequences]. Returns loss, grad_norm, gap in nats."""
+        figures = self.add_gradients(batch, advantages)
+        norm = torch.nn.utils.clip_grad_norm_(self._masters, self._config.trainer.max_grad_norm)
+        self._optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(self.model.parameters(), self._masters, strict=True):
+                weight.copy_(master)
+        for gradient in self.gradients():
+            gradient.zero_()
+        return figures | {"grad_norm": float(norm)}
+
+    def add_gradients(self, batch: Sequence[Sampled], advantages: torch.Tensor) -> dict[str, float]:
+        """Add the gradient of the batch's loss to `gradients`; returns loss and gap in nats."""
+        lengths = [len(one.prompt_ids) + len(one.response_ids) for one in batch]
+        total = sum(len(one.response_ids) for one in batch)
+        loss_sum, gap_sum = 0.0, 0.0
+        for rows in cut_micro_batches(lengths, range(len(batch)), self._config.trainer.micro_batch_tokens):
+            loss, gap = self._loss([batch[row] for row in rows], advantages[list(rows)], total)
+            loss.backward()
+            for weight, gradient in zip(self.model.parameters(), self.gradients(), strict=True):
+                if weight.grad is not None:
+                    gradient += weight.grad
+                weight.grad = None
+            loss_sum, gap_sum = loss_sum + float(loss.detach()), gap_sum + float(gap)
+        return {"loss": loss_sum, "rollout_logprob_gap": gap_sum / total}
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Float32 sums, by parameter."""
+        return [master.grad for master in self._masters if master.grad is not None]
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, tied ones once."""
+        return ((name, weight.detach()) for name, weight in self.model.named_parameters())
+
+    def _loss(
+        self, batch: Sequence[Sampled], advantages: torch.Tensor, total: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss of the micro-batch, summed |difference to the sampler's log-probs|).
+
+        With one update on a batch the ratio to the policy before it is 1: the clipped objective's gradient is that of
+        -advantage * ratio. Truncated importance sampling corrects for the sampler's other numbers.
+        """
+        ids = pad_sequence([torch.tensor(one.prompt_ids + one.response_ids) for one in batch], batch_first=True)
+        lengths = torch.tensor([len(one.prompt_ids) + len(one.response_ids) for one in batch])
+        prompts = torch.tensor([len(one.prompt_ids) for one in batch])
+        place = torch.arange(ids.shape[1])[None, :]
+        is_response = (place >= prompts[:, None]) & (place < lengths[:, None])
+        hidden = self.model.base_model(
+            input_ids=ids, attention_mask=(place < lengths[:, None]).long(), use_cache=False
+        ).last_hidden_state
+        logits = self._head(hidden[:, :-1][is_response[:, 1:]])
+        logits = logits.float() / self._config.sampling.temperature
+        logprobs = logits.gather(-1, ids[is_response][:, None])[:, 0] - logits.logsumexp(-1)
+        rollout_logprobs = torch.tensor([value for one in batch for value in one.rollout_logprobs])
+        per_token = advantages.float().repeat_interleave(lengths - prompts)
+        old = logprobs.detach()
+        importance = (old - rollout_logprobs).exp().clamp(max=self._config.loss.importance.cap)
+        loss = -(importance * per_token * (logprobs - old).exp()).sum() / total
+        return loss, (old - rollout_logprobs).abs().sum()
+
+
+class BareLoop:
+    """Generate, score, train, hand over: a step of GRPO in one process."""
+
+    def __init__(self, rollout: RolloutConfig, policy: PolicyConfig) -> None:
+        arguments = engine_arguments(rollout)
+        from transformers import AutoTokenizer
+        from vllm import LLM
+
+        self._rollout = rollout
+        self._llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
+        self._tokenizer = AutoTokenizer.from_pretrained(rollout.model.path)
+        self._trainer = BareTrainer(policy)
+        self._handed_over = Path("/dev/shm") / f"troupe-bare-loop-{os.getpid()}.safetensors"
+
+    def ready(self) -> None:
+        """Answers when everything is loaded."""
+
+    def step(self, groups: Sequence[Group]) -> BareStep:
+        """One step on these prompts."""
+        phases: dict[str, float] = {}
+        began = time.monotonic()
+        with _timed(phases, "generate"):
+            batch = self._generate(groups)
+        with _timed(phases, "prepare"):
+            rewards = self._rewards(groups, batch)
+            advantages = group_advantages(rewards)
+        with _timed(phases, "update"):
+            figures = self._trainer.update(batch, advantages)
+        with _timed(phases, "sync"):
+            self._hand_over()
+        wall_s = time.monotonic() - began
+        figures["reward"] = float(rewards.mean())
+        ids = [one.response_ids for one in batch]
+        return BareStep(wall_s, phases, sum(map(len, ids)), figures, ids)
+
+    def _generate(self, groups: Sequence[Group]) -> list[Sampled]:
+        outputs = generate_all(self._llm, self._rollout, groups)
+        prompts = [list(group.prompt_ids) for group in groups for _ in range(group.samples)]
+        return [_sequence(ids, output) for ids, output in zip(prompts, outputs, strict=True)]
+
+    def _rewards(self, groups: Sequence[Group], batch: Sequence[Sampled]) -> torch.Tensor:
+        texts = self._tokenizer.batch_decode([one.response_ids for one in batch], skip_special_tokens=True)
+        rewards = [letter_share(text, "", {}, letters=LETTERS) for text in texts]
+        return torch.tensor(rewards, dtype=torch.double).view(len(groups), -1)
+
+    def _hand_over(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(dict(self._trainer.named_weights()), self._handed_over)
+        try:
+            self._llm.collective_rpc("reload_from", args=(str(self._handed_over),))
+            self._llm.reset_prefix_cache()
+        finally:
+            self._handed_over.unlink()
+
+
+def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """float [groups * samples] of rewards [groups, samples]: centred and scaled within the group."""
+    centred = rewards - rewards.mean(1, keepdim=True)
+    return (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+def _sequence(prompt_ids: list[int], output: RequestOutput) -> Sampled:
+    completion = output.outputs[0]
+    flat: Any = completion.logprobs
+    return Sampled(prompt_ids, list(completion.token_ids), [flat.logprobs[start] for start in flat.start_indices])
+
+
+@contextlib.contextmanager
+def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    phases[name] = time.monotonic() - began

@@ -1,0 +1,198 @@
+"""A whole GRPO step of the product, by phase, against a bare single-process loop on the same prompts.
+
+    python -m benchmarks.grpo_step --groups 8 --samples 8 --max-tokens 32
+
+The product runs as `troupe run` runs it: the real controller, Ray, vLLM, DeepSpeed, rewards in sandboxed processes,
+verified weights, trajectories written. When it reports a step, its loop is held while the bare loop takes its turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from benchmarks.bare_loop import BareLoop, BareStep
+from benchmarks.harness import NotCorrect, Report, Turn
+from benchmarks.processes import Child, Meter, stopped
+from benchmarks.workload import MODEL, Group, Settings, encoded, group, spec, without_end
+from orchestrator.console import Console
+from orchestrator.prompts import PromptPool, PromptSource, load_pools
+from orchestrator.spec import Spec
+
+BARE, PRODUCT = "bare loop", "troupe"
+START_TIMEOUT_S, STEP_TIMEOUT_S = 300.0, 300.0
+PHASES = ("generate", "prepare", "update", "sync")
+MAX_GAP = 0.1
+"""Nats between sampler and trainer per token. Stale weights in an engine, or wrong log-probs, show up here."""
+MAX_NORM_RATIO = 1.25
+"""Between the gradient norms of the first trained step, whose samples differ at most by what batching changes."""
+
+
+class Turns(Console):
+    """Stands where the product's display stands: a reported step is a turn taken, and now it is the other's turn."""
+
+    def __init__(self, bare: Child, work: Sequence[Sequence[Group]]) -> None:
+        super().__init__(io.StringIO())
+        self._bare = bare
+        self._work = work
+        self._began: Meter | None = None
+        self.product: list[tuple[float, float]] = []
+        """(CPU seconds, other load in cores) of each step."""
+        self.taken: list[tuple[BareStep, float, float]] = []
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """The first sign of generation starts the meter of the first step."""
+        if self._began is None and name == "generate":
+            self._began = self._own_meter()
+
+    def step(self, step: int, metrics: Mapping[str, object]) -> None:
+        """The product has finished a step, and does nothing until this returns."""
+        if self._began is None:
+            raise NotCorrect("the product trained without generating")
+        self.product.append(self._began.read())
+        with stopped([os.getpid()], without=[self._bare.pid]):
+            meter = Meter([self._bare.pid])
+            figures: BareStep = self._bare.call("step", self._work[step - 1], timeout_s=STEP_TIMEOUT_S)
+            self.taken.append((figures, *meter.read()))
+        self._began = self._own_meter()
+
+    def _own_meter(self) -> Meter:
+        return Meter([os.getpid()], [self._bare.pid])
+
+
+def measure(settings: Settings, turns: int, learning_rate: float) -> Report:
+    """Run both, check, report. Raises NotCorrect, and TroupeError where the run fails."""
+    from benchmarks.streaming import CLASSES  # every engine's process imports this module, and needs no Ray
+    from orchestrator.run import RunRequest, run
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = without_end(settings.model, folder / "model") if settings.lengths == "fixed" else settings.model
+        plan = spec(settings, model, turns + 1, settings.groups * (turns + 1), learning_rate)
+        pool, _ = load_pools(plan.data)
+        work = steps_of(settings, plan, pool, model)
+        bare = Child(BARE, BareLoop, plan.rollout_config(), plan.policy_config())
+        stack.callback(bare.close)
+        bare.call("ready", timeout_s=START_TIMEOUT_S)
+        console = Turns(bare, work)
+        run(RunRequest(plan, folder / "run", False, None), lambda: CLASSES, console)
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        metrics: list[dict[str, float]] = [json.loads(line) for line in lines]
+        sampled = [trajectory(folder / "run" / "trajectories" / f"step-{n + 1:06d}.parquet") for n in range(turns + 1)]
+    checks = check(settings, work, metrics, sampled, [figures for figures, _, _ in console.taken])
+    taken = {
+        BARE: [
+            Turn(figures.wall_s, figures.tokens, cpu_s, foreign, figures.phases)
+            for figures, cpu_s, foreign in console.taken[1:]
+        ],
+        PRODUCT: [
+            Turn(line["seconds/step"], sum(map(len, ids.values())), cpu_s, foreign, phases_of(line))
+            for line, ids, (cpu_s, foreign) in zip(metrics[1:], sampled[1:], console.product[1:], strict=True)
+        ],
+    }
+    arguments = asdict(settings) | {"turns": turns, "learning_rate": learning_rate}
+    return Report("grpo_step", arguments, taken, BARE, checks)
+
+
+def steps_of(settings: Settings, plan: Spec, pool: PromptPool, model: Path) -> list[list[Group]]:
+    """The groups of every step, drawn as the product draws them."""
+    source = PromptSource(pool, plan.seed)
+    picks = [source.next() for _ in range(plan.schedule.steps * settings.groups)]
+    ids = encoded(model, pool.table, [pick.row for pick in picks], longest=128)
+    groups = [group(settings, pick.prompt_uid, pick.row, one) for pick, one in zip(picks, ids, strict=True)]
+    return [groups[start : start + settings.groups] for start in range(0, len(groups), settings.groups)]
+
+
+def phases_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase of a line of metrics.jsonl; what is in none of them comes under `other`."""
+    phases = {phase: metrics[f"seconds/{phase}"] for phase in PHASES}
+    return phases | {"other": metrics["seconds/step"] - sum(phases.values())}
+
+
+def trajectory(path: Path) -> dict[tuple[str, int], list[int]]:
+    """Response token ids by (prompt_uid, sample_index), from the file that the product wrote."""
+    rows: list[dict[str, Any]] = pq.read_table(path, columns=["prompt_uid", "sample_index", "response_ids"]).to_pylist()
+    return {(row["prompt_uid"], row["sample_index"]): row["response_ids"] for row in rows}
+
+
+def check(
+    settings: Settings,
+    work: Sequence[Sequence[Group]],
+    metrics: Sequence[Mapping[str, float]],
+    sampled: Sequence[Mapping[tuple[str, int], list[int]]],
+    bare: Sequence[BareStep],
+) -> dict[str, str]:
+    """Both did the same work with right weights, or NotCorrect."""
+    for step, (groups, ids, figures) in enumerate(zip(work, sampled, bare, strict=True), 1):
+        wanted = {(one.uid, index) for one in groups for index in range(settings.samples)}
+        if set(ids) != wanted or len(figures.response_ids) != len(wanted):
+            raise NotCorrect(f"step {step}: the samples are not those of the same prompts")
+        lengths = {len(one) for one in (*ids.values(), *figures.response_ids)}
+        if settings.lengths == "fixed" and lengths != {settings.max_tokens}:
+            raise NotCorrect(f"step {step}: responses of {sorted(lengths)} tokens, not {settings.max_tokens}")
+    gaps = {
+        PRODUCT: max(line["policy/rollout_logprob_gap"] for line in metrics),
+        BARE: max(figures.figures["rollout_logprob_gap"] for figures in bare),
+    }
+    if max(gaps.values()) > MAX_GAP:
+        raise NotCorrect(f"sampler and trainer are {gaps} nats apart, more than {MAX_GAP}")
+    norms = metrics[0]["policy/grad_norm"], bare[0].figures["grad_norm"]
+    if max(norms) > MAX_NORM_RATIO * min(norms):
+        raise NotCorrect(f"the first gradients have norms of {norms[0]:.4f} and {norms[1]:.4f}")
+    same = sum(
+        sampled[0][one.uid, index] == bare[0].response_ids[number * settings.samples + index]
+        for number, one in enumerate(work[0])
+        for index in range(settings.samples)
+    )
+    return {
+        "samples of a step": f"{settings.sequences} in all {len(work)} steps, of the same prompts and seeds",
+        "first step": f"{same} of {settings.sequences} responses equal; gradient norms {norms[0]:.4f}, {norms[1]:.4f}",
+        "sampler to trainer": ", ".join(f"{name} {gap:.4f}" for name, gap in gaps.items()) + " nats a token at most",
+    }
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.grpo_step", description=__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, default=MODEL, help="model folder")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--lengths", choices=("fixed", "natural"), default="fixed", help="natural: the model ends its responses")
+    add("--groups", type=int, default=8, help="prompts in a step")
+    add("--samples", type=int, default=8, help="samples of a prompt")
+    add("--max-tokens", type=int, default=32)
+    add("--concurrency", type=int, default=64, help="sequences decoded together")
+    add("--threads", type=int, default=2, help="compute threads of the engine, and of the trainer")
+    add("--turns", type=int, default=5, help="steps of each contender, after a warm-up step")
+    add("--learning-rate", type=float, default=1e-5)
+    add("--seed", type=int, default=17)
+    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    given = vars(parse(sys.argv[1:]))
+    turns, path, learning_rate = given.pop("turns"), given.pop("json"), given.pop("learning_rate")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
+    began = time.monotonic()
+    report = measure(Settings(**given, engines=1), turns, learning_rate)
+    report.show()
+    print(f"wrote {report.write(path)} after {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

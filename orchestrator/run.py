@@ -1,0 +1,299 @@
+"""One run from a spec to its outcome: a cluster, the cast, the controller, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from orchestrator.actor_group import Cluster
+from orchestrator.cast import Casting, Stage, WorkerClasses
+from orchestrator.checkpoint import Checkpoint, CheckpointStore
+from orchestrator.console import Console
+from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan, unless_stopped
+from orchestrator.engine_pool import EnginePool, PoolBounds
+from orchestrator.errors import TroupeError, WorkerError
+from orchestrator.evaluation import EvalPlan, Evaluator
+from orchestrator.handles import Gang
+from orchestrator.ledger import Ledger
+from orchestrator.metrics import MetricSinks
+from orchestrator.placement import demand, place, role_sizes
+from orchestrator.prompts import PromptPool, PromptSource, evaluation_picks, load_pools
+from orchestrator.scheduler import RolloutScheduler, SchedulePlan
+from orchestrator.scoring import RewardPool, Scorer, TokenScorer
+from orchestrator.spec import Spec
+from orchestrator.weight_sync import DeviceSync, FileSync, WeightSync
+
+log = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 10.0
+_SOLVED_AT = 1.0
+"""A held-out sample with at least this reward counts as solved."""
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the user asked for."""
+
+    spec: Spec
+    out: Path
+    resume: bool
+    address: str | None
+
+
+Classes = Callable[[], WorkerClasses]
+"""Called once everything cheap is known to be in order: the import of the workers takes seconds."""
+
+
+def run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
+    """Train as the spec says. Raises TroupeError with one clear message."""
+    request.out.mkdir(parents=True, exist_ok=True)
+    store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
+    store.prepare()
+    found = store.latest()
+    if found is not None and not request.resume:
+        raise TroupeError(f"{request.out} holds a run already (step {found.step}): use --resume, or another --out")
+    if request.resume and found is None:
+        log.warning("nothing to resume in %s: starting from the beginning", request.out)
+    _write_resolved_spec(request)
+    return asyncio.run(_run(request, classes, console, store, found))
+
+
+def evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[str, float]:
+    """Evaluate the spec's model alone: engines and reward workers, no trainer."""
+    return asyncio.run(_evaluate(request, classes, console))
+
+
+async def _run(
+    request: RunRequest, classes: Classes, console: Console, store: CheckpointStore, found: Checkpoint | None
+) -> RunOutcome:
+    spec = request.spec
+    pools = load_pools(spec.data, spec.failures.on_bad_row)
+    async with _stage(request, classes, console) as (cluster, casting, stage, stop):
+        company = _Company(request, cluster, casting, stage, console, stop, *pools)
+        try:
+            return await (await company.controller(store, found)).run()
+        finally:
+            await company.close()
+
+
+async def _evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[str, float]:
+    if request.spec.evaluation is None:
+        raise TroupeError("the spec has no evaluation section: there is nothing to evaluate on")
+    pools = load_pools(request.spec.data, request.spec.failures.on_bad_row)
+    roles = frozenset({"rollout", "reward"})
+    async with _stage(request, classes, console, roles) as (cluster, casting, stage, stop):
+        company = _Company(request, cluster, casting, stage, console, stop, *pools)
+        evaluator = company.evaluator()
+        if evaluator is None:
+            raise TroupeError("there are no held-out prompts to evaluate on")
+        try:
+            return await unless_stopped(stop, evaluator.run(lambda done, total: console.phase("evaluate", done, total)))
+        finally:
+            await company.close()
+
+
+@asynccontextmanager
+async def _stage(
+    request: RunRequest, classes: Classes, console: Console, roles: frozenset[str] | None = None
+) -> AsyncIterator[tuple[Cluster, Casting, Stage, asyncio.Event]]:
+    """A cluster with the cast started on it, and all of it ended afterwards, however the run ends."""
+    console.phase("start Ray", 0, 1)
+    cluster = Cluster.connect(demand(place(role_sizes(request.spec))), request.address)
+    stop = asyncio.Event()
+    try:
+        with _interrupts(cluster, stop):
+            casting = Casting(request.spec, cluster, classes())
+            console.phase("start workers", 0, 1)
+            console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
+            stage = await unless_stopped(stop, casting.open(roles))
+            try:
+                yield cluster, casting, stage, stop
+            finally:
+                console.phase("close", 0, 1)
+                await cluster.close(_CLOSE_TIMEOUT_S)
+    except WorkerError as error:
+        error.add_note(f"the workers' own logs: {cluster.logs}")
+        raise
+    finally:
+        cluster.abandon()
+
+
+class _Company:
+    """Joins workers, data and books into a controller."""
+
+    def __init__(
+        self,
+        request: RunRequest,
+        cluster: Cluster,
+        casting: Casting,
+        stage: Stage,
+        console: Console,
+        stop: asyncio.Event,
+        train: PromptPool,
+        held_out: PromptPool | None,
+    ) -> None:
+        self._request = request
+        self._spec = request.spec
+        self._cluster = cluster
+        self._stage = stage
+        self._console = console
+        self._stop = stop
+        self._train = train
+        self._held_out = held_out
+        self._pool = EnginePool(stage.engines, casting.engine, _pool_bounds(request.spec))
+        self._rewards = RewardPool(stage.reward, request.spec.schedule.score_timeout_s)
+
+    async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
+        """The controller, at step 0 or where the checkpoint left off."""
+        spec, policy = self._spec, self._stage.policy
+        if policy is None:
+            raise TroupeError("there is no policy to train")
+        done = found.step if found is not None else 0
+        ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
+        prompts = PromptSource(self._train, spec.seed)
+        if found is not None:
+            prompts.restore(found.state["prompts"])
+            await self._load(found)
+        cast = Cast(
+            policy=policy,
+            critic=self._stage.critic,
+            pool=self._pool,
+            scheduler=self._scheduler(ledger, prompts, done),
+            rewards=self._rewards,
+            sync=self._weight_sync(policy),
+            evaluator=self.evaluator(),
+            prompts=prompts,
+            ledger=ledger,
+        )
+        sinks = MetricSinks.open(self._request.out, tensorboard=spec.output.tensorboard, resume_at=done)
+        return Controller(_train_plan(self._request), cast, store, sinks, self._console, self._stop, done)
+
+    async def close(self) -> None:
+        """Bring up no more engines."""
+        await self._pool.close()
+
+    def evaluator(self) -> Evaluator | None:
+        """Held-out evaluation, where the spec has one."""
+        evaluation = self._spec.evaluation
+        if evaluation is None or self._held_out is None:
+            return None
+        picks = tuple(evaluation_picks(self._held_out, self._spec.seed, evaluation.prompts))
+        plan = EvalPlan(picks, evaluation.sampling, _SOLVED_AT, self._spec.seed)
+        return Evaluator(plan, self._pool, self._rewards, self._cluster.put(self._held_out.table))
+
+    def _scheduler(self, ledger: Ledger, prompts: PromptSource, done: int) -> RolloutScheduler:
+        spec, schedule = self._spec, self._spec.schedule
+        plan = SchedulePlan(
+            groups_per_step=schedule.prompts_per_step,
+            group_size=spec.group_size,
+            max_staleness=schedule.max_staleness,
+            steps=schedule.steps,
+            max_attempts=spec.failures.max_attempts,
+            max_failed_fraction=spec.failures.max_failed_fraction,
+            min_group=min(2, spec.group_size),
+            seed=spec.seed,
+        )
+        scorer = Scorer(self._rewards, self._token_scorers())
+        table = self._cluster.put(self._train.table)
+        return RolloutScheduler(plan, self._pool, scorer, ledger, prompts.next, table, done)
+
+    def _weight_sync(self, policy: Gang) -> WeightSync:
+        bound = self._spec.schedule.sync_timeout_s
+        if self._spec.resolved_backend() == "shm":
+            return FileSync(policy, self._pool, bound)
+        ranks = self._spec.roles.rollout.tensor_parallel_size
+        return DeviceSync(policy, self._pool, lambda engines: self._cluster.link(engines, ranks, bound), bound)
+
+    def _token_scorers(self) -> list[TokenScorer]:
+        spec, stage, bound = self._spec, self._stage, self._spec.schedule.score_timeout_s
+        scorers = []
+        if stage.reference is not None:
+            scorers.append(TokenScorer(stage.reference, "score", bound))
+        if stage.critic is not None:
+            scorers.append(TokenScorer(stage.critic, "compute_values", bound))
+        if stage.policy is not None and spec.reference_in_policy:
+            scorers.append(TokenScorer(stage.policy, "reference_logprobs", bound))
+        if stage.policy is not None and _needs_old_logprobs(spec) and spec.schedule.max_staleness == 0:
+            # While the policy stands still, its log-probs are scored group by group as generation goes on.
+            scorers.append(TokenScorer(stage.policy, "compute_logprobs", bound))
+        return scorers
+
+    async def _load(self, found: Checkpoint) -> None:
+        gangs = [gang for gang in (self._stage.policy, self._stage.critic) if gang is not None]
+        bound = self._spec.schedule.train_timeout_s
+        await asyncio.gather(*(gang.broadcast("load", str(found.path / gang.role), timeout_s=bound) for gang in gangs))
+
+
+def _needs_old_logprobs(spec: Spec) -> bool:
+    """Whether the log-probs before the update are needed: with one update a step and no KL in the reward they are
+    the ones the update computes anyway."""
+    return spec.schedule.epochs * spec.schedule.minibatches > 1 or spec.policy_config().advantage.kl_coef > 0
+
+
+def _train_plan(request: RunRequest) -> TrainPlan:
+    spec, evaluation = request.spec, request.spec.evaluation
+    loss = spec.policy_config().loss
+    return TrainPlan(
+        steps=spec.schedule.steps,
+        epochs=spec.schedule.epochs,
+        minibatches=spec.schedule.minibatches,
+        skip_silent=loss.kl_coef == 0 and loss.entropy_coef == 0,
+        old_logprobs_at_batch=_needs_old_logprobs(spec) and spec.schedule.max_staleness > 0,
+        seed=spec.seed,
+        critic_warmup=spec.roles.critic.warmup_steps if spec.roles.critic is not None else 0,
+        train_timeout_s=spec.schedule.train_timeout_s,
+        step_timeout_s=spec.schedule.step_timeout_s,
+        probe_every_s=spec.failures.health_interval_s,
+        checkpoint_every=spec.checkpoint.every_steps,
+        evaluate_every=evaluation.every_steps if evaluation is not None else 0,
+        evaluate_at_start=evaluation is not None and evaluation.at_start,
+        evaluate_at_end=evaluation is not None and evaluation.at_end,
+        nonfinite_limit=spec.failures.nonfinite_steps,
+        max_staleness=spec.schedule.max_staleness,
+        trajectories=request.out / "trajectories" if spec.output.trajectories else None,
+    )
+
+
+def _pool_bounds(spec: Spec) -> PoolBounds:
+    return PoolBounds(
+        max_outstanding=max(spec.roles.rollout.max_num_seqs, spec.group_size) + spec.group_size,
+        generate_timeout_s=spec.schedule.generate_timeout_s,
+        probe_timeout_s=spec.failures.health_interval_s,
+        probe_misses=spec.failures.health_misses,
+        start_timeout_s=spec.schedule.start_timeout_s,
+        restarts=spec.failures.engine_restarts,
+    )
+
+
+@contextmanager
+def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
+    """SIGINT or SIGTERM once: save and leave; twice: leave at once."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            cluster.abandon()
+            os._exit(128 + number)
+        log.warning("stopping: saving first; once more to leave at once")
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _write_resolved_spec(request: RunRequest) -> None:
+    text = yaml.safe_dump(request.spec.model_dump(mode="json"), sort_keys=False)
+    (request.out / "spec.yaml").write_text(text)

@@ -1,0 +1,255 @@
+"""Which group runs where and when, and which groups make the next batch.
+
+Staleness is a matter of slots. With P groups a step and a bound of k, (version + k + 1) * P groups may ever have
+been opened when the policy is at `version`; training a batch is what opens the next P. A batch must take every
+group that was started at version - k or before: at most P such groups can be open, so they always fit, no group is
+ever dropped for its age, and a step waits for a straggler only when that straggler would otherwise pass the bound.
+With k = 0 this is strictly on-policy training, by the same code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orchestrator.engine_pool import EnginePool
+from orchestrator.errors import BatchFailed, WorkerError
+from orchestrator.handles import TableRef
+from orchestrator.ledger import Ledger, OpenGroup
+from orchestrator.prompts import PromptPick
+from orchestrator.scoring import ScoredGroup, Scorer
+from workers.messages import GroupRequest, GroupSummary
+
+log = logging.getLogger(__name__)
+
+_REFUSALS_PER_GROUP = 8
+"""A step that refuses this many prompts for each group it wants has the wrong data, not a few bad rows."""
+
+
+def sampling_seed(seed: int, prompt_uid: str) -> int:
+    """Seed of one group's samples: the same in every run of this spec, whatever engine and order."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{prompt_uid}".encode(), digest_size=4).digest()) >> 1
+
+
+NextPrompt = Callable[[], PromptPick]
+Progress = Callable[[int, int], None]
+"""Told (groups finished, groups wanted) while a batch gathers."""
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    """What the scheduler is held to."""
+
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    steps: int
+    max_attempts: int
+    max_failed_fraction: float
+    min_group: int
+    """Fewest scored samples a group needs to be trained (two where samples are compared within the group)."""
+    seed: int
+
+
+@dataclass(eq=False)
+class _Open:
+    """A group on its way."""
+
+    order: int
+    pick: PromptPick
+    attempt: int
+    started_at_version: int | None = None
+    scored: ScoredGroup | None = None
+
+
+class RolloutScheduler:
+    """Keeps the engines busy within the staleness bound and hands out batches of scored groups."""
+
+    def __init__(
+        self,
+        plan: SchedulePlan,
+        pool: EnginePool,
+        scorer: Scorer,
+        ledger: Ledger,
+        next_prompt: NextPrompt,
+        prompt_pool: TableRef,
+        version: int = 0,
+    ) -> None:
+        self.plan = plan
+        self.version = version
+        self._pool = pool
+        self._scorer = scorer
+        self._ledger = ledger
+        self._next_prompt = next_prompt
+        self._prompt_pool = prompt_pool
+        self._opened = version * plan.groups_per_step
+        self._order = 0
+        self._groups: dict[str, _Open] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._progress = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._failed_samples = 0
+        self._refused = 0
+        self._lost_groups: list[OpenGroup] = ledger.open_groups()
+
+    def start(self) -> None:
+        """Dispatch what the bound allows; groups that were in flight when a checkpoint was taken go first."""
+        for lost in self._lost_groups:
+            self._opened += 1
+            self._launch(PromptPick(lost.prompt_uid, lost.row), self._ledger.retry(lost.prompt_uid))
+        self._lost_groups = []
+        self._dispatch()
+
+    async def next_batch(self, progress: Progress | None = None) -> list[ScoredGroup]:
+        """Wait for the groups of the next step, in order of dispatch.
+
+        Raises BatchFailed, EnginesLost or a WorkerError when the batch cannot be had.
+        """
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            ready = self._ready()
+            if progress is not None:
+                finished = sum(group.scored is not None for group in self._groups.values())
+                progress(min(finished, self.plan.groups_per_step), self.plan.groups_per_step)
+            if ready is not None:
+                batch = [group.scored for group in ready if group.scored is not None]
+                for group in ready:
+                    del self._groups[group.pick.prompt_uid]
+                self._failed_samples = 0
+                self._refused = 0
+                return batch
+            self._progress.clear()
+            await self._progress.wait()
+
+    def advance(self, version: int) -> None:
+        """The engines serve `version`: open the slots this frees."""
+        self.version = version
+        self._dispatch()
+
+    async def close(self) -> None:
+        """Abandon what is in flight; the ledger still lists it as open."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ready(self) -> list[_Open] | None:
+        """The next batch if it can be formed now: the groups at the bound first, then the oldest finished ones."""
+        oldest_allowed = self.version - self.plan.max_staleness
+        due = [g for g in self._groups.values() if (v := g.started_at_version) is not None and v <= oldest_allowed]
+        if any(group.scored is None for group in due):
+            return None
+        spare = sorted(
+            (g for g in self._groups.values() if g.scored is not None and g not in due), key=lambda g: g.order
+        )
+        batch = due + spare[: self.plan.groups_per_step - len(due)]
+        if len(batch) < self.plan.groups_per_step:
+            return None
+        return sorted(batch, key=lambda group: group.order)
+
+    def _dispatch(self) -> None:
+        allowed = (self.version + self.plan.max_staleness + 1) * self.plan.groups_per_step
+        while self._opened < min(allowed, self.plan.steps * self.plan.groups_per_step):
+            self._opened += 1
+            pick = self._next_prompt()
+            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self.plan.group_size))
+
+    def _launch(self, pick: PromptPick, attempt: int) -> None:
+        group = _Open(self._order, pick, attempt)
+        self._order += 1
+        self._groups[pick.prompt_uid] = group
+        task = asyncio.create_task(self._guard(group), name=pick.prompt_uid)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, group: _Open) -> None:
+        try:
+            await self._run(group)
+        except ExceptionGroup as errors:
+            self._failure = self._failure or errors.exceptions[0]
+        except Exception as error:
+            self._failure = self._failure or error
+        finally:
+            self._progress.set()
+
+    async def _run(self, group: _Open) -> None:
+        try:
+            summary, rollouts = await self._generate(group)
+        except WorkerError as error:
+            self._replace(group, f"generation failed {self.plan.max_attempts} times", failed=True, detail=str(error))
+            return
+        if summary.refused:
+            self._replace(group, f"prompt refused: {summary.refused}", failed=False)
+            return
+        self._settle_failures(group, await self._scorer.score(summary, rollouts))
+
+    async def _generate(self, group: _Open) -> tuple[GroupSummary, TableRef]:
+        """Generate on the engine with least to do; an engine's failure costs an attempt, not the group.
+
+        Raises the last WorkerError when the attempts are used up.
+        """
+        samples = self.plan.group_size
+        tries = 0
+        while True:
+            engine = await self._pool.acquire(samples)
+            group.started_at_version = engine.version
+            request = GroupRequest(
+                prompt_uid=group.pick.prompt_uid,
+                row=group.pick.row,
+                attempt=group.attempt,
+                samples=samples,
+                seed=sampling_seed(self.plan.seed, group.pick.prompt_uid),
+            )
+            try:
+                summary, rollouts = await self._pool.generate(request, self._prompt_pool, engine)
+            except WorkerError as error:
+                group.started_at_version = None
+                group.attempt = self._ledger.retry(group.pick.prompt_uid)
+                await self._pool.report_failure(engine, error)
+                tries += 1
+                if tries >= self.plan.max_attempts:
+                    raise
+                continue
+            finally:
+                await self._pool.release(engine, samples)
+            if self._ledger.is_current(summary.prompt_uid, summary.attempt):
+                return summary, rollouts
+
+    def _settle_failures(self, group: _Open, scored: ScoredGroup) -> None:
+        """Drop samples without a reward; a group left with too few of them is dropped whole and replaced."""
+        failures = [(i, s) for i, s in enumerate(scored.rewards.statuses) if s != "ok"]
+        if self.plan.group_size - len(failures) < self.plan.min_group:
+            self._replace(group, f"reward: {failures[0][1]}", failed=True)
+            return
+        for sample_index, status in failures:
+            self._ledger.dropped(group.pick.prompt_uid, sample_index, f"reward: {status}")
+        self._count_failures(len(failures))
+        group.scored = scored
+
+    def _replace(self, group: _Open, reason: str, *, failed: bool, detail: str = "") -> None:
+        log.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
+        del self._groups[group.pick.prompt_uid]
+        self._ledger.drop_group(group.pick.prompt_uid, reason)
+        self._opened -= 1
+        if failed:
+            self._count_failures(self.plan.group_size)
+        else:
+            self._count_refusal(reason)
+        self._dispatch()
+
+    def _count_refusal(self, reason: str) -> None:
+        self._refused += 1
+        if self._refused > _REFUSALS_PER_GROUP * self.plan.groups_per_step:
+            raise BatchFailed(f"{self._refused} prompts in a row were refused; last: {reason}")
+
+    def _count_failures(self, samples: int) -> None:
+        self._failed_samples += samples
+        budget = self.plan.max_failed_fraction * self.plan.groups_per_step * self.plan.group_size
+        if self._failed_samples > budget:
+            raise BatchFailed(
+                f"{self._failed_samples} samples of this step failed, more than failures.max_failed_fraction allows "
+                f"({budget:.0f}); reasons so far: {self._ledger.drop_reasons()}"
+            )

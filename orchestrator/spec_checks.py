@@ -1,0 +1,267 @@
+"""Combinations of fields that cannot work, each refused with the path of the field to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from orchestrator import algorithms
+from orchestrator.spec_errors import nearest
+from orchestrator.spec_sections import ReasoningGymSource, RolloutRole
+from workers.config import REWARD_FUNCTIONS, Frozen
+
+if TYPE_CHECKING:
+    from orchestrator.spec import Spec
+
+Finding = tuple[str, str]
+"""(dotted path of a field, what is wrong)"""
+
+COLOCATIONS = {"reference": "policy", "rollout": "policy"}
+"""Which role may live with which."""
+
+NEEDS_ANSWER = frozenset({"exact_match", "last_number", "numeric"})
+_IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def find_problems(spec: Spec) -> list[Finding]:
+    """Everything that cannot work."""
+    return [finding for check in _CHECKS for finding in check(spec)]
+
+
+def _roles(spec: Spec) -> Iterator[Finding]:
+    row = algorithms.row_of(spec.algorithm)
+    present = spec.roles.present()
+    for role in ("critic", "reference"):
+        if role in row.required and role not in present:
+            yield f"roles.{role}", f"is required: {row.name} has a {role}"
+        if role in row.forbidden and role in present:
+            others = [a.name for a in algorithms.ALGORITHMS.values() if role not in a.forbidden]
+            yield f"roles.{role}", f"{row.name} has no {role}; remove the role or use {' or '.join(others)}"
+    if spec.kl_coef > 0 and spec.roles.reference is None:
+        given = "" if spec.algorithm.kl.coef is not None else f", the default of {row.name}"
+        why = f"is required: algorithm.kl.coef is {spec.kl_coef}{given} (0 needs no reference)"
+        yield "roles.reference", why
+
+
+def _algorithm(spec: Spec) -> Iterator[Finding]:
+    config = spec.algorithm
+    row = algorithms.row_of(config)
+    if spec.group_size < row.min_group_size:
+        yield "algorithm.group_size", f"{row.name} compares samples of a group: needs at least {row.min_group_size}"
+    for name in algorithms.unused_options(config):
+        yield f"algorithm.{name}", f"{row.name} does not use it; remove it"
+    for name in ("clip_low", "clip_high"):
+        if config.clip_range is not None and dict(config)[name] is not None:
+            yield f"algorithm.{name}", "clip_range is set too; give either clip_range or clip_low and clip_high"
+    if row.kl_in == "reward" and config.kl.estimator not in (None, "k1"):
+        yield "algorithm.kl.estimator", f"{row.name} has its KL term in the reward, which is k1; remove it"
+
+
+def _schedule(spec: Spec) -> Iterator[Finding]:
+    schedule = spec.schedule
+    for name, role in spec.roles.trainers().items():
+        if spec.samples_per_step < role.workers * schedule.minibatches:
+            yield (
+                "schedule.prompts_per_step",
+                f"{schedule.prompts_per_step} prompts of {spec.group_size} samples are too few for {role.workers} "
+                f"{name} workers times {schedule.minibatches} minibatches",
+            )
+    if schedule.max_staleness > 0 and spec.roles.rollout.colocate_with is not None:
+        yield "schedule.max_staleness", "must be 0 where rollout shares the policy's GPUs: they take turns"
+    for name in ("generate_timeout_s", "score_timeout_s", "train_timeout_s", "sync_timeout_s"):
+        if (limit := dict(schedule)[name]) > schedule.step_timeout_s:
+            yield f"schedule.{name}", f"{limit:g} is longer than step_timeout_s, {schedule.step_timeout_s:g}"
+    for name, role in spec.roles.trainers().items():
+        updates = spec.policy_updates if name == "policy" else spec.critic_updates
+        if 0 < updates <= role.warmup_updates:
+            yield f"roles.{name}.warmup_updates", f"must be less than the run's {updates} updates"
+    if spec.roles.critic is not None and spec.roles.critic.warmup_steps >= schedule.steps:
+        yield "roles.critic.warmup_steps", f"must be less than schedule.steps, {schedule.steps}"
+
+
+def _lengths(spec: Spec) -> Iterator[Finding]:
+    longest = spec.roles.rollout.max_model_len
+    if spec.sampling.max_tokens >= longest:
+        yield (
+            "sampling.max_tokens",
+            f"{spec.sampling.max_tokens} leaves no room for a prompt in roles.rollout.max_model_len, {longest}",
+        )
+    budgets: dict[str, int] = {name: role.micro_batch_tokens for name, role in spec.roles.trainers().items()}
+    if spec.roles.reference is not None and not spec.reference_in_policy:
+        budgets["reference"] = spec.roles.reference.micro_batch_tokens
+    if spec.roles.reward.model is not None:
+        budgets["reward"] = spec.roles.reward.micro_batch_tokens
+    for name, tokens in budgets.items():
+        if tokens < longest:
+            why = f"{tokens} cannot hold one sequence of roles.rollout.max_model_len, {longest}"
+            yield f"roles.{name}.micro_batch_tokens", why
+    for index, text in enumerate(spec.sampling.stop):
+        if not text:
+            yield f"sampling.stop.{index}", "may not be empty"
+
+
+def _colocation(spec: Spec) -> Iterator[Finding]:
+    present = spec.roles.present()
+    for name, role in present.items():
+        other = role.colocate_with
+        if other is None:
+            continue
+        path = f"roles.{name}.colocate_with"
+        if other == name:
+            yield path, "a role cannot live with itself"
+        elif other not in present:
+            yield path, f"there is no role {other}"
+        elif COLOCATIONS.get(name) != other:
+            can = ", ".join(f"{a} with {b}" for a, b in COLOCATIONS.items())
+            cycle = present[other].colocate_with == name
+            yield path, f"{name} cannot live with {other}{' (and they name each other)' if cycle else ''}; can: {can}"
+        elif name == "rollout":
+            yield from _shared_gpus(spec)
+        else:
+            for field in ("workers", "cpus", "gpus", "micro_batch_tokens", "threads"):
+                if _changed(role, field):
+                    yield f"roles.{name}.{field}", f"has no effect inside the {other}'s workers; remove it"
+
+
+def _changed(section: Frozen, field: str) -> bool:
+    """Whether a field is not at its default; a resolved spec, with every default written out, is a good spec."""
+    return dict(section)[field] != type(section).model_fields[field].default
+
+
+def _shared_gpus(spec: Spec) -> Iterator[Finding]:
+    rollout, policy = spec.roles.rollout, spec.roles.policy
+    path = "roles.rollout.colocate_with"
+    if rollout.gpus == 0 or policy.gpus == 0:
+        yield path, "rollout and policy can share GPUs only; set gpus on both or remove it"
+    elif rollout.tensor_parallel_size > 1:
+        yield path, "an engine that shares the policy's GPUs needs tensor_parallel_size: 1"
+    elif rollout.workers != policy.workers:
+        yield path, f"needs one engine for each policy worker, got {rollout.workers} and {policy.workers}"
+    elif rollout.gpus + policy.gpus > 1:
+        yield path, f"they share one GPU, but ask for {rollout.gpus} + {policy.gpus} of it"
+
+
+def _devices(spec: Spec) -> Iterator[Finding]:
+    on_gpu = spec.roles.policy.gpus > 0
+    for name, role in spec.roles.present().items():
+        if name in ("rollout", "critic") and (role.gpus > 0) != on_gpu:
+            yield f"roles.{name}.gpus", f"{name} and policy must both run on GPUs or both on the CPU"
+        if name != "rollout" and role.gpus > 1:
+            yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
+    for name, role in spec.roles.trainers().items():
+        if role.offload_optimizer and role.gpus == 0:
+            yield f"roles.{name}.offload_optimizer", "on the CPU there is nowhere to offload to"
+    if spec.roles.reward.gpus > 0 and spec.roles.reward.model is None:
+        yield "roles.reward.gpus", "reward functions run on the CPU; only a reward model uses a GPU"
+    yield from _engine_devices(spec.roles.rollout)
+
+
+def _engine_devices(rollout: RolloutRole) -> Iterator[Finding]:
+    ranks = rollout.tensor_parallel_size
+    if rollout.gpus == 0 and ranks > 1 and rollout.cpus < ranks:
+        yield "roles.rollout.cpus", f"tensor_parallel_size {ranks} on the CPU needs at least {ranks} cores"
+    if rollout.gpus > 0 and ranks > 1 and rollout.gpus != ranks:
+        yield "roles.rollout.gpus", f"must equal tensor_parallel_size, {ranks}, got {rollout.gpus:g}"
+    if rollout.gpus > 1 and ranks == 1:
+        yield "roles.rollout.gpus", "an engine with tensor_parallel_size 1 uses one GPU; raise workers or that"
+
+
+def _weight_sync(spec: Spec) -> Iterator[Finding]:
+    backend, shared = spec.weight_sync.backend, spec.roles.rollout.colocate_with == "policy"
+    if backend in ("ipc", "nccl") and spec.device == "cpu":
+        yield "weight_sync.backend", f"{backend} needs GPUs; on the CPU use shm (or auto)"
+    elif backend == "ipc" and not shared:
+        yield "weight_sync.backend", "ipc needs rollout on the policy's GPUs (roles.rollout.colocate_with: policy)"
+    elif backend == "nccl" and shared:
+        yield "weight_sync.backend", "nccl needs rollout and policy on GPUs of their own; here use ipc (or auto)"
+
+
+def _reward(spec: Spec) -> Iterator[Finding]:
+    reward = spec.roles.reward
+    if not reward.functions and reward.model is None:
+        yield "roles.reward", "judges nothing: give functions, a model or both"
+    for name in ("model_weight", "micro_batch_tokens"):
+        if reward.model is None and _changed(reward, name):
+            yield f"roles.reward.{name}", "has no effect without a reward model"
+    weights = [function.weight for function in reward.functions]
+    weights += [reward.model_weight] if reward.model is not None else []
+    if weights and not any(weights):
+        yield "roles.reward", "every weight is 0: there is nothing to learn"
+    labels = ["reward_model"] if reward.model is not None else []
+    for index, function in enumerate(reward.functions):
+        path = f"roles.reward.functions.{index}"
+        label = function.label or function.name
+        if label in labels:
+            yield f"{path}.label", f"two components are called '{label}'; give one a label of its own"
+        labels.append(label)
+        if function.timeout_s >= spec.schedule.score_timeout_s:
+            limit = spec.schedule.score_timeout_s
+            yield f"{path}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
+        yield from _reward_name(spec, f"{path}.name", function.name)
+
+
+def _reward_name(spec: Spec, path: str, name: str) -> Iterator[Finding]:
+    if name not in REWARD_FUNCTIONS and not _IMPORTED.fullmatch(name):
+        known = f"shipped: {', '.join(REWARD_FUNCTIONS)}; your own: package.module:function"
+        yield path, f"no reward function '{name[:60]}' ({nearest(name, REWARD_FUNCTIONS) or known})"
+    for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):
+        if source is None:
+            continue
+        if name == "reasoning_gym" and not isinstance(source, ReasoningGymSource):
+            yield path, f"scores reasoning_gym tasks only, but data.{split} is {source.kind}"
+        if name in NEEDS_ANSWER and not isinstance(source, ReasoningGymSource) and source.answer is None:
+            yield path, f"compares with the right answer, but data.{split}.answer is null"
+
+
+def _data(spec: Spec) -> Iterator[Finding]:
+    sources = {"train": spec.data.train, "eval": spec.data.eval}
+    for split, source in sources.items():
+        if source is None:
+            continue
+        if "{prompt}" not in source.template:
+            yield f"data.{split}.template", "must contain {prompt}, the place of the row's text"
+        if isinstance(source, ReasoningGymSource):
+            for index, recipe in enumerate(source.recipes):
+                for name in ("seed", "size"):
+                    if name in recipe.args:
+                        yield f"data.{split}.recipes.{index}.args.{name}", f"set data.{split}.{name} instead"
+            if len(source.recipes) > source.size:
+                yield f"data.{split}.size", f"{source.size} prompts cannot cover {len(source.recipes)} recipes"
+    train, held = sources["train"], sources["eval"]
+    if isinstance(train, ReasoningGymSource) and isinstance(held, ReasoningGymSource) and train.seed == held.seed:
+        yield "data.eval.seed", f"must differ from data.train.seed, {train.seed}: the tasks would be the same"
+
+
+def _evaluation(spec: Spec) -> Iterator[Finding]:
+    evaluation = spec.evaluation
+    if evaluation is None:
+        return
+    if spec.data.eval is None:
+        yield "evaluation", "needs data.eval"
+    if not (evaluation.every_steps or evaluation.at_start or evaluation.at_end):
+        yield "evaluation", "never takes place: set every_steps, at_start or at_end, or remove the section"
+    if evaluation.sampling.samples > 1 and evaluation.sampling.temperature == 0:
+        yield "evaluation.sampling.samples", "greedy samples are all the same; set a temperature above 0"
+
+
+def _optimizers(spec: Spec) -> Iterator[Finding]:
+    for name, role in spec.roles.trainers().items():
+        for index, beta in enumerate(role.adam_betas):
+            if not 0.0 <= beta < 1.0:
+                yield f"roles.{name}.adam_betas.{index}", f"must be at least 0 and less than 1, got {beta}"
+
+
+_CHECKS = (
+    _roles,
+    _algorithm,
+    _schedule,
+    _lengths,
+    _colocation,
+    _devices,
+    _weight_sync,
+    _reward,
+    _data,
+    _evaluation,
+    _optimizers,
+)

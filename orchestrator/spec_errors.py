@@ -1,0 +1,251 @@
+"""Errors of a spec: `file:line: field.path: what is wrong (did you mean X?)`, all of them at once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from orchestrator.errors import TroupeError
+
+Path = tuple[str | int, ...]
+"""Keys and list indices from the top of the spec."""
+
+PROBLEMS = "spec_problems"
+"""Type of the validation error that carries a list of (dotted path, message) in its context."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something was written."""
+
+    file: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong; its text is one line."""
+
+    place: Place
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        parts = (str(self.place), self.path, self.message)
+        return ": ".join(_one_line(part) for part in parts if part)
+
+
+class SpecError(TroupeError):
+    """A spec that cannot be used. Its text has one line for each problem."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = tuple(sorted(problems, key=lambda p: (p.place.file, p.place.line or 0)))
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where each field of a spec was written."""
+
+    file: str
+    places: Mapping[Path, Place] = field(default_factory=dict)
+
+    def find(self, path: Path) -> Place:
+        """Place of the field, or of the nearest section around it that was written."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.places:
+                return self.places[path[:end]]
+        return Place(self.file, 1)
+
+    def problem(self, dotted: str, message: str) -> Problem:
+        """A problem at a field given as text (`roles.reward.functions.0`)."""
+        return Problem(self.find(parse_path(dotted)), dotted, message)
+
+
+def parse_path(dotted: str) -> Path:
+    """`roles.reward.functions.0` as keys and list indices."""
+    return tuple(int(part) if part.isdecimal() and part.isascii() else part for part in dotted.split("."))
+
+
+def format_path(path: Path) -> str:
+    """The inverse of :func:`parse_path`."""
+    return ".".join(str(part) for part in path)
+
+
+def from_validation(error: ValidationError, root: type[BaseModel], data: Any, source: Source) -> list[Problem]:
+    """Every problem of a validation error, in the words of a user of the spec."""
+    problems: list[Problem] = []
+    items = error.errors(include_url=False)
+    # A required field written with a typo is one mistake: the unknown key's hint says it all.
+    misspelt = {
+        (*item["loc"][:-1], _nearest_field(str(item["loc"][-1]), fields_at(root, item["loc"][:-1])))
+        for item in items
+        if item["type"] == "extra_forbidden"
+    }
+    for item in items:
+        if item["type"] == "missing" and item["loc"] in misspelt:
+            continue
+        kind, context = item["type"], item.get("ctx", {})
+        if kind == PROBLEMS:
+            problems += [source.problem(path, message) for path, message in context["problems"]]
+            continue
+        path = _without_tags(item["loc"], data)
+        if kind in ("union_tag_invalid", "union_tag_not_found"):
+            path = (*path, "kind")
+        if kind == "extra_forbidden":
+            message = f"unknown field{_key_hint(str(path[-1]), path[:-1], item['loc'][:-1], root)}"
+        else:
+            message = _message(kind, item["msg"], item.get("input"), context)
+        problems.append(Problem(source.find(path), format_path(path), message))
+    return problems
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a section",
+    "model_type": "a section",
+    "model_attributes_type": "a section",
+}
+_BOUNDS = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def _message(kind: str, text: str, value: Any, context: Mapping[str, Any]) -> str:
+    if kind in ("missing", "union_tag_not_found"):
+        choices = context.get("discriminator") and "jsonl, parquet, datasets or reasoning_gym"
+        return f"is required ({choices})" if choices else "is required"
+    if kind in _EXPECTED:
+        return f"expected {_EXPECTED[kind]}, got {show(value)}"
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        return f"must be {words} {context[key]:.12g}, got {show(value)}"
+    if kind == "literal_error":
+        return f"expected {context['expected']}, got {show(value)}{_value_hint(value, context['expected'])}"
+    if kind == "union_tag_invalid":
+        expected = context["expected_tags"]
+        return f"expected one of {expected}, got '{context['tag'][:60]}'{_value_hint(context['tag'], expected)}"
+    if kind == "too_short":
+        return f"needs {context['min_length']} or more entries, got {context['actual_length']}"
+    if kind == "too_long":
+        return f"takes no more than {context['max_length']} entries, got {context['actual_length']}"
+    if kind == "string_too_short":
+        return "may not be empty"
+    if kind == "string_too_long":
+        return f"may have at most {context['max_length']} characters, got {len(str(value))}"
+    if kind == "string_pattern_mismatch":  # the only pattern is that of names
+        return f"may hold lowercase letters, digits and, between them, '-', got {show(value)}"
+    if kind == "value_error":
+        return text.removeprefix("Value error, ")
+    return f"{text[:1].lower()}{text[1:]}, got {show(value)}"
+
+
+def show(value: Any) -> str:
+    """A value in an error message: short, on one line."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", "?", text)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'X'?` for the nearest known word; empty where none is near."""
+    near = _nearest_field(word, known)
+    return f"did you mean '{near}'?" if near else ""
+
+
+def _nearest_field(word: str, known: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(word[:60], list(known), n=1)), "")
+
+
+def _value_hint(value: Any, expected: str) -> str:
+    hint = nearest(str(value), re.findall(r"'([^']*)'", expected))
+    return f" ({hint})" if hint else ""
+
+
+def _key_hint(key: str, section: Path, location: Path, root: type[BaseModel]) -> str:
+    """The nearest field of the same section, or the section the field belongs to, or what there is."""
+    fields = fields_at(root, location)
+    if hint := nearest(key, fields):
+        return f" ({hint})"
+    homes = [path for path in known_paths(root) if path.rpartition(".")[2] == key]
+    if homes and f"{format_path(section)}.{key}" not in homes:  # else it belongs to another kind of this section
+        return f" (it belongs at {' or '.join(homes[:3])})"
+    return f" (fields of {format_path(section) or 'a spec'}: {', '.join(fields)})" if fields else ""
+
+
+def _without_tags(location: Path, data: Any) -> Path:
+    """The path as the user wrote it: pydantic names a tagged union's member in between."""
+    path: list[str | int] = []
+    node: Any = data
+    for part in location:
+        if isinstance(node, dict) and part not in node and node.get("kind") == part:
+            continue
+        path.append(part)
+        try:
+            node = node[part]
+        except (KeyError, IndexError, TypeError):
+            node = None
+    return tuple(path)
+
+
+def fields_at(root: type[BaseModel], location: Path) -> list[str]:
+    """Names of the fields a section may have, given pydantic's location of it."""
+    annotation: Any = root
+    for part in location:
+        models = list(models_in(annotation))
+        tagged = [model for model in models if part in _tags(model)]
+        if tagged:
+            annotation = tagged[0]
+        elif isinstance(part, str):
+            annotation = next((m.model_fields[part].annotation for m in models if part in m.model_fields), None)
+    return [name for model in models_in(annotation) for name in model.model_fields]
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models an annotation names, through unions, lists and Annotated."""
+    if isinstance(annotation, type) and get_origin(annotation) is None:
+        if issubclass(annotation, BaseModel):
+            yield annotation
+    elif get_origin(annotation) is not Literal:
+        for argument in get_args(annotation):
+            yield from models_in(argument)
+
+
+def known_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted path of every field of a spec."""
+    for name, info in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for inner in models_in(info.annotation):
+            yield from known_paths(inner, f"{prefix}{name}.")
+
+
+def _tags(model: type[BaseModel]) -> tuple[Any, ...]:
+    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()

@@ -1,0 +1,149 @@
+"""The reference of the spec, written from its models: `python -m orchestrator.spec_reference > docs/spec.md`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from orchestrator import algorithms
+from orchestrator.spec import Spec
+from orchestrator.spec_errors import models_in
+from workers.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
+
+_HEAD = """\
+# The spec
+
+Written by `python -m orchestrator.spec_reference > docs/spec.md` from the code; a test keeps it current.
+
+A spec is one YAML file (YAML 1.2: `1e-5` is a number, `on` is text; no tags, no anchors; at most 1 MiB). An unknown
+field is an error, and so is a combination that cannot work; errors read `file:line: field.path: what is wrong`.
+Relative paths start at the current directory. Any field can be set from the command line with its path, the value
+in YAML: `--set roles.rollout.workers=2 --set roles.reward.functions.0.weight=0.5`. A default of `-` means that the
+field is required; one of `null` that it is off, or left to the algorithm where the section is `algorithm`. In the
+titles, `data.train[jsonl]` is the section `data.train` with `kind: jsonl`.
+"""
+
+_TYPES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true / false"}
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def spec_reference() -> str:
+    """Every field of a spec with its type, default and meaning, and the algorithm table, as Markdown."""
+    places: dict[type[BaseModel], list[str]] = {}
+    for model, path in _sections(Spec, ""):
+        places.setdefault(model, []).append(path)
+    parts = [_HEAD, *(_section(model, paths) for model, paths in places.items()), _algorithm_table()]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
+    """The section and, in reading order, the sections in it, each with its path."""
+    yield model, path
+    for name, info in model.model_fields.items():
+        inner = list(models_in(info.annotation))
+        for member in inner:
+            kind = f"[{_kind(member)}]" if len(inner) > 1 else ""
+            listed = ".0" if get_origin(info.annotation) is tuple else ""
+            yield from _sections(member, f"{path}.{name}{kind}{listed}".lstrip("."))
+
+
+def _section(model: type[BaseModel], paths: list[str]) -> str:
+    title = ", ".join(f"`{path}`" for path in paths) if paths != [""] else "Top level"
+    lines = [f"## {title}", "", " ".join((model.__doc__ or "").split()), ""]
+    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for name, info in model.model_fields.items():
+        meaning = " ".join((info.description or "").split())
+        cells = (f"`{name}`", _type(info.annotation) + _bounds(info), _default(info), meaning)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def _kind(model: type[BaseModel]) -> str:
+    return str(get_args(model.model_fields["kind"].annotation)[0])
+
+
+def _type(annotation: Any) -> str:
+    if annotation in _TYPES:
+        return _TYPES[annotation]
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if get_origin(annotation) in (types.UnionType, Union):
+        return " or ".join(dict.fromkeys(_type(item) for item in arguments if item is not type(None)))
+    if get_origin(annotation) is tuple:
+        items = [item for item in arguments if item is not Ellipsis]
+        each = "sections" if any(models_in(items[0])) else f"{_type(items[0])}s"
+        return f"list of {each}" if Ellipsis in arguments else f"list of {len(items)} {each}"
+    if any(models_in(annotation)):
+        return "section"
+    return "free section"
+
+
+def _bounds(info: FieldInfo) -> str:
+    limits: dict[str, Any] = {}
+    for item in info.metadata:
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            limits |= dataclasses.asdict(item)
+    words = [f"{sign} {limits[name]:.12g}" for name, sign in _BOUNDS.items() if name in limits]
+    return f", {' and '.join(words)}" if words else ""
+
+
+def _default(info: FieldInfo) -> str:
+    if info.default_factory is not None:
+        return "`{}`"
+    if info.default is PydanticUndefined:
+        return "-"
+    if isinstance(info.default, BaseModel):
+        return "its fields' defaults"
+    return f"`{_yaml(info.default)}`"
+
+
+def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(_yaml(item) for item in value)}]"
+    if isinstance(value, str):
+        return f'"{value}"' if not value or "{" in value else value
+    return str(value)
+
+
+def _algorithm_table() -> str:
+    lines = ["## Algorithms", "", "What each algorithm needs, and the defaults of the section `algorithm`.", ""]
+    for row in algorithms.ALGORITHMS.values():
+        without = f" Without: {', '.join(sorted(row.forbidden))}." if row.forbidden else ""
+        needs = ", ".join(["rollout", "policy", "reward", *sorted(row.required)])
+        lines += [f"### `{row.name}`", "", f"{row.summary} Source: {row.source}.", ""]
+        lines += [f"Roles: {needs}.{without} KL term in the {row.kl_in}.", ""]
+        lines += ["| default | value |", "|---|---|"]
+        lines += [f"| {name} | `{value}` |" for name, value in _row_defaults(row)] + [""]
+    return "\n".join(lines)
+
+
+def _row_defaults(row: algorithms.Algorithm) -> Iterator[tuple[str, str]]:
+    config = algorithms.AlgorithmConfig(name=row.name)
+    unread = frozenset().union(*algorithms.ESTIMATOR_OPTIONS.values())
+    unread -= algorithms.ESTIMATOR_OPTIONS[row.advantage.estimator]
+    yield "group_size", str(row.group_size)
+    yield "kl.coef", str(algorithms.kl_coef(config))
+    sections: list[PolicyLossConfig | AdvantageConfig | CriticLossConfig] = [row.loss, row.advantage]
+    sections += [row.critic_loss] if row.critic_loss is not None else []
+    for section in sections:
+        for name, value in section:
+            if name in unread or name in ("kl_coef", "estimator") or (name == "kl_estimator" and row.kl_in == "reward"):
+                continue
+            shown = ", ".join(f"{k}: {_yaml(v)}" for k, v in value) if isinstance(value, BaseModel) else _yaml(value)
+            yield name.replace("kl_estimator", "kl.estimator"), shown
+
+
+if __name__ == "__main__":
+    sys.stdout.write(spec_reference())

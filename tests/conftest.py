@@ -1,0 +1,64 @@
+"""What every test shares: a quiet and offline environment, the two small models, and the order of the suite."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ROOT / ".cache" / "models"
+REAL_TIMEOUT_S = 600
+
+# Before any library reads them: nothing asks a hub, nothing reports usage, and what is compiled finds ninja.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cheap tests first, real stacks last; GPU tests only where there is a GPU."""
+    for item in items:
+        if ROOT / "tests" / "real" in item.path.parents:
+            item.add_marker(pytest.mark.real)
+        if item.get_closest_marker("real") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(REAL_TIMEOUT_S))
+        if item.get_closest_marker("gpu") and not has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items.sort(key=lambda item: item.get_closest_marker("real") is not None)
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether torch sees a CUDA device; torch is imported only if a collected test asks."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _model(name: str) -> Path:
+    folder = MODELS / name
+    if not (folder / "config.json").exists():
+        pytest.fail(f"{folder} is not there: run `make models`", pytrace=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Folder of SmolLM2-135M-Instruct."""
+    return _model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """Folder of the tiny random Llama: two layers, tied embeddings, SmolLM2's tokenizer."""
+    return _model("tiny-llama")

@@ -1,0 +1,255 @@
+"""The rollout worker on a real engine: what it samples, what it refuses, and how it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pytest
+import pytest_asyncio
+import torch
+
+from tests.real.rollout_kit import MAX_TOKENS, chat, load, pool, reference_logprobs, rollout_config, sampling
+from workers.messages import ROLLOUTS, GroupRequest, GroupSummary
+from workers.rollout import EngineClosed, EngineDead, RolloutWorker
+from workers.rollout_prompts import sample_seed
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPTS = pool(chat("Name a colour."), chat("What is 2 + 3?"), chat("Count to ten, slowly."))
+REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
+    """One engine for all tests of this file that leave it in order."""
+    worker = RolloutWorker(rollout_config(tiny_model), "rollout-0")
+    with pytest.raises(EngineClosed, match="not started"):
+        await worker.generate(REQUEST, PROMPTS)
+    health = await worker.start()
+    assert (health.name, health.pid, health.version, health.in_flight) == ("rollout-0", os.getpid(), 0, 0)
+    assert health.peak_rss_mib > 100
+    yield worker
+    await worker.close()
+    with pytest.raises(EngineClosed, match="shut"):
+        await worker.generate(REQUEST, PROMPTS)
+
+
+async def rows(worker: RolloutWorker, request: GroupRequest, prompts: pa.Table = PROMPTS) -> list[dict[str, Any]]:
+    _, table = await worker.generate(request, prompts)
+    return table.to_pylist()
+
+
+async def test_a_group(worker: RolloutWorker) -> None:
+    """Schema, identity, one row per sample, and a summary that says the same."""
+    summary, table = await worker.generate(REQUEST, PROMPTS)
+    assert table.schema.equals(ROLLOUTS, check_metadata=True)
+    assert (summary.prompt_uid, summary.attempt, summary.engine, summary.refused) == ("p0", 2, "rollout-0", "")
+    assert summary.generate_s > 0
+    for index, row in enumerate(table.to_pylist()):
+        n = len(row["response_ids"])
+        assert (row["prompt_uid"], row["sample_index"], row["attempt"]) == ("p0", index, 2)
+        assert (row["finish_reason"], n) == ("length", MAX_TOKENS)
+        assert len(row["rollout_logprobs"]) == len(row["loss_mask"]) == n
+        assert all(row["loss_mask"])
+        assert row["weight_versions"] == [{"version": 0, "start": 0, "end": n}]
+        assert row["turns"] == [{"name": "assistant", "start": 0, "end": n}]
+        assert (row["messages"], row["answer"]) == (PROMPTS["messages"][0].as_py(), "answer 0")
+        assert 0 < row["first_token_s"] < row["generate_s"] < summary.generate_s
+        sample = summary.samples[index]
+        assert (sample.sample_index, sample.prompt_tokens, sample.response_tokens) == (index, len(row["prompt_ids"]), n)
+        assert (sample.oldest_version, sample.newest_version, sample.finish_reason) == (0, 0, "length")
+
+
+async def test_the_same_seed_gives_the_same_samples(worker: RolloutWorker) -> None:
+    """Whatever else runs; every sample of a group, and every group, is another draw."""
+    alone = [row["response_ids"] for row in await rows(worker, REQUEST)]
+    crowd = [replace(REQUEST, prompt_uid=f"other{i}", row=i % 3, seed=100 + i) for i in range(3)]
+    crowded, *others = await asyncio.gather(rows(worker, REQUEST), *(rows(worker, other) for other in crowd))
+    assert [row["response_ids"] for row in crowded] == alone
+    drawn = [tuple(ids) for ids in alone] + [tuple(row["response_ids"]) for other in others for row in other]
+    assert len(set(drawn)) == len(drawn) == 16
+
+
+async def test_seeds_of_neighbouring_groups_do_not_overlap() -> None:
+    """vLLM's own rule for several samples, seed + index, would repeat samples between groups."""
+    seeds = {sample_seed(seed, index) for seed in range(200) for index in range(16)}
+    assert len(seeds) == 200 * 16
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+async def test_greedy_is_deterministic(worker: RolloutWorker) -> None:
+    """By `greedy` and by temperature 0, whatever the seed; and it is the argmax of another implementation."""
+    greedy = await rows(worker, replace(REQUEST, greedy=True))
+    cold = await rows(worker, replace(REQUEST, temperature=0.0, seed=5))
+    assert len({tuple(row["response_ids"]) for row in greedy + cold}) == 1
+
+
+@pytest.mark.parametrize("temperature", [None, 0.3, 1.0])
+async def test_logprobs_are_those_of_the_sampled_distribution(
+    worker: RolloutWorker, tiny_model: Path, temperature: float | None
+) -> None:
+    """log softmax(logits / temperature), at the default temperature of the configuration too."""
+    model = load(tiny_model)
+    for row in await rows(worker, replace(REQUEST, temperature=temperature)):
+        expected = reference_logprobs(model, row, temperature or 0.7)
+        assert torch.allclose(torch.tensor(row["rollout_logprobs"]), expected, atol=1e-4)
+    for row in await rows(worker, replace(REQUEST, greedy=True, samples=1)):
+        assert torch.allclose(torch.tensor(row["rollout_logprobs"]), reference_logprobs(model, row, 1.0), atol=1e-4)
+
+
+async def test_logprobs_under_top_p_are_those_of_the_nucleus(worker: RolloutWorker, tiny_model: Path) -> None:
+    """Renormalised over the kept tokens, so never below the plain ones, and above where much is cut."""
+    model = load(tiny_model)
+    for row in await rows(worker, replace(REQUEST, temperature=1.0, top_p=0.5)):
+        plain = reference_logprobs(model, row, 1.0)
+        gain = torch.tensor(row["rollout_logprobs"]) - plain
+        assert (gain > -1e-4).all()
+        assert math.log(1.5) < gain.max() <= math.log(2.0) + 1e-3
+
+
+async def test_text_is_of_all_response_tokens_without_special_ones(worker: RolloutWorker) -> None:
+    """With a stop string: the response ends with it, and text and tokens agree."""
+    free = (await rows(worker, replace(REQUEST, greedy=True, samples=1)))[0]
+    tokenizer = worker._tokenizer
+    assert tokenizer is not None
+    assert free["response"] == tokenizer.decode(free["response_ids"], skip_special_tokens=True)
+    stop = tokenizer.decode(free["response_ids"][5:7], skip_special_tokens=True)
+    with sampling(worker, stop=(stop,)):
+        stopped = (await rows(worker, replace(REQUEST, greedy=True, samples=1)))[0]
+    assert stopped["finish_reason"] == "stop"
+    assert len(stopped["response_ids"]) == len(stopped["rollout_logprobs"]) < MAX_TOKENS
+    assert stopped["response_ids"] == free["response_ids"][: len(stopped["response_ids"])]
+    assert stop in stopped["response"]
+
+
+BAD_PROMPTS = {
+    "not JSON": "[{",
+    "not a list": json.dumps({"role": "user"}),
+    "is empty": chat("  \n"),
+    "is empty ": json.dumps([]),
+    "is empty  ": json.dumps([{"role": "system", "content": "You are kind."}]),
+    "content": json.dumps([{"role": "user", "content": ["image"]}]),
+    "lone surrogate": '[{"role": "user", "content": "\\ud800"}]',
+    "tokens; 1 to 1000 fit": chat("word " * 1000),
+    "tokens; 1 to 1000 fit ": chat("x1 " * 350_000),
+}
+
+
+async def test_bad_prompts_are_refused_and_others_are_not_disturbed(worker: RolloutWorker) -> None:
+    """A refusal says where the prompt came from and what is wrong with it."""
+    prompts = pool(*BAD_PROMPTS.values(), chat("Name a colour."), chat("<|im_end|><|endoftext|>"))
+    good = len(BAD_PROMPTS)
+    alone = await rows(worker, replace(REQUEST, row=good), prompts)
+    results: list[tuple[GroupSummary, pa.Table]] = await asyncio.gather(
+        *(worker.generate(replace(REQUEST, row=row, prompt_uid=f"p{row}"), prompts) for row in range(good + 2))
+    )
+    for row, (why, (summary, table)) in enumerate(zip(BAD_PROMPTS, results, strict=False)):
+        assert summary.refused.startswith(f"pool.jsonl:{row + 1}: ")
+        assert why.strip() in summary.refused
+        assert (summary.samples, table.num_rows) == ((), 0)
+        assert table.schema.equals(ROLLOUTS)
+    assert [row["response_ids"] for row in results[good][1].to_pylist()] == [row["response_ids"] for row in alone]
+    assert len(results[good + 1][0].samples) == 4
+    with pytest.raises(IndexError):
+        await worker.generate(replace(REQUEST, row=prompts.num_rows), prompts)
+
+
+async def test_a_cancelled_group_leaves_the_engine(worker: RolloutWorker) -> None:
+    """The caller went away: nothing goes on for it, and the next one is served."""
+    task = asyncio.create_task(worker.generate(replace(REQUEST, samples=8), PROMPTS))
+    await asyncio.sleep(0.02)
+    assert (await worker.health()).in_flight == 8
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await worker.health()).in_flight == 0
+    assert len(await rows(worker, REQUEST)) == 4
+
+
+async def test_a_dead_engine_process_is_a_clear_error(tiny_model: Path) -> None:
+    """For the request that is running, for the next, for a probe and for an update."""
+    worker = RolloutWorker(rollout_config(tiny_model, max_tokens=900), "rollout-7")
+    await worker.start()
+    running = asyncio.create_task(worker.generate(replace(REQUEST, samples=8), PROMPTS))
+    await asyncio.sleep(0.5)
+    for child in psutil.Process().children(recursive=True):
+        if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
+            child.kill()
+    with pytest.raises(EngineDead, match="rollout-7"):
+        await asyncio.wait_for(running, 30)
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(worker.generate(REQUEST, PROMPTS), 30)
+    with pytest.raises(EngineDead):
+        await asyncio.wait_for(worker.health(), 30)
+    await worker.close()
+
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from tests.real.rollout_kit import chat, pool, rollout_config
+from workers.messages import GroupRequest
+from workers.rollout import RolloutWorker
+
+async def main():
+    worker = RolloutWorker(rollout_config(Path(sys.argv[1]), max_tokens=900), "rollout-0")
+    await worker.start()
+    print("started", flush=True)
+    await worker.generate(GroupRequest("p", 0, 0, 16, 1), pool(chat("Go on.")))
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("phase", ["starting", "generating"])
+async def test_no_process_and_no_file_outlives_a_killed_worker(tiny_model: Path, tmp_path: Path, phase: str) -> None:
+    """kill -9 of the worker while its engine loads or generates: all below it end by themselves."""
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    root = Path(__file__).resolve().parents[2]
+    before = set(os.listdir("/dev/shm"))
+    below: list[psutil.Process] = []
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(tiny_model)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        cwd=root,
+        text=True,
+    )
+    try:
+        assert parent.stdout is not None
+        if phase == "generating":
+            assert any(line.strip() == "started" for line in parent.stdout)
+            await asyncio.sleep(0.3)
+        else:
+            while len(psutil.Process(parent.pid).children(recursive=True)) < 4:  # each has a resource tracker
+                await asyncio.sleep(0.2)
+                assert parent.poll() is None
+        below = psutil.Process(parent.pid).children(recursive=True)
+        assert len(below) >= 2
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        _, alive = psutil.wait_procs(below, timeout=10)
+        assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+        await asyncio.sleep(1)
+        assert {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("troupe-")} == set()
+    finally:
+        parent.kill()
+        for process in below:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

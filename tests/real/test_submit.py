@@ -1,0 +1,71 @@
+"""`troupe submit` to a real Ray head, as `ray start` makes one."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.real.helpers import GRPO, Command, running, troupe
+
+HEAD_TIMEOUT_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of the job server of a head of our own."""
+    port, dashboard = free_port(), free_port()
+    # Sockets live below Ray's folder, and the path of a socket is short.
+    with tempfile.TemporaryDirectory(prefix="head-", ignore_cleanup_errors=True) as scratch:
+        arguments = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
+        arguments += [f"--dashboard-port={dashboard}", "--num-cpus=4", f"--temp-dir={scratch}", "--disable-usage-stats"]
+        with running(Command(tmp_path_factory.mktemp("head"), arguments)) as command:
+            url = f"http://127.0.0.1:{dashboard}"
+            command.until(lambda: answers(url), "answering", HEAD_TIMEOUT_S)
+            yield url
+
+
+def test_a_submitted_spec_runs_as_a_job_and_its_log_is_shown(head: str, tmp_path: Path) -> None:
+    sets = [f"name=submitted-{free_port()}", "schedule.steps=2", f"output.folder={tmp_path}/runs"]
+    options = [part for override in sets for part in ("--set", override)]
+    with running(Command(tmp_path, troupe("submit", str(GRPO), "--address", head, "--follow", *options))) as command:
+        assert command.wait() == 0, command.told
+    assert "submitted " in command.stdout
+    assert "step 2/2" in command.stdout
+    assert "128 dispatched, 128 trained, 0 dropped" in command.stdout
+    assert command.stdout.rstrip().endswith("SUCCEEDED")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    assert list(Path("/dev/shm").glob(f"troupe-{run.name}-*")) == []
+
+
+def test_a_job_that_fails_is_told_by_the_exit_code(head: str, tmp_path: Path) -> None:
+    options = ["--set", "model.path=/no/such/model"]
+    with running(Command(tmp_path, troupe("submit", str(GRPO), "--address", head, "--follow", *options))) as command:
+        assert command.wait() == 1, command.told
+    assert "model.path: no such folder: /no/such/model" in command.stdout
+    assert "FAILED" in command.stdout
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    """Whether the job server is up (it wants a token, and says so)."""
+    try:
+        urllib.request.urlopen(f"{url}/api/version", timeout=2).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,491 @@
+"""The trainers on real DeepSpeed: ZeRO 0-3, one rank and two, float32 and bfloat16, against plain torch.
+
+All scenarios run in two groups of processes, one of one rank and one of two; the tests compare what they wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+from tests.test_tensors import train_table
+from workers.config import (
+    AdvantageConfig,
+    CriticConfig,
+    CriticLossConfig,
+    ModelConfig,
+    PolicyConfig,
+    PolicyLossConfig,
+    Rendezvous,
+    SamplingConfig,
+    TrainerConfig,
+)
+from workers.critic import CriticWorker
+from workers.deepspeed_engine import learning_rate
+from workers.losses import PolicyTokens, policy_loss, token_weights
+from workers.messages import RankPlan, UpdateMetrics
+from workers.modeling import CHUNK_LOGITS, CausalLogprobs, load_causal, score
+from workers.policy import PolicyWorker
+from workers.reference import ReferenceConfig, ReferenceWorker
+from workers.tensors import TokenTable
+from workers.weight_file import read_weights
+
+pytestmark = pytest.mark.real
+
+CASES = [
+    *((stage, "float32") for stage in range(4)),
+    *((stage, "bfloat16") for stage in range(4)),
+]
+ONE_BATCH = [[tuple(range(6))]]
+MANY_BATCHES = [[(3, 0), (), (5,), (1, 2, 4)]]
+TWO_RANKS = [[(0, 1), (4, 5), (2,)], [(), (3,), ()]]
+LOSS_TOKENS, SEQUENCES = 21, 7
+UPDATES = 3
+
+
+def batch() -> pa.Table:
+    """Six ragged rows, one of them without a response; the seventh of the totals was left out for lack of signal."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = [(3, 5), (1, 1), (4, 7), (2, 0), (6, 2), (1, 4)]
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 4096, (count,), generator=generator).tolist()
+
+    def floats(low: float, high: float) -> list[list[float]]:
+        return [(low + (high - low) * torch.rand(size, generator=generator)).tolist() for _, size in sizes]
+
+    return train_table(
+        [(ids(prompt), ids(response)) for prompt, response in sizes],
+        rollout_logprobs=floats(-9.0, -7.0),
+        ref_logprobs=floats(-9.0, -7.0),
+        advantages=floats(-1.0, 2.0),
+        values=floats(-1.0, 1.0),
+        returns=floats(-1.0, 1.0),
+    )
+
+
+def poisoned() -> pa.Table:
+    """The same with a NaN advantage in row 5 only."""
+    table = batch()
+    index = table.column_names.index("advantages")
+    rows: list[Any] = table.column("advantages").to_pylist()
+    rows[5][1] = math.nan
+    return table.set_column(index, table.schema.field(index), pa.array(rows, table.schema.field(index).type))
+
+
+def plans(layout: list[list[tuple[int, ...]]], rank: int) -> RankPlan:
+    return RankPlan(tuple(layout[rank]), total_loss_tokens=LOSS_TOKENS, total_sequences=SEQUENCES)
+
+
+def trainer(stage: int) -> TrainerConfig:
+    # A large epsilon keeps Adam from blowing rounding errors of tiny gradients up to whole steps, and makes the
+    # result depend on the size of the gradient. The large micro-batch makes the output head work in three parts.
+    return TrainerConfig(
+        learning_rate=1e-2,
+        adam_eps=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        schedule="linear",
+        zero_stage=stage,  # pyright: ignore[reportArgumentType]
+        gradient_checkpointing=stage in (1, 3),
+        micro_batch_tokens=3 * CHUNK_LOGITS // 4096,
+        threads=1,
+    )
+
+
+def policy_config(model: str, stage: int, dtype: str) -> PolicyConfig:
+    return PolicyConfig(
+        model=ModelConfig(path=model, dtype=dtype),  # pyright: ignore[reportArgumentType]
+        trainer=trainer(stage),
+        loss=PolicyLossConfig(kl_coef=0.1, entropy_coef=0.01),
+        advantage=AdvantageConfig(estimator="group"),
+        sampling=SamplingConfig(temperature=0.9, max_tokens=8),
+        run_id="trainer-test",
+        reference_model=ModelConfig(path=model, dtype=dtype) if stage == 1 else None,  # pyright: ignore
+        total_updates=20,
+        seed=1,
+        device="cpu",
+    )
+
+
+def weights_of(worker: PolicyWorker | CriticWorker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone().contiguous() for name, tensor in worker.engine.named_weights()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def by_uid(table: pa.Table, column: str) -> dict[str, list[float]]:
+    uids: list[Any] = table["prompt_uid"].to_pylist()
+    values: list[Any] = table[column].to_pylist()
+    return dict(zip(uids, values, strict=True))
+
+
+class Scenario:
+    """One rank's run through all scenarios; rank 0 writes what the tests read."""
+
+    def __init__(self, rank: int, world: int, model: str, out: Path) -> None:
+        self.rank, self.world, self.model, self.out = rank, world, model, out
+        self.facts: dict[str, Any] = {}
+        self.layout = TWO_RANKS if world == 2 else MANY_BATCHES
+
+    def keep(self, name: str, weights: dict[str, torch.Tensor]) -> None:
+        if self.rank == 0:
+            save_file(weights, self.out / f"{name}.safetensors")
+
+    def note(self, name: str, value: Any) -> None:
+        self.facts[name] = value
+
+    def policy(self, worker: PolicyWorker, stage: int, dtype: str) -> None:
+        """Updates; a checkpoint after the first; a NaN after the checkpoint; the same again from the checkpoint."""
+        name = f"{stage}-{dtype}"
+        checkpoint = str(self.out / f"checkpoint-{name}")
+        plan, table = plans(self.layout, self.rank), batch()
+        rows, scores = worker.compute_logprobs(plan, table.slice(0, 2), table.slice(2, 4))
+        self.note(f"logprobs-{name}", by_uid(scores, "old_logprobs"))
+        self.note(f"rows-{name}", rows)
+        metrics = [worker.update(plan, table)]
+        worker.save(checkpoint)
+        before = weights_of(worker)
+        skipped = worker.update(plan, poisoned())
+        self.note(
+            f"skip-{name}", [skipped.skipped, equal(before, weights_of(worker)), str(skipped.values["grad_norm"])]
+        )
+        drawn = torch.rand(3)
+        metrics += [worker.update(plan, table) for _ in range(UPDATES - 1)]
+        end = weights_of(worker)
+        self.keep(f"end-{name}", end)
+        self.note(f"metrics-{name}", [self.flat(item) for item in metrics])
+        if stage in (0, 3):
+            worker.export(str(self.out / f"export-{name}"))
+            published = worker.publish_weights(7)
+            self.note(f"published-{name}", published is not None)
+            if published is not None:
+                received = {key: tensor.clone() for key, tensor in read_weights(published)}
+                self.note(f"received-{name}", [published.version, equal(received, end)])
+                Path(published.path).unlink()
+
+        resumed = PolicyWorker(policy_config(self.model, stage, dtype), "resumed")
+        resumed.build()
+        resumed.load(checkpoint)
+        same_random = torch.equal(torch.rand(3), drawn)
+        # The skipped update took its place in the learning-rate schedule.
+        resumed.update(plan, poisoned())
+        for _ in range(UPDATES - 1):
+            resumed.update(plan, table)
+        self.note(f"resume-{name}", [same_random, equal(end, weights_of(resumed))])
+
+    def flat(self, metrics: UpdateMetrics) -> dict[str, float]:
+        return {**metrics.values, **{f"sum_{name}": value for name, value in metrics.sums.items()}}
+
+    def whole_batch(self, stage: int) -> None:
+        """On one rank, all rows in one micro-batch."""
+        worker = PolicyWorker(policy_config(self.model, stage, "float32"), "whole")
+        worker.build()
+        worker.update(plans(ONE_BATCH, 0), batch())
+        worker.update(plans(ONE_BATCH, 0), poisoned())
+        for _ in range(UPDATES - 1):
+            worker.update(plans(ONE_BATCH, 0), batch())
+        self.keep(f"whole-{stage}", weights_of(worker))
+
+    def critic(self, stage: int) -> None:
+        config = CriticConfig(
+            model=ModelConfig(path=self.model, dtype="float32"),
+            trainer=trainer(stage),
+            loss=CriticLossConfig(value_clip=0.5),
+            total_updates=20,
+            seed=1,
+            device="cpu",
+        )
+        worker = CriticWorker(config, "critic")
+        worker.build()
+        plan, table = plans(self.layout, self.rank), batch()
+        _, values = worker.compute_values(plan, table)
+        self.note(f"values-{stage}", pc.list_flatten(values["values"]).to_pylist())
+        errors = [worker.update(plan, table).values["value_error"] for _ in range(8)]
+        self.note(f"value-errors-{stage}", errors)
+        self.keep(f"critic-{stage}", weights_of(worker))
+        worker.export(str(self.out / f"critic-export-{stage}"))
+
+    def run(self, worker: PolicyWorker) -> None:
+        for stage, dtype in CASES:
+            if (stage, dtype) != CASES[0]:
+                worker = PolicyWorker(policy_config(self.model, stage, dtype), f"{stage}-{dtype}")
+                worker.build()
+            self.policy(worker, stage, dtype)
+            if stage == 1 and dtype == "float32":
+                _, scores = worker.reference_logprobs(plans(self.layout, self.rank), batch())
+                self.note("reference", by_uid(scores, "ref_logprobs"))
+        for stage in (1, 3):
+            self.critic(stage)
+        if self.world == 1:
+            for stage in range(4):
+                self.whole_batch(stage)
+
+
+def rank_main(rank: int, world: int, model: str, out: Path, meeting: Any) -> None:
+    """The process of one rank."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
+    try:
+        worker = PolicyWorker(policy_config(model, *CASES[0]), "policy")
+        if rank == 0:
+            place = worker.rendezvous()
+            for _ in range(world):
+                meeting.put(place)
+        address, port = meeting.get(timeout=60)
+        worker.start(Rendezvous(address=address, port=port, rank=rank, world_size=world))
+        scenario = Scenario(rank, world, model, out)
+        scenario.run(worker)
+        worker.close()
+        (out / f"facts-{rank}.json").write_text(json.dumps(scenario.facts))
+    except BaseException:
+        (out / f"error-{rank}.txt").write_text(traceback.format_exc())
+        raise
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tied two-layer Llama whose matrices are large enough for ZeRO-3 to partition them."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=64,
+        intermediate_size=2048,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        pad_token_id=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text('{"made_for": "this test"}')
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def groups(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
+    """What the group of one rank and the group of two left behind, by world size."""
+    folders: dict[int, Path] = {}
+    context = multiprocessing.get_context("spawn")
+    for world in (1, 2):
+        out = folders[world] = tmp_path_factory.mktemp(f"world{world}")
+        meeting = context.Queue()
+        ranks = [context.Process(target=rank_main, args=(rank, world, model, out, meeting)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout=240)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        errors = "\n".join(file.read_text() for file in sorted(out.glob("error-*.txt")))
+        if errors or any(process.exitcode for process in ranks):
+            pytest.fail(f"world {world}: exit codes {[process.exitcode for process in ranks]}\n{errors}")
+    yield folders
+    for folder in folders.values():
+        shutil.rmtree(folder)
+
+
+def facts(folder: Path, rank: int = 0) -> dict[str, Any]:
+    return json.loads((folder / f"facts-{rank}.json").read_text())
+
+
+def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name].float(), other[name].float(), rtol=0, atol=tolerance, msg=name)
+
+
+def plain_torch(model_path: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The same updates written out with torch alone: one micro-batch, AdamW, clip_grad_norm_."""
+    config = policy_config(model_path, 0, "float32")
+    model = load_causal(config.model)
+    module = CausalLogprobs(model, config.sampling.temperature, entropy_grad=True)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=config.trainer.adam_betas,
+        eps=config.trainer.adam_eps,
+    )
+    table = TokenTable(batch())
+    tokens = table.batch(range(6))
+    norms = []
+    for update in (0, 2, 3):
+        logprobs, entropy = module(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)
+        loss = policy_loss(
+            PolicyTokens(
+                logprobs,
+                entropy,
+                table.floats("rollout_logprobs", tokens),  # pyright: ignore[reportArgumentType]
+                table.floats("advantages", tokens),  # pyright: ignore[reportArgumentType]
+                token_weights(tokens.loss_mask, tokens.sequence, "token_mean", LOSS_TOKENS, SEQUENCES, 8),
+                tokens.loss_mask,
+                ref_logprobs=table.floats("ref_logprobs", tokens),
+            ),
+            config.loss,
+        ).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.max_grad_norm)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.trainer, update, config.total_updates)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+
+
+def test_every_split_and_stage_is_plain_adamw(model: str, groups: dict[int, Path]) -> None:
+    expected, norms = plain_torch(model)
+    start = dict(load_causal(ModelConfig(path=model, dtype="float32")).named_parameters())
+    moved = max(float((expected[name] - start[name].detach()).abs().max()) for name in expected)
+    assert moved > 5e-3 and min(norms) > 0.5  # the steps are real, and clipping takes part in them
+    for stage in range(4):
+        close(load_file(groups[1] / f"whole-{stage}.safetensors"), expected, 2e-5)
+        close(load_file(groups[1] / f"end-{stage}-float32.safetensors"), expected, 2e-5)
+        close(load_file(groups[2] / f"end-{stage}-float32.safetensors"), expected, 2e-5)
+        for world in (1, 2):
+            seen = [item["grad_norm"] for item in facts(groups[world])[f"metrics-{stage}-float32"]]
+            assert seen == pytest.approx(norms, rel=1e-3)
+
+
+def test_metrics_do_not_depend_on_the_split(groups: dict[int, Path]) -> None:
+    for stage in range(4):
+        one = facts(groups[1])[f"metrics-{stage}-float32"]
+        two = [facts(groups[2], rank)[f"metrics-{stage}-float32"] for rank in range(2)]
+        for update in range(UPDATES):
+            for name, value in one[update].items():
+                parts = [ranks[update][name] for ranks in two]
+                found = sum(parts) if name.startswith("sum_") else parts[0]
+                assert found == pytest.approx(value, rel=1e-3, abs=1e-5), (stage, update, name)
+                if not name.startswith("sum_"):
+                    assert parts[0] == parts[1]
+        assert one[0]["sum_tokens"] == 19 and one[0]["sum_sequences"] == 6
+
+
+def test_bfloat16_follows_float32(groups: dict[int, Path]) -> None:
+    for world in (1, 2):
+        exact = load_file(groups[world] / "end-1-float32.safetensors")
+        for stage in range(4):
+            rounded = load_file(groups[world] / f"end-{stage}-bfloat16.safetensors")
+            assert all(tensor.dtype == torch.bfloat16 for tensor in rounded.values())
+            close(rounded, exact, 6e-3)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_continues_bit_by_bit(groups: dict[int, Path], world: int) -> None:
+    for stage, dtype in CASES:
+        assert facts(groups[world])[f"resume-{stage}-{dtype}"] == [True, True], (stage, dtype)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_nan_on_one_rank_skips_on_all_and_changes_nothing(groups: dict[int, Path], world: int) -> None:
+    for rank in range(world):
+        for stage, dtype in CASES:
+            assert facts(groups[world], rank)[f"skip-{stage}-{dtype}"] == [True, True, "inf"], (rank, stage, dtype)
+
+
+def test_scores_match_the_model(model: str, groups: dict[int, Path]) -> None:
+    table = TokenTable(batch())
+    module = CausalLogprobs(load_causal(ModelConfig(path=model, dtype="float32")), 0.9)
+    expected = {f"p{row}": score(module, table.batch([row])).tolist() for row in range(6)}
+    for stage in range(4):
+        one = facts(groups[1])[f"logprobs-{stage}-float32"]
+        two = [facts(groups[2], rank)[f"logprobs-{stage}-float32"] for rank in range(2)]
+        assert facts(groups[1])[f"rows-{stage}-float32"] == 6 and [len(part) for part in two] == [5, 1]
+        for found in (one, two[0] | two[1]):
+            assert found.keys() == expected.keys()
+            for uid, logprobs in expected.items():
+                assert found[uid] == pytest.approx(logprobs, abs=1e-4)
+    for uid, logprobs in expected.items():
+        # After all updates the colocated reference still says what the model said at the start.
+        assert facts(groups[1])["reference"][uid] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_reference_worker(model: str) -> None:
+    config = ReferenceConfig(
+        model=ModelConfig(path=model, dtype="float32"),
+        temperature=0.9,
+        micro_batch_tokens=64,
+        threads=0,
+        device="cpu",
+    )
+    worker = ReferenceWorker(config, "reference")
+    with pytest.raises(RuntimeError, match="not been started"):
+        worker.score(plans(ONE_BATCH, 0), batch())
+    assert worker.start().name == "reference"
+    rows, scores = worker.score(plans(MANY_BATCHES, 0), batch())
+    table = TokenTable(batch())
+    module = CausalLogprobs(load_causal(config.model), 0.9)
+    found = by_uid(scores, "ref_logprobs")
+    assert rows == len(found) == 6
+    for uid, logprobs in found.items():
+        assert logprobs == pytest.approx(score(module, table.batch([int(uid[1:])])).tolist(), abs=1e-4)
+    worker.close()
+
+
+@pytest.mark.parametrize(("world", "name"), [(1, "0-float32"), (2, "3-float32"), (2, "3-bfloat16")])
+def test_export_loads_in_transformers(groups: dict[int, Path], world: int, name: str) -> None:
+    folder = groups[world] / f"export-{name}"
+    loaded = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
+    trained = load_file(groups[world] / f"end-{name}.safetensors")
+    parameters = dict(loaded.named_parameters())
+    assert parameters.keys() == trained.keys()
+    assert all(torch.equal(parameters[key], trained[key]) for key in trained)
+    assert loaded.dtype == (torch.bfloat16 if "bfloat16" in name else torch.float32)
+    assert loaded.get_parameter("lm_head.weight") is loaded.get_parameter("model.embed_tokens.weight")
+    assert json.loads((folder / "tokenizer_config.json").read_text()) == {"made_for": "this test"}
+    assert not list(folder.glob("*.bin"))
+
+
+def test_published_weights_are_the_trained_ones(groups: dict[int, Path]) -> None:
+    for world in (1, 2):
+        for name in ("0-float32", "3-float32", "0-bfloat16", "3-bfloat16"):
+            assert facts(groups[world])[f"received-{name}"] == [7, True]
+            assert [facts(groups[world], rank)[f"published-{name}"] for rank in range(world)] == [True, False][:world]
+
+
+def test_critic(groups: dict[int, Path]) -> None:
+    for stage in (1, 3):
+        assert facts(groups[1])[f"values-{stage}"] == [0.0] * 19
+        errors = facts(groups[1])[f"value-errors-{stage}"]
+        assert errors[-1] < 0.5 * errors[0]
+        assert facts(groups[2])[f"value-errors-{stage}"] == pytest.approx(errors, rel=1e-3)
+        weights = load_file(groups[1] / f"critic-{stage}.safetensors")
+        close(load_file(groups[2] / f"critic-{stage}.safetensors"), weights, 2e-5)
+        close(weights, load_file(groups[1] / "critic-1.safetensors"), 2e-5)
+        loaded = AutoModelForSequenceClassification.from_pretrained(groups[2] / f"critic-export-{stage}")
+        head = load_file(groups[2] / f"critic-{stage}.safetensors")["score.weight"]
+        assert torch.equal(loaded.get_parameter("score.weight"), head) and bool(head.any())
+
+
+def test_nothing_was_compiled(groups: dict[int, Path]) -> None:
+    for folder in groups.values():
+        assert not list((folder / "compiled").rglob("*.so")) and not list((folder / "compiled").rglob("*.cpp"))
+
+
+def test_learning_rate() -> None:
+    config = TrainerConfig(learning_rate=1.0, schedule="linear", warmup_updates=2, min_lr_ratio=0.2)
+    rates = [learning_rate(config, update, 7) for update in range(9)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    cosine = config.model_copy(update={"schedule": "cosine"})
+    assert [learning_rate(cosine, update, 7) for update in (2, 4, 6)] == pytest.approx([1.0, 0.6, 0.2])
+    constant = config.model_copy(update={"schedule": "constant"})
+    assert [learning_rate(constant, update, 7) for update in (0, 1, 5, 99)] == pytest.approx([0.5, 1.0, 1.0, 1.0])
+    assert learning_rate(config.model_copy(update={"warmup_updates": 0}), 0, 1) == 1.0

@@ -1,0 +1,259 @@
+"""New weights in a running engine: the engine samples from them and from nothing else, or it does not serve."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from tests.real.rollout_kit import chat, disturb, load, named, pool, reference_logprobs, rollout_config, sampling, save
+from workers.messages import GroupRequest, WeightUpdate
+from workers.rollout import EngineClosed, RolloutWorker
+from workers.weight_file import WeightDigestMismatch, WeightPublisher, read_payload
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+
+KINDS = ("self_attn", "mlp", "norm", "embed_tokens")
+PROMPTS = pool(*(chat(text) for text in ("Name a colour.", "What is 2 + 3?", "Tell me of the sea.", "Go on.")))
+LONG = 256
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
+    """An engine that samples long responses, so that an update meets them under way."""
+    worker = RolloutWorker(rollout_config(tiny_model, LONG), "rollout-3")
+    await worker.start()
+    yield worker
+    await worker.close()
+
+
+class Trainer:
+    """A model, and the versions of it that were published."""
+
+    def __init__(self, model: PreTrainedModel, directory: Path) -> None:
+        self.model = model
+        self.tensors = dict(named(model))
+        self.publisher = WeightPublisher(lambda: self.tensors.items(), directory, "test")
+        self.version = 0
+
+    def publish(self) -> WeightUpdate:
+        self.version += 1
+        update = self.publisher.publish(self.version)
+        assert update is not None
+        return update
+
+
+@pytest.fixture
+def trainer(tiny_model: Path, tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(load(tiny_model), tmp_path)
+    yield trainer
+    trainer.publisher.close()
+
+
+async def sample(worker: RolloutWorker, count: int = 4) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probs of one sample per prompt, one after another: no batch of which the sums could depend."""
+    found = []
+    with sampling(worker, max_tokens=24):
+        for row, greedy in itertools.product(range(count), (True, False)):
+            request = GroupRequest(f"p{row}", row, 0, samples=1, seed=row, greedy=greedy)
+            _, table = await worker.generate(request, PROMPTS)
+            found += [(r["response_ids"], r["rollout_logprobs"]) for r in table.to_pylist()]
+    return found
+
+
+async def served(worker: RolloutWorker, samples: int = 1) -> list[dict[str, Any]]:
+    _, table = await worker.generate(GroupRequest("p", 0, 0, samples, seed=4), PROMPTS)
+    return table.to_pylist()
+
+
+async def test_updated_engine_equals_a_fresh_one(
+    worker: RolloutWorker, trainer: Trainer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """To the last digit, after a change in every kind of layer; each change alone is seen.
+
+    Output heads tied to the embedding are the case that fails in silence.
+    """
+    seen = [await sample(worker, 1)]
+    for kind in KINDS:
+        disturb(trainer.model, kind)
+        update = trainer.publish()
+        ack = await worker.update_weights(update)
+        assert (ack.engine, ack.version, ack.digest) == ("rollout-3", update.version, update.digest)
+        assert (await worker.health()).version == update.version
+        seen.append(await sample(worker, 1))
+        assert all(seen[-1] != earlier for earlier in seen[:-1]), kind
+    updated = await sample(worker)
+    fresh = RolloutWorker(rollout_config(save(trainer.model, tiny_model, tmp_path / "model"), LONG), "fresh")
+    await fresh.start()
+    try:
+        assert await sample(fresh) == updated
+    finally:
+        await fresh.close()
+
+
+async def test_untied_head(tiny_model: Path, tmp_path: Path) -> None:
+    """A model whose head has weights of its own, against transformers."""
+    torch.manual_seed(1)
+    config = LlamaConfig.from_pretrained(tiny_model, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    trainer = Trainer(model, tmp_path)
+    worker = RolloutWorker(rollout_config(save(model, tiny_model, tmp_path / "untied"), 50), "rollout-0")
+    await worker.start()
+    try:
+        for kind in ("lm_head", "embed_tokens"):
+            disturb(model, kind)
+            await worker.update_weights(trainer.publish())
+            for row in await served(worker, 4):
+                expected = reference_logprobs(model, row, 0.7)
+                assert torch.allclose(torch.tensor(row["rollout_logprobs"]), expected, atol=1e-4), kind
+    finally:
+        trainer.publisher.close()
+        await worker.close()
+
+
+async def test_update_under_running_requests(worker: RolloutWorker, trainer: Trainer) -> None:
+    """All finish; each token is recorded under the version that sampled it, and that alone sampled it."""
+    old = trainer.publish()
+    await worker.update_weights(old)
+    before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
+    running = [asyncio.create_task(served(worker, 4)) for _ in range(2)]
+    await asyncio.sleep(0.3)
+    for kind in KINDS:
+        disturb(trainer.model, kind)
+    new = trainer.publish()
+    await worker.update_weights(new)
+    rows = [row for group in await asyncio.gather(*running) for row in group]
+    assert len(rows) == 8
+    for row in rows:
+        first, second = row["weight_versions"]
+        assert (first["version"], second["version"]) == (old.version, new.version)
+        assert 0 == first["start"] < first["end"] == second["start"] < second["end"] == LONG
+    _, table = await worker.generate(GroupRequest("p", 0, 0, 1, 1), PROMPTS)
+    assert table["weight_versions"].to_pylist() == [[{"version": new.version, "start": 0, "end": LONG}]]
+    new_logprobs = [reference_logprobs(trainer.model, row, 0.7) for row in rows]
+    with torch.no_grad():
+        for name, tensor in trainer.tensors.items():
+            tensor.copy_(before[name])
+    for row, by_new in zip(rows, new_logprobs, strict=True):
+        by_old = reference_logprobs(trainer.model, row, 0.7)
+        switch = row["weight_versions"][0]["end"]
+        sampled = torch.tensor(row["rollout_logprobs"])
+        assert torch.allclose(sampled[:switch], by_old[:switch], atol=1e-3)
+        assert torch.allclose(sampled[switch:], by_new[switch:], atol=1e-3)
+        assert not torch.allclose(sampled[switch:], by_old[switch:], atol=1e-1)
+
+
+async def test_end_of_sequence_is_trained(worker: RolloutWorker, trainer: Trainer) -> None:
+    """Weights that like the end-of-sequence token: it is sampled, and it is in the response with its log-prob."""
+    with torch.no_grad():
+        dict(trainer.model.named_parameters())["model.embed_tokens.weight"][2] *= 30.0
+    await worker.update_weights(trainer.publish())
+    rows = await served(worker, 8)
+    stopped = [row for row in rows if row["finish_reason"] == "stop"]
+    assert stopped
+    for row in stopped:
+        assert row["response_ids"][-1] == 2
+        assert row["response_ids"].count(2) == 1
+        assert len(row["rollout_logprobs"]) == len(row["response_ids"]) < LONG
+        assert "<|im_end|>" not in row["response"]
+        expected = reference_logprobs(trainer.model, row, 0.7)
+        assert torch.allclose(torch.tensor(row["rollout_logprobs"]), expected, atol=1e-3)
+
+
+def flip(update: WeightUpdate) -> None:
+    """One wrong bit in the file."""
+    with open(update.path, "r+b") as file:
+        file.seek(update.nbytes // 2)
+        byte = file.read(1)[0]
+        file.seek(update.nbytes // 2)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("harm", ["flipped", "truncated", "gone"])
+async def test_an_update_that_did_not_arrive_closes_the_engine(
+    worker: RolloutWorker, trainer: Trainer, harm: str
+) -> None:
+    """Running and new requests end with an error that says so; the next good update opens it again."""
+    await worker.update_weights(trainer.publish())
+    good = await sample(worker, 1)
+    running = asyncio.create_task(served(worker, 4))
+    await asyncio.sleep(0.3)
+    update = trainer.publish()
+    if harm == "flipped":
+        flip(update)
+    elif harm == "truncated":
+        os.truncate(update.path, update.nbytes - 4096)
+    else:
+        os.unlink(update.path)
+    with pytest.raises(EngineClosed if harm == "gone" else WeightDigestMismatch, match="rollout-3") as caught:
+        await worker.update_weights(update)
+    if isinstance(caught.value, WeightDigestMismatch):
+        assert caught.value.expected == update.digest != caught.value.got
+    with pytest.raises(EngineClosed, match=f"update to version {update.version} failed"):
+        await running
+    with pytest.raises(EngineClosed):
+        await served(worker)
+    with pytest.raises(EngineClosed):
+        await worker.health()
+    await worker.update_weights(trainer.publish())
+    assert await sample(worker, 1) == good
+
+
+@pytest.mark.parametrize("absent", ["layers.0.mlp.down_proj", "layers.1.self_attn.k_proj", "embed_tokens", "norm"])
+async def test_an_update_without_all_weights_closes_the_engine(
+    worker: RolloutWorker, trainer: Trainer, absent: str
+) -> None:
+    """vLLM would keep the old weights of that layer and say nothing; a complete update heals what was mixed."""
+    await worker.update_weights(trainer.publish())
+    good = await sample(worker, 1)
+    complete = trainer.tensors
+    trainer.tensors = {name: tensor for name, tensor in complete.items() if absent not in name}
+    assert len(trainer.tensors) < len(complete)
+    with pytest.raises(EngineClosed, match="no or not all weights"):
+        await worker.update_weights(trainer.publish())
+    with pytest.raises(EngineClosed):
+        await served(worker)
+    trainer.tensors = complete
+    await worker.update_weights(trainer.publish())
+    assert await sample(worker, 1) == good
+
+
+async def test_an_update_whose_caller_went_away(worker: RolloutWorker, trainer: Trainer) -> None:
+    """Half an update closes the engine, whatever its processes still think, and the next one opens it."""
+    await worker.update_weights(trainer.publish())
+    good = await sample(worker, 1)
+    update = asyncio.create_task(worker.update_weights(trainer.publish()))
+    await asyncio.sleep(0.01)
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    with pytest.raises(EngineClosed):
+        await served(worker)
+    await worker._live_engine().start_weight_update()
+    await worker.update_weights(trainer.publish())
+    assert await sample(worker, 1) == good
+
+
+async def test_weights_from_another_node(worker: RolloutWorker, trainer: Trainer, tmp_path: Path) -> None:
+    """The payload makes the file where the publisher's is not; it is replaced, and removed at the end."""
+    update = trainer.publish()
+    payload = np.array(read_payload(update))
+    elsewhere = tmp_path / "node"
+    elsewhere.mkdir()
+    copy = replace(update, path=str(elsewhere / Path(update.path).name))
+    await worker.write_weights(copy, payload)
+    ack = await worker.update_weights(copy)
+    assert (ack.version, ack.digest) == (update.version, update.digest)
+    other = replace(copy, path=copy.path.replace("-test-", "-test2-"))
+    await worker.write_weights(other, payload)
+    assert os.listdir(elsewhere) == [Path(other.path).name]

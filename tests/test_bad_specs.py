@@ -1,0 +1,890 @@
+"""Bad specs: each is refused with one line that names the file, the line, the field and what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from orchestrator.spec import SpecError, load_spec
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CPU = """\
+name: base
+seed: 3
+model:
+  path: models/m
+roles:
+  rollout:
+    workers: 1
+    cpus: 1
+    max_model_len: 512
+  policy:
+    workers: 1
+    learning_rate: 1e-5
+    micro_batch_tokens: 2048
+  reward:
+    functions:
+      - name: exact_match
+        weight: 1.0
+algorithm:
+  name: grpo
+  group_size: 4
+schedule:
+  steps: 4
+  prompts_per_step: 8
+sampling:
+  max_tokens: 32
+data:
+  train:
+    kind: jsonl
+    path: train.jsonl
+  eval:
+    kind: jsonl
+    path: eval.jsonl
+evaluation:
+  every_steps: 2
+"""
+
+GPU = """\
+name: gpu
+model: {path: models/m}
+roles:
+  rollout:
+    workers: 2
+    cpus: 2
+    gpus: 1
+  policy:
+    workers: 2
+    gpus: 1
+  critic:
+    gpus: 1
+  reference:
+    gpus: 1
+  reward:
+    model: {path: models/r}
+algorithm:
+  name: ppo
+schedule:
+  steps: 4
+  prompts_per_step: 8
+weight_sync:
+  backend: auto
+data:
+  train: {kind: parquet, path: train.parquet}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A good spec with pieces of text replaced, and the one line that must come back (without the file's name)."""
+
+    name: str
+    line: str
+    edits: tuple[tuple[str, str], ...]
+
+    def spoil(self, text: str) -> str:
+        """The good spec with this case's edits."""
+        for old, new in self.edits:
+            assert old in text
+            text = text.replace(old, new, 1)
+        return text
+
+
+def case(name: str, line: str, *edits: tuple[str, str]) -> Case:
+    """A case with its edits, (old, new) each."""
+    return Case(name, line, edits)
+
+
+CPU_CASES = [
+    case("no_name", "1: name: is required", ("name: base\n", "")),
+    case("no_model", "1: model: is required", ("model:\n  path: models/m\n", "")),
+    case("no_path", "3: model.path: is required", ("  path: models/m", "  dtype: float32")),
+    case(
+        "no_reward",
+        "5: roles.reward: is required",
+        ("  reward:\n    functions:\n      - name: exact_match\n        weight: 1.0\n", ""),
+    ),
+    case("no_steps", "21: schedule.steps: is required", ("  steps: 4\n", "")),
+    case(
+        "no_kind",
+        "27: data.train.kind: is required (jsonl, parquet, datasets or reasoning_gym)",
+        ("    kind: jsonl\n    path: train.jsonl", "    path: train.jsonl"),
+    ),
+    case("top_typo", "24: samplng: unknown field (did you mean 'sampling'?)", ("sampling:", "samplng:")),
+    case("role_typo", "6: roles.rolout: unknown field (did you mean 'rollout'?)", ("  rollout:", "  rolout:")),
+    case(
+        "field_typo",
+        "12: roles.policy.learning_rte: unknown field (did you mean 'learning_rate'?)",
+        ("    learning_rate: 1e-5", "    learning_rte: 1e-5"),
+    ),
+    case(
+        "elsewhere",
+        (
+            "20: algorithm.learning_rate: unknown field (it belongs at roles.policy.learning_rate or "
+            "roles.critic.learning_rate)"
+        ),
+        ("  group_size: 4", "  learning_rate: 1e-5"),
+    ),
+    case(
+        "elsewhere2",
+        "3: max_staleness: unknown field (it belongs at schedule.max_staleness)",
+        ("seed: 3", "seed: 3\nmax_staleness: 1"),
+    ),
+    case(
+        "nowhere",
+        "26: sampling.frobnicate: unknown field (fields of sampling: temperature, max_tokens, stop)",
+        ("  max_tokens: 32", "  max_tokens: 32\n  frobnicate: 1"),
+    ),
+    case(
+        "function_typo",
+        "17: roles.reward.functions.0.wieght: unknown field (did you mean 'weight'?)",
+        ("        weight: 1.0", "        wieght: 1.0"),
+    ),
+    case(
+        "source_typo",
+        (
+            "30: data.train.colum: unknown field (fields of data.train: system, template, max_chars, path, "
+            "prompt, answer, metadata, limit, kind)"
+        ),
+        ("    path: train.jsonl", "    path: train.jsonl\n    colum: x"),
+    ),
+    case(
+        "wrong_kind_field",
+        (
+            "30: data.train.recipes: unknown field (fields of data.train: system, template, max_chars, "
+            "path, prompt, answer, metadata, limit, kind)"
+        ),
+        ("    path: train.jsonl", "    path: train.jsonl\n    recipes: []"),
+    ),
+    case(
+        "merge_key",
+        (
+            "23: schedule.<<: unknown field (fields of schedule: steps, prompts_per_step, max_staleness, "
+            "epochs, minibatches, start_timeout_s, generate_timeout_s, score_timeout_s, train_timeout_s, "
+            "sync_timeout_s, step_timeout_s)"
+        ),
+        ("  steps: 4", "  steps: 4\n  <<: {}"),
+    ),
+    case("name_number", "1: name: expected text, got 5", ("name: base", "name: 5")),
+    case(
+        "text_int",
+        "7: roles.rollout.workers: expected a whole number, got 'two'",
+        ("    workers: 1\n    cpus", "    workers: two\n    cpus"),
+    ),
+    case("quoted_int", "22: schedule.steps: expected a whole number, got '4'", ("  steps: 4", '  steps: "4"')),
+    case("float_int", "22: schedule.steps: expected a whole number, got 4.5", ("  steps: 4", "  steps: 4.5")),
+    case("bool_int", "22: schedule.steps: expected a whole number, got true", ("  steps: 4", "  steps: true")),
+    case(
+        "yes_bool",
+        "10: roles.rollout.enforce_eager: expected true or false, got 'yes'",
+        ("    max_model_len: 512", "    max_model_len: 512\n    enforce_eager: yes"),
+    ),
+    case(
+        "underscore",
+        "13: roles.policy.micro_batch_tokens: expected a whole number, got '2_048'",
+        ("    micro_batch_tokens: 2048", "    micro_batch_tokens: 2_048"),
+    ),
+    case(
+        "quoted_float",
+        "12: roles.policy.learning_rate: expected a number, got '1e-5'",
+        ("    learning_rate: 1e-5", "    learning_rate: '1e-5'"),
+    ),
+    case("null_int", "22: schedule.steps: expected a whole number, got nothing", ("  steps: 4", "  steps:")),
+    case("section_scalar", "24: sampling: expected a section, got 32", ("sampling:\n  max_tokens: 32", "sampling: 32")),
+    case(
+        "section_null",
+        "21: schedule: expected a section, got nothing",
+        ("schedule:\n  steps: 4\n  prompts_per_step: 8", "schedule:"),
+    ),
+    case(
+        "section_list",
+        "33: evaluation: expected a section, got a list",
+        ("evaluation:\n  every_steps: 2", "evaluation:\n  - every_steps: 2"),
+    ),
+    case(
+        "list_scalar",
+        "26: sampling.stop: expected a list, got 'END'",
+        ("  max_tokens: 32", "  max_tokens: 32\n  stop: END"),
+    ),
+    case(
+        "list_item",
+        "28: sampling.stop.1: expected text, got 5",
+        ("  max_tokens: 32", "  max_tokens: 32\n  stop:\n    - a\n    - 5"),
+    ),
+    case(
+        "functions_map",
+        "15: roles.reward.functions: expected a list, got a section",
+        ("      - name: exact_match\n        weight: 1.0", "      name: exact_match"),
+    ),
+    case(
+        "betas_long",
+        "12: roles.policy.adam_betas: takes no more than 2 entries, got 3",
+        ("    learning_rate: 1e-5", "    adam_betas: [0.9, 0.95, 0.99]"),
+    ),
+    case(
+        "betas_range",
+        "12: roles.policy.adam_betas.1: must be at least 0 and less than 1, got 1.5",
+        ("    learning_rate: 1e-5", "    adam_betas: [0.9, 1.5]"),
+    ),
+    case(
+        "empty_recipes",
+        "31: data.train.recipes: needs 1 or more entries, got 0",
+        (
+            "    kind: jsonl\n    path: train.jsonl",
+            "    kind: reasoning_gym\n    size: 4\n    seed: 1\n    recipes: []",
+        ),
+    ),
+    case(
+        "name_chars",
+        "1: name: may hold lowercase letters, digits and, between them, '-', got '../../etc'",
+        ("name: base", "name: ../../etc"),
+    ),
+    case(
+        "name_upper",
+        "1: name: may hold lowercase letters, digits and, between them, '-', got 'Base'",
+        ("name: base", "name: Base"),
+    ),
+    case("name_long", "1: name: may have at most 63 characters, got 64", ("name: base", "name: " + "a" * 64)),
+    case("seed_negative", "2: seed: must be at least 0, got -1", ("seed: 3", "seed: -1")),
+    case(
+        "workers_zero",
+        "7: roles.rollout.workers: must be at least 1, got 0",
+        ("    workers: 1\n    cpus", "    workers: 0\n    cpus"),
+    ),
+    case("cpus_zero", "8: roles.rollout.cpus: must be greater than 0, got 0", ("    cpus: 1", "    cpus: 0")),
+    case("gpus_negative", "8: roles.rollout.gpus: must be at least 0, got -1", ("    cpus: 1", "    gpus: -1")),
+    case(
+        "lr_zero",
+        "12: roles.policy.learning_rate: must be greater than 0, got 0",
+        ("    learning_rate: 1e-5", "    learning_rate: 0"),
+    ),
+    case(
+        "inf",
+        "12: roles.policy.learning_rate: must be a finite number, got .inf",
+        ("    learning_rate: 1e-5", "    learning_rate: .inf"),
+    ),
+    case(
+        "overflow",
+        "12: roles.policy.learning_rate: must be a finite number, got 1e999",
+        ("    learning_rate: 1e-5", "    learning_rate: 1e999"),
+    ),
+    case(
+        "temperature",
+        "25: sampling.temperature: must be greater than 0, got 0",
+        ("  max_tokens: 32", "  temperature: 0"),
+    ),
+    case(
+        "clip_high", "20: algorithm.clip_range: must be less than 1, got 1.0", ("  group_size: 4", "  clip_range: 1.0")
+    ),
+    case(
+        "dual_clip",
+        "20: algorithm.dual_clip: must be greater than 1 (or 0, off), got 0.5",
+        ("  group_size: 4", "  dual_clip: 0.5"),
+    ),
+    case(
+        "zero_stage",
+        "12: roles.policy.zero_stage: expected 0, 1, 2 or 3, got 4",
+        ("    learning_rate: 1e-5", "    zero_stage: 4"),
+    ),
+    case(
+        "dtype",
+        "5: model.dtype: expected 'bfloat16' or 'float32', got 'bfloat' (did you mean 'bfloat16'?)",
+        ("  path: models/m", "  path: models/m\n  dtype: bfloat"),
+    ),
+    case(
+        "lr_schedule",
+        ("12: roles.policy.schedule: expected 'constant', 'linear' or 'cosine', got 'cosin' (did you mean 'cosine'?)"),
+        ("    learning_rate: 1e-5", "    schedule: cosin"),
+    ),
+    case(
+        "backend",
+        ("3: weight_sync.backend: expected 'auto', 'shm', 'ipc' or 'nccl', got 'ncl' (did you mean 'nccl'?)"),
+        ("seed: 3", "seed: 3\nweight_sync: {backend: ncl}"),
+    ),
+    case(
+        "kind_value",
+        (
+            "28: data.train.kind: expected one of 'jsonl', 'parquet', 'datasets', 'reasoning_gym', got "
+            "'json' (did you mean 'jsonl'?)"
+        ),
+        ("    kind: jsonl\n    path: train.jsonl", "    kind: json\n    path: train.jsonl"),
+    ),
+    case(
+        "algorithm_name",
+        "19: algorithm.name: no algorithm 'grop' (did you mean 'grpo'?)",
+        ("  name: grpo", "  name: grop"),
+    ),
+    case(
+        "algorithm_unknown",
+        "19: algorithm.name: no algorithm 'zzz' (known: grpo, ppo)",
+        ("  name: grpo", "  name: zzz"),
+    ),
+    case(
+        "reward_name",
+        ("16: roles.reward.functions.0.name: no reward function 'exactmatch' (did you mean 'exact_match'?)"),
+        ("      - name: exact_match", "      - name: exactmatch"),
+    ),
+    case(
+        "reward_unknown",
+        (
+            "16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: exact_match, "
+            "last_number, numeric, regex, length, overlong, reasoning_gym, letter_share; your own: "
+            "package.module:function)"
+        ),
+        ("      - name: exact_match", "      - name: zzz"),
+    ),
+    case(
+        "failed_fraction",
+        "4: failures.max_failed_fraction: must be at most 1, got 1.5",
+        ("seed: 3", "seed: 3\nfailures:\n  max_failed_fraction: 1.5"),
+    ),
+    case("empty_path", "29: data.train.path: may not be empty", ("    path: train.jsonl", "    path: ''")),
+    case(
+        "grpo_critic",
+        "14: roles.critic: grpo has no critic; remove the role or use ppo",
+        ("  reward:", "  critic:\n    workers: 1\n  reward:"),
+    ),
+    case(
+        "ppo_no_critic",
+        "5: roles.critic: is required: ppo has a critic",
+        ("  name: grpo\n", "  name: ppo\n  kl: {coef: 0}\n"),
+    ),
+    case(
+        "ppo_default_kl",
+        ("5: roles.reference: is required: algorithm.kl.coef is 0.05, the default of ppo (0 needs no reference)"),
+        ("  reward:", "  critic:\n    workers: 1\n  reward:"),
+        ("name: grpo", "name: ppo"),
+    ),
+    case(
+        "group_of_one",
+        "20: algorithm.group_size: grpo compares samples of a group: needs at least 2",
+        ("  group_size: 4", "  group_size: 1"),
+    ),
+    case(
+        "kl_no_reference",
+        "5: roles.reference: is required: algorithm.kl.coef is 0.1 (0 needs no reference)",
+        ("  group_size: 4", "  group_size: 4\n  kl: {coef: 0.1}"),
+    ),
+    case(
+        "unused_gae",
+        "21: algorithm.gae_lambda: grpo does not use it; remove it",
+        ("  group_size: 4", "  group_size: 4\n  gae_lambda: 0.9"),
+    ),
+    case(
+        "unused_value_clip",
+        "21: algorithm.value_clip: grpo does not use it; remove it",
+        ("  group_size: 4", "  group_size: 4\n  value_clip: 0.2"),
+    ),
+    case(
+        "clip_twice",
+        ("21: algorithm.clip_high: clip_range is set too; give either clip_range or clip_low and clip_high"),
+        ("  group_size: 4", "  clip_range: 0.2\n  clip_high: 0.28"),
+    ),
+    case(
+        "no_room",
+        "25: sampling.max_tokens: 512 leaves no room for a prompt in roles.rollout.max_model_len, 512",
+        ("  max_tokens: 32", "  max_tokens: 512"),
+    ),
+    case(
+        "micro_small",
+        ("13: roles.policy.micro_batch_tokens: 256 cannot hold one sequence of roles.rollout.max_model_len, 512"),
+        ("    micro_batch_tokens: 2048", "    micro_batch_tokens: 256"),
+    ),
+    case(
+        "too_few_rows",
+        ("23: schedule.prompts_per_step: 1 prompts of 4 samples are too few for 1 policy workers times 8 minibatches"),
+        ("  prompts_per_step: 8", "  prompts_per_step: 1\n  minibatches: 8"),
+    ),
+    case(
+        "warmup_long",
+        "12: roles.policy.warmup_updates: must be less than the run's 4 updates",
+        ("    learning_rate: 1e-5", "    warmup_updates: 4"),
+    ),
+    case(
+        "step_timeout",
+        "23: schedule.generate_timeout_s: 9000 is longer than step_timeout_s, 7200",
+        ("  steps: 4", "  steps: 4\n  generate_timeout_s: 9000"),
+    ),
+    case("empty_stop", "26: sampling.stop.0: may not be empty", ("  max_tokens: 32", "  max_tokens: 32\n  stop: ['']")),
+    case(
+        "self",
+        "12: roles.policy.colocate_with: a role cannot live with itself",
+        ("    learning_rate: 1e-5", "    colocate_with: policy"),
+    ),
+    case(
+        "unknown_role",
+        (
+            "12: roles.policy.colocate_with: expected 'rollout', 'policy', 'critic', 'reference' or "
+            "'reward', got 'referee' (did you mean 'reference'?)"
+        ),
+        ("    learning_rate: 1e-5", "    colocate_with: referee"),
+    ),
+    case(
+        "missing_role",
+        "12: roles.policy.colocate_with: there is no role critic",
+        ("    learning_rate: 1e-5", "    colocate_with: critic"),
+    ),
+    case(
+        "unsupported",
+        (
+            "12: roles.policy.colocate_with: policy cannot live with reward; can: reference with policy, "
+            "rollout with policy"
+        ),
+        ("    learning_rate: 1e-5", "    colocate_with: reward"),
+    ),
+    case(
+        "cycle",
+        (
+            "13: roles.policy.colocate_with: policy cannot live with reference (and they name each other); "
+            "can: reference with policy, rollout with policy"
+        ),
+        ("    micro_batch_tokens: 2048", "    colocate_with: reference\n  reference:\n    colocate_with: policy"),
+    ),
+    case(
+        "colocated_workers",
+        "16: roles.reference.workers: has no effect inside the policy's workers; remove it",
+        ("  reward:", "  reference:\n    colocate_with: policy\n    workers: 2\n  reward:"),
+    ),
+    case(
+        "colocated_cpu",
+        ("9: roles.rollout.colocate_with: rollout and policy can share GPUs only; set gpus on both or remove it"),
+        ("    cpus: 1", "    cpus: 1\n    colocate_with: policy"),
+    ),
+    case(
+        "tensor_parallel_cpu",
+        "8: roles.rollout.cpus: tensor_parallel_size 2 on the CPU needs at least 2 cores",
+        ("    cpus: 1", "    cpus: 1\n    tensor_parallel_size: 2"),
+    ),
+    case(
+        "half_gpu",
+        "9: roles.rollout.gpus: rollout and policy must both run on GPUs or both on the CPU",
+        ("    cpus: 1", "    cpus: 1\n    gpus: 1"),
+    ),
+    case(
+        "offload_cpu",
+        "12: roles.policy.offload_optimizer: on the CPU there is nowhere to offload to",
+        ("    learning_rate: 1e-5", "    offload_optimizer: true"),
+    ),
+    case(
+        "ipc_cpu",
+        "4: weight_sync.backend: ipc needs GPUs; on the CPU use shm (or auto)",
+        ("seed: 3", "seed: 3\nweight_sync:\n  backend: ipc"),
+    ),
+    case(
+        "nccl_cpu",
+        "4: weight_sync.backend: nccl needs GPUs; on the CPU use shm (or auto)",
+        ("seed: 3", "seed: 3\nweight_sync:\n  backend: nccl"),
+    ),
+    case(
+        "no_reward_at_all",
+        "14: roles.reward: judges nothing: give functions, a model or both",
+        ("    functions:\n      - name: exact_match\n        weight: 1.0", "    workers: 1"),
+    ),
+    case(
+        "zero_weight",
+        "14: roles.reward: every weight is 0: there is nothing to learn",
+        ("        weight: 1.0", "        weight: 0"),
+    ),
+    case(
+        "same_label",
+        ("18: roles.reward.functions.1.label: two components are called 'exact_match'; give one a label of its own"),
+        ("        weight: 1.0", "        weight: 1.0\n      - name: exact_match"),
+    ),
+    case(
+        "reward_gpu",
+        "15: roles.reward.gpus: reward functions run on the CPU; only a reward model uses a GPU",
+        ("    functions:", "    gpus: 1\n    functions:"),
+    ),
+    case(
+        "reward_model_weight",
+        "15: roles.reward.model_weight: has no effect without a reward model",
+        ("    functions:", "    model_weight: 2.0\n    functions:"),
+    ),
+    case(
+        "slow_function",
+        "17: roles.reward.functions.0.timeout_s: must be less than schedule.score_timeout_s, 600",
+        ("        weight: 1.0", "        timeout_s: 600"),
+    ),
+    case(
+        "gym_reward",
+        "16: roles.reward.functions.0.name: scores reasoning_gym tasks only, but data.train is jsonl",
+        ("exact_match", "reasoning_gym"),
+        ("  eval:\n    kind: jsonl\n    path: eval.jsonl\nevaluation:\n  every_steps: 2\n", ""),
+    ),
+    case(
+        "no_answer",
+        ("16: roles.reward.functions.0.name: compares with the right answer, but data.train.answer is null"),
+        ("    path: train.jsonl", "    path: train.jsonl\n    answer: null"),
+    ),
+    case(
+        "template",
+        "30: data.train.template: must contain {prompt}, the place of the row's text",
+        ("    path: train.jsonl", "    path: train.jsonl\n    template: 'Q: {question}'"),
+    ),
+    case(
+        "eval_without_data", "30: evaluation: needs data.eval", ("  eval:\n    kind: jsonl\n    path: eval.jsonl\n", "")
+    ),
+    case(
+        "eval_never",
+        "33: evaluation: never takes place: set every_steps, at_start or at_end, or remove the section",
+        ("  every_steps: 2", "  every_steps: 0\n  at_start: false\n  at_end: false"),
+    ),
+    case(
+        "greedy_samples",
+        "35: evaluation.sampling.samples: greedy samples are all the same; set a temperature above 0",
+        ("  every_steps: 2", "  sampling:\n    samples: 4"),
+    ),
+    case(
+        "same_seed",
+        "28: data.eval.seed: must differ from data.train.seed, 1: the tasks would be the same",
+        (
+            "  train:\n    kind: jsonl\n    path: train.jsonl",
+            "  train: {kind: reasoning_gym, seed: 1, size: 8, recipes: [{name: gcd}]}",
+        ),
+        (
+            "  eval:\n    kind: jsonl\n    path: eval.jsonl",
+            "  eval: {kind: reasoning_gym, seed: 1, size: 8, recipes: [{name: gcd}]}",
+        ),
+    ),
+    case(
+        "recipe_seed",
+        "33: data.train.recipes.0.args.seed: set data.train.seed instead",
+        (
+            "    kind: jsonl\n    path: train.jsonl",
+            (
+                "    kind: reasoning_gym\n    seed: 1\n    size: 8\n    recipes:\n      - name: gcd\n        "
+                "args: {seed: 4}"
+            ),
+        ),
+    ),
+    case(
+        "recipes_size",
+        "30: data.train.size: 1 prompts cannot cover 2 recipes",
+        (
+            "    kind: jsonl\n    path: train.jsonl",
+            "    kind: reasoning_gym\n    seed: 1\n    size: 1\n    recipes: [{name: gcd}, {name: lcm}]",
+        ),
+    ),
+    case("duplicate", "3: seed: given twice (first on line 2)", ("seed: 3", "seed: 3\nseed: 4")),
+    case(
+        "duplicate_deep",
+        "9: roles.rollout.workers: given twice (first on line 7)",
+        ("    cpus: 1", "    cpus: 1\n    workers: 2"),
+    ),
+    case(
+        "tag",
+        "2: seed: tags are not allowed, got 'tag:yaml.org,2002:python/object/apply:os.system'",
+        ("seed: 3", "seed: !!python/object/apply:os.system [touch canary]"),
+    ),
+    case("str_tag", "2: seed: tags are not allowed, got 'tag:yaml.org,2002:int'", ("seed: 3", "seed: !!int 3")),
+    case(
+        "anchor",
+        "2: seed: anchors and aliases (& and *) are not allowed; write the value out",
+        ("seed: 3", "seed: &x 3"),
+    ),
+    case(
+        "alias",
+        "22: schedule.steps: anchors and aliases (& and *) are not allowed; write the value out",
+        ("  steps: 4", "  steps: *x"),
+    ),
+    case("tab", "22: not valid YAML: found character that cannot start any token", ("  steps: 4", "\tsteps: 4")),
+    case("unclosed", "3: not valid YAML: did not find expected ',' or ']'", ("seed: 3", "seed: [3")),
+    case(
+        "two_docs", "3: a second document starts here; a spec is one document", ("seed: 3", "seed: 3\n---\nname: other")
+    ),
+    case("big_int", "2: seed: the number has more than 18 digits", ("seed: 3", "seed: " + "9" * 5000)),
+    case("complex_key", "2: a key must be text", ("seed: 3", "? [a, b]\n: 3")),
+    case(
+        "control",
+        "2: not valid YAML: a character that YAML does not allow (control characters are not allowed)",
+        ("seed: 3", "seed: \u0001"),
+    ),
+]
+
+GPU_CASES = [
+    case(
+        "two_gpus_a_rank",
+        "10: roles.policy.gpus: a policy worker uses one GPU; raise workers instead",
+        ("    workers: 2\n    gpus: 1", "    workers: 2\n    gpus: 2"),
+    ),
+    case(
+        "engine_gpus",
+        ("7: roles.rollout.gpus: an engine with tensor_parallel_size 1 uses one GPU; raise workers or that"),
+        ("    cpus: 2\n    gpus: 1", "    cpus: 2\n    gpus: 2"),
+    ),
+    case(
+        "tensor_parallel_gpus",
+        "8: roles.rollout.gpus: must equal tensor_parallel_size, 4, got 1",
+        ("    cpus: 2", "    cpus: 2\n    tensor_parallel_size: 4"),
+    ),
+    case(
+        "critic_on_cpu",
+        "12: roles.critic.gpus: critic and policy must both run on GPUs or both on the CPU",
+        ("  critic:\n    gpus: 1", "  critic:\n    gpus: 0"),
+    ),
+    case(
+        "reference_gpus",
+        "14: roles.reference.gpus: a reference worker uses one GPU; raise workers instead",
+        ("  reference:\n    gpus: 1", "  reference:\n    gpus: 2"),
+    ),
+    case(
+        "ipc_apart",
+        ("23: weight_sync.backend: ipc needs rollout on the policy's GPUs (roles.rollout.colocate_with: policy)"),
+        ("  backend: auto", "  backend: ipc"),
+    ),
+    case(
+        "nccl_shared",
+        ("24: weight_sync.backend: nccl needs rollout and policy on GPUs of their own; here use ipc (or auto)"),
+        (
+            "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
+            "    gpus: 0.4\n    colocate_with: policy\n  policy:\n    workers: 2\n    gpus: 0.5",
+        ),
+        ("backend: auto", "backend: nccl"),
+    ),
+    case(
+        "shared_too_much",
+        "8: roles.rollout.colocate_with: they share one GPU, but ask for 0.6 + 0.5 of it",
+        (
+            "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
+            "    gpus: 0.6\n    colocate_with: policy\n  policy:\n    workers: 2\n    gpus: 0.5",
+        ),
+    ),
+    case(
+        "shared_tensor_parallel",
+        ("9: roles.rollout.colocate_with: an engine that shares the policy's GPUs needs tensor_parallel_size: 1"),
+        (
+            "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
+            (
+                "    gpus: 2\n    tensor_parallel_size: 2\n    colocate_with: policy\n  policy:\n    workers: "
+                "2\n    gpus: 0.5"
+            ),
+        ),
+    ),
+    case(
+        "shared_unequal",
+        "8: roles.rollout.colocate_with: needs one engine for each policy worker, got 2 and 1",
+        (
+            "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
+            "    gpus: 0.4\n    colocate_with: policy\n  policy:\n    workers: 1\n    gpus: 0.5",
+        ),
+    ),
+    case(
+        "shared_stale",
+        "22: schedule.max_staleness: must be 0 where rollout shares the policy's GPUs: they take turns",
+        (
+            "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
+            "    gpus: 0.4\n    colocate_with: policy\n  policy:\n    workers: 2\n    gpus: 0.5",
+        ),
+        ("  steps: 4", "  steps: 4\n  max_staleness: 1"),
+    ),
+    case(
+        "reward_model_batch",
+        ("17: roles.reward.micro_batch_tokens: 512 cannot hold one sequence of roles.rollout.max_model_len, 1024"),
+        ("    model: {path: models/r}", "    model: {path: models/r}\n    micro_batch_tokens: 512"),
+    ),
+    case(
+        "reference_batch",
+        ("15: roles.reference.micro_batch_tokens: 512 cannot hold one sequence of roles.rollout.max_model_len, 1024"),
+        ("  reference:\n    gpus: 1", "  reference:\n    gpus: 1\n    micro_batch_tokens: 512"),
+    ),
+    case(
+        "warmup_all",
+        "13: roles.critic.warmup_steps: must be less than schedule.steps, 4",
+        ("  critic:\n    gpus: 1", "  critic:\n    gpus: 1\n    warmup_steps: 4"),
+    ),
+    case(
+        "kl_estimator",
+        "19: algorithm.kl.estimator: ppo has its KL term in the reward, which is k1; remove it",
+        ("  name: ppo", "  name: ppo\n  kl: {estimator: k3}"),
+    ),
+    case(
+        "label_taken",
+        ("17: roles.reward.functions.0.label: two components are called 'reward_model'; give one a label of its own"),
+        (
+            "    model: {path: models/r}",
+            "    model: {path: models/r}\n    functions: [{name: exact_match, label: reward_model}]",
+        ),
+    ),
+    case(
+        "critic_few_rows",
+        ("22: schedule.prompts_per_step: 8 prompts of 1 samples are too few for 16 critic workers times 1 minibatches"),
+        ("  critic:\n    gpus: 1", "  critic:\n    gpus: 1\n    workers: 16"),
+    ),
+    case(
+        "unused_std",
+        "19: algorithm.normalize_by_std: ppo does not use it; remove it",
+        ("  name: ppo", "  name: ppo\n  normalize_by_std: true"),
+    ),
+]
+
+
+def _refusal(folder: Path, text: str | bytes, *overrides: str) -> str:
+    path = folder / "spec.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(SpecError) as caught:
+        load_spec(path, overrides)
+    return str(caught.value).replace(str(path), "FILE")
+
+
+@pytest.mark.parametrize("text", [CPU, GPU], ids=["cpu", "gpu"])
+def test_the_specs_that_are_spoilt_below_are_good(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    load_spec(path)
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
+def test_bad_spec_on_cpu(tmp_path: Path, case: Case) -> None:
+    assert _refusal(tmp_path, case.spoil(CPU)) == f"FILE:{case.line}"
+
+
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
+def test_bad_spec_on_gpu(tmp_path: Path, case: Case) -> None:
+    assert _refusal(tmp_path, case.spoil(GPU)) == f"FILE:{case.line}"
+
+
+def test_all_problems_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = CPU.replace("steps: 4", "steps: 0", 1).replace("seed: 3", "sed: 3").replace("cpus: 1", "cpus: no", 1)
+    assert _refusal(tmp_path, text).splitlines() == [
+        "FILE:2: sed: unknown field (did you mean 'seed'?)",
+        "FILE:8: roles.rollout.cpus: expected a number, got 'no'",
+        "FILE:22: schedule.steps: must be at least 1, got 0",
+    ]
+
+
+def test_all_combinations_that_cannot_work_come_at_once(tmp_path: Path) -> None:
+    text = CPU.replace("group_size: 4", "group_size: 1").replace("max_tokens: 32", "max_tokens: 4096")
+    assert _refusal(tmp_path, text).splitlines() == [
+        "FILE:20: algorithm.group_size: grpo compares samples of a group: needs at least 2",
+        "FILE:25: sampling.max_tokens: 4096 leaves no room for a prompt in roles.rollout.max_model_len, 512",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("roles.rollout.workers=0", "--set: roles.rollout.workers: must be at least 1, got 0"),
+        ("roles.rollout.wrkers=2", "--set: roles.rollout.wrkers: unknown field (did you mean 'workers'?)"),
+        ("roles.rollout", "--set: expected FIELD.PATH=VALUE, got 'roles.rollout'"),
+        ("=3", "--set: expected FIELD.PATH=VALUE, got '=3'"),
+        ("a..b=3", "--set: expected FIELD.PATH=VALUE, got 'a..b=3'"),
+        (".".join("a" * 5000) + "=1", "--set: expected FIELD.PATH=VALUE, got '" + ".".join("a" * 30) + ".'"),
+        ("seed.deeper=3", "--set: seed.deeper: seed is not a section"),
+        (
+            "roles.reward.functions.7.weight=1",
+            "--set: roles.reward.functions.7.weight: roles.reward.functions is a list with entries 0 to 0",
+        ),
+        ("seed=[1", "--set: seed: not valid YAML: did not find expected ',' or ']'"),
+        ("seed=!!int 3", "--set: seed: tags are not allowed, got 'tag:yaml.org,2002:int'"),
+        ("seed=*x", "--set: seed: anchors and aliases (& and *) are not allowed; write the value out"),
+        ("algorithm.group_size=1", "--set: algorithm.group_size: grpo compares samples of a group: needs at least 2"),
+        ("schedule={steps: 1}", "--set: schedule.prompts_per_step: is required"),
+        ("name=\udc80", "--set: name: is not valid Unicode"),
+    ],
+)
+def test_bad_overrides_are_told_apart_from_the_file(tmp_path: Path, override: str, line: str) -> None:
+    assert _refusal(tmp_path, CPU, override) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (b"", "FILE:1: the file is empty; a spec starts with `name: ...`"),
+        (b"# nothing\n\n", "FILE:1: the file is empty; a spec starts with `name: ...`"),
+        (b"--- \n", "FILE:1: the file is empty; a spec starts with `name: ...`"),
+        (b"just text\n", "FILE:1: expected a section, got 'just text'"),
+        (b"- a\n- b\n", "FILE:1: expected a section, got a list"),
+        (b"name: a\nseed: \xff\xfe\n", "FILE:2: is not UTF-8 text"),
+        (CPU.encode("utf-16"), "FILE:1: is not UTF-8 text"),
+        (b"name: " + b"x" * (1 << 20), "FILE: is larger than 1 MiB: this is not a spec"),
+        (b"[" * 1000, "FILE:1: 0.0.0.0: nested deeper than 32: this is not a spec"),
+        (b"{a: " * 900 + b"1", "FILE:1: a.a.a.a: nested deeper than 32: this is not a spec"),
+        (b"x: [" + b"1," * 200_000 + b"]", "FILE:1: x.19998: more than 20000 values: this is not a spec"),
+    ],
+    ids=["empty", "comments", "marker", "text", "list", "latin", "utf16", "large", "deep_list", "deep_map", "many"],
+)
+def test_files_that_are_no_spec(tmp_path: Path, text: bytes, line: str) -> None:
+    assert _refusal(tmp_path, text) == line
+
+
+def test_paths_that_are_no_file(tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path / "none.yaml", "no such file"),
+        (tmp_path, "is a folder, not a spec"),
+        (Path("/dev/null"), "is not a regular file"),
+        (Path("nul\0.yaml"), "cannot be read (embedded null byte)"),
+        (Path("x" * 5000), "cannot be read (File name too long)"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            load_spec(path)
+        assert str(caught.value) == f"{path}: {message}".replace("\0", "?")
+
+
+def test_an_alias_bomb_is_refused_without_growing(tmp_path: Path) -> None:
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+    bomb += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+    tracemalloc.start()
+    lines = _refusal(tmp_path, bomb).splitlines()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lines[0] == "FILE:1: a0: anchors and aliases (& and *) are not allowed; write the value out"
+    assert peak < 8 << 20
+
+
+def test_fifty_megabytes_are_refused_without_being_read(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_bytes(b"- a\n" * 12_500_000)
+    tracemalloc.start()
+    with pytest.raises(SpecError) as caught:
+        load_spec(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert str(caught.value) == f"{path}: is larger than 1 MiB: this is not a spec"
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!python/object/apply:os.system ['touch {canary}']",
+        "!!python/object/new:subprocess.Popen [['touch', '{canary}']]",
+        "!!python/name:os.system",
+        "!!python/module:os",
+        "!!binary aGVsbG8=",
+        "!include /etc/passwd",
+        "! text",
+    ],
+)
+def test_a_tag_runs_nothing(tmp_path: Path, value: str) -> None:
+    canary = tmp_path / "canary"
+    text = CPU.replace("seed: 3", f"seed: {value.format(canary=canary)}")
+    assert _refusal(tmp_path, text).startswith("FILE:2: seed: tags are not allowed, got '")
+    assert not canary.exists()
+
+
+def test_a_message_is_one_line_whatever_the_spec_holds(tmp_path: Path) -> None:
+    text = CPU.replace("seed: 3", '"a\\nb\\e[31m\\u2028": 1')
+    assert _refusal(tmp_path, text).startswith("FILE:2: a?b?[31m?: unknown field")
+    text = CPU.replace("name: base", 'name: "a\\n"')
+    assert _refusal(tmp_path, text).startswith("FILE:1: name: may hold lowercase letters")
+
+
+def test_a_bad_spec_is_refused_without_the_stack(tmp_path: Path) -> None:
+    """No torch, Ray, Arrow or numpy is loaded to say that a field is misspelt."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(CPU.replace("seed: 3", "sed: 3"))
+    code = (
+        "import sys\nfrom orchestrator.spec import SpecError, load_spec\n"
+        "try: load_spec(sys.argv[1])\nexcept SpecError: pass\nelse: sys.exit('loaded')\n"
+        "print(sorted({'torch', 'ray', 'pyarrow', 'numpy', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,65 @@
+"""Plans: every row once, budgets kept, ranks in step."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.batching import cut_micro_batches, minibatches, plan_ranks, plan_update, split_balanced
+from workers.messages import TrainRow
+
+lengths_lists = st.lists(st.integers(1, 200), min_size=1, max_size=60)
+
+
+@given(lengths_lists, st.integers(1, 5), st.integers(200, 900))
+def test_every_row_is_planned_once_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
+    """Padded size of a micro-batch stays within the budget; ranks have equally many micro-batches."""
+    plans = plan_ranks(lengths, range(len(lengths)), ranks, budget)
+    assert len(plans) == ranks
+    assert sorted(r for plan in plans for mb in plan.micro_batches for r in mb) == list(range(len(lengths)))
+    for plan in plans:
+        assert len(plan.micro_batches) == len(plans[0].micro_batches)
+        for micro_batch in plan.micro_batches:
+            if micro_batch:
+                assert max(lengths[r] for r in micro_batch) * len(micro_batch) <= budget
+
+
+@given(lengths_lists, st.integers(1, 6))
+def test_loads_differ_by_at_most_the_longest_row(lengths: list[int], parts: int) -> None:
+    """The classic bound of longest-first assignment."""
+    loads = [sum(lengths[r] for r in part) for part in split_balanced(lengths, range(len(lengths)), parts)]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_rows_longer_than_the_budget_go_alone() -> None:
+    """Sorted by length; 50 and 40 pad to 100 together, 120 cannot share."""
+    assert cut_micro_batches([40, 120, 50], [0, 1, 2], 100) == [(1,), (2, 0)]
+
+
+def test_silent_rows_are_skipped_but_counted() -> None:
+    """Two of three rows have signal; the totals are of all three, so the gradient is the same."""
+    rows = [TrainRow(10, 4, True), TrainRow(10, 5, False), TrainRow(10, 6, True)]
+    (skipping,) = plan_update(rows, [0, 1, 2], 1, 100, skip_silent=True)
+    (whole,) = plan_update(rows, [0, 1, 2], 1, 100, skip_silent=False)
+    assert set(chain(*skipping.micro_batches)) == {0, 2}
+    assert set(chain(*whole.micro_batches)) == {0, 1, 2}
+    assert skipping.total_loss_tokens == whole.total_loss_tokens == 15
+    assert skipping.total_sequences == whole.total_sequences == 3
+
+
+def test_fewer_rows_than_ranks_leaves_empty_micro_batches() -> None:
+    """Collectives stay in step."""
+    plans = plan_ranks([5], [0], 3, 100)
+    assert [plan.micro_batches for plan in plans] == [((0,),), ((),), ((),)]
+
+
+@given(st.integers(1, 50), st.integers(1, 8), st.integers(0, 99))
+def test_minibatches_partition_the_rows_and_depend_on_the_seed_alone(rows: int, parts: int, seed: int) -> None:
+    """Every row once a pass; the same seed cuts the same way; sizes differ by one at most."""
+    cut = minibatches(rows, parts, (seed, 1, 0))
+    assert sorted(chain(*cut)) == list(range(rows))
+    assert cut == minibatches(rows, parts, (seed, 1, 0))
+    sizes = [len(part) for part in cut]
+    assert max(sizes) - min(sizes) <= 1

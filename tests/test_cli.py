@@ -1,0 +1,180 @@
+"""The command line: what it refuses, in one line and without starting anything, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from orchestrator.checkpoint import CheckpointStore
+from orchestrator.spec import load_spec
+from tests.conftest import ROOT
+
+GRPO = ROOT / "deploy" / "tiny-grpo.yaml"
+
+PROBE = """
+import sys
+from orchestrator.cli import main
+sys.argv = ["troupe", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print("HEAVY", *(name for name in ("ray", "torch", "vllm", "deepspeed") if name in sys.modules), file=sys.stderr)
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command said."""
+
+    code: int
+    stdout: str
+    errors: list[str]
+    """Lines of standard error."""
+    heavy: list[str]
+    """Heavy libraries that were imported."""
+
+
+def troupe(*arguments: str) -> Answer:
+    """Run the command in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    heavy = [line.split()[1:] for line in lines if line.startswith("HEAVY")]
+    return Answer(done.returncode, done.stdout, [line for line in lines if not line.startswith("HEAVY")], heavy[0])
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    """The tiny GRPO spec on a file of prompts, with a model folder that is there."""
+    document = yaml.safe_load(GRPO.read_text())
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).write_text("")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say {i}.", "answer": str(i)}) + "\n" for i in range(8)))
+    document["model"]["path"] = str(model)
+    document["data"] = {"train": {"kind": "jsonl", "path": str(prompts)}}
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("model.path=/no/such/model", "model.path: no such folder: /no/such/model"),
+        ("data.train.path=/no/such.jsonl", "data.train.path: no such file: /no/such.jsonl"),
+        ("roles.policy.wrkers=2", "roles.policy.wrkers: unknown field (did you mean 'workers'?)"),
+        ("roles.policy.workers=two", "roles.policy.workers: expected a whole number, got 'two'"),
+        ("roles.policy.workers", "roles.policy.workers"),
+        ("schedule.steps=0", "schedule.steps: must be at least 1, got 0"),
+    ],
+)
+def test_a_spec_that_cannot_work_costs_one_line_and_exit_code_2(spec: Path, override: str, error: str) -> None:
+    answer = troupe("run", str(spec), "--out", str(spec.parent / "out"), "--set", override)
+    assert (answer.code, len(answer.errors), answer.heavy) == (2, 1, [])
+    assert error in answer.errors[0]
+    assert not (spec.parent / "out").exists()
+
+
+def test_a_spec_that_is_not_there_costs_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    answer = troupe("run", str(tmp_path / "none.yaml"))
+    assert (answer.code, len(answer.errors), answer.heavy) == (2, 1, [])
+    assert "none.yaml" in answer.errors[0]
+
+
+def test_a_missing_data_column_is_told_before_ray_starts(spec: Path) -> None:
+    override = "data.train.prompt=question"
+    answer = troupe("run", str(spec), "--out", str(spec.parent / "out"), "--set", override)
+    assert answer.code == 1
+    assert "question" in answer.errors[-1] and answer.errors[-1].startswith("error: ")
+    assert not any("Traceback" in line for line in answer.errors)
+    assert "Starting" not in answer.stdout
+
+
+def test_a_run_folder_in_use_is_not_written_over(spec: Path) -> None:
+    out = spec.parent / "out"
+    store = CheckpointStore(out / "checkpoints", keep=1)
+    store.prepare()
+    store.commit(store.begin(3), {"step": 3})
+    answer = troupe("run", str(spec), "--out", str(out))
+    assert (answer.code, len(answer.errors)) == (1, 1)
+    assert "holds a run already (step 3)" in answer.errors[0] and "--resume" in answer.errors[0]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "nowhere:port"])
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_cluster_that_is_not_there_costs_one_line(spec: Path, command: str, address: str) -> None:
+    answer = troupe(command, str(spec), "--address", address)
+    assert (answer.code, len(answer.errors)) == (1, 1)
+    assert answer.errors[0].startswith(f"error: --address {address}: ")
+
+
+def test_validate_says_what_a_spec_is(spec: Path) -> None:
+    answer = troupe("validate", str(spec))
+    assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
+    assert "tiny-grpo is valid: grpo, 64 samples a step" in answer.stdout
+
+
+def test_every_shipped_spec_has_a_plan(tmp_path: Path) -> None:
+    clusters = {"node-8gpu-grpo.yaml": "1x8", "multinode-ppo.yaml": "4x8"}
+    for path in sorted((ROOT / "deploy").glob("*.yaml")):
+        if "roles" not in (yaml.safe_load(path.read_text()) or {}):
+            continue
+        described = ["--cluster", clusters[path.name]] if path.name in clusters else []
+        answer = troupe("plan", str(path), *described)
+        assert (answer.code, answer.errors, answer.heavy) == (0, [], []), path
+        roles = yaml.safe_load(path.read_text())["roles"]
+        for role, section in roles.items():
+            if "colocate_with" in section:
+                assert re.search(rf"{role} .* inside {section['colocate_with']} ", answer.stdout)
+            else:
+                seated = re.findall(rf"{role}-\d+ ", answer.stdout)
+                assert len(set(seated)) == section.get("workers", 1), (path, role)
+
+
+def test_a_plan_without_room_says_what_to_change() -> None:
+    answer = troupe("plan", str(ROOT / "deploy" / "multinode-ppo.yaml"), "--cluster", "3x8")
+    assert (answer.code, len(answer.errors)) == (1, 1)
+    assert re.search(r"no room for [a-z]+(-\d+)?: it asks for .* lower roles\.[a-z]+\.workers", answer.errors[0])
+    assert "no room" in answer.stdout
+
+
+@pytest.mark.parametrize("cluster", ["8", "0x8", "2x", "axb"])
+def test_a_cluster_that_cannot_be_read_costs_one_line(cluster: str) -> None:
+    answer = troupe("plan", str(GRPO), "--cluster", cluster)
+    assert (answer.code, answer.errors) == (1, [f"error: --cluster: '{cluster}' is not NODESxGPUS, as in 2x8"])
+
+
+def test_the_schema_takes_the_shipped_spec() -> None:
+    answer = troupe("schema")
+    assert (answer.code, answer.heavy) == (0, [])
+    # As the spec is read: YAML 1.1 takes 2e-3 for text, Troupe for the number that it is everywhere else.
+    spec = load_spec(GRPO).model_dump(mode="json", exclude_unset=True)
+    jsonschema.validate(spec, json.loads(answer.stdout))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(spec | {"seed": "x"}, json.loads(answer.stdout))
+
+
+def test_exporting_from_a_folder_without_a_run_costs_one_line(tmp_path: Path) -> None:
+    answer = troupe("export", str(tmp_path / "none"), str(tmp_path / "model"))
+    assert (answer.code, len(answer.errors)) == (1, 1)
+    assert "no valid checkpoint" in answer.errors[0]
+    assert not (tmp_path / "model").exists()
+
+
+def test_evaluating_a_spec_without_held_out_prompts_costs_one_line(spec: Path) -> None:
+    answer = troupe("eval", str(spec))
+    assert (answer.code, len(answer.errors)) == (1, 1)
+    assert "no evaluation section" in answer.errors[0]

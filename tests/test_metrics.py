@@ -1,0 +1,213 @@
+"""Timers, aggregation, and the files a run's figures go to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from orchestrator.metrics import (
+    JsonlSink,
+    MetricSinks,
+    PhaseTimers,
+    TensorBoardSink,
+    mean,
+    merge_update_metrics,
+    pass_at_k,
+    percentiles,
+    std,
+    summarize,
+)
+from workers.messages import UpdateMetrics
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_timers_add_up_by_phase_and_count_overlaps_in_each() -> None:
+    clock = Clock()
+    timers = PhaseTimers(clock)
+    for _ in range(2):
+        with timers.phase("generate"):
+            clock.now += 3
+            with timers.phase("score"):
+                clock.now += 1
+    clock.now += 2
+    assert timers.seconds() == {"generate": 8.0, "score": 2.0}
+    assert timers.total() == 10.0
+    assert timers.shares() == {"generate": 0.8, "score": 0.2}
+
+
+def test_a_phase_that_raises_is_counted() -> None:
+    clock = Clock()
+    timers = PhaseTimers(clock)
+    with pytest.raises(KeyError), timers.phase("update"):
+        clock.now += 4
+        raise KeyError
+    assert timers.seconds() == {"update": 4.0}
+
+
+def test_no_time_has_no_shares() -> None:
+    assert PhaseTimers(Clock()).shares() == {}
+
+
+def test_aggregates() -> None:
+    values = [1.0, 2.0, 3.0, 10.0]
+    assert mean(values) == 4.0
+    assert std(values) == pytest.approx(math.sqrt((9 + 4 + 1 + 36) / 4))
+    assert percentiles(values, (0, 50, 100)) == (1.0, 2.5, 10.0)
+    assert math.isnan(mean([])) and math.isnan(std([])) and all(math.isnan(p) for p in percentiles([]))
+    summary = summarize("length", values)
+    assert set(summary) == {f"length/{name}" for name in ("mean", "std", "min", "p10", "p50", "p90", "max")}
+    assert (summary["length/min"], summary["length/p50"], summary["length/max"]) == (1.0, 2.5, 10.0)
+    assert summarize("length", []) == {}
+
+
+def update(loss: float, norm: float, skipped: bool = False, **values: float) -> UpdateMetrics:
+    return UpdateMetrics({"loss": loss, "tokens": 8.0}, {"grad_norm": norm, **values}, skipped)
+
+
+def test_sums_add_over_ranks_and_values_are_taken_once() -> None:
+    assert merge_update_metrics([update(0.25, 3.0), update(0.5, 3.0)]) == {
+        "loss": 0.75,
+        "tokens": 16.0,
+        "grad_norm": 3.0,
+    }
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_values_that_are_not_finite_can_be_equal(norm: float) -> None:
+    merged = merge_update_metrics([update(1.0, norm, skipped=True), update(1.0, norm, skipped=True)])
+    assert merged["grad_norm"] == pytest.approx(norm, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([], "at least one rank"),
+        ([update(1.0, 3.0), update(1.0, 3.1)], "ranks 0 and 1 disagree on grad_norm: 3.0 and 3.1"),
+        ([update(1.0, 3.0), update(1.0, math.nan)], "disagree on grad_norm"),
+        ([update(1.0, 3.0), update(1.0, 3.0, skipped=True)], "disagree on whether the update was skipped"),
+        ([update(1.0, 3.0), update(1.0, 3.0, rate=1.0)], "disagree on .* what to report"),
+        ([UpdateMetrics({"loss": 1.0}, {"loss": 1.0})], "loss is both a sum and a value"),
+    ],
+)
+def test_ranks_that_disagree_are_an_error(ranks: list[UpdateMetrics], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        merge_update_metrics(ranks)
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(case: tuple[int, int, int]) -> None:
+    samples, correct, k = case
+    subsets = itertools.combinations([index < correct for index in range(samples)], k)
+    assert pass_at_k(samples, correct, k) == pytest.approx(fmean(any(subset) for subset in subsets))
+
+
+@pytest.mark.parametrize(("samples", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5), (0, 0, 1)])
+def test_pass_at_k_is_not_defined_everywhere(samples: int, correct: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k}"):
+        pass_at_k(samples, correct, k)
+
+
+# Files
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    sink = JsonlSink(path, -1)
+    sink.write(1, {"kind": "train", "reward": 0.5, "loss": math.nan, "grad_norm": -math.inf, "steps": 3})
+    [line] = lines(path)
+    assert line.pop("time") > 1e9
+    assert line == {"step": 1, "kind": "train", "reward": 0.5, "loss": None, "grad_norm": None, "steps": 3}
+    sink.close()
+
+
+def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, -1)
+    for step in (0, 1, 2, 2, 3):
+        sink.write(step, {"reward": float(step)})
+    sink.close()
+    with path.open("a") as file:
+        file.write('{"step": 2, "rew')
+    resumed = JsonlSink(path, 2)
+    resumed.write(3, {"reward": 33.0})
+    resumed.close()
+    assert [(line["step"], line["reward"]) for line in lines(path)] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+        (2, 2.0),
+        (3, 33.0),
+    ]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_from_the_beginning_starts_an_empty_file(tmp_path: Path) -> None:
+    for reward in (1.0, 2.0):
+        sinks = MetricSinks.open(tmp_path, tensorboard=False, resume_at=0)
+        sinks.write(0, {"reward": reward})
+        sinks.close()
+    assert [line["reward"] for line in lines(tmp_path / "metrics.jsonl")] == [2.0]
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    return [(event.step, event.value) for event in read.Scalars(tag)]
+
+
+def test_tensorboard_reads_what_was_written_and_resume_hides_later_steps(tmp_path: Path) -> None:
+    first = TensorBoardSink(tmp_path, -1)
+    for step in (1, 2, 3):
+        first.write(step, {"reward/mean": step / 4, "kind": "train"})
+    first.close()
+    assert scalars(tmp_path, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    resumed = TensorBoardSink(tmp_path, 2)
+    resumed.write(3, {"reward/mean": 9.0})
+    resumed.close()
+    assert scalars(tmp_path, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 9.0)]
+
+
+def test_sinks_write_everywhere(tmp_path: Path) -> None:
+    sinks = MetricSinks.open(tmp_path, tensorboard=True, resume_at=0)
+    sinks.write(1, {"kind": "eval", "eval/accuracy": 0.5})
+    sinks.close()
+    assert lines(tmp_path / "metrics.jsonl")[0]["eval/accuracy"] == 0.5
+    assert scalars(tmp_path / "tensorboard", "eval/accuracy") == [(1, 0.5)]
+
+
+def test_metrics_and_events_need_neither_torch_nor_ray_nor_tensorflow(tmp_path: Path) -> None:
+    script = (
+        "import sys; from orchestrator.metrics import MetricSinks; early = 'tensorboard' in sys.modules; "
+        f"MetricSinks.open({str(tmp_path)!r}, tensorboard=True, resume_at=0).write(1, {{'a': 1.0}}); "
+        "print(early, [name for name in ('torch', 'ray', 'tensorflow', 'tensorboard') if name in sys.modules])"
+    )
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False ['tensorboard']"

@@ -1,0 +1,195 @@
+"""Log-probs and values of tiny models of several families against their own full logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CohereConfig,
+    FalconH1Config,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+)
+
+from tests.test_tensors import train_table
+from workers.config import ModelConfig
+from workers.messages import RankPlan, token_scores
+from workers.modeling import (
+    CHUNK_LOGITS,
+    CausalLogprobs,
+    TokenValues,
+    head_chunks,
+    load_causal,
+    load_value,
+    score,
+    score_plan,
+)
+from workers.tensors import TokenBatch, TokenTable
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "gemma2-softcap": Gemma2Config(**SIZES, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
+    "cohere-scale": CohereConfig(**SIZES, logit_scale=0.25),
+    "granite-scale": GraniteConfig(**SIZES, logits_scaling=4.0),
+    "gpt2-dropout": GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.5, attn_pdrop=0.5),
+}
+SAMPLES = [([5, 6, 7], [8, 9]), ([11], [12, 13, 14, 15, 16]), ([17, 18], []), ([19, 20], [21])]
+
+
+def save_model(config: PreTrainedConfig, folder: Path) -> ModelConfig:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        # The usual initialisation is so small that every distribution is nearly uniform.
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return ModelConfig(path=str(folder), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return save_model(FAMILIES["llama-tied"], tmp_path_factory.mktemp("llama"))
+
+
+def run(module: torch.nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    return module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+
+
+def one_by_one(model: torch.nn.Module, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of every sample alone, unpadded, from the model's own logits."""
+    logprobs, entropies = [], []
+    for prompt, response in SAMPLES:
+        logits = model(torch.tensor([prompt + response])).logits[0].float() / temperature
+        distribution = torch.distributions.Categorical(logits=logits)
+        for t, token in enumerate(response):
+            logprobs.append(distribution.logits[len(prompt) - 1 + t, token])
+            entropies.append(distribution.entropy()[len(prompt) - 1 + t])
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_a_padded_batch(family: str, tmp_path: Path) -> None:
+    model = load_causal(save_model(FAMILIES[family], tmp_path))
+    batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))
+    for chunks in (1, 3, 20):
+        module = CausalLogprobs(model, temperature=0.7, chunks=chunks)
+        assert module.split_head
+        # In training mode on purpose: dropout must be off, or the ratio of new to old policy is noise.
+        logprobs, entropies = run(module.train(), batch)
+        expected_logprobs, expected_entropies = one_by_one(model.eval(), 0.7)
+        torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(entropies, expected_entropies, rtol=1e-4, atol=1e-5)
+        assert not entropies.requires_grad
+
+
+def test_gradients_do_not_depend_on_chunks(llama: ModelConfig) -> None:
+    batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))
+    model = load_causal(llama)
+    parameters = list(model.parameters())
+
+    def gradients(logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = torch.arange(1.0, len(logprobs) + 1)
+        return torch.autograd.grad((logprobs * scale).sum() + (entropies * scale).sum(), parameters)
+
+    expected = gradients(*one_by_one(model, 1.3))
+    for chunks in (1, 4):
+        actual = gradients(*run(CausalLogprobs(model, 1.3, chunks, entropy_grad=True), batch))
+        for ours, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_a_head_of_its_own_kind_falls_back_to_full_logits(tmp_path: Path) -> None:
+    """Falcon-H1 multiplies its logits by a factor under a name of its own."""
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    config = FalconH1Config(
+        **sizes, lm_head_multiplier=0.3, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4
+    )
+    model = load_causal(save_model(config, tmp_path)).eval()
+    module = CausalLogprobs(model, temperature=1.0, chunks=3)
+    assert not module.split_head
+    ids = torch.tensor([[5, 6, 7, 8]])
+    logprobs, _ = module(ids, torch.ones_like(ids), torch.tensor([1, 2]), torch.tensor([7, 8]))
+    expected = model(ids).logits.log_softmax(-1)
+    torch.testing.assert_close(logprobs, torch.stack([expected[0, 1, 7], expected[0, 2, 8]]), rtol=1e-4, atol=1e-5)
+
+
+def test_head_chunks_follow_from_the_configuration() -> None:
+    assert head_chunks(50, 8) == 1
+    vocabulary = 2**16
+    assert head_chunks(vocabulary, CHUNK_LOGITS // vocabulary) == 1
+    assert head_chunks(vocabulary, CHUNK_LOGITS // vocabulary + 1) == 2
+    assert head_chunks(vocabulary, 5 * CHUNK_LOGITS // vocabulary) == 5
+
+
+def test_values(llama: ModelConfig, tmp_path: Path) -> None:
+    model = load_value(llama)
+    batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))
+    fresh = score(TokenValues(model), batch)
+    assert fresh.shape == (8,) and fresh.dtype == torch.float32 and fresh.tolist() == [0.0] * 8
+    with torch.no_grad():
+        model.get_parameter("score.weight").normal_()
+    model.save_pretrained(tmp_path)
+    saved = load_value(ModelConfig(path=str(tmp_path), dtype="float32"))
+    values = score(TokenValues(saved), batch)
+    torch.testing.assert_close(values, score(TokenValues(model), batch))
+    # A value model is an ordinary sequence classifier: its score at the last token is the value there.
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    prompt, response = SAMPLES[0]
+    expected = plain(torch.tensor([(prompt + response)[:-1]])).logits[0, 0]
+    torch.testing.assert_close(values[1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_values_in_bfloat16_keep_float32_digits(llama: ModelConfig) -> None:
+    model = load_value(ModelConfig(path=llama.path, dtype="bfloat16"))
+    with torch.no_grad():
+        model.get_parameter("score.weight").fill_(1.0)
+    values = score(TokenValues(model), TokenTable(train_table(SAMPLES)).batch([0, 1]))
+    assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
+
+
+def test_score_plan(llama: ModelConfig) -> None:
+    module = CausalLogprobs(load_causal(llama), 1.0)
+    tables = [train_table(SAMPLES[:1]), train_table(SAMPLES[1:])]
+    plan = RankPlan(micro_batches=((3, 0), (), (1,)), total_loss_tokens=8, total_sequences=4)
+    rows, table = score_plan(module, plan, tables, "ref_logprobs", "cpu")
+    assert rows == 3 and table.schema.equals(token_scores("ref_logprobs"), check_metadata=True)
+    assert table.column("prompt_uid").to_pylist() == ["p2", "p0", "p0"]
+    flat = torch.tensor(pc.list_flatten(table.column("ref_logprobs")).to_pylist())
+    expected, _ = one_by_one(module.model.eval(), 1.0)
+    torch.testing.assert_close(flat, expected[[7, 0, 1, 2, 3, 4, 5, 6]].detach(), rtol=1e-4, atol=1e-5)
+    nothing = score_plan(module, RankPlan(((),), 0, 0), tables, "ref_logprobs", "cpu")
+    assert nothing[0] == 0 and nothing[1].num_rows == 0
+    assert isinstance(nothing[1], pa.Table)
+
+
+def test_only_local_safetensors_are_loaded(llama: ModelConfig, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_causal(ModelConfig(path=str(tmp_path / "nowhere")))
+    model = AutoModelForCausalLM.from_pretrained(llama.path)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        load_causal(ModelConfig(path=str(tmp_path)))

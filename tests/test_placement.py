@@ -1,0 +1,39 @@
+"""Placement: groups, colocation, packing."""
+
+from __future__ import annotations
+
+from orchestrator.placement import Node, RoleSize, demand, fit, place
+
+
+def test_engines_are_placed_one_by_one_and_trainers_as_gangs() -> None:
+    """Engines come and go without touching the trainer's reservation."""
+    placements = place([RoleSize("rollout", 2, 1, 0, separate=True), RoleSize("policy", 3, 2, 1)])
+    assert [(p.name, len(p.bundles)) for p in placements] == [("policy", 3), ("rollout-0", 1), ("rollout-1", 1)]
+    assert demand(placements) == {"CPU": 8, "GPU": 3}
+
+
+def test_colocated_roles_share_bundles_worker_by_worker() -> None:
+    """An engine on each policy GPU; the reference inside the policy's processes takes no seat."""
+    (policy,) = place(
+        [
+            RoleSize("policy", 2, 1, 0.5),
+            RoleSize("rollout", 2, 1, 0.5, colocate_with="policy"),
+            RoleSize("reference", 1, 1, 0, colocate_with="policy", in_process=True),
+        ]
+    )
+    assert policy.bundles == ({"CPU": 2, "GPU": 1.0}, {"CPU": 2, "GPU": 1.0})
+    assert [(s.role, s.index, s.bundle) for s in policy.seats] == [
+        ("policy", 0, 0),
+        ("policy", 1, 1),
+        ("rollout", 0, 0),
+        ("rollout", 1, 1),
+    ]
+
+
+def test_first_misfit_is_named() -> None:
+    """Three engines of two GPUs on two nodes of two."""
+    placements = place([RoleSize("rollout", 3, 1, 2, separate=True)])
+    seating = fit(placements, [Node("a", 8, 2), Node("b", 8, 2)])
+    assert seating.missing is not None
+    assert seating.missing.name == "rollout-2"
+    assert seating.node_of == {("rollout-0", 0): "a", ("rollout-1", 0): "b"}

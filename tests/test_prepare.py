@@ -1,0 +1,188 @@
+"""Joining and preparing a batch: values by hand, any order and partition, and every refusal by name."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from workers.config import AdvantageConfig
+from workers.messages import REWARDS, ROLLOUTS, TRAIN, token_scores
+from workers.prepare import prepare
+
+GROUP = AdvantageConfig(estimator="group", normalize_by_std=False)
+Key = tuple[str, int]
+
+
+def rollout_table(keys: list[Key], lengths: list[int], attempt: int = 0, **columns: list[list[object]]) -> pa.Table:
+    data = {
+        "prompt_uid": [uid for uid, _ in keys],
+        "sample_index": [index for _, index in keys],
+        "attempt": [attempt] * len(keys),
+        "prompt_ids": [[1, 2] for _ in keys],
+        "response_ids": [list(range(length)) for length in lengths],
+        "rollout_logprobs": [[-1.0] * length for length in lengths],
+        "loss_mask": [[True] * length for length in lengths],
+        "weight_versions": [[] for _ in keys],
+        "turns": [[] for _ in keys],
+        "generate_s": [0.0] * len(keys),
+        "first_token_s": [0.0] * len(keys),
+    } | columns
+    text = [""] * len(keys)
+    return pa.Table.from_pydict({name: data.get(name, text) for name in ROLLOUTS.names}, schema=ROLLOUTS)
+
+
+def reward_table(keys: list[Key], rewards: list[float | None], attempt: int = 0) -> pa.Table:
+    data = {
+        "prompt_uid": [uid for uid, _ in keys],
+        "sample_index": [index for _, index in keys],
+        "attempt": [attempt] * len(keys),
+        "status": ["timeout" if reward is None else "ok" for reward in rewards],
+        "reward": rewards,
+        "components": [[] for _ in keys],
+        "reward_spans": [[] for _ in keys],
+    }
+    return pa.Table.from_pydict(data, schema=REWARDS)
+
+
+def scores(column: str, keys: list[Key], values: list[list[float]]) -> pa.Table:
+    schema = token_scores(column)  # pyright: ignore[reportArgumentType]
+    data = {"prompt_uid": [u for u, _ in keys], "sample_index": [i for _, i in keys], "attempt": [0] * len(keys)}
+    return pa.Table.from_pydict(data | {column: values}, schema=schema)
+
+
+KEYS: list[Key] = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+LENGTHS = [2, 1, 0, 3]
+
+
+def group_tables() -> list[pa.Table]:
+    return [rollout_table(KEYS, LENGTHS), reward_table(KEYS, [1.0, 0.0, 2.0, 2.0])]
+
+
+def test_group_advantages_and_summary() -> None:
+    summary, table = prepare(GROUP, KEYS, group_tables())
+    assert table.schema.equals(TRAIN, check_metadata=True)
+    assert table.column("advantages").to_pylist() == [[0.5, 0.5], [-0.5], [], [0.0, 0.0, 0.0]]
+    assert table.column("reward").to_pylist() == [1.0, 0.0, 2.0, 2.0]
+    assert table.column("old_logprobs").null_count == table.column("returns").null_count == 4
+    assert [row.tokens for row in summary.rows] == [4, 3, 2, 5]
+    assert [row.loss_tokens for row in summary.rows] == LENGTHS
+    assert [row.has_signal for row in summary.rows] == [True, True, False, False]
+    assert summary.metrics["reward_mean"] == pytest.approx(1.25)
+    assert summary.metrics["uniform_group_fraction"] == 0.5
+
+
+def test_keep_gives_rows_and_order_and_its_own_groups() -> None:
+    keep: list[Key] = [("b", 1), ("a", 0)]
+    _, table = prepare(GROUP, keep, group_tables())
+    assert list(zip(table["prompt_uid"].to_pylist(), table["sample_index"].to_pylist(), strict=True)) == keep
+    # Alone in their groups: nothing to compare with.
+    assert table.column("advantages").to_pylist() == [[0.0, 0.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_dropped_sample_needs_no_reward() -> None:
+    tables = [rollout_table(KEYS, LENGTHS), reward_table(KEYS, [1.0, 0.0, None, 2.0])]
+    _, table = prepare(GROUP, KEYS[:2], tables)
+    assert table.num_rows == 2
+    with pytest.raises(ValueError, match=r"b\[0\].*no reward: timeout"):
+        prepare(GROUP, KEYS, tables)
+
+
+def test_any_order_and_partition() -> None:
+    expected = prepare(GROUP, KEYS, [*group_tables(), scores("ref_logprobs", KEYS, [[-1.5] * n for n in LENGTHS])])
+    pieces = [
+        table.slice(row, 1)
+        for table in [*group_tables(), scores("ref_logprobs", KEYS, [[-1.5] * n for n in LENGTHS])]
+        for row in range(4)
+    ]
+    random.Random(5).shuffle(pieces)
+    summary, table = prepare(GROUP, KEYS, pieces)
+    assert table.equals(expected[1]) and summary == expected[0]
+
+
+def test_loss_mask_leaves_tokens_out() -> None:
+    mask: list[list[object]] = [[True, False], [True], [], [False, False, True]]
+    tables = [rollout_table(KEYS, LENGTHS, loss_mask=mask), reward_table(KEYS, [1.0, 0.0, 0.0, 4.0])]
+    summary, table = prepare(GROUP, KEYS, tables)
+    assert table.column("advantages").to_pylist() == [[0.5, 0.0], [-0.5], [], [0.0, 0.0, 2.0]]
+    assert [row.loss_tokens for row in summary.rows] == [1, 1, 0, 1]
+
+
+def test_gae_with_kl_by_hand() -> None:
+    keys: list[Key] = [("a", 0)]
+    mask: list[list[object]] = [[True, False, True]]
+    tables = [
+        rollout_table(keys, [3], loss_mask=mask),
+        reward_table(keys, [9.0]),
+        scores("values", keys, [[0.5, 77.0, 0.25]]),
+        scores("old_logprobs", keys, [[-1.0, -8.0, -2.0]]),
+        scores("ref_logprobs", keys, [[-1.5, -8.0, -1.0]]),
+    ]
+    config = AdvantageConfig(estimator="gae", gamma=0.9, gae_lambda=0.8, whiten=False, kl_coef=0.1, reward_clip=5.0)
+    summary, table = prepare(config, keys, tables)
+    last = (5.0 + 0.1) - 0.25
+    first = -0.05 + 0.9 * 0.25 - 0.5 + 0.9 * 0.8 * last
+    assert table.column("advantages").to_pylist()[0] == pytest.approx([first, 0.0, last])
+    assert table.column("returns").to_pylist()[0] == pytest.approx([first + 0.5, 0.0, last + 0.25])
+    assert table.column("values").to_pylist()[0] == pytest.approx([0.5, 77.0, 0.25])
+    k3 = [math.exp(-0.5) - 1 + 0.5, math.exp(1.0) - 1 - 1.0]
+    assert summary.metrics["kl_ref"] == pytest.approx(sum(k3) / 2)
+    assert "explained_variance" in summary.metrics
+
+
+def test_whitening_leaves_returns_alone() -> None:
+    values = scores("values", KEYS, [[0.1] * n for n in LENGTHS])
+    tables = [*group_tables(), values]
+    plain = prepare(AdvantageConfig(estimator="gae", whiten=False), KEYS, tables)[1]
+    white = prepare(AdvantageConfig(estimator="gae", whiten=True), KEYS, tables)[1]
+    assert white.column("returns").equals(plain.column("returns"))
+    flat = [float(a) for a in pc.list_flatten(white.column("advantages")).to_pylist() if a is not None]
+    assert sum(flat) == pytest.approx(0.0, abs=1e-5)
+    assert sum(a * a for a in flat) / (len(flat) - 1) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_refusals_name_the_sample() -> None:
+    rollouts, rewards = group_tables()
+    good_values = scores("values", KEYS, [[0.0] * n for n in LENGTHS])
+    gae = AdvantageConfig(estimator="gae")
+    cases: list[tuple[AdvantageConfig, list[Key], list[pa.Table], str]] = [
+        (GROUP, [], [rollouts, rewards], "no sample was kept"),
+        (GROUP, [("a", 0), ("a", 0)], [rollouts, rewards], "kept twice"),
+        (GROUP, [("z", 9)], [rollouts, rewards], r"z\[9\] is missing from rollouts"),
+        (GROUP, KEYS, [rollouts, rewards.slice(0, 3)], r"b\[1\] is missing from rewards"),
+        (GROUP, KEYS, [rollouts], "no table of rewards"),
+        (GROUP, KEYS, [rollouts, rollouts.slice(1, 1), rewards], r"a\[1\] appears twice in rollouts"),
+        (GROUP, KEYS, [rollouts, reward_table(KEYS, [1.0] * 4, attempt=1)], r"a\[0\]: rewards is of attempt 1"),
+        (GROUP, KEYS, [rollouts, reward_table(KEYS, [1.0, math.nan, 0.0, 0.0])], r"a\[1\]: reward holds nan"),
+        (gae, KEYS, [rollouts, rewards], "needs values"),
+        (gae, KEYS, [rollouts, rewards, good_values.slice(0, 2)], r"b\[0\] is missing from values"),
+        (
+            gae,
+            KEYS,
+            [rollouts, rewards, scores("values", KEYS, [[0.0, 0.0], [math.inf], [], [0.0] * 3])],
+            r"a\[1\]: values holds inf",
+        ),
+        (
+            gae,
+            KEYS,
+            [rollouts, rewards, scores("values", KEYS, [[0.0], [0.0], [], [0.0] * 3])],
+            r"a\[0\]: values has 1 entries for 2 response tokens",
+        ),
+        (gae.model_copy(update={"kl_coef": 0.1}), KEYS, [rollouts, rewards, good_values], "kl_coef needs old_logprobs"),
+        (GROUP, KEYS, [rollouts, rewards, pa.table({"x": [1]})], "neither rollouts, rewards nor token scores"),
+    ]
+    for config, keep, tables, message in cases:
+        with pytest.raises(ValueError, match=message):
+            prepare(config, keep, tables)
+
+
+def test_process_rewards_are_refused_not_ignored() -> None:
+    rewards = reward_table(KEYS, [1.0] * 4)
+    spans = pa.array([[{"end": 1, "reward": 1.0}], [], [], []], REWARDS.field("reward_spans").type)
+    rewards = rewards.set_column(REWARDS.get_field_index("reward_spans"), REWARDS.field("reward_spans"), spans)
+    values = scores("values", KEYS, [[0.0] * n for n in LENGTHS])
+    with pytest.raises(ValueError, match="process rewards"):
+        prepare(AdvantageConfig(estimator="gae"), KEYS, [group_tables()[0], rewards, values])

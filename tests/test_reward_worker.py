@@ -1,0 +1,304 @@
+"""The reward worker: components into rewards, the reward model, and the files of trajectories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from workers.config import ModelConfig, RewardConfig, RewardFunctionConfig
+from workers.messages import REWARDS, ROLLOUTS
+from workers.reward import RewardWorker, combine, component_labels
+from workers.reward_model import RewardModel, budget_batches
+from workers.rewards.loading import RewardFunctionError
+from workers.rewards.runner import Outcome
+from workers.trajectories import join_rewards, write_trajectories
+
+WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", "one", "two", "three", "four", "five"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SPECIAL = 120.0  # seconds: no test depends on how busy the machine is
+
+
+def rollouts(
+    responses: Sequence[str],
+    *,
+    uid: str = "p0",
+    attempt: int = 0,
+    answer: str = "5",
+    prompt: Sequence[int] = (2, 4, 3),
+    ids: Sequence[Sequence[int]] | None = None,
+    order: Sequence[int] | None = None,
+) -> pa.Table:
+    """A ROLLOUTS table of one group whose prompt is the user's word "one"."""
+    rows = []
+    for index in order or range(len(responses)):
+        tokens = list(ids[index]) if ids else [5] * (index + 1)
+        rows.append(
+            {
+                "prompt_uid": uid,
+                "sample_index": index,
+                "attempt": attempt,
+                "prompt_ids": list(prompt),
+                "response_ids": tokens,
+                "rollout_logprobs": [-1.0] * len(tokens),
+                "loss_mask": [True] * len(tokens),
+                "weight_versions": [{"version": 0, "start": 0, "end": len(tokens)}],
+                "turns": [],
+                "finish_reason": "stop",
+                "response": responses[index],
+                "messages": json.dumps([{"role": "user", "content": "one"}]),
+                "answer": answer,
+                "metadata": "{}",
+                "engine": "rollout-0",
+                "generate_s": 0.5,
+                "first_token_s": 0.1,
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=ROLLOUTS)
+
+
+def function(name: str, **fields: Any) -> RewardFunctionConfig:
+    return RewardFunctionConfig(name=name, timeout_s=SPECIAL, **fields)
+
+
+@pytest.fixture
+def worker() -> Iterator[RewardWorker]:
+    config = RewardConfig(
+        functions=(
+            function("last_number", weight=2.0),
+            function("letter_share", weight=-0.5, args={"letters": "x"}, label="x"),
+        )
+    )
+    built = RewardWorker(config, "reward-0")
+    built.start()
+    yield built
+    built.close()
+
+
+def test_reward_is_the_weighted_sum_and_components_are_unweighted(worker: RewardWorker) -> None:
+    summary, table = worker.score(rollouts(["xx 5", "6", "x5"]))
+    assert summary.components == {"last_number": (1.0, 0.0, 1.0), "x": (0.5, 0.0, 0.5)}
+    assert summary.rewards == (1.75, 0.0, 1.75)
+    assert summary.statuses == ("ok",) * 3
+    assert (summary.prompt_uid, summary.attempt) == ("p0", 0)
+    assert table.schema.equals(REWARDS, check_metadata=True)
+    assert table["reward"].to_pylist() == [1.75, 0.0, 1.75]
+    assert table["components"].to_pylist()[0] == [{"name": "last_number", "value": 1.0}, {"name": "x", "value": 0.5}]
+    assert table["reward_spans"].to_pylist() == [[], [], []]
+
+
+def test_a_failed_component_fails_the_reward_and_says_which(worker: RewardWorker) -> None:
+    summary, table = worker.score(rollouts(["x", ""], answer="five"))
+    assert summary.rewards == (None, None)
+    assert summary.components == {"last_number": (None, None), "x": (1.0, 0.0)}
+    assert summary.statuses[0] == "last_number: error: ValueError: the answer is not a number: 'five'"
+    assert table["reward"].null_count == 2
+    assert table["status"].to_pylist() == list(summary.statuses)
+
+
+def test_samples_come_back_in_order_of_sample_index(worker: RewardWorker) -> None:
+    summary, table = worker.score(rollouts(["5", "0", "x"], order=[2, 0, 1]))
+    assert table["sample_index"].to_pylist() == [0, 1, 2]
+    assert summary.rewards == (2.0, 0.0, -0.5)
+
+
+def test_a_table_that_is_not_one_group_is_refused(worker: RewardWorker) -> None:
+    two = pa.concat_tables([rollouts(["5"]), rollouts(["5"], uid="p1")])
+    with pytest.raises(ValueError, match="one group at a time, not 2"):
+        worker.score(two)
+    with pytest.raises(ValueError, match="one group at a time, not 0"):
+        worker.score(ROLLOUTS.empty_table())
+    with pytest.raises(ValueError, match="lacks prompt_ids"):
+        worker.score(rollouts(["5"]).drop_columns(["prompt_ids"]))
+
+
+def test_health_names_the_worker(worker: RewardWorker) -> None:
+    health = worker.health()
+    assert health.name == "reward-0"
+    assert health.peak_rss_mib > 1
+
+
+def test_labels_must_differ() -> None:
+    with pytest.raises(ValueError, match="more than once: exact_match"):
+        component_labels(RewardConfig(functions=(function("exact_match"), function("a.b:exact_match"))))
+    with pytest.raises(ValueError, match="more than once: reward_model"):
+        model = ModelConfig(path="somewhere")
+        component_labels(RewardConfig(functions=(function("exact_match", label="reward_model"),), model=model))
+    with pytest.raises(ValueError, match="needs a function or a model"):
+        RewardWorker(RewardConfig(), "reward-0")
+
+
+def test_a_function_that_cannot_be_loaded_stops_the_start() -> None:
+    worker = RewardWorker(RewardConfig(functions=(function("exact_match"), function("os:nope"))), "reward-0")
+    with pytest.raises(RewardFunctionError, match="module os has no 'nope'"):
+        worker.start()
+    assert all(process.pid is None for process in worker._processes)
+
+
+def test_a_sum_that_overflows_is_a_failure() -> None:
+    reward = combine(["a", "b"], [1e308, 1e308], [Outcome(1.0), Outcome(1.0)])
+    assert (reward.reward, reward.status) == (None, "sum: not a finite number: inf")
+
+
+# Reward model
+
+
+def tokenizer(words: Sequence[str], template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    made.chat_template = template
+    return made
+
+
+def tiny_config(**changes: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaConfig(
+        **sizes, vocab_size=len(WORDS), max_position_embeddings=32, pad_token_id=0, initializer_range=0.5, **changes
+    )
+
+
+def save_reward_model(
+    folder: Path, words: Sequence[str] = WORDS, template: str | None = TEMPLATE, **changes: Any
+) -> str:
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(tiny_config(num_labels=1, **changes))
+    model.save_pretrained(folder)
+    tokenizer(words, template).save_pretrained(folder)
+    return str(folder)
+
+
+def reward_model(path: str, tokens: int = 64) -> RewardModel:
+    return RewardModel(ModelConfig(path=path, dtype="float32"), tokens, "cpu")
+
+
+@pytest.mark.parametrize("budget", [8, 17, 1000])
+def test_scores_do_not_depend_on_the_batches(tmp_path: Path, budget: int) -> None:
+    path = save_reward_model(tmp_path)
+    responses = [[4], [5, 6, 7, 8, 1], [6, 1], [8, 8, 8, 8, 8, 8, 8]]
+    table = rollouts(["-"] * 4, ids=responses)
+    reference = LlamaForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        expected = [reference(torch.tensor([[2, 4, 3, *ids]])).logits[0, 0].item() for ids in responses]
+    outcomes = reward_model(path, budget).score(table)
+    assert [outcome.value for outcome in outcomes] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert len({round(value, 3) for value in expected}) == 4
+
+
+def test_sampled_ids_are_used_where_the_vocabulary_is_the_same(tmp_path: Path) -> None:
+    model = reward_model(save_reward_model(tmp_path))
+    assert model.encode(rollouts(["not the text of these"], ids=[[5, 1]])) == [[2, 4, 3, 5, 1]]
+
+
+def test_another_vocabulary_is_given_the_text(tmp_path: Path) -> None:
+    words = list(reversed(WORDS))
+    model = reward_model(save_reward_model(tmp_path, words))
+    expected = [words.index(word) for word in ("<user>", "one", "<assistant>", "two", "three")]
+    assert model.encode(rollouts(["two three"], ids=[[5, 6]])) == [expected]
+
+
+def test_without_a_chat_template_the_vocabulary_must_be_the_same(tmp_path: Path) -> None:
+    model = reward_model(save_reward_model(tmp_path, template=None))
+    assert model.encode(rollouts(["two three"], ids=[[5, 6, 1]])) == [[2, 4, 3, 5, 6, 1]]
+    with pytest.raises(ValueError, match="another vocabulary"):
+        model.encode(rollouts(["four"], ids=[[5]]))
+    with pytest.raises(ValueError, match="another vocabulary"):
+        model.encode(rollouts(["four"], ids=[[50_000]]))
+
+
+def test_a_sample_the_model_cannot_take_fails_alone(tmp_path: Path) -> None:
+    model = reward_model(save_reward_model(tmp_path))
+    short, long = model.score(rollouts(["a", "b"], ids=[[4], [5] * 40]))
+    assert short.status == "ok"
+    assert long == Outcome(None, "error: 43 tokens; the reward model takes 1 to 32")
+
+
+def test_a_score_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:
+    model = reward_model(save_reward_model(tmp_path))
+    with torch.no_grad():
+        model.model.score.weight.fill_(torch.nan)
+    assert model.score(rollouts(["a"])) == [Outcome(None, "not a finite number: nan")]
+
+
+def test_a_language_model_is_not_a_reward_model(tmp_path: Path) -> None:
+    LlamaForCausalLM(tiny_config(num_labels=1)).save_pretrained(tmp_path)
+    tokenizer(WORDS).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no weights for score\.weight"):
+        reward_model(str(tmp_path))
+    LlamaForSequenceClassification(tiny_config(num_labels=3)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has one label, this one has 3"):
+        reward_model(str(tmp_path))
+
+
+def test_the_model_is_one_component_among_the_functions(tmp_path: Path) -> None:
+    model = ModelConfig(path=save_reward_model(tmp_path), dtype="float32")
+    worker = RewardWorker(RewardConfig(functions=(function("last_number"),), model=model, model_weight=3.0), "reward-0")
+    with pytest.raises(RuntimeError, match=r"start\(\)"):
+        worker.score(rollouts(["5"]))
+    try:
+        worker.start()
+        summary, _ = worker.score(rollouts(["5", "6"]))
+    finally:
+        worker.close()
+    first, second = summary.components["reward_model"]
+    assert first is not None and second is not None
+    assert summary.rewards == pytest.approx((1.0 + 3 * first, 3 * second))
+
+
+def test_batches_keep_to_the_budget() -> None:
+    lengths = {0: 9, 1: 2, 2: 3, 3: 30, 4: 2}
+    batches = list(budget_batches(lengths, 10))
+    assert sorted(row for batch in batches for row in batch) == sorted(lengths)
+    assert all(len(batch) == 1 or max(lengths[row] for row in batch) * len(batch) <= 10 for batch in batches)
+    assert batches == [[1, 4, 2], [0], [3]]
+
+
+# Trajectories
+
+
+def scored(table: pa.Table, worker: RewardWorker) -> pa.Table:
+    return worker.score(table)[1]
+
+
+def test_trajectories_join_on_identity_whatever_the_order(worker: RewardWorker, tmp_path: Path) -> None:
+    first, second = rollouts(["5", "6"], order=[1, 0]), rollouts(["x", "5"], uid="p1", attempt=2)
+    path = tmp_path / "trajectories" / "step-000001.parquet"
+    rows = worker.write_trajectories(str(path), scored(second, worker), first, scored(first, worker), second)
+    assert rows == 4
+    written = pq.read_table(path)
+    assert written.column_names == [*ROLLOUTS.names, "status", "reward", "components", "reward_spans"]
+    assert written["response"].to_pylist() == ["6", "5", "x", "5"]
+    assert written["reward"].to_pylist() == [0.0, 2.0, -0.5, 2.0]
+    assert written["attempt"].to_pylist() == [0, 0, 2, 2]
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_sample_without_its_reward_is_an_error(worker: RewardWorker) -> None:
+    table = rollouts(["5"])
+    with pytest.raises(ValueError, match=r"1 samples have no reward row, the first is \('p0', 0, 1\)"):
+        join_rewards([rollouts(["5"], attempt=1), scored(table, worker)])
+    with pytest.raises(ValueError, match="a sample comes twice"):
+        join_rewards([table, table, scored(table, worker)])
+    with pytest.raises(ValueError, match="neither a rollouts nor a rewards table"):
+        join_rewards([table.select(["prompt_uid"])])
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(worker: RewardWorker, tmp_path: Path) -> None:
+    table = rollouts(["5"])
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        write_trajectories(tmp_path / "taken", [table, scored(table, worker)])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]

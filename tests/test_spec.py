@@ -1,0 +1,370 @@
+"""Good specs: what they become, and what the shipped ones say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from orchestrator import spec_yaml
+from orchestrator.spec import Spec, SpecError, check_files, load_spec, parse_spec, read_spec, spec_schema
+from orchestrator.spec_errors import Source, known_paths, models_in, parse_path
+from orchestrator.spec_reference import spec_reference
+from workers.config import REWARD_FUNCTIONS, CriticLossConfig
+from workers.rewards.loading import SHIPPED
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED_SPECS = sorted((ROOT / "deploy").glob("*.yaml"))
+RUN_HERE = ("laptop-grpo", "laptop-ppo", "tiny-grpo", "tiny-ppo")
+
+GRPO = """\
+name: base
+model: {path: models/m}
+roles:
+  rollout: {workers: 2, cpus: 2.5, max_model_len: 512}
+  policy: {workers: 2, threads: 3}
+  reward: {functions: [{name: exact_match}]}
+algorithm: {name: grpo}
+schedule: {steps: 5, prompts_per_step: 8, minibatches: 2, epochs: 3}
+data: {train: {kind: jsonl, path: train.jsonl}}
+"""
+PPO = """\
+name: base
+model: {path: models/m}
+roles:
+  rollout: {}
+  policy: {}
+  critic: {learning_rate: 2e-5, warmup_steps: 2}
+  reference: {cpus: 2, model: {path: models/ref}}
+  reward: {model: {path: models/rm}}
+algorithm: {name: ppo, value_clip: 0}
+schedule: {steps: 5, prompts_per_step: 8}
+sampling: {temperature: 0.7}
+data: {train: {kind: jsonl, path: train.jsonl}}
+"""
+GPUS = ["roles.rollout.gpus=1", "roles.policy.gpus=1", "roles.critic.gpus=1"]
+
+
+def load(folder: Path, text: str, *overrides: str) -> Spec:
+    path = folder / "spec.yaml"
+    path.write_text(text)
+    return load_spec(path, overrides)
+
+
+def test_defaults_and_what_follows_from_them(tmp_path: Path) -> None:
+    spec = load(tmp_path, GRPO)
+    assert (spec.group_size, spec.samples_per_step, spec.kl_coef) == (8, 64, 0.0)
+    assert (spec.device, spec.resolved_backend(), spec.policy_updates) == ("cpu", "shm", 30)
+    assert (spec.critic_config(), spec.reference_config(), spec.reference_in_policy) == (None, None, False)
+    assert spec.run_folder == Path("runs/base")
+    assert list(spec.roles.present()) == ["rollout", "policy", "reward"]
+
+
+def test_workers_are_told_what_the_roles_say(tmp_path: Path) -> None:
+    spec = load(tmp_path, GRPO)
+    rollout, policy = spec.rollout_config(), spec.policy_config()
+    assert rollout.engine.max_model_len == 512
+    assert (rollout.engine.threads, policy.trainer.threads, spec.reward_config().threads) == (2, 3, 1)
+    assert policy.total_updates == 30
+    assert policy.reference_model is None
+    assert policy.loss.aggregation == "sequence_mean"
+    assert [function.name for function in spec.reward_config().functions] == ["exact_match"]
+
+
+def test_ppo_has_a_critic_and_a_reference_of_their_own(tmp_path: Path) -> None:
+    spec = load(tmp_path, PPO)
+    critic, reference = spec.critic_config(), spec.reference_config()
+    assert critic is not None and reference is not None
+    assert (critic.model.path, critic.trainer.learning_rate) == ("models/m", 2e-5)
+    assert critic.loss == CriticLossConfig(value_clip=None)
+    assert (critic.total_updates, spec.policy_config().total_updates) == (5, 3)
+    assert (reference.model.path, reference.temperature, reference.threads) == ("models/ref", 0.7, 2)
+    assert spec.policy_config().advantage.kl_coef == 0.05
+
+
+def test_a_reference_may_live_in_the_policy(tmp_path: Path) -> None:
+    spec = load(tmp_path, PPO, "roles.reference={colocate_with: policy, model: {path: models/ref}}")
+    reference = spec.policy_config().reference_model
+    assert spec.reference_in_policy and spec.reference_config() is None
+    assert reference is not None and reference.path == "models/ref"
+    spec = load(tmp_path, PPO, "roles.reference={colocate_with: policy}")
+    assert spec.policy_config().reference_model == spec.model
+
+
+@pytest.mark.parametrize(
+    ("overrides", "backend"),
+    [
+        ([], "shm"),
+        (GPUS, "nccl"),
+        ([*GPUS, "weight_sync.backend=shm"], "shm"),
+        (["roles.rollout={gpus: 0.5, colocate_with: policy}", "roles.policy.gpus=0.5", "roles.critic.gpus=1"], "ipc"),
+    ],
+)
+def test_the_transfer_backend_follows_from_the_devices(tmp_path: Path, overrides: list[str], backend: str) -> None:
+    spec = load(tmp_path, PPO, *overrides)
+    assert spec.resolved_backend() == spec.rollout_config().transfer_backend == backend
+    assert spec.policy_config().transfer_backend == backend
+    assert spec.device == ("cuda" if overrides else "cpu")
+
+
+def test_a_spec_is_frozen_and_checked_however_it_is_made(tmp_path: Path) -> None:
+    spec = load(tmp_path, GRPO)
+    with pytest.raises(ValidationError):
+        spec.seed = 4
+    broken = spec.model_dump() | {"sampling": {"max_tokens": 4096}}
+    with pytest.raises(ValidationError, match=r"sampling\.max_tokens: 4096 leaves no room"):
+        Spec.model_validate(broken)
+
+
+def test_a_dump_loads_as_the_same_spec(tmp_path: Path) -> None:
+    for text in (GRPO, PPO):
+        spec = load(tmp_path, text)
+        dumped = json.dumps(spec.model_dump(mode="json", exclude_unset=True))
+        assert load(tmp_path, dumped) == spec
+
+
+# Overrides
+
+
+def test_overrides_replace_and_add(tmp_path: Path) -> None:
+    spec = load(
+        tmp_path,
+        GRPO,
+        "roles.rollout.workers=4",
+        "algorithm.kl.coef=1e-3",
+        "roles.reference.colocate_with=policy",
+        "roles.reward.functions.0.args={strip: true}",
+        "sampling.stop=[a, 'b c']",
+        "output.folder=a=b",
+        "evaluation=",
+    )
+    assert spec.roles.rollout.workers == 4
+    assert spec.roles.rollout.cpus == 2.5
+    assert spec.kl_coef == 1e-3
+    assert spec.reference_in_policy
+    assert spec.roles.reward.functions[0].args == {"strip": True}
+    assert spec.sampling.stop == ("a", "b c")
+    assert spec.output.folder == "a=b"
+    assert spec.evaluation is None
+
+
+def test_the_last_override_wins_and_may_set_what_an_earlier_one_made(tmp_path: Path) -> None:
+    spec = load(tmp_path, GRPO, "schedule={steps: 1, prompts_per_step: 9}", "schedule.steps=2", "schedule.steps=3")
+    assert (spec.schedule.steps, spec.schedule.prompts_per_step, spec.schedule.minibatches) == (3, 9, 1)
+
+
+def test_an_override_does_not_change_the_document() -> None:
+    document = spec_yaml.parse(GRPO, "f")
+    before = json.dumps(document.data)
+    spec_yaml.override(document, ["roles.rollout.workers=4"])
+    assert json.dumps(document.data) == before
+
+
+# YAML
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("1E5", 1e5),
+        ("-.5", -0.5),
+        ("5.", 5.0),
+        ("1.0e-5", 1e-5),
+        ("+3", 3),
+        ("012", 12),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("1:30", "1:30"),
+        ("2024-01-02", "2024-01-02"),
+        ("on", "on"),
+        ("No", "No"),
+        ("true", True),
+        ("FALSE", False),
+        ("~", None),
+        ("", None),
+        ("'1e-5'", "1e-5"),
+        ('"null"', "null"),
+        ("1_000", "1_000"),
+        ("e5", "e5"),
+        (".", "."),
+        ("[a, ]", ["a"]),
+        ("\n  -", [None]),
+        ("|\n  a\n  b\n", "a\nb\n"),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
+    read = spec_yaml.parse(f"key: {text}", "f").data["key"]
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_keys_are_text() -> None:
+    assert spec_yaml.parse("1: a\ntrue: b\nnull: c\n", "f").data == {"1": "a", "true": "b", "null": "c"}
+
+
+def test_places_are_the_lines_of_keys_and_entries() -> None:
+    source = spec_yaml.parse("a:\n  b: 1\n  c:\n  - x\n  - y: 2\n", "f").source
+    for dotted, line in (("a", 1), ("a.b", 2), ("a.c", 3), ("a.c.0", 4), ("a.c.1.y", 5), ("a.c.1.none", 5), ("z", 1)):
+        assert source.find(parse_path(dotted)).line == line
+
+
+_scalars = st.none() | st.booleans() | st.integers(-(10**17), 10**17) | st.floats(allow_nan=False, allow_infinity=False)
+_text = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20)
+_data = st.recursive(
+    _scalars | _text,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_text, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(_text, _data, min_size=1, max_size=5))
+def test_json_reads_as_itself(data: dict[str, Any]) -> None:
+    """JSON is YAML: what json writes comes back equal, types included."""
+    text = json.dumps(data, ensure_ascii=False).replace("\x7f", "")
+    assert spec_yaml.parse(text, "f").data == json.loads(text)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.binary(max_size=12), st.integers(0, len(PPO)), st.integers(0, 12))
+def test_spoilt_bytes_give_a_spec_or_a_spec_error(junk: bytes, at: int, cut: int) -> None:
+    text = (PPO.encode()[:at] + junk + PPO.encode()[at + cut :]).decode("utf-8", "replace")
+    try:
+        document = spec_yaml.parse(text, "f")
+        parse_spec(document)
+    except SpecError as error:
+        assert all(line.startswith("f:") for line in str(error).splitlines())
+
+
+_PATHS = sorted({path for path in known_paths(Spec) if not path.startswith(("data.eval.", "roles.critic.model."))})
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from([GRPO, PPO]), st.sampled_from(_PATHS), _data)
+def test_any_value_in_any_field_gives_a_spec_or_a_spec_error(text: str, path: str, value: Any) -> None:
+    document = spec_yaml.parse(text, "f")
+    try:
+        document = spec_yaml.override(document, [f"{path}={json.dumps(value)}"])
+        parse_spec(document)
+    except SpecError as error:
+        assert str(error)
+        assert all(line.startswith(("f:", "--set: ")) for line in str(error).splitlines())
+
+
+# Shipped specs and documents
+
+
+@pytest.mark.parametrize("path", SHIPPED_SPECS, ids=lambda path: path.stem)
+def test_shipped_specs_load(path: Path) -> None:
+    spec = load_spec(path)
+    assert spec.name == path.stem
+    jsonschema.validate(spec_yaml.read_file(path).data, spec_schema())
+
+
+def test_the_shipped_specs_are_there() -> None:
+    assert {*RUN_HERE, "node-8gpu-grpo", "multinode-ppo"} <= {path.stem for path in SHIPPED_SPECS}
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_specs_for_this_machine_fit_on_two_cores(name: str) -> None:
+    spec = load_spec(ROOT / "deploy" / f"{name}.yaml")
+    apart = [role for role in spec.roles.present().values() if role.colocate_with is None]
+    assert sum(role.workers * role.cpus for role in apart) <= 2.0
+    assert spec.device == "cpu"
+
+
+def test_the_big_specs_fit_what_they_are_named_after() -> None:
+    for name, gpus in (("node-8gpu-grpo", 8), ("multinode-ppo", 32)):
+        roles = load_spec(ROOT / "deploy" / f"{name}.yaml").roles.present().values()
+        assert sum(role.workers * role.gpus for role in roles) == gpus
+
+
+def test_the_demo_has_what_it_needs(demo_model: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for name in RUN_HERE:
+        assert check_files(read_spec(ROOT / "deploy" / f"{name}.yaml")) == []
+
+
+def test_the_reference_is_current() -> None:
+    assert (ROOT / "docs" / "spec.md").read_text() == spec_reference(), (
+        "run: python -m orchestrator.spec_reference > docs/spec.md"
+    )
+
+
+def test_the_reference_is_written_by_the_documented_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.spec_reference"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == spec_reference()
+
+
+def test_every_field_says_what_it_means() -> None:
+    def walk(model: type[BaseModel]) -> list[str]:
+        silent = [f"{model.__name__}.{name}" for name, info in model.model_fields.items() if not info.description]
+        return silent + [
+            f for info in model.model_fields.values() for inner in models_in(info.annotation) for f in walk(inner)
+        ]
+
+    assert walk(Spec) == []
+
+
+def test_the_schema_is_valid_and_refuses_unknown_fields(tmp_path: Path) -> None:
+    schema = spec_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    data = load(tmp_path, GRPO).model_dump(mode="json", exclude_unset=True)
+    jsonschema.validate(data, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data | {"sed": 1}, schema)
+
+
+def test_the_spec_knows_every_shipped_reward_function() -> None:
+    assert set(REWARD_FUNCTIONS) == set(SHIPPED)
+
+
+# Files
+
+
+def _problems(folder: Path, text: str, *overrides: str) -> list[str]:
+    path = folder / "spec.yaml"
+    path.write_text(text)
+    return [str(problem).replace(str(folder), "DIR") for problem in check_files(read_spec(path, overrides))]
+
+
+def test_files_that_are_not_there_are_named_with_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _problems(tmp_path, PPO, "data.eval={kind: datasets, path: held}") == [
+        "DIR/spec.yaml:2: model.path: no such folder: models/m",
+        "DIR/spec.yaml:7: roles.reference.model.path: no such folder: models/ref",
+        "DIR/spec.yaml:8: roles.reward.model.path: no such folder: models/rm",
+        "DIR/spec.yaml:12: data.train.path: no such file: train.jsonl",
+        "--set: data.eval.path: no such folder: held",
+    ]
+
+
+def test_a_model_folder_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "models" / "m"
+    folder.mkdir(parents=True)
+    (tmp_path / "train.jsonl").write_text("")
+    line = "DIR/spec.yaml:2: model.path: models/m"
+    assert _problems(tmp_path, GRPO) == [f"{line} is no model folder: it has no config.json"]
+    (folder / "config.json").write_text('{"max_position_embeddings": 256}')
+    short = "DIR/spec.yaml:4: roles.rollout.max_model_len: 512 is more than the model's 256 positions"
+    assert _problems(tmp_path, GRPO) == [f"{line} has no *.safetensors", short]
+    (folder / "model.safetensors").write_text("")
+    assert _problems(tmp_path, GRPO)[0].startswith(f"{line} has no tokenizer")
+    (folder / "tokenizer.json").write_text("")
+    (folder / "config.json").write_text("[not json")
+    assert _problems(tmp_path, GRPO) == []
+
+
+def test_a_problem_without_a_place_is_at_the_top_of_the_file() -> None:
+    assert str(Source("f").problem("a.b", "is wrong")) == "f:1: a.b: is wrong"

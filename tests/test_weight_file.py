@@ -1,0 +1,329 @@
+"""The shared-memory weight file: round trip, digest, reuse, refusal of what is not ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers import weight_file
+from workers.messages import TensorSpec, WeightUpdate
+from workers.weight_file import WeightDigestMismatch, WeightFileRefused, WeightPublisher
+
+
+class Weights:
+    """A source that can be iterated again and whose tensors can be changed in between."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.passes += 1
+        yield from self.tensors.items()
+
+
+def some_weights() -> Weights:
+    """Odd sizes, several types, a scalar, an empty tensor, and a view that is not contiguous."""
+    torch.manual_seed(0)
+    return Weights(
+        matrix=torch.randn(7, 13, dtype=torch.bfloat16),
+        transposed=torch.randn(5, 3).t(),
+        scalar=torch.tensor(2.5),
+        empty=torch.empty(0, 4),
+        counts=torch.arange(9),
+        norm=torch.randn(1),
+    )
+
+
+def published(publisher: WeightPublisher, version: int) -> WeightUpdate:
+    update = publisher.publish(version)
+    assert update is not None
+    return update
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[WeightPublisher]:
+    publisher = WeightPublisher(some_weights(), tmp_path, "run-1")
+    yield publisher
+    publisher.close()
+
+
+def flip(path: str, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_what_is_read_is_what_was_published(publisher: WeightPublisher) -> None:
+    """Names, types, shapes and bits, each tensor aligned."""
+    update = published(publisher, 3)
+    read = dict(weight_file.read_weights(update))
+    expected = some_weights().tensors
+    assert list(read) == list(expected)
+    for name, tensor in expected.items():
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(read[name], tensor)
+    assert all(spec.offset % weight_file.ALIGNMENT == 0 for spec in update.tensors)
+    assert update.version == 3
+    assert update.nbytes == os.path.getsize(update.path)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=6), st.integers(0, 2**31 - 1))
+def test_round_trip_over_nodes(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int) -> None:
+    """The payload makes an equal file elsewhere, whatever the sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    source = Weights(**{f"t{i}": torch.randn(n, generator=generator) for i, n in enumerate(sizes)})
+    here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
+    publisher = WeightPublisher(source, here, "run")
+    update = published(publisher, 1)
+    if update.nbytes:
+        copy = dataclasses.replace(update, path=str(there / Path(update.path).name))
+        weight_file.write_payload(copy, np.array(weight_file.read_payload(update)))
+        publisher.close()
+        for name, tensor in weight_file.read_weights(copy):
+            assert torch.equal(tensor, source.tensors[name])
+
+
+def test_one_private_file_serves_all_versions(publisher: WeightPublisher, tmp_path: Path) -> None:
+    """Same inode, mode 0600; removed at close."""
+    first = published(publisher, 1)
+    inode = os.stat(first.path).st_ino
+    second = published(publisher, 2)
+    assert (second.path, os.stat(second.path).st_ino) == (first.path, inode)
+    assert os.stat(second.path).st_mode & 0o777 == 0o600
+    assert f"-run-1-{os.getpid()}-" in second.path
+    publisher.close()
+    publisher.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_smaller_version_in_a_used_file(tmp_path: Path) -> None:
+    """What an earlier, larger version left behind the payload and in its gaps does not count."""
+    source = Weights(a=torch.ones(1000), b=torch.ones(1000))
+    publisher = WeightPublisher(source, tmp_path, "run")
+    published(publisher, 1)
+    source.tensors = {"a": torch.zeros(3), "b": torch.zeros(5)}
+    reused = published(publisher, 2)
+    fresh = published(WeightPublisher(source, tmp_path, "other"), 2)
+    weight_file.verify(reused)
+    assert reused.digest == fresh.digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda u: dataclasses.replace(u, digest="0" * 32),
+        lambda u: dataclasses.replace(u, tensors=(dataclasses.replace(u.tensors[0], name="x"), *u.tensors[1:])),
+        lambda u: dataclasses.replace(u, tensors=(dataclasses.replace(u.tensors[0], shape=(13, 7)), *u.tensors[1:])),
+        lambda u: dataclasses.replace(u, tensors=(dataclasses.replace(u.tensors[0], dtype="float16"), *u.tensors[1:])),
+        lambda u: dataclasses.replace(u, tensors=u.tensors[:-1]),
+    ],
+    ids=["digest", "name", "shape", "dtype", "missing"],
+)
+def test_the_description_is_part_of_the_digest(publisher: WeightPublisher, change) -> None:
+    """The right bytes under the wrong names are the wrong weights."""
+    update = published(publisher, 1)
+    with pytest.raises(WeightDigestMismatch):
+        list(weight_file.read_weights(change(update)))
+
+
+def test_every_flipped_byte_is_found(publisher: WeightPublisher) -> None:
+    """Gaps included; flipping it back heals."""
+    update = published(publisher, 1)
+    for offset in range(0, update.nbytes, 7):
+        flip(update.path, offset)
+        with pytest.raises(WeightDigestMismatch) as caught:
+            weight_file.verify(update)
+        assert caught.value.expected == update.digest != caught.value.got
+        flip(update.path, offset)
+    weight_file.verify(update)
+
+
+def test_truncated_file(publisher: WeightPublisher) -> None:
+    """Refused before it is mapped (reading past its end would kill the process); the next version heals it."""
+    update = published(publisher, 1)
+    os.truncate(update.path, update.nbytes - 1)
+    with pytest.raises(WeightDigestMismatch, match="none: "):
+        weight_file.verify(update)
+    weight_file.verify(published(publisher, 2))
+
+
+def test_a_reader_keeps_its_version(publisher: WeightPublisher) -> None:
+    """Publishing while an engine reads changes nothing under its hands; the file is new, the name the same."""
+    first = published(publisher, 1)
+    with weight_file.open_weights(first) as weights:
+        before = {name: tensor.clone() for name, tensor in weights.tensors()}
+        publisher._source = Weights(matrix=torch.zeros(7, 13, dtype=torch.bfloat16))
+        second = published(publisher, 2)
+        weights.verify()
+        for name, tensor in weights.tensors():
+            assert torch.equal(tensor, before[name])
+    weight_file.verify(second)
+    with pytest.raises(WeightDigestMismatch):
+        weight_file.verify(first)
+
+
+def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    """The half of a version is not a version."""
+    seen: list[type[BaseException]] = []
+
+    class Nosy(Weights):
+        update: WeightUpdate
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from self.tensors.items()
+            if self.passes:
+                try:
+                    weight_file.verify(self.update)
+                except BlockingIOError as error:
+                    seen.append(type(error))
+            self.passes += 1
+
+    source = Nosy(a=torch.ones(3))
+    publisher = WeightPublisher(source, tmp_path, "run")
+    source.update = published(publisher, 1)
+    published(publisher, 2)
+    assert seen == [BlockingIOError]
+
+
+def test_a_rank_that_only_iterates(tmp_path: Path) -> None:
+    """It takes part in the collective once per version and leaves no file."""
+    source = some_weights()
+    publisher = WeightPublisher(source, tmp_path, "run", writes=False)
+    assert publisher.publish(1) is None
+    assert publisher.publish(2) is None
+    assert source.passes == 2
+    publisher.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_sources_and_names(tmp_path: Path) -> None:
+    """Used-up iterators, duplicates and run ids that are paths."""
+    used_up = iter([("a", torch.ones(1))])
+    publisher = WeightPublisher(used_up, tmp_path, "run")
+    published(publisher, 1)
+    with pytest.raises(ValueError, match="empty"):
+        publisher.publish(2)
+    with pytest.raises(ValueError, match="twice"):
+        WeightPublisher([("a", torch.ones(1)), ("a", torch.ones(1))], tmp_path, "run").publish(1)
+    for run_id in ("../x", "a/b", "", "a b"):
+        with pytest.raises(ValueError, match="run id"):
+            WeightPublisher([], tmp_path, run_id)
+
+
+def test_links_and_open_files_are_refused(publisher: WeightPublisher, tmp_path: Path) -> None:
+    """By the reader and by both writers; the target of a link is never touched."""
+    update = published(publisher, 1)
+    payload = np.array(weight_file.read_payload(update))
+    canary = tmp_path / "canary"
+    canary.write_bytes(b"untouched")
+    os.unlink(update.path)
+    os.symlink(canary, update.path)
+    with pytest.raises(WeightFileRefused, match="link"):
+        weight_file.verify(update)
+    with pytest.raises(WeightFileRefused, match="link"):
+        weight_file.write_payload(update, payload)
+    with pytest.raises(WeightFileRefused, match="link"):
+        publisher.publish(2)
+    assert canary.read_bytes() == b"untouched"
+    os.unlink(update.path)
+    Path(update.path).write_bytes(payload.tobytes())
+    os.chmod(update.path, 0o644)
+    with pytest.raises(WeightFileRefused, match="private"):
+        weight_file.verify(update)
+    with pytest.raises(WeightFileRefused, match="not the name"):
+        weight_file.write_payload(dataclasses.replace(update, path=str(canary)), payload)
+    with pytest.raises(ValueError, match="announced"):
+        weight_file.write_payload(update, payload[:-1])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TensorSpec("a", "float32", (4,), 0, 999),
+        TensorSpec("a", "float32", (4,), 64, 16),
+        TensorSpec("a", "float32", (4,), -64, 16),
+        TensorSpec("a", "float32", (4,), 4, 16),
+        TensorSpec("a", "Tensor", (4,), 0, 16),
+    ],
+    ids=["size", "end", "negative", "alignment", "dtype"],
+)
+def test_impossible_descriptions(tmp_path: Path, spec: TensorSpec) -> None:
+    """An update whose layout does not fit its payload yields nothing."""
+    update = published(WeightPublisher([("a", torch.ones(4))], tmp_path, "run"), 1)
+    changed = dataclasses.replace(update, tensors=(spec,))
+    with weight_file.open_weights(changed) as weights, pytest.raises(WeightFileRefused, match="impossible"):
+        list(weights.tensors())
+
+
+def test_files_of_dead_publishers_are_removed(tmp_path: Path) -> None:
+    """Of the same run only, and never a living publisher's."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = tmp_path / f"troupe-run-{dead.pid}-0.weights"
+    foreign = tmp_path / f"troupe-other-{dead.pid}-0.weights"
+    living = tmp_path / f"troupe-run-{os.getppid()}-0.weights"
+    for path in (left, foreign, living):
+        path.touch(mode=0o600)
+    WeightPublisher([], tmp_path, "run", writes=False)
+    assert left.exists()
+    WeightPublisher([], tmp_path, "run")
+    assert not left.exists()
+    assert foreign.exists() and living.exists()
+
+
+def test_a_file_does_not_outlive_its_publisher(tmp_path: Path) -> None:
+    """However that ends."""
+    code = f"""
+import time, torch
+from pathlib import Path
+from workers.weight_file import WeightPublisher
+publisher = WeightPublisher([("w", torch.ones(4))], Path({str(tmp_path)!r}), "run")
+print(publisher.publish(1).path, flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    path = Path(process.stdout.readline().strip())
+    assert path.is_file() and path.parent == tmp_path
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not path.exists()
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """/dev/full stands for a full shared memory."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    fd = os.open("/dev/full", os.O_RDWR)
+    try:
+        writer = weight_file._PayloadWriter(fd, tmp_path / "x.weights")
+        with pytest.raises(OSError, match=r"x\.weights"):
+            writer.append(np.ones(8, np.uint8))
+    finally:
+        os.close(fd)
+
+
+def test_the_error_survives_a_process_border() -> None:
+    """Ray pickles exceptions."""
+    error = pickle.loads(pickle.dumps(WeightDigestMismatch("rollout-0", "aa", "bb")))
+    assert (error.name, error.expected, error.got) == ("rollout-0", "aa", "bb")
+    assert "rollout-0" in str(error)

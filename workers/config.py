@@ -1,0 +1,273 @@
+"""What a worker is told: frozen, validated, and the same classes the spec is made of.
+
+The spec (``orchestrator/spec.py``) embeds these models where a section passes to a worker unchanged, so every
+field is described and checked in one place only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["bfloat16", "float32"]
+TransferBackend = Literal["shm", "ipc", "nccl"]
+
+
+class Frozen(BaseModel):
+    """Base of every configuration model: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class ModelConfig(Frozen):
+    """Which pretrained model a role starts from."""
+
+    path: str
+    """Folder with a Hugging Face model (config, safetensors, tokenizer)."""
+    dtype: Dtype = "bfloat16"
+    """Type the weights are held and multiplied in."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Leave it off unless you wrote that code."""
+
+
+class SamplingConfig(Frozen):
+    """How the policy is sampled for training. Truncated sampling (top-p, top-k) is left to evaluation:
+    it would make the sampled distribution differ from the one that is trained."""
+
+    temperature: float = Field(default=1.0, gt=0.0)
+    """Softmax temperature. The trainer divides its logits by the same number."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Longest response, in tokens; longer ones are cut and marked `length`."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, besides the model's end-of-sequence token."""
+
+
+class EvalSampling(Frozen):
+    """How the policy is sampled for evaluation."""
+
+    temperature: float = Field(default=0.0, ge=0.0)
+    """0 is greedy decoding."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Nucleus sampling: keep the smallest set of tokens with this much probability."""
+    samples: int = Field(default=1, ge=1)
+    """Samples per prompt; with more than one, pass@k is reported for k up to this number."""
+
+
+class EngineConfig(Frozen):
+    """One vLLM engine."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs (or CPU ranks) that share one copy of the model."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Sequences decoded together."""
+    max_model_len: int = Field(default=1024, ge=8)
+    """Longest prompt plus response, in tokens."""
+    enforce_eager: bool = False
+    """Skip compilation: starts sooner, decodes slower on GPUs."""
+    enable_prefix_caching: bool = True
+    """Share the KV cache of common prefixes (the samples of one group share their prompt)."""
+    gpu_memory_utilization: float = Field(default=0.85, gt=0.0, le=1.0)
+    """Share of a GPU's memory the engine may take (GPU only)."""
+    kv_cache_gib: float = Field(default=1.0, gt=0.0)
+    """KV cache size in GiB (CPU only; on a GPU it follows from `gpu_memory_utilization`)."""
+    threads: int = Field(default=0, ge=0)
+    """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
+
+
+class OptimizerConfig(Frozen):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0.0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """Decoupled weight decay (biases and norm weights are left out)."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the first and second moments."""
+    adam_eps: float = Field(default=1e-8, gt=0.0)
+    """Added to the denominator."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Gradients are scaled down to this global norm."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after warm-up, down to `min_lr_ratio` at the last update."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Optimizer updates over which the rate rises linearly from 0."""
+    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """The schedule ends at this share of the peak rate."""
+
+
+class TrainerConfig(OptimizerConfig):
+    """One DeepSpeed training group (policy or critic)."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """What ZeRO partitions over the workers: nothing, optimizer, gradients too, parameters too."""
+    offload_optimizer: bool = False
+    """Keep optimizer states in host memory (GPU only)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more work."""
+    micro_batch_tokens: int = Field(default=4096, ge=8)
+    """Most tokens (padding included) in one forward pass of one worker."""
+    threads: int = Field(default=0, ge=0)
+    """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
+
+
+REWARD_FUNCTIONS = (
+    "exact_match",
+    "last_number",
+    "numeric",
+    "regex",
+    "length",
+    "overlong",
+    "reasoning_gym",
+    "letter_share",
+)
+"""Names of the shipped reward functions (`workers/rewards/` has one function for each)."""
+
+
+class RewardFunctionConfig(Frozen):
+    """One reward component."""
+
+    name: str = Field(min_length=1)
+    """A shipped function (exact_match, numeric, regex, length, reasoning_gym, ...) or `package.module:function`."""
+    weight: float = 1.0
+    """The sample's reward is the weighted sum of its components."""
+    timeout_s: float = Field(default=5.0, gt=0.0)
+    """A call that takes longer is a failed sample, never a number."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the function."""
+    label: str = ""
+    """Name in the metrics; the function's own name where empty."""
+
+
+class RewardConfig(Frozen):
+    """What a reward worker computes."""
+
+    functions: tuple[RewardFunctionConfig, ...] = ()
+    """Reward functions; several are added up by weight."""
+    model: ModelConfig | None = None
+    """A reward model (sequence classifier with one label); its score is the component `reward_model`."""
+    model_weight: float = 1.0
+    """Weight of the reward model's score."""
+    micro_batch_tokens: int = Field(default=4096, ge=8)
+    """Most tokens in one forward pass of the reward model."""
+    memory_limit_mib: int = Field(default=2048, ge=64)
+    """Most memory one reward function's process may add."""
+    threads: int = Field(default=0, ge=0)
+    """Compute threads of the reward model (CPU only). 0: as many as the role's `cpus`, at least one."""
+
+
+class ImportanceConfig(Frozen):
+    """Correction for the gap between the sampler and the trainer, w = exp(old_logprobs - rollout_logprobs)."""
+
+    mode: Literal["none", "truncate", "mask"] = "truncate"
+    """`truncate`: min(w, cap) (truncated importance sampling); `mask`: drop tokens with w outside [1/cap, cap]."""
+    cap: float = Field(default=2.0, gt=1.0)
+    """Bound on w."""
+
+
+class PolicyLossConfig(Frozen):
+    """The policy's loss on one micro-batch."""
+
+    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0.0)
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1.0)
+    """Where the advantage is negative, the loss is at most -dual_clip * advantage (arXiv 1912.09729)."""
+    kl_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL-to-reference term in the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of KL(pi || pi_ref) per token (Schulman, "Approximating KL divergence", 2020)."""
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the entropy bonus."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """token_mean: every token of the mini-batch weighs the same; sequence_mean: every sequence does;
+    constant: summed tokens over sequences times `max_tokens` (Dr. GRPO)."""
+    importance: ImportanceConfig = ImportanceConfig()
+    """Sampler-trainer correction."""
+
+
+class CriticLossConfig(Frozen):
+    """The critic's loss on one micro-batch."""
+
+    value_clip: float | None = Field(default=0.2, gt=0.0)
+    """New values are clipped to old values plus or minus this; none: plain squared error."""
+
+
+class AdvantageConfig(Frozen):
+    """How rewards become advantages (and, with a critic, returns)."""
+
+    estimator: Literal["group", "gae"]
+    """`group`: reward against the other samples of the group (GRPO); `gae`: temporal differences of the critic."""
+    normalize_by_std: bool = True
+    """Group estimator: divide by the group's standard deviation."""
+    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Discount per token (gae)."""
+    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
+    """Exponential weight of longer returns (gae)."""
+    whiten: bool = True
+    """gae: advantages are shifted and scaled to mean 0, variance 1 over the batch's tokens."""
+    kl_coef: float = Field(default=0.0, ge=0.0)
+    """gae: -kl_coef * (old_logprobs - ref_logprobs) is added to every token's reward."""
+    reward_clip: float | None = Field(default=None, gt=0.0)
+    """gae: the sequence reward is clipped to plus or minus this before it is added at the last token."""
+
+
+class RolloutConfig(Frozen):
+    """Everything one rollout worker is told."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    sampling: SamplingConfig
+    seed: int
+    transfer_backend: TransferBackend
+    device: Literal["cpu", "cuda"]
+
+
+class PolicyConfig(Frozen):
+    """Everything one policy rank is told."""
+
+    model: ModelConfig
+    trainer: TrainerConfig
+    loss: PolicyLossConfig
+    advantage: AdvantageConfig
+    sampling: SamplingConfig
+    run_id: str
+    """Part of the name of the shared-memory weight file."""
+    reference_model: ModelConfig | None
+    """Load a frozen reference beside the policy (colocated)."""
+    total_updates: int
+    """Optimizer updates the learning-rate schedule spans."""
+    seed: int
+    device: Literal["cpu", "cuda"]
+    transfer_backend: TransferBackend = "shm"
+
+
+class CriticConfig(Frozen):
+    """Everything one critic rank is told."""
+
+    model: ModelConfig
+    trainer: TrainerConfig
+    loss: CriticLossConfig
+    total_updates: int
+    seed: int
+    device: Literal["cpu", "cuda"]
+
+
+class ReferenceConfig(Frozen):
+    """Everything one reference worker is told."""
+
+    model: ModelConfig
+    temperature: float
+    micro_batch_tokens: int
+    threads: int
+    device: Literal["cpu", "cuda"]
+
+
+class Rendezvous(Frozen):
+    """Where and as whom a rank joins its training group."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int

@@ -1,0 +1,69 @@
+"""The critic: values of what was sampled, and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from workers.config import CriticConfig, Rendezvous
+from workers.deepspeed_engine import TrainEngine
+from workers.losses import LossOutput, token_weights, value_loss
+from workers.messages import RankPlan, UpdateMetrics, WorkerHealth
+from workers.modeling import TokenValues, load_value, score_plan
+from workers.rank import TrainingRank, update_metrics
+from workers.tensors import TokenBatch, TokenTable
+
+
+class CriticWorker(TrainingRank):
+    """One rank of the critic's training group."""
+
+    def __init__(self, config: CriticConfig, name: str) -> None:
+        super().__init__(name, config.device, config.model.path, config.seed, config.trainer.threads)
+        self._config = config
+
+    def start(self, rendezvous: Rendezvous) -> WorkerHealth:
+        """Join the group and load the model. Raises OSError for a missing model, ValueError for an unfit one."""
+        self.join(rendezvous)
+        return self.build()
+
+    def build(self) -> WorkerHealth:
+        """Load the model and put it under DeepSpeed, in a process that has joined its group."""
+        config = self._config
+        model = load_value(config.model)
+        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        self._engine = TrainEngine(
+            TokenValues(model), model, config.trainer, config.total_updates, config.device, dtype
+        )
+        return self.health()
+
+    def compute_values(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
+        """(rows, token_scores table): `values` of the plan's rows under the critic as it stands. Collective."""
+        return score_plan(self.engine.module, plan, rollouts, "values", self.engine.device)
+
+    def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
+        """One optimizer step on the plan's rows of a TRAIN table with values and returns. Collective."""
+        table = TokenTable(batch)
+        outputs: list[LossOutput] = []
+
+        def loss_fn(forward: Callable[..., Any], micro_batch: TokenBatch) -> torch.Tensor:
+            outputs.append(self._loss(forward, micro_batch.to(self.engine.device), table, plan))
+            return outputs[-1].loss
+
+        step = self.engine.update(list(table.batches(plan.micro_batches)), loss_fn)
+        return update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
+
+    def _loss(
+        self, forward: Callable[..., Any], micro_batch: TokenBatch, table: TokenTable, plan: RankPlan
+    ) -> LossOutput:
+        values = forward(micro_batch.input_ids, micro_batch.attention_mask, micro_batch.positions, micro_batch.targets)
+        old_values, returns = table.floats("values", micro_batch), table.floats("returns", micro_batch)
+        if old_values is None or returns is None:
+            raise ValueError("a batch for the critic needs values and returns")
+        mask = micro_batch.loss_mask
+        weights = token_weights(
+            mask, micro_batch.sequence, "token_mean", plan.total_loss_tokens, plan.total_sequences, max_tokens=1
+        )
+        return value_loss(values, old_values, returns, weights, mask, self._config.loss)

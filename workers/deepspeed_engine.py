@@ -1,0 +1,314 @@
+"""Training with DeepSpeed: one optimizer step over many micro-batches and ranks, weights out, checkpoints.
+
+The only file that imports deepspeed, and only once an engine is built: its accelerator is chosen by an environment
+variable at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
+from transformers import PreTrainedModel
+
+from workers.config import OptimizerConfig, Rendezvous, TrainerConfig
+
+Batch = TypeVar("Batch")
+Device = Literal["cpu", "cuda"]
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""A rank that waits longer for another fails: no collective waits for ever."""
+_TAG = "state"
+_UNCOPIED = {"config.json", "generation_config.json"}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on all ranks."""
+
+    grad_norm: float
+    """Global norm of the gradient before clipping; inf where the step was skipped."""
+    learning_rate: float
+    skipped: bool
+
+
+def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
+    """The rate of the `update`-th optimizer update (from 0).
+
+    Warm-up rises linearly and reaches the peak at its last update; after it the schedule starts at the peak and
+    is at `min_lr_ratio` of it at update `total_updates` - 1, and stays there.
+    """
+    if update < config.warmup_updates:
+        return config.learning_rate * (update + 1) / config.warmup_updates
+    if config.schedule == "constant":
+        return config.learning_rate
+    span = total_updates - 1 - config.warmup_updates
+    progress = min(1.0, (update - config.warmup_updates) / span) if span > 0 else 0.0
+    share = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+
+
+def rendezvous_store(address: str, port: int, serve: bool) -> TCPStore:
+    """The store a training group meets at. With `serve` it is opened here; port 0 takes a free one (`store.port`)."""
+    return TCPStore(address, port, is_master=serve, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
+
+
+def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = None) -> None:
+    """Make this process a rank of the training group. Must come before any `TrainEngine` of the process.
+
+    `store`: the one `rendezvous_store` opened here, if it did.
+    """
+    os.environ |= {
+        "DS_ACCELERATOR": device,
+        "RANK": str(rendezvous.rank),
+        "WORLD_SIZE": str(rendezvous.world_size),
+        # Each rank is an actor that sees its own GPU only, as number 0.
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": rendezvous.address,
+        "MASTER_PORT": str(rendezvous.port),
+    }
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=store or rendezvous_store(rendezvous.address, rendezvous.port, serve=False),
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    _import_deepspeed().init_distributed(dist_backend=dist.get_backend(), timeout=COLLECTIVE_TIMEOUT)
+
+
+def leave_group() -> None:
+    """Close the process group, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def all_reduce(values: Mapping[str, float], device: Device, operation: Literal["sum", "max"]) -> dict[str, float]:
+    """The named numbers summed (or their maximum) over ranks; every rank passes the same names."""
+    names = sorted(values)
+    total = torch.tensor([values[name] for name in names], dtype=torch.double, device=device)
+    dist.all_reduce(total, op=dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
+    return dict(zip(names, total.tolist(), strict=True))
+
+
+def _import_deepspeed() -> ModuleType:
+    import deepspeed
+
+    # The shared-memory all-reduce is compiled at first use, for a minute, and only inference calls it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed
+
+
+class TrainEngine:
+    """A module under DeepSpeed with AdamW. Every method is collective: all ranks call it in the same order."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        total_updates: int,
+        device: Device,
+        dtype: torch.dtype,
+    ) -> None:
+        """`module`: what is trained, around `model`, the Hugging Face model that is exported and published."""
+        self._deepspeed = _import_deepspeed()
+        self._config = config
+        self._total_updates = total_updates
+        self._updates = 0
+        self._dtype = dtype
+        self._model = model
+        self._stage = config.zero_stage
+        if config.gradient_checkpointing:
+            # ZeRO-3 frees a parameter between forward and backward, which the non-reentrant kind takes for an error.
+            reentrant = self._stage == 3
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            if reentrant:
+                model.enable_input_require_grads()
+        module.train()
+        # One of DeepSpeed's optimizers prints its memory use while it is built.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._engine, *_ = self._deepspeed.initialize(
+                model=module, optimizer=_adamw(module, config), config=_settings(config, dtype)
+            )
+        self.module: nn.Module = self._engine.module
+        self.device: torch.device = self._engine.device
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the training group."""
+        return dist.get_rank()
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates so far, skipped ones included: the position in the learning-rate schedule."""
+        return self._updates
+
+    def update(
+        self, micro_batches: Sequence[Batch], loss_fn: Callable[[Callable[..., Any], Batch], torch.Tensor]
+    ) -> StepResult:
+        """One optimizer step on the sum over micro-batches and ranks of `loss_fn(forward, micro_batch)`.
+
+        Every rank passes the same number of micro-batches. `forward` takes the module's arguments. Where a loss or
+        the gradient's norm is not finite on any rank, no rank changes a parameter or an optimizer state.
+        Raises ValueError without micro-batches.
+        """
+        if not micro_batches:
+            raise ValueError("an update needs at least one micro-batch, if only an empty one")
+        rate = learning_rate(self._config, self._updates, self._total_updates)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        for number, micro_batch in enumerate(micro_batches):
+            self._engine.set_gradient_accumulation_boundary(number == len(micro_batches) - 1)
+            loss = loss_fn(self._engine, micro_batch)
+            # An infinite loss may have a finite gradient; NaN times anything tells the other ranks through the norm.
+            poison = 1.0 if bool(torch.isfinite(loss)) else math.nan
+            # DeepSpeed averages gradients over ranks, and the loss is their sum.
+            self._engine.backward(loss * (dist.get_world_size() * poison), scale_wrt_gas=False)
+        self._updates += 1
+        grad_norm, applied = self._step()
+        if not applied:
+            logger.warning("update %d skipped: the gradient is not finite", self._updates)
+        return StepResult(grad_norm, rate, skipped=not applied)
+
+    def _step(self) -> tuple[float, bool]:
+        if self._stage > 0 or self._dtype != torch.float32:
+            self._engine.step()
+            return float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
+        # Plain float32 is the one case in which DeepSpeed neither reports the norm nor looks whether it is finite.
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.double) for gradient in gradients]
+        norm = float(torch.stack(norms).norm())
+        if not math.isfinite(norm):
+            self._engine.zero_grad()
+            return math.inf, False
+        self._engine.step()
+        return norm, True
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor) of every parameter and saved buffer, tied ones once.
+
+        The tensors are the live ones: copy what must outlast the next update, or, under ZeRO-3, the next item.
+        """
+        for name, parameter in self._model.named_parameters():
+            if self._stage == 3:
+                with self._deepspeed.zero.GatheredParameters([parameter]):
+                    yield name, parameter.detach()
+            else:
+                yield name, parameter.detach()
+        saved = self._model.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in saved)
+
+    def weight_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, type, whole shape) of everything `named_weights` yields, in its order, without gathering."""
+        saved = self._model.state_dict().keys()
+        buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if name in saved]
+        return [
+            # ZeRO-3 leaves a parameter empty and keeps its whole shape beside it.
+            (name, tensor.dtype, tuple(getattr(tensor, "ds_shape", tensor.shape)))
+            for name, tensor in [*self._model.named_parameters(), *buffers]
+        ]
+
+    def save(self, directory: str) -> None:
+        """Write everything needed to go on bit by bit: weights, optimizer, schedule position, random state."""
+        self._engine.save_checkpoint(directory, tag=_TAG, save_latest=False)
+        state = {"updates": torch.tensor([self._updates]), "torch_rng": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state()
+        save_file(state, self._state_file(directory))
+        dist.barrier()
+
+    def load(self, directory: str) -> None:
+        """Take up what `save` wrote, with the same number of ranks and ZeRO stage.
+
+        The files are unpickled: load only what you wrote yourself and have verified. Raises FileNotFoundError where
+        nothing is there.
+        """
+        state_file = self._state_file(directory)
+        if not state_file.is_file():
+            raise FileNotFoundError(f"{state_file} is missing: not a checkpoint of {dist.get_world_size()} ranks")
+        path, _ = self._engine.load_checkpoint(directory, tag=_TAG)
+        if path is None:
+            raise FileNotFoundError(f"{directory} holds no DeepSpeed checkpoint")
+        state = load_file(state_file)
+        self._updates = int(state["updates"])
+        torch.set_rng_state(state["torch_rng"])
+        if "cuda_rng" in state:
+            torch.cuda.set_rng_state(state["cuda_rng"])
+
+    def export(self, directory: str, source: str) -> None:
+        """Write a Hugging Face folder (safetensors, configuration) with the tokenizer files of the folder `source`."""
+        weights = {}
+        for name, tensor in self.named_weights():
+            if dist.get_rank() == 0:
+                weights[name] = tensor.to("cpu", copy=True)
+        if dist.get_rank() == 0:
+            self._model.save_pretrained(directory, state_dict=weights)
+            for file in Path(source).iterdir():
+                side_file = file.suffix in {".json", ".jinja", ".txt", ".model", ".py"}
+                if side_file and file.name not in _UNCOPIED and not file.name.endswith(".index.json"):
+                    shutil.copy(file, directory)
+        dist.barrier()
+
+    def close(self) -> None:
+        """Let go of the engine's memory."""
+        self._engine.destroy()
+
+    def _state_file(self, directory: str) -> Path:
+        return Path(directory) / f"rank-{dist.get_rank():05d}-of-{dist.get_world_size():05d}.safetensors"
+
+
+def _adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """torch's own AdamW, which compiles nothing; vectors (norm weights, biases) are not decayed."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=config.adam_betas,
+        eps=config.adam_eps,
+        fused=True,
+    )
+
+
+def _settings(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The DeepSpeed configuration. Gradients of several micro-batches add up in float32 from ZeRO-1 on."""
+    zero: dict[str, Any] = {"stage": config.zero_stage}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
+    if dtype == torch.bfloat16 and config.zero_stage > 0:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings

@@ -1,0 +1,248 @@
+"""Hugging Face models as the trainers need them: log-probs or values of response tokens, nothing more."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from workers.config import ModelConfig
+from workers.messages import RankPlan
+from workers.tensors import TokenBatch, TokenTable, score_table
+
+logger = logging.getLogger(__name__)
+
+CHUNK_LOGITS = 2**24
+"""Most logits held at once by the head, 64 MiB in float32: as fast as any more, and the rest is recomputed."""
+
+
+def load_causal(config: ModelConfig) -> PreTrainedModel:
+    """A causal language model from a local folder: safetensors only, no remote code unless asked for, no dropout.
+
+    Raises OSError where the folder or its weights are missing.
+    """
+    model = AutoModelForCausalLM.from_pretrained(config.path, **_load_arguments(config))
+    return _prepared(model)
+
+
+def load_value(config: ModelConfig) -> PreTrainedModel:
+    """A one-label sequence classifier, which is what a critic and a reward model are, from a local folder.
+
+    From a causal language model's folder the backbone is taken and the head starts at zero: every value is 0 until
+    the first update. From a saved critic or reward model the head comes along. Raises ValueError for a head that is
+    not a linear layer named `score`.
+    """
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        config.path, num_labels=1, output_loading_info=True, **_load_arguments(config)
+    )
+    score = model.get_submodule("score") if hasattr(model, "score") else None
+    if not isinstance(score, nn.Linear):
+        raise ValueError(f"{config.path}: {type(model).__name__} has no linear head named score")
+    if any(name.startswith("score.") for name in info["missing_keys"]):
+        nn.init.zeros_(score.weight)
+    model.set_submodule("score", Float32Head(score))
+    return _prepared(model)
+
+
+class Float32Head(nn.Linear):
+    """A linear layer that multiplies in float32 whatever its weights are held in: values need the digits."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """float32 [..., out_features] of [..., in_features]."""
+        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+def _load_arguments(config: ModelConfig) -> dict[str, Any]:
+    if not Path(config.path).is_dir():
+        raise FileNotFoundError(f"model folder {config.path} does not exist")
+    transformers_logging.disable_progress_bar()
+    return {
+        "dtype": torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+        "trust_remote_code": config.trust_remote_code,
+        "local_files_only": True,
+        "use_safetensors": True,
+    }
+
+
+def _prepared(model: PreTrainedModel) -> PreTrainedModel:
+    # With dropout the ratio of new to old policy would not start at 1. The configuration is left as it is.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def head_chunks(vocabulary: int, micro_batch_tokens: int) -> int:
+    """Parts the output head works in, so that at most `CHUNK_LOGITS` logits exist at a time.
+
+    It follows from the configuration alone: under ZeRO-3 every rank must gather the head's weight equally often.
+    """
+    return max(1, math.ceil(vocabulary * micro_batch_tokens / CHUNK_LOGITS))
+
+
+class CausalLogprobs(nn.Module):
+    """Log-probs and entropies of response tokens under a causal language model.
+
+    The output head runs on the positions that predict response tokens only, in `chunks` parts with recomputation in
+    the backward pass, so that full logits never exist. Softmax is in float32, on logits divided by `temperature`.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, chunks: int = 1, entropy_grad: bool = False) -> None:
+        """`entropy_grad`: let gradients flow through the entropies; else they cost no memory."""
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.chunks = chunks
+        self.entropy_grad = entropy_grad
+        self.recompute = chunks > 1
+        text = model.config.get_text_config()
+        self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        self.scale = _logit_scale(text)
+        self.split_head = _head_is_linear(self)
+        if not self.split_head:
+            logger.info("%s computes its logits in its own way: full logits are used", type(model).__name__)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs, entropies), float32 [T]; the arguments are those fields of a `TokenBatch`."""
+        if not self.split_head:
+            logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+            return self._measure(logits.flatten(0, 1)[positions], targets)
+        hidden = self.hidden(input_ids, attention_mask).flatten(0, 1)[positions]
+        parts = zip(hidden.tensor_split(self.chunks), targets.tensor_split(self.chunks), strict=True)
+        if self.recompute and torch.is_grad_enabled():
+            results = [checkpoint(self._head, *part, use_reentrant=False) for part in parts]
+        else:
+            results = [self._head(*part) for part in parts]
+        return torch.cat([logprobs for logprobs, _ in results]), torch.cat([entropies for _, entropies in results])
+
+    def hidden(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Last hidden states of the backbone [B, L, hidden size]."""
+        backbone = self.model.base_model
+        return backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's logits [..., vocabulary] of hidden states, before the temperature."""
+        head = self.model.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"{type(self.model).__name__} has no output head")
+        logits = head(hidden)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._measure(self.logits(hidden), targets)
+
+    def _measure(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits.float()
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        total = logits.logsumexp(-1)
+        logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
+        with torch.set_grad_enabled(self.entropy_grad and torch.is_grad_enabled()):
+            # -sum p log p = logsumexp - sum p * logit. A forbidden token's logit of -inf has p = 0 and must add 0.
+            finite = logits.clamp(min=torch.finfo(logits.dtype).min)
+            entropies = total - torch.linalg.vecdot(torch.softmax(logits, -1), finite)
+        return logprobs, entropies
+
+
+def _logit_scale(text_config: Any) -> float:
+    """A factor on the logits: Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
+    if getattr(text_config, "logit_scale", None) is not None:
+        return float(text_config.logit_scale)
+    if getattr(text_config, "logits_scaling", None) is not None:
+        return 1.0 / float(text_config.logits_scaling)
+    return 1.0
+
+
+def _head_is_linear(wrapper: CausalLogprobs) -> bool:
+    """Whether backbone and head apart give the model's own logits; tried out on a few tokens, so true of any model."""
+    model = wrapper.model
+    if model.get_output_embeddings() is None or model.base_model is model:
+        return False
+    ids = torch.arange(4, device=model.device)[None, :]
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        own = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        ours = wrapper.logits(wrapper.hidden(ids, torch.ones_like(ids)))
+    model.train(training)
+    tolerance = 1e-2 * float(own.abs().max())
+    return own.shape == ours.shape and float((own.float() - ours.float()).abs().max()) <= tolerance
+
+
+class TokenValues(nn.Module):
+    """Values of response tokens: what the critic expects before each token is sampled."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """`model`: from `load_value`."""
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        """float32 [T]; `targets` is not read: the value of a state does not depend on the token chosen in it."""
+        backbone = self.model.base_model
+        hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        return self.model.get_submodule("score")(hidden.flatten(0, 1)[positions])[:, 0]
+
+
+@torch.no_grad()
+def score(module: nn.Module, batch: TokenBatch) -> torch.Tensor:
+    """Log-probs (first output) or values of a batch's response tokens, float32 [T], without gradient or dropout."""
+    training = module.training
+    module.eval()
+    output = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+    module.train(training)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def score_plan(
+    module: nn.Module,
+    plan: RankPlan,
+    tables: Sequence[pa.Table],
+    column: Literal["old_logprobs", "ref_logprobs", "values"],
+    device: torch.device | str,
+) -> tuple[int, pa.Table]:
+    """(rows, table): `score` of the plan's rows as a token_scores table, in the order of the plan.
+
+    Row numbers count through `tables` in order. An empty micro-batch is still run, on a filler token: under ZeRO-3
+    all ranks must run equally often.
+    """
+    tokens = TokenTable.concat(tables)
+    batches = list(tokens.batches(plan.micro_batches))
+    scores = [score(module, batch.to(device)).cpu() for batch in batches]
+    rows = torch.cat([batch.rows for batch in batches]) if batches else torch.zeros(0, dtype=torch.int64)
+    values = torch.cat(scores) if scores else torch.zeros(0)
+    chosen = tokens.table.take(pa.array(rows.tolist(), pa.int64()))
+    return len(rows), score_table(column, chosen, values, tokens.responses.lengths[rows])

@@ -1,0 +1,42 @@
+"""The frozen reference, on its own worker."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from workers.config import ReferenceConfig
+from workers.messages import RankPlan, WorkerHealth
+from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
+from workers.rank import set_threads, worker_health
+
+
+class ReferenceWorker:
+    """Scores samples under a model that never changes. Workers of this role do not talk to each other."""
+
+    def __init__(self, config: ReferenceConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._module: CausalLogprobs | None = None
+
+    def start(self) -> WorkerHealth:
+        """Load the model. Raises OSError where it is missing."""
+        set_threads(self._config.threads)
+        model = load_causal(self._config.model)
+        chunks = head_chunks(model.config.get_text_config().vocab_size, self._config.micro_batch_tokens)
+        module = CausalLogprobs(model, self._config.temperature, chunks)
+        self._module = module.requires_grad_(False).to(self._config.device)
+        return self.health()
+
+    def score(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
+        """(rows, token_scores table): `ref_logprobs` of the plan's rows. Raises RuntimeError before `start`."""
+        if self._module is None:
+            raise RuntimeError(f"{self._name} has not been started")
+        return score_plan(self._module, plan, rollouts, "ref_logprobs", self._config.device)
+
+    def health(self) -> WorkerHealth:
+        """A sign of life."""
+        return worker_health(self._name, version=0)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._module = None

@@ -1,0 +1,197 @@
+"""The reward worker: adds up reward functions and a reward model into one reward per sample."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import resource
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from workers.config import RewardConfig, RewardFunctionConfig
+from workers.messages import IDENTITY, REWARDS, ROLLOUTS, RewardSummary, WorkerHealth
+from workers.rewards.runner import Outcome, RewardProcess, Sample
+from workers.trajectories import write_trajectories
+
+if TYPE_CHECKING:
+    from workers.reward_model import RewardModel
+
+logger = logging.getLogger(__name__)
+
+MODEL_LABEL = "reward_model"
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One sample's reward: there is none unless status is ok."""
+
+    status: str
+    reward: float | None
+
+
+def component_labels(config: RewardConfig) -> tuple[str, ...]:
+    """Names of the reward's components, the functions' first and the reward model's last.
+
+    Raises:
+        ValueError: there is no component, or two have one label.
+    """
+    labels = [function_label(function) for function in config.functions]
+    if config.model is not None:
+        labels.append(MODEL_LABEL)
+    if not labels:
+        raise ValueError("a reward needs a function or a model")
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ValueError(f"reward components must have different labels; used more than once: {', '.join(twice)}")
+    return tuple(labels)
+
+
+def function_label(function: RewardFunctionConfig) -> str:
+    """The label, or without one the function's own name."""
+    return function.label or function.name.rpartition(":")[2]
+
+
+def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[Outcome]) -> Reward:
+    """Weighted sum of one sample's components; a failed component fails the reward, and the status says which."""
+    failures = [f"{label}: {o.status}" for label, o in zip(labels, outcomes, strict=True) if o.value is None]
+    if failures:
+        return Reward("; ".join(failures), None)
+    reward = sum(weight * (o.value or 0.0) for weight, o in zip(weights, outcomes, strict=True))
+    return Reward("ok", reward) if math.isfinite(reward) else Reward(f"sum: not a finite number: {reward}", None)
+
+
+class RewardWorker:
+    """Scores groups of samples. Every reward function runs in a process of its own."""
+
+    def __init__(self, config: RewardConfig, name: str, device: Literal["cpu", "cuda"] = "cpu") -> None:
+        self.config = config
+        self.name = name
+        self.device: Literal["cpu", "cuda"] = device
+        self.labels = component_labels(config)
+        model_weight = (config.model_weight,) if config.model else ()
+        self.weights = (*(function.weight for function in config.functions), *model_weight)
+        self._processes = [RewardProcess(function, config.memory_limit_mib) for function in config.functions]
+        self._model: RewardModel | None = None
+
+    def start(self) -> WorkerHealth:
+        """Load every function and the model, so that what cannot work is refused before the run.
+
+        Raises:
+            RewardFunctionError: a function cannot be loaded.
+            ValueError, OSError: the reward model cannot be loaded.
+        """
+        try:
+            for process in self._processes:
+                process.start()
+            if self.config.model is not None and self._model is None:
+                import torch
+
+                from workers.reward_model import RewardModel
+
+                if self.config.threads:
+                    torch.set_num_threads(self.config.threads)
+                self._model = RewardModel(self.config.model, self.config.micro_batch_tokens, self.device)
+        except BaseException:
+            self.close()
+            raise
+        return self.health()
+
+    def score(self, rollouts: pa.Table) -> tuple[RewardSummary, pa.Table]:
+        """Score one group: a ROLLOUTS table in, a REWARDS table out, one row per sample in order of sample_index.
+
+        Raises:
+            ValueError: not a rollouts table, or not of exactly one group and attempt.
+            RuntimeError: there is a reward model and `start` was not called.
+        """
+        rollouts = _check_group(rollouts)
+        components = self._components(rollouts)
+        per_sample = list(zip(*components, strict=True))
+        rewards = [combine(self.labels, self.weights, outcomes) for outcomes in per_sample]
+        identities = rollouts.select([field.name for field in IDENTITY]).to_pylist()
+        for identity, reward in zip(identities, rewards, strict=True):
+            if reward.reward is None:
+                logger.warning("%s: %s: %s", self.name, identity, reward.status)
+        summary = RewardSummary(
+            prompt_uid=identities[0]["prompt_uid"],
+            attempt=identities[0]["attempt"],
+            statuses=tuple(reward.status for reward in rewards),
+            rewards=tuple(reward.reward for reward in rewards),
+            components={
+                label: tuple(outcome.value for outcome in outcomes)
+                for label, outcomes in zip(self.labels, components, strict=True)
+            },
+        )
+        return summary, _rewards_table(identities, self.labels, rewards, per_sample)
+
+    def write_trajectories(self, path: str, *tables: pa.Table) -> int:
+        """Join ROLLOUTS and REWARDS tables into one Parquet file; returns its rows. See `workers.trajectories`."""
+        return write_trajectories(path, tables)
+
+    def health(self) -> WorkerHealth:
+        """A sign of life; a reward worker has no policy version."""
+        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return WorkerHealth(self.name, socket.gethostname(), os.getpid(), version=0, in_flight=0, peak_rss_mib=peak_mib)
+
+    def close(self) -> None:
+        """End the functions' processes and let go of the model."""
+        for process in self._processes:
+            process.close()
+        self._model = None
+
+    def _components(self, rollouts: pa.Table) -> list[list[Outcome]]:
+        """Outcomes by component, then by sample; the functions side by side, the model on this thread."""
+        samples = _samples(rollouts)
+        with contextlib.ExitStack() as stack:
+            futures = []
+            if self._processes:
+                pool = stack.enter_context(ThreadPoolExecutor(len(self._processes)))
+                futures = [pool.submit(process.score, samples) for process in self._processes]
+            model = [] if self.config.model is None else [self._loaded_model().score(rollouts)]
+            return [*(future.result() for future in futures), *model]
+
+    def _loaded_model(self) -> RewardModel:
+        if self._model is None:
+            raise RuntimeError(f"{self.name}: start() loads the reward model and was not called")
+        return self._model
+
+
+def _rewards_table(
+    identities: Sequence[dict[str, Any]],
+    labels: Sequence[str],
+    rewards: Sequence[Reward],
+    per_sample: Sequence[tuple[Outcome, ...]],
+) -> pa.Table:
+    rows = [
+        {
+            **identity,
+            "status": reward.status,
+            "reward": reward.reward,
+            "components": [{"name": label, "value": o.value} for label, o in zip(labels, outcomes, strict=True)],
+            "reward_spans": [],
+        }
+        for identity, reward, outcomes in zip(identities, rewards, per_sample, strict=True)
+    ]
+    return pa.Table.from_pylist(rows, schema=REWARDS)
+
+
+def _check_group(rollouts: pa.Table) -> pa.Table:
+    """The table in order of sample_index, if it is one group."""
+    if missing := [name for name in ROLLOUTS.names if name not in rollouts.column_names]:
+        raise ValueError(f"not a rollouts table: it lacks {', '.join(missing)}")
+    groups = set(zip(rollouts["prompt_uid"].to_pylist(), rollouts["attempt"].to_pylist(), strict=True))
+    if len(groups) != 1:
+        raise ValueError(f"a reward worker scores one group at a time, not {len(groups)}")
+    return rollouts.sort_by("sample_index")
+
+
+def _samples(rollouts: pa.Table) -> list[Sample]:
+    rows = rollouts.select(["response", "answer", "metadata", "finish_reason"]).to_pylist()
+    tokens = pc.list_value_length(rollouts["response_ids"]).to_numpy()
+    return [Sample(**row, response_tokens=int(count)) for row, count in zip(rows, tokens, strict=True)]

@@ -1,0 +1,129 @@
+"""A frozen reward model: a Hugging Face sequence classifier with one label that scores prompt plus response."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import pyarrow as pa
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from workers.config import ModelConfig
+from workers.rewards.runner import Outcome
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class RewardModel:
+    """Scores rollouts in padded batches of bounded size, without gradients."""
+
+    def __init__(self, config: ModelConfig, micro_batch_tokens: int, device: Literal["cpu", "cuda"]) -> None:
+        """Load model and tokenizer.
+
+        Raises:
+            ValueError: the model has not one label, or its folder lacks weights (they would be random).
+            OSError: there is no such folder, or no safetensors in it.
+        """
+        self.micro_batch_tokens = micro_batch_tokens
+        self.device = device
+        source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+        labels = AutoConfig.from_pretrained(config.path, **source).num_labels
+        if labels != 1:
+            raise ValueError(f"{config.path}: a reward model has one label, this one has {labels}")
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(config.path, **source)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            config.path, dtype=_DTYPES[config.dtype], use_safetensors=True, output_loading_info=True, **source
+        )
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(f"{config.path}: not a reward model: it has no weights for {', '.join(missing[:5])}")
+        self.model: Any = model.to(device).eval().requires_grad_(False)
+        text_config = self.model.config.get_text_config()
+        if text_config.pad_token_id is None:
+            # The classifier reads the last token that is not padding, so it has to know which one that is.
+            text_config.pad_token_id = self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0
+        self.pad_id: int = text_config.pad_token_id
+        self.max_tokens: int = text_config.max_position_embeddings
+        self.vocab_size: int = text_config.vocab_size
+
+    def score(self, rollouts: pa.Table) -> list[Outcome]:
+        """Score of every row of a ROLLOUTS table; a row too long for the model, or with a score that is not finite, has
+        a failed outcome."""
+        sequences = self.encode(rollouts)
+        outcomes: list[Outcome] = [
+            Outcome(None, f"error: {len(ids)} tokens; the reward model takes 1 to {self.max_tokens}")
+            for ids in sequences
+        ]
+        fitting = [row for row, ids in enumerate(sequences) if 0 < len(ids) <= self.max_tokens]
+        for batch in budget_batches({row: len(sequences[row]) for row in fitting}, self.micro_batch_tokens):
+            scores = self._forward([sequences[row] for row in batch])
+            for row, score in zip(batch, scores, strict=True):
+                finite = math.isfinite(score)
+                outcomes[row] = Outcome(score) if finite else Outcome(None, f"not a finite number: {score}")
+        return outcomes
+
+    def encode(self, rollouts: pa.Table) -> list[list[int]]:
+        """Token ids of prompt plus response, as this model reads them.
+
+        Where this model's tokenizer and chat template make the very same prompt ids of the messages, the sampled ids
+        are used as they are; else the conversation is rendered anew from its text.
+
+        Raises:
+            ValueError: another vocabulary, and no chat template to render the conversation with.
+        """
+        columns = ("messages", "response", "prompt_ids", "response_ids")
+        rendered: dict[str, list[int]] = {}
+        sequences = []
+        for row in rollouts.select(columns).to_pylist():
+            messages, prompt_ids, response_ids = row["messages"], row["prompt_ids"], row["response_ids"]
+            if self.tokenizer.chat_template is None:
+                if not self._reads(response_ids, row["response"]):
+                    raise ValueError("the reward model has another vocabulary than the policy, and no chat template")
+                sequences.append(prompt_ids + response_ids)
+                continue
+            if messages not in rendered:
+                rendered[messages] = self._render(json.loads(messages), add_generation_prompt=True)
+            if rendered[messages] == prompt_ids:
+                sequences.append(prompt_ids + response_ids)
+            else:
+                reply = {"role": "assistant", "content": row["response"]}
+                sequences.append(self._render([*json.loads(messages), reply], add_generation_prompt=False))
+        return sequences
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True
+        )["input_ids"]
+
+    def _reads(self, ids: Sequence[int], text: str) -> bool:
+        known = max(ids, default=0) < self.vocab_size
+        return known and self.tokenizer.decode(ids, skip_special_tokens=True) == text
+
+    @torch.inference_mode()
+    def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """One score per sequence, from one right-padded batch."""
+        width = max(len(ids) for ids in sequences)
+        input_ids = torch.full((len(sequences), width), self.pad_id, dtype=torch.long)
+        mask = torch.zeros((len(sequences), width), dtype=torch.long)
+        for row, ids in enumerate(sequences):
+            input_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+            mask[row, : len(ids)] = 1
+        logits = self.model(
+            input_ids=input_ids.to(self.device), attention_mask=mask.to(self.device), use_cache=False
+        ).logits
+        return logits[:, 0].float().tolist()
+
+
+def budget_batches(lengths: dict[int, int], max_tokens: int) -> Iterator[list[int]]:
+    """Split rows into batches of at most `max_tokens`, padding included, short rows with short ones; a row that is
+    longer than that goes alone."""
+    batch: list[int] = []
+    for row in sorted(lengths, key=lambda row: lengths[row]):
+        if batch and lengths[row] * (len(batch) + 1) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch

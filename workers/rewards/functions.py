@@ -1,0 +1,99 @@
+"""Reward functions that need only the standard library.
+
+A reward function is called as ``f(response, answer, metadata, **args) -> float``. ``metadata`` is the prompt's own
+JSON object and, under the key ``sample``, what is known of the sample: ``{"response_tokens": int, "finish_reason":
+"stop" | "length"}``. A function that cannot judge raises; it never answers 0 for that.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any, Literal
+
+# A minus right after a digit is a subtraction ("7-5"), not a sign; commas count only between groups of three.
+_NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+
+Metadata = dict[str, Any]
+
+
+def exact_match(
+    response: str, answer: str, metadata: Metadata, *, strip: bool = True, ignore_case: bool = False
+) -> float:
+    """1 where the response is the answer: white space around both is ignored with `strip`, case with `ignore_case`."""
+    if strip:
+        response, answer = response.strip(), answer.strip()
+    if ignore_case:
+        response, answer = response.casefold(), answer.casefold()
+    return float(response == answer)
+
+
+def find_last_number(text: str) -> Decimal | None:
+    """The last integer or decimal of a text; thousands separators are dropped, a typographic minus is a minus."""
+    numbers = _NUMBER.findall(text.replace("\u2212", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+def parse_number(text: str) -> Decimal | None:
+    """The text as one number, or None where it is anything else."""
+    text = text.strip().replace("\u2212", "-")
+    return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
+
+
+def last_number(response: str, answer: str, metadata: Metadata) -> float:
+    """1 where the last number of the response equals the answer as a number (5.0 is 5).
+
+    Raises:
+        ValueError: the answer is not one number.
+    """
+    expected = parse_number(answer)
+    if expected is None:
+        raise ValueError(f"the answer is not a number: {answer[:80]!r}")
+    return float(find_last_number(response) == expected)
+
+
+def regex(response: str, answer: str, metadata: Metadata, *, pattern: str, full: bool = True) -> float:
+    """1 where `pattern` matches the whole response (`full`), or any part of it: a reward for the format."""
+    match = re.fullmatch(pattern, response) if full else re.search(pattern, response)
+    return float(match is not None)
+
+
+Unit = Literal["characters", "words", "tokens"]
+
+
+def _size(response: str, metadata: Metadata, unit: Unit) -> int:
+    if unit == "characters":
+        return len(response)
+    if unit == "words":
+        return len(response.split())
+    if unit == "tokens":
+        return int(metadata["sample"]["response_tokens"])
+    raise ValueError(f"unit is characters, words or tokens, not {unit!r}")
+
+
+def length(
+    response: str, answer: str, metadata: Metadata, *, target: int, tolerance: int, unit: Unit = "characters"
+) -> float:
+    """1 at `target`, falling linearly on both sides to 0 at `tolerance` away from it."""
+    if tolerance <= 0:
+        raise ValueError(f"tolerance must be positive, not {tolerance}")
+    return max(0.0, 1.0 - abs(_size(response, metadata, unit) - target) / tolerance)
+
+
+def overlong(
+    response: str, answer: str, metadata: Metadata, *, limit: int, buffer: int, unit: Unit = "tokens"
+) -> float:
+    """0 up to `limit - buffer`, falling linearly to -1 at `limit`: the soft overlong punishment of DAPO
+    (arXiv 2503.14476, equation 13)."""
+    if buffer <= 0:
+        raise ValueError(f"buffer must be positive, not {buffer}")
+    excess = _size(response, metadata, unit) - (limit - buffer)
+    return -min(1.0, max(0.0, excess / buffer))
+
+
+def letter_share(response: str, answer: str, metadata: Metadata, *, letters: str, ignore_case: bool = False) -> float:
+    """Share of the response's characters that are in `letters`; 0 for an empty response. Dense: good for trials."""
+    if ignore_case:
+        response, letters = response.casefold(), letters.casefold()
+    wanted = frozenset(letters)
+    return sum(character in wanted for character in response) / len(response) if response else 0.0

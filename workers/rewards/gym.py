@@ -1,0 +1,139 @@
+"""reasoning-gym's own scorers, fed with the final answer instead of the whole text."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from reasoning_gym.factory import get_score_answer_fn
+
+from workers.rewards.functions import find_last_number, parse_number
+
+Entry = dict[str, Any]
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+_NAMED = re.compile(r"\banswer(?:\s+is\b\s*:?|\s*[:=])\s*", re.IGNORECASE)
+
+# Families whose scorer evaluates the answer as Python ("python": `eval`; "sympy": `parse_expr`, which is `eval` too).
+# What the model wrote must never run, so these see an answer only if it is a plain literal or formula.
+_EVALUATED = {
+    "binary_matrix": "python",
+    "countdown": "sympy",
+    "intermediate_integration": "sympy",
+    "n_queens": "python",
+    "polynomial_multiplication": "sympy",
+    "puzzle24": "sympy",
+    "simple_integration": "sympy",
+    "spiral_matrix": "python",
+    "string_insertion": "python",
+}
+_FORMULA_CALLS = frozenset(
+    ("Abs", "acos", "asin", "atan", "cos", "cosh", "exp", "log", "sin", "sinh", "sqrt", "tan", "tanh")
+)
+_FORMULA_NODES = (
+    ast.Expression,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.operator,
+    ast.unaryop,
+    ast.Name,
+    ast.Load,
+    ast.Tuple,
+    ast.List,
+)
+
+_TRUSTED: set[str] = set()  # families whose scorer was seen to accept an entry's own answer
+
+
+def final_answer(response: str, expected: str | None) -> str:
+    """What a response gives as its answer, in the form of `expected`.
+
+    The last of: <answer> tags, \\boxed{}, "the answer is ..."; where there is none of these, the whole text if
+    `expected` has several lines or is not known, else the last line. Where `expected` is a number, the last number
+    of that.
+    """
+    lines = expected is None or "\n" in expected.strip()
+    named = _NAMED.split(response)
+    if marked := _TAGGED.findall(response) or _BOXED.findall(response):
+        text = marked[-1].strip()
+    elif len(named) > 1:
+        text = named[-1].strip() if lines else named[-1].strip().partition("\n")[0].strip()
+    else:
+        text = response.strip() if lines else response.strip().rpartition("\n")[2].strip()
+    if expected is None:
+        return text
+    if (wanted := parse_number(expected)) is not None:
+        number = find_last_number(text)
+        # The expected number's own spelling, so that a scorer which compares text takes 5.0 for 5.
+        return "" if number is None else expected.strip() if number == wanted else str(number)
+    text = text.strip("*").strip()
+    return text if expected.rstrip().endswith(".") else text.rstrip(".")
+
+
+def is_formula(text: str, strings: bool = False) -> bool:
+    """Whether evaluating a text as a Python expression can do no more than arithmetic.
+
+    True for numbers, names, operators, lists and calls of a few mathematical functions; string constants only with
+    `strings` (sympy evaluates those a second time).
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(text.strip(), mode="eval")))
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    constants = (int, float, str) if strings else (int, float)
+    for node in nodes:
+        if isinstance(node, ast.Constant):
+            if not isinstance(node.value, constants):
+                return False
+        elif isinstance(node, ast.Call):
+            if node.keywords or not isinstance(node.func, ast.Name) or node.func.id not in _FORMULA_CALLS:
+                return False
+        elif not isinstance(node, _FORMULA_NODES):
+            return False
+    return True
+
+
+@functools.cache
+def _scorer(family: str) -> Callable[[str, Entry], float]:
+    return get_score_answer_fn(family)  # pyright: ignore[reportReturnType]  (annotated without its arguments)
+
+
+def is_credit_for_containing(score: float, given: str, expected: str) -> bool:
+    """Whether a score below 1 is the share of the answer that happens to be the expected text.
+
+    Many families fall back on that, so that "15" scores a half where "5" is right.
+    """
+    pairs = ((given, expected), (given.replace(",", ""), expected.replace(",", "")))
+    return score < 1.0 and any(right in left and math.isclose(score, len(right) / len(left)) for left, right in pairs)
+
+
+def reasoning_gym(response: str, answer: str, metadata: dict[str, Any]) -> float:
+    """The score that the task's own family gives to the response's final answer.
+
+    `metadata["recipe"]` is the family and `metadata["entry"]` the item as it made it: question, answer and metadata.
+
+    Raises:
+        KeyError: one of the two is missing.
+        ValueError: the family is unknown, or its scorer does not work on entries that came through JSON.
+    """
+    entry: Entry = metadata["entry"]
+    family: str = metadata["recipe"]
+    expected: str | None = entry["answer"]
+    given = final_answer(response, expected)
+    kind = _EVALUATED.get(family)
+    if kind and (expected is None or given != expected.strip()) and not is_formula(given, strings=kind == "python"):
+        return 0.0
+    score = _scorer(family)(given, entry)
+    if expected is not None and is_credit_for_containing(score, given, expected.strip()):
+        return 0.0
+    if score < 1.0 and expected is not None and family not in _TRUSTED:
+        # Some scorers compare tuples, which JSON has made lists of: they would call every answer wrong.
+        if _scorer(family)(expected, entry) < 1.0:
+            raise ValueError(f"the scorer of {family!r} does not accept the answer its own entry gives")
+        _TRUSTED.add(family)
+    return score

@@ -1,0 +1,51 @@
+"""From a row of the prompt pool to token ids, or to a reason why not; and the seed of each sample. Pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptRefused(ValueError):
+    """This prompt cannot be used; others can."""
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: str, longest: int) -> list[int]:
+    """Token ids of a chat (JSON list of {"role", "content"}) up to and including the opening of the answer.
+
+    Raises PromptRefused, saying why, for anything that does not become between 1 and `longest` tokens.
+    """
+    try:
+        turns = json.loads(messages)
+    except ValueError as error:
+        raise PromptRefused(f"messages are not JSON: {error}") from error
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in turns
+    ):
+        raise PromptRefused("messages are not a list of {role, content} with text")
+    if not any(turn["content"].strip() for turn in turns if turn["role"] != "system"):
+        raise PromptRefused("the prompt is empty")
+    try:
+        json.dumps(turns, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise PromptRefused("the prompt has a lone surrogate, which no text can have") from error
+    try:
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(str(text), add_special_tokens=False)["input_ids"]
+    except Exception as error:  # a chat template is a program of the model's author
+        raise PromptRefused(f"{type(error).__name__}: {error}") from error
+    if not isinstance(ids, list) or not 1 <= len(ids) <= longest:
+        count = len(ids) if isinstance(ids, list) else 0
+        raise PromptRefused(f"the prompt has {count} tokens; 1 to {longest} fit beside the longest response")
+    return ids
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Seed of sample `index` of a group, 63 bits. Hashed, because vLLM's own (seed + index) overlaps between groups."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,202 @@
+"""Arrow list columns to torch and back, without a Python loop over tokens.
+
+A ragged column is one flat tensor of values and one of lengths. Losses and advantages work on that form: 1-D
+tensors over all response tokens of a micro-batch, with `sequence` telling which sequence a token belongs to.
+Only the model itself sees a padded batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from workers.messages import IDENTITY, SCHEMA_VERSION, TRAIN
+
+FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different length, flat. `values`: 1-D of sum(lengths) entries; `lengths`: int64, one per row."""
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """Where each row starts in `values`."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    def sequence(self) -> torch.Tensor:
+        """The row number of every value."""
+        return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
+
+    def within(self) -> torch.Tensor:
+        """The position of every value within its row."""
+        return torch.arange(len(self.values)) - torch.repeat_interleave(self.starts, self.lengths)
+
+    def take(self, rows: torch.Tensor) -> Ragged:
+        """The given rows (int64, may repeat), in that order."""
+        lengths = self.lengths[rows]
+        offset = self.starts[rows] - (lengths.cumsum(0) - lengths)
+        return Ragged(self.values[torch.arange(int(lengths.sum())) + torch.repeat_interleave(offset, lengths)], lengths)
+
+
+def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
+    """A list column as a `Ragged`. Integers become int64, floats float32, booleans bool.
+
+    Raises ValueError where the column is not of lists, or a row, or an entry of one, is null.
+    """
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if not isinstance(array, pa.ListArray):
+        raise ValueError(f"a column of lists is needed, this one is of {array.type}")
+    flat = array.flatten()
+    if array.null_count or flat.null_count:
+        raise ValueError("a list column has nulls where numbers are needed")
+    values = flat.to_numpy(zero_copy_only=False)
+    kind = {"i": np.int64, "f": np.float32, "b": np.bool_}[values.dtype.kind]
+    lengths = np.diff(array.offsets.to_numpy()).astype(np.int64)
+    return Ragged(torch.from_numpy(np.array(values, dtype=kind)), torch.from_numpy(lengths))
+
+
+def list_column(values: torch.Tensor, lengths: torch.Tensor, dtype: pa.DataType) -> pa.Array:
+    """A flat tensor and row lengths as an Arrow list column with values of `dtype`."""
+    if int(lengths.sum()) != len(values):
+        raise ValueError(f"{len(values)} values do not fill rows of {int(lengths.sum())} in all")
+    offsets = pa.array(np.concatenate([[0], lengths.cpu().numpy().cumsum()]), pa.int32())
+    return pa.ListArray.from_arrays(offsets, pa.array(values.detach().cpu().numpy()).cast(dtype))
+
+
+def score_table(column: str, rows: pa.Table, values: torch.Tensor, lengths: torch.Tensor) -> pa.Table:
+    """A `messages.token_scores` table: the identity of `rows` and, under `column`, their flat float values."""
+    floats = list_column(values.float(), lengths, pa.float32())
+    schema = pa.schema(
+        [*IDENTITY, pa.field(column, floats.type, nullable=False)], metadata={"troupe_schema": SCHEMA_VERSION}
+    )
+    identity = [rows.column(name).combine_chunks() for name in IDENTITY_NAMES]
+    return pa.Table.from_arrays([*identity, floats], schema=schema)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One right-padded micro-batch of B sequences, L wide, with T response tokens in all.
+
+    Padding stands to the right and is masked, so a sequence's results do not depend on its neighbours.
+    """
+
+    input_ids: torch.Tensor
+    """int64 [B, L]."""
+    attention_mask: torch.Tensor
+    """int64 [B, L]: 1 on tokens, 0 on padding."""
+    positions: torch.Tensor
+    """int64 [T]: index into the flattened B*L tokens of the one that predicts each response token."""
+    targets: torch.Tensor
+    """int64 [T]: the response tokens."""
+    sequence: torch.Tensor
+    """int64 [T]: which of the B sequences each response token belongs to."""
+    lengths: torch.Tensor
+    """int64 [B]: response tokens of each sequence."""
+    loss_mask: torch.Tensor
+    """bool [T]: False where the policy did not sample the token."""
+    rows: torch.Tensor
+    """int64 [B]: row numbers in the table the batch was cut from."""
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """The same batch on `device`."""
+        return TokenBatch(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
+
+
+def filler_batch() -> TokenBatch:
+    """One token and no response: what a rank runs when it has no rows, so that collectives stay in step."""
+    none = torch.zeros(0, dtype=torch.int64)
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    return TokenBatch(
+        input_ids=one,
+        attention_mask=torch.ones_like(one),
+        positions=none,
+        targets=none,
+        sequence=none,
+        lengths=torch.zeros(1, dtype=torch.int64),
+        loss_mask=none.bool(),
+        rows=none,
+    )
+
+
+class TokenTable:
+    """Prompt and response tokens of a ROLLOUTS or TRAIN table, ready to be cut into micro-batches."""
+
+    def __init__(self, table: pa.Table) -> None:
+        """Raises ValueError where a prompt is empty or a column's row lengths differ from the response's."""
+        self.table = table
+        self.prompts = ragged(table.column("prompt_ids"))
+        self.responses = ragged(table.column("response_ids"))
+        self.loss_mask = ragged(table.column("loss_mask"))
+        if len(self.prompts.lengths) and int(self.prompts.lengths.min()) == 0:
+            raise ValueError(f"{_name(table, int(self.prompts.lengths.argmin()))} has an empty prompt")
+        _same_lengths(table, "loss_mask", self.loss_mask, self.responses)
+        self._floats: dict[str, Ragged] = {}
+        for name in FLOAT_COLUMNS:
+            if name in table.column_names and table.column(name).null_count < max(1, table.num_rows):
+                self._floats[name] = ragged(table.column(name))
+                _same_lengths(table, name, self._floats[name], self.responses)
+
+    @classmethod
+    def concat(cls, tables: Sequence[pa.Table]) -> TokenTable:
+        """One table out of several; rows count through them in order. Columns that are not tokens are left out."""
+        names = [name for name in TRAIN.names if tables and name in tables[0].column_names]
+        if not tables:
+            return cls(TRAIN.empty_table())
+        return cls(pa.concat_tables([table.select(names) for table in tables]))
+
+    def batch(self, rows: Sequence[int]) -> TokenBatch:
+        """The padded micro-batch of the given rows; the filler batch if there are none."""
+        if not rows:
+            return filler_batch()
+        index = torch.tensor(rows, dtype=torch.int64)
+        prompts, responses = self.prompts.take(index), self.responses.take(index)
+        width = int((prompts.lengths + responses.lengths).max())
+        input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+        sequence = responses.sequence()
+        columns = prompts.lengths[sequence] + responses.within()
+        input_ids[prompts.sequence(), prompts.within()] = prompts.values
+        input_ids[sequence, columns] = responses.values
+        total = (prompts.lengths + responses.lengths)[:, None]
+        return TokenBatch(
+            input_ids=input_ids,
+            attention_mask=(torch.arange(width)[None, :] < total).long(),
+            positions=sequence * width + columns - 1,
+            targets=responses.values,
+            sequence=sequence,
+            lengths=responses.lengths,
+            loss_mask=self.loss_mask.take(index).values,
+            rows=index,
+        )
+
+    def batches(self, micro_batches: Sequence[Sequence[int]]) -> Iterator[TokenBatch]:
+        """The padded micro-batches of a plan, one after the other."""
+        return (self.batch(rows) for rows in micro_batches)
+
+    def floats(self, name: str, batch: TokenBatch) -> torch.Tensor | None:
+        """float32 [T] of column `name` for the response tokens of `batch`, on its device; None if it is absent."""
+        if name not in self._floats:
+            return None
+        return self._floats[name].take(batch.rows.cpu()).values.to(batch.targets.device)
+
+
+def _name(table: pa.Table, row: int) -> str:
+    return f"sample {table.column('prompt_uid')[row]}[{table.column('sample_index')[row]}]"
+
+
+def _same_lengths(table: pa.Table, name: str, column: Ragged, responses: Ragged) -> None:
+    wrong = (column.lengths != responses.lengths).nonzero().flatten()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"{_name(table, row)}: {name} has {int(column.lengths[row])} entries for "
+            f"{int(responses.lengths[row])} response tokens"
+        )

@@ -1,0 +1,71 @@
+"""What was sampled and what it scored, as Parquet files for people to read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from workers.messages import IDENTITY, REWARDS, ROLLOUTS
+
+_KEY = tuple(field.name for field in IDENTITY)
+_JUDGEMENT = tuple(name for name in REWARDS.names if name not in _KEY)
+
+Identity = tuple[str, int, int]
+
+
+def _identities(table: pa.Table) -> list[Identity]:
+    return list(zip(*(table[name].to_pylist() for name in _KEY), strict=True))
+
+
+def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
+    """Join ROLLOUTS and REWARDS tables, in any order and number, by (prompt_uid, sample_index, attempt).
+
+    Returns one row per row of the ROLLOUTS tables, in their order: their columns, then status, reward, components
+    and reward_spans.
+
+    Raises:
+        ValueError: a table is neither, an identity comes twice, or a sample has no reward row.
+    """
+    rollouts: list[pa.Table] = []
+    rewards: list[pa.Table] = []
+    for table in tables:
+        kinds = [(ROLLOUTS, rollouts), (REWARDS, rewards)]
+        found = [parts for schema, parts in kinds if set(schema.names) <= set(table.column_names)]
+        if len(found) != 1:
+            raise ValueError(f"neither a rollouts nor a rewards table: it has the columns {table.column_names}")
+        found[0].append(table)
+    samples = pa.concat_tables(rollouts) if rollouts else ROLLOUTS.empty_table()
+    judged = pa.concat_tables(rewards) if rewards else REWARDS.empty_table()
+    rows: dict[Identity, int] = {identity: row for row, identity in enumerate(_identities(judged))}
+    wanted = _identities(samples)
+    if len(rows) != judged.num_rows or len(set(wanted)) != len(wanted):
+        raise ValueError("a sample comes twice")
+    if missing := [identity for identity in wanted if identity not in rows]:
+        raise ValueError(f"{len(missing)} samples have no reward row, the first is {missing[0]}")
+    judged = judged.take(pa.array([rows[identity] for identity in wanted], pa.int64()))
+    for name in _JUDGEMENT:
+        samples = samples.append_column(judged.schema.field(name), judged[name])
+    return samples
+
+
+def write_trajectories(path: str | Path, tables: Sequence[pa.Table]) -> int:
+    """Write samples with their rewards to one Parquet file, which is there whole or not at all; returns its rows.
+
+    Raises:
+        ValueError: see :func:`join_rewards`.
+        OSError: the file cannot be written.
+    """
+    table = join_rewards(tables)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(table, unfinished, compression="zstd")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return table.num_rows

@@ -1,0 +1,349 @@
+"""One version of the policy's weights as a file in shared memory: written once, verified, mapped by every engine.
+
+The payload is the raw bytes of all tensors one after another, each at a multiple of 64 bytes, gaps zero. The digest is
+xxh3-128 over the payload followed by the names, types and shapes. One file serves all versions: its pages stay warm,
+and writing to fresh shared memory costs several times as much.
+
+Writer and readers exclude each other by `flock`, which the kernel releases when a process dies. A publisher that finds
+a reader still at the previous version leaves that file to it and goes on in a new one of the same name.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import math
+import mmap
+import os
+import re
+import socket
+import stat
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from workers.messages import TensorSpec, WeightUpdate
+
+ALIGNMENT = 64
+_CHUNK = 1 << 20  # hashed and written while it is in the core's cache
+_FILE_NAME = re.compile(r"troupe-(?P<run_id>[A-Za-z0-9_.-]+)-(?P<pid>\d+)-\d+\.weights")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+_serial = itertools.count()
+_lifelines: dict[str, IO[bytes]] = {}
+"""By file, our end of the pipe of `remove_at_death`; when it closes, the file is removed."""
+
+Bytes = npt.NDArray[np.uint8]
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+WeightSource = NamedTensors | Callable[[], NamedTensors]
+"""Names and tensors that can be iterated once per version, or a function that gives them."""
+
+
+class WeightDigestMismatch(RuntimeError):
+    """The weights that arrived are not the ones that were published."""
+
+    def __init__(self, name: str, expected: str, got: str) -> None:
+        """`name`: the file or the engine; `expected`, `got`: digests, or what is there instead of one."""
+        super().__init__(name, expected, got)
+        self.name, self.expected, self.got = name, expected, got
+
+    def __str__(self) -> str:
+        return f"{self.name}: weights have digest {self.got}, published was {self.expected}"
+
+
+class WeightFileRefused(RuntimeError):
+    """The file is not one that Troupe wrote for this user, or its description contradicts itself."""
+
+
+def shared_directory(nbytes: int = 0) -> Path:
+    """Where weight files go: /dev/shm where it is writable and has `nbytes` to spare, else the temporary directory."""
+    shm = Path("/dev/shm")
+    if os.access(shm, os.W_OK):
+        free = os.statvfs(shm)
+        if free.f_bavail * free.f_frsize >= nbytes:
+            return shm
+    return Path(tempfile.gettempdir())
+
+
+class WeightPublisher:
+    """Writes each version of `source` into one reused file."""
+
+    def __init__(self, source: WeightSource, directory: Path, run_id: str, writes: bool = True) -> None:
+        """`source` is iterated once per version and decides what is sent: a tied weight must come once, under one name.
+
+        Where iterating is a collective (ZeRO-3 gathers parameter by parameter), every rank has a publisher and all but
+        one have `writes=False`: those iterate and write nothing. Files that dead processes of the same run left behind
+        are removed.
+
+        Raises ValueError where `run_id` cannot be part of a file name.
+        """
+        path = directory / f"troupe-{run_id}-{os.getpid()}-{next(_serial)}.weights"
+        if not _FILE_NAME.fullmatch(path.name):
+            raise ValueError(f"run id {run_id!r} may only have letters, digits, '_', '.' and '-'")
+        self._source = source
+        self._path = path
+        self._writes = writes
+        if writes:
+            remove_stale(directory, run_id)
+            remove_at_death(path)
+
+    def publish(self, version: int) -> WeightUpdate | None:
+        """Write all tensors; returns their layout and digest (None where this rank only iterates).
+
+        Raises ValueError for an empty source or a name that comes twice, OSError (with the path) where the file cannot
+        be written.
+        """
+        source = self._source() if callable(self._source) else self._source
+        if not self._writes:
+            for _ in source:
+                pass
+            return None
+        specs: list[TensorSpec] = []
+        names: set[str] = set()
+        with _open_for_writing(self._path) as fd:
+            payload = _PayloadWriter(fd, self._path)
+            for name, tensor in source:
+                if name in names:
+                    raise ValueError(f"{name} comes twice from the weight source")
+                names.add(name)
+                data = _host_bytes(tensor)
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                specs.append(TensorSpec(name, dtype, tuple(tensor.shape), payload.size, data.nbytes))
+                payload.append(data)
+        if not specs:
+            raise ValueError("the weight source is empty (is it an iterator that was used up?)")
+        digest = _finish_digest(payload.hash, specs)
+        return WeightUpdate(version, digest, str(self._path), socket.gethostname(), tuple(specs), payload.size)
+
+    def close(self) -> None:
+        """Remove the file; engines that have it mapped keep their view."""
+        if self._writes:
+            retire(self._path)
+
+
+class MappedWeights:
+    """A weight file, mapped read-only. Nothing is trusted before :meth:`verify`."""
+
+    def __init__(self, update: WeightUpdate, payload: Bytes) -> None:
+        """`payload`: [update.nbytes] view of the mapping, which lives as long as any view of it."""
+        self.update = update
+        self.payload = payload
+
+    def verify(self) -> None:
+        """Raise :class:`WeightDigestMismatch` unless payload and description are what was published."""
+        got = _finish_digest(xxhash.xxh3_128(self.payload.data), self.update.tensors)
+        if got != self.update.digest:
+            raise WeightDigestMismatch(self.update.path, self.update.digest, got)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, without a copy; writing to one would crash the process.
+
+        Raises :class:`WeightFileRefused` for a description that does not fit the payload.
+        """
+        with warnings.catch_warnings():  # torch has no read-only tensors and says so
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            payload = torch.from_numpy(self.payload)
+        for spec in self.update.tensors:
+            dtype = _DTYPES.get(spec.dtype)
+            end = spec.offset + spec.nbytes
+            fits = 0 <= spec.offset <= end <= self.payload.nbytes and spec.offset % ALIGNMENT == 0
+            if dtype is None or not fits or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
+                raise WeightFileRefused(f"{self.update.path}: impossible description {spec}")
+            yield spec.name, payload[spec.offset : end].view(dtype).view(spec.shape)
+
+
+@contextmanager
+def open_weights(update: WeightUpdate) -> Iterator[MappedWeights]:
+    """Map the file of `update` and keep its publisher out until the context ends.
+
+    Raises :class:`WeightFileRefused` for a link or a file of somebody else, :class:`WeightDigestMismatch` for one that
+    is too short, FileNotFoundError, and BlockingIOError where the publisher is writing it.
+    """
+    fd = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC | _no_links(update.path))
+    try:
+        size = _checked_size(fd, update.path)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if size < update.nbytes:
+            raise WeightDigestMismatch(update.path, update.digest, f"none: {size} of {update.nbytes} bytes")
+        # Populating the mapping at once is three times faster than a fault per page.
+        mapping = mmap.mmap(fd, update.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        yield MappedWeights(update, np.frombuffer(mapping, np.uint8))
+    finally:
+        os.close(fd)
+
+
+def verify(update: WeightUpdate) -> None:
+    """Raise :class:`WeightDigestMismatch` unless the file holds what was published (see :func:`open_weights`)."""
+    with open_weights(update) as weights:
+        weights.verify()
+
+
+def read_weights(update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and zero-copy tensors of a verified file; use them before the iterator ends (see :func:`open_weights`)."""
+    with open_weights(update) as weights:
+        weights.verify()
+        yield from weights.tensors()
+
+
+def read_payload(update: WeightUpdate) -> Bytes:
+    """[nbytes] view of the verified payload, to be sent to another node before the next version is published."""
+    with open_weights(update) as weights:
+        weights.verify()
+        return weights.payload
+
+
+def write_payload(update: WeightUpdate, payload: Bytes) -> None:
+    """Make the file of `update` on this node from its bytes. Whoever calls this removes the file in the end.
+
+    Raises ValueError where `payload` has the wrong size, :class:`WeightFileRefused` for a path that is not a weight
+    file's.
+    """
+    path = Path(update.path)
+    if payload.nbytes != update.nbytes:
+        raise ValueError(f"{payload.nbytes} bytes of weights came, {update.nbytes} were announced")
+    if not _FILE_NAME.fullmatch(path.name):
+        raise WeightFileRefused(f"{path} is not the name of a weight file")
+    with _open_for_writing(path) as fd:
+        _PayloadWriter(fd, path).append(payload)
+
+
+def remove(path: str | Path) -> None:
+    """Remove a weight file, if it is still there."""
+    Path(path).unlink(missing_ok=True)
+
+
+def remove_at_death(path: str | Path) -> None:
+    """Have a file removed as soon as this process is gone, also by kill -9: then its end of a pipe closes, and a
+    process that waits for that does it. It is no child of this process, so that nobody ends it with its parent."""
+    script = 'exec 3<&0; (while read -r _ <&3; do :; done; rm -f -- "$0") >/dev/null 2>&1 &'
+    guard = subprocess.Popen(["/bin/sh", "-c", script, str(path)], stdin=subprocess.PIPE, start_new_session=True)
+    guard.wait()
+    if guard.stdin is not None:
+        _lifelines[str(path)] = guard.stdin
+
+
+def retire(path: str | Path) -> None:
+    """Remove a weight file whose name will not be used again, and let its guard go."""
+    remove(path)
+    lifeline = _lifelines.pop(str(path), None)
+    if lifeline is not None:
+        lifeline.close()
+
+
+def remove_stale(directory: Path, run_id: str) -> list[Path]:
+    """Remove this user's files of run `run_id` whose publisher on this machine is dead; returns what was removed."""
+    removed = []
+    for path in directory.glob("troupe-*.weights"):
+        parts = _FILE_NAME.fullmatch(path.name)
+        if parts is None or parts["run_id"] != run_id or _alive(int(parts["pid"])):
+            continue
+        if path.lstat().st_uid == os.geteuid():
+            remove(path)
+            removed.append(path)
+    return removed
+
+
+class _PayloadWriter:
+    """Appends to an open file and hashes on the way, so that the bytes cross the memory bus once."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self._path = path
+        self.size = 0
+        self.hash = xxhash.xxh3_128()
+
+    def append(self, data: Bytes) -> None:
+        """Write `data` and zeros up to the next multiple of ALIGNMENT."""
+        for start in range(0, data.nbytes, _CHUNK):
+            self._write(data[start : start + _CHUNK])
+        self._write(np.zeros(-self.size % ALIGNMENT, np.uint8))
+
+    def _write(self, data: Bytes) -> None:
+        rest = data.data
+        self.hash.update(rest)
+        while rest:
+            try:
+                written = os.pwrite(self._fd, rest, self.size)
+            except OSError as error:
+                raise OSError(error.errno, f"cannot write weights: {error.strerror}", str(self._path)) from error
+            self.size += written
+            rest = rest[written:]
+
+
+@contextmanager
+def _open_for_writing(path: Path) -> Iterator[int]:
+    """The file at `path`, of this user alone, locked; a new one where a reader still has the old one."""
+    fd = _create(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        remove(path)
+        fd = _create(path)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _create(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | _no_links(path), 0o600)
+    try:
+        _checked_size(fd, path)
+    except WeightFileRefused:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _no_links(path: str | Path) -> int:
+    """The flag that makes `open` refuse links; checked first for an error that says so."""
+    if os.path.islink(path):
+        raise WeightFileRefused(f"{path} is a symbolic link")
+    return os.O_NOFOLLOW
+
+
+def _checked_size(fd: int, path: str | Path) -> int:
+    """Size in bytes of an open file, which must be a regular one that only this user can open."""
+    status = os.fstat(fd)
+    private = stat.S_IMODE(status.st_mode) & 0o077 == 0
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not private:
+        raise WeightFileRefused(f"{path} is not a private file of this user")
+    return status.st_size
+
+
+def _host_bytes(tensor: torch.Tensor) -> Bytes:
+    """[nbytes] bytes of a tensor on any device, without a copy where it is contiguous in host memory."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).cpu().numpy()
+
+
+def _finish_digest(payload_hash: xxhash.xxh3_128, specs: Sequence[TensorSpec]) -> str:
+    description = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
+    payload_hash.update(json.dumps(description).encode())
+    return payload_hash.hexdigest()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    return True
