@@ -32,7 +32,6 @@ def submit_spec(spec: Spec, address: str, *, follow: bool, working_dir: Path | N
     The job gets the spec with every relative path made absolute, because its working directory is another one.
     Raises TroupeError when the job server does not answer.
     """
-    _use_token()
     from ray.job_submission import JobStatus, JobSubmissionClient
 
     if not address.startswith(("http://", "https://")):
@@ -42,7 +41,7 @@ def submit_spec(spec: Spec, address: str, *, follow: bool, working_dir: Path | N
         file = folder / f".troupe-{spec.name}.yaml"
         try:
             file.write_text(yaml.safe_dump(absolute_paths(spec.model_dump(mode="json")), sort_keys=False))
-            client = JobSubmissionClient(address)
+            client = JobSubmissionClient(address, headers=token_header())
             job = _submit_when_ready(
                 client,
                 entrypoint=entrypoint(file.name),
@@ -104,11 +103,17 @@ def absolute_paths(document: dict[str, Any]) -> dict[str, Any]:
     return walk(document, "")
 
 
-def _use_token() -> None:
-    """Let Ray's job client send the token, where there is one: unlike `ray.init` it does so only when told."""
+def token_header() -> dict[str, str]:
+    """Ray's token, where there is one, as the job server wants it: unlike `ray.init`, the job client has to be told.
+
+    Told by a header and not by RAY_AUTH_MODE, which Ray reads once at its import: a later change of it splits a process
+    from the clusters it starts.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return {}
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-    if "RAY_AUTH_TOKEN" in os.environ or file.is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    token = os.environ.get("RAY_AUTH_TOKEN") or (file.read_text().strip() if file.is_file() else "")
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 async def _tail(client: Any, job: str, echo: Echo) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from orchestrator.errors import TroupeError
-from orchestrator.jobs import absolute_paths, entrypoint, job_environment, submit_spec
+from orchestrator.jobs import absolute_paths, entrypoint, job_environment, submit_spec, token_header
 from orchestrator.spec import load_spec
 from tests.conftest import ROOT
 
@@ -77,3 +78,20 @@ def test_a_job_server_that_does_not_answer_costs_one_line(tmp_path: Path, addres
         submit_spec(load_spec(GRPO), address, follow=False, working_dir=tmp_path, echo=lambda _: None)
     assert str(caught.value) == f"--address {address}: {said}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_token_comes_from_the_environment_or_its_file_and_changes_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    assert token_header() == {}
+    file.write_text("of-the-file\n")
+    assert token_header() == {"Authorization": "Bearer of-the-file"}
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
+    assert token_header() == {"Authorization": "Bearer of-the-environment"}
+    assert "RAY_AUTH_MODE" not in os.environ  # Ray reads it once: set now, this process could start no cluster
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert token_header() == {}

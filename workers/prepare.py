@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 
 from workers.advantages import explained_variance, gae, group_advantages, shaped_rewards, uniform_groups, whiten
@@ -92,7 +91,7 @@ class _Batch:
         self.scores = {name: self._column(name, table).values for name, table in scores.items()}
         self.reward = torch.tensor(rewards.column("reward").to_pylist(), dtype=torch.double)
         _require_finite(keep, "reward", self.reward, torch.ones(len(keep), dtype=torch.int64))
-        self.has_process_rewards = pc.max(pc.list_value_length(rewards.column("reward_spans"))).as_py() > 0
+        self.has_process_rewards = any(rewards.column("reward_spans").to_pylist())
         uids = [uid for uid, _ in keep]
         number = {uid: position for position, uid in enumerate(dict.fromkeys(uids))}
         self.groups = torch.tensor([number[uid] for uid in uids])

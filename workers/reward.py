@@ -193,5 +193,5 @@ def _check_group(rollouts: pa.Table) -> pa.Table:
 
 def _samples(rollouts: pa.Table) -> list[Sample]:
     rows = rollouts.select(["response", "answer", "metadata", "finish_reason"]).to_pylist()
-    tokens = pc.list_value_length(rollouts["response_ids"]).to_numpy()
+    tokens = pc.call_function("list_value_length", [rollouts["response_ids"]]).to_numpy()
     return [Sample(**row, response_tokens=int(count)) for row, count in zip(rows, tokens, strict=True)]

@@ -25,6 +25,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="head-", ignore_cleanup_errors=True) as scratch:
         arguments = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
         arguments += [f"--dashboard-port={dashboard}", "--num-cpus=4", f"--temp-dir={scratch}", "--disable-usage-stats"]
+        # The agent that takes jobs listens on a fixed port unless told; another head's agent may linger there.
+        arguments += [f"--dashboard-agent-listen-port={free_port()}"]
         with running(Command(tmp_path_factory.mktemp("head"), arguments)) as command:
             url = f"http://127.0.0.1:{dashboard}"
             command.until(lambda: answers(url), "answering", HEAD_TIMEOUT_S)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -41,7 +40,7 @@ from workers.messages import RankPlan, UpdateMetrics
 from workers.modeling import CHUNK_LOGITS, CausalLogprobs, load_causal, score
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceConfig, ReferenceWorker
-from workers.tensors import TokenTable
+from workers.tensors import TokenTable, ragged
 from workers.weight_file import read_weights
 
 pytestmark = pytest.mark.real
@@ -216,7 +215,7 @@ class Scenario:
         worker.build()
         plan, table = plans(self.layout, self.rank), batch()
         _, values = worker.compute_values(plan, table)
-        self.note(f"values-{stage}", pc.list_flatten(values["values"]).to_pylist())
+        self.note(f"values-{stage}", ragged(values["values"]).values.tolist())
         errors = [worker.update(plan, table).values["value_error"] for _ in range(8)]
         self.note(f"value-errors-{stage}", errors)
         self.keep(f"critic-{stage}", weights_of(worker))
