@@ -1,4 +1,4 @@
-"""The table of algorithms: which roles each needs and what its defaults are.
+"""The algorithm section of a spec, and what it becomes with a row of the table (`orchestrator/algorithm_table.py`).
 
 A row is data. The loop, the advantages and the losses know no algorithm by name: they read the configurations that
 :func:`policy_loss`, :func:`advantage` and :func:`critic_loss` make of a row and the spec's own settings.
@@ -7,74 +7,36 @@ A row is data. The loop, the advantages and the losses know no algorithm by name
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from orchestrator.algorithm_table import ALGORITHMS, Algorithm, KlPenalty
 from workers.config import AdvantageConfig, CriticLossConfig, Frozen, ImportanceConfig, PolicyLossConfig
 
-OptionalRole = Literal["critic", "reference"]
-KlPlacement = Literal["loss", "reward"]
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """One row: what the algorithm needs besides rollout, policy and reward, and its defaults."""
-
-    name: str
-    summary: str
-    source: str
-    """Paper the defaults follow."""
-    required: frozenset[OptionalRole]
-    forbidden: frozenset[OptionalRole]
-    group_size: int
-    min_group_size: int
-    kl_in: KlPlacement
-    """Where the KL-to-reference term goes: into the loss, or into every token's reward."""
-    advantage: AdvantageConfig
-    loss: PolicyLossConfig
-    critic_loss: CriticLossConfig | None = None
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    row.name: row
-    for row in (
-        Algorithm(
-            name="grpo",
-            summary="Every reward is judged against the other samples of its group; no critic.",
-            source="DeepSeekMath, arXiv 2402.03300, eq. 3 and 4",
-            required=frozenset(),
-            forbidden=frozenset({"critic"}),
-            group_size=8,
-            min_group_size=2,
-            kl_in="loss",
-            advantage=AdvantageConfig(estimator="group", normalize_by_std=True, whiten=False),
-            loss=PolicyLossConfig(kl_estimator="k3", aggregation="sequence_mean"),
-        ),
-        Algorithm(
-            name="ppo",
-            summary="A critic's values give advantages per token (GAE); KL to the reference is part of the reward.",
-            source="PPO, arXiv 1707.06347; RLHF form: InstructGPT, arXiv 2203.02155",
-            required=frozenset({"critic"}),
-            forbidden=frozenset(),
-            group_size=1,
-            min_group_size=1,
-            kl_in="reward",
-            advantage=AdvantageConfig(estimator="gae", gamma=1.0, gae_lambda=0.95, whiten=True, kl_coef=0.05),
-            loss=PolicyLossConfig(kl_estimator="k1", aggregation="token_mean"),
-            critic_loss=CriticLossConfig(value_clip=0.2),
-        ),
-    )
-}
-
+_TOKEN_REWARDS = frozenset({"gamma", "whiten", "reward_clip", "reward_scale", "advantage_clip"})
 ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
     "group": frozenset({"normalize_by_std"}),
-    "gae": frozenset({"gamma", "gae_lambda", "whiten", "reward_clip"}),
+    "smooth_group": frozenset(),
+    "best_of_group": frozenset(),
+    "distill": frozenset(),
+    "returns": _TOKEN_REWARDS,
+    "gae": _TOKEN_REWARDS | {"gae_lambda"},
+    "n_step": _TOKEN_REWARDS | {"n_steps"},
 }
-"""Fields of the algorithm section that only one estimator reads."""
+"""Fields of the algorithm section that only some estimators read."""
+
+OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
+    "clip": frozenset({"clip_range", "clip_low", "clip_high", "dual_clip"}),
+    "cispo": frozenset({"clip_high"}),
+    "policy_gradient": frozenset(),
+    "kl_penalty": frozenset({"kl_old"}),
+}
+"""Fields of the algorithm section that only some objectives read."""
 
 CRITIC_OPTIONS = frozenset({"value_clip"})
+COMPARES = frozenset({"group", "smooth_group", "best_of_group"})
+"""Estimators for which a group of equal rewards may carry no signal, so that replacing it makes sense."""
 
 
 class KlConfig(Frozen):
@@ -85,6 +47,19 @@ class KlConfig(Frozen):
     role `reference`. With a reference and 0 the divergence is only measured."""
     estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of the KL term in the loss (Schulman, "Approximating KL divergence", 2020)."""
+    target: float | None = Field(default=None, gt=0.0)
+    """KL term in the reward: steer the coefficient so that a response's divergence comes out at this (nats)."""
+    horizon: int | None = Field(default=None, ge=1)
+    """Samples over which the steering takes effect (arXiv 1909.08593); 10000 where left out."""
+
+
+class KlOldConfig(Frozen):
+    """Penalty on KL(old || new) (ppo_penalty)."""
+
+    coef: float | None = Field(default=None, gt=0.0)
+    """Coefficient of the first update; it then follows the divergence."""
+    target: float | None = Field(default=None, gt=0.0)
+    """Divergence per token, in nats, that the coefficient steers for."""
 
 
 class AlgorithmConfig(Frozen):
@@ -104,22 +79,35 @@ class AlgorithmConfig(Frozen):
     """Bound on the loss where the advantage is negative (arXiv 1912.09729), above 1; 0 turns it off."""
     kl: KlConfig = KlConfig()
     """KL divergence from the reference model."""
+    kl_old: KlOldConfig | None = None
+    """Penalty on the divergence from the policy that sampled (ppo_penalty)."""
+    kl_stop: float | None = Field(default=None, ge=0.0)
+    """Leave out the rest of a step's updates once one finds KL(old || new) per token above this; 0 turns it off."""
     entropy_coef: float | None = Field(default=None, ge=0.0)
     """Weight of the entropy bonus."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
-    """How token losses become one number: every token weighs the same, every sequence does, or a constant divides."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant", "only_token_mean"] | None = None
+    """How token losses become one number: every token weighs the same, every sequence does, a constant divides, or the
+    sequences' means are added up."""
     importance: ImportanceConfig | None = None
     """Correction for the gap between the sampler and the trainer."""
     normalize_by_std: bool | None = None
     """Group estimator: divide by the group's standard deviation."""
+    dynamic_sampling: int | None = Field(default=None, ge=0)
+    """Replace groups whose rewards are all equal, at most this many for each group of a step; 0: train on them."""
     gamma: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Discount per token (gae)."""
+    """Discount per token."""
     gae_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
     """Exponential weight of longer returns (gae)."""
     whiten: bool | None = None
-    """Shift and scale advantages to mean 0, variance 1 over the batch's tokens (gae)."""
+    """Shift and scale advantages to mean 0, variance 1 over the batch's tokens."""
+    n_steps: int | None = Field(default=None, ge=1)
+    """Tokens whose rewards are summed before the critic's value stands in for the rest (actor_critic)."""
+    reward_scale: Literal["none", "batch", "running"] | None = None
+    """Shift and scale sequence rewards to mean 0, variance 1 over the batch, or over all batches so far."""
     reward_clip: float | None = Field(default=None, ge=0.0)
-    """Clip the sequence reward to plus or minus this (gae); 0 turns it off."""
+    """Clip the sequence reward to plus or minus this; 0 turns it off."""
+    advantage_clip: float | None = Field(default=None, ge=0.0)
+    """Clip advantages to plus or minus this; 0 turns it off."""
     value_clip: float | None = Field(default=None, ge=0.0)
     """Clip new values to old values plus or minus this (critic); 0 turns it off."""
 
@@ -128,7 +116,7 @@ class AlgorithmConfig(Frozen):
     def _known(cls, name: str) -> str:
         if name not in ALGORITHMS:
             near = difflib.get_close_matches(name, ALGORITHMS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(ALGORITHMS))}"
+            hint = f"did you mean '{near[0]}'?" if near else "`troupe algorithms` lists them"
             raise ValueError(f"no algorithm '{name[:60]}' ({hint})")
         return name
 
@@ -180,9 +168,28 @@ def advantage(config: AlgorithmConfig) -> AdvantageConfig:
         "gamma": config.gamma,
         "gae_lambda": config.gae_lambda,
         "whiten": config.whiten,
+        "n_steps": config.n_steps,
+        "reward_scale": config.reward_scale,
         "kl_coef": kl_coef(config) if row.kl_in == "reward" else 0.0,
+        "kl_target": config.kl.target,
+        "kl_horizon": config.kl.horizon,
     }
-    return AdvantageConfig(**_merge(row.advantage, given, reward_clip=config.reward_clip))
+    clips = {"reward_clip": config.reward_clip, "advantage_clip": config.advantage_clip}
+    return AdvantageConfig(**_merge(row.advantage, given, **clips))
+
+
+def kl_penalty(config: AlgorithmConfig) -> KlPenalty | None:
+    """The penalty on KL(old || new); None for an algorithm without one."""
+    default = row_of(config).kl_penalty
+    if default is None:
+        return None
+    given = config.kl_old or KlOldConfig()
+    return KlPenalty(given.coef or default.coef, given.target or default.target)
+
+
+def dynamic_sampling(config: AlgorithmConfig) -> int:
+    """Groups without signal that may be replaced, for each group of a step."""
+    return row_of(config).dynamic_sampling if config.dynamic_sampling is None else config.dynamic_sampling
 
 
 def critic_loss(config: AlgorithmConfig) -> CriticLossConfig | None:
@@ -197,6 +204,9 @@ def unused_options(config: AlgorithmConfig) -> list[str]:
     """Fields the spec sets and the algorithm does not read."""
     row = row_of(config)
     unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
+    unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
+    if row.advantage.estimator not in COMPARES:
+        unread |= {"dynamic_sampling"}
     if row.critic_loss is None:
         unread |= CRITIC_OPTIONS
     values = dict(config)

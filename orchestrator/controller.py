@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from orchestrator.algorithm_table import KlPenalty
 from orchestrator.batching import minibatches, plan_ranks, plan_update
 from orchestrator.checkpoint import MODEL, CheckpointStore
 from orchestrator.console import Console
@@ -22,8 +23,10 @@ from orchestrator.prompts import PromptSource
 from orchestrator.rollout_metrics import batch_metrics, mean_of
 from orchestrator.scheduler import RolloutScheduler
 from orchestrator.scoring import RewardPool, ScoredGroup
+from orchestrator.spec_sections import AlarmConfig
+from orchestrator.train_memory import TrainMemory
 from orchestrator.weight_sync import WeightSync
-from workers.messages import TrainSummary, UpdateMetrics
+from workers.messages import PrepareRequest, TrainSummary, UpdateMetrics
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,6 +56,12 @@ class TrainPlan:
     nonfinite_limit: int
     max_staleness: int
     trajectories: Path | None
+    kl_stop: float | None = None
+    """KL(old || new) per token above which the rest of a step's policy updates is left out."""
+    kl_penalty: KlPenalty | None = None
+    """Penalty on KL(old || new), where the objective has one."""
+    alarm: AlarmConfig | None = None
+    """When a rising reward looks bought."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,7 @@ class Controller:
         console: Console,
         stop: asyncio.Event,
         done: int = 0,
+        memory: TrainMemory | None = None,
     ) -> None:
         self.plan = plan
         self.cast = cast
@@ -122,6 +132,8 @@ class Controller:
         self._nonfinite_in_a_row = 0
         self._saved_at = done
         self._writing: asyncio.Task[object] | None = None
+        self._alarm = ""
+        self.memory = memory or TrainMemory(kl_old_coef=plan.kl_penalty.coef if plan.kl_penalty else 0.0)
 
     async def run(self) -> RunOutcome:
         """Train to the last step, or to the step during which a stop was asked for (then saved and left)."""
@@ -135,7 +147,7 @@ class Controller:
                 first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
             self.cast.scheduler.start()
             self._timers = PhaseTimers()
-            while self.version < self.plan.steps:
+            while self.version < self.plan.steps and not self._alarm_stops():
                 async with asyncio.timeout(self.plan.step_timeout_s):
                     last_eval = await self.step(self.version) or last_eval
         except StopRequested:
@@ -155,6 +167,10 @@ class Controller:
         return RunOutcome(
             self.version, self.version < self.plan.steps, first_eval, last_eval, books.counts(), books.drop_reasons()
         )
+
+    def _alarm_stops(self) -> bool:
+        """Whether the alarm ends the run; the steps done are kept, and a checkpoint is written as at any stop."""
+        return bool(self._alarm) and self.plan.alarm is not None and self.plan.alarm.action == "stop"
 
     async def step(self, step: int) -> dict[str, float]:
         """One step: gather a batch, prepare it, update on it, hand the weights over, write down what happened."""
@@ -197,33 +213,53 @@ class Controller:
             plans = plan_ranks(lengths, range(len(lengths)), policy.ranks, policy.micro_batch_tokens)
             scored = await policy.scatter_for_tables("compute_logprobs", plans, *rollouts, timeout_s=bound)
             tables += [table for _, table in scored]
+        request = self._prepare_request(groups)
+        summary, batch = await policy.workers[0].call_for_table("prepare", request, *tables, timeout_s=bound)
+        self.memory = self.memory.model_copy(update={"advantages": self.memory.advantages.after(summary.state)})
+        return summary, batch
+
+    def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
+        rows = {group.summary.prompt_uid: group.row for group in groups}
+        greedy = {g.summary.prompt_uid: g.greedy_reward for g in groups if g.greedy_reward is not None}
         keep = tuple((group.summary.prompt_uid, i) for group in groups for i in _trainable(group))
-        return await policy.workers[0].call_for_table("prepare", keep, *tables, timeout_s=bound)
+        return PrepareRequest(keep, self.memory.advantages.of_rows(rows.values()), rows, greedy)
 
     async def _update(self, step: int, summary: TrainSummary, batch: TableRef) -> list[dict[str, float]]:
         """All epochs and mini-batches of this batch; policy and critic side by side. One dict per update."""
         updates: list[dict[str, float]] = []
-        total = self.plan.epochs * self.plan.minibatches
-        for epoch in range(self.plan.epochs):
-            chosen = minibatches(len(summary.rows), self.plan.minibatches, (self.plan.seed, step, epoch))
+        plan = self.plan
+        total = plan.epochs * plan.minibatches
+        policy_moves = step >= plan.critic_warmup
+        for epoch in range(plan.epochs):
+            chosen = minibatches(len(summary.rows), plan.minibatches, (plan.seed, step, epoch))
             for rows in chosen:
                 self.console.phase("update", len(updates), total)
                 calls = []
-                if step >= self.plan.critic_warmup:
-                    calls.append(self._update_gang(self.cast.policy, summary, rows, batch, self.plan.skip_silent))
+                if policy_moves:
+                    beta = self.memory.kl_old_coef
+                    calls.append(self._update_gang(self.cast.policy, summary, rows, batch, plan.skip_silent, beta))
                 if self.cast.critic is not None:
                     calls.append(self._update_gang(self.cast.critic, summary, rows, batch, skip_silent=False))
                 updates.append({k: v for metrics in await asyncio.gather(*calls) for k, v in metrics.items()})
+                divergence = updates[-1].get("policy/kl_old", 0.0)
+                if plan.kl_penalty is not None and policy_moves:
+                    updates[-1]["policy/kl_old_coef"] = self.memory.kl_old_coef
+                    self.memory = self.memory.after_update(divergence, plan.kl_penalty)
+                policy_moves = policy_moves and (plan.kl_stop is None or divergence <= plan.kl_stop)
+                if not policy_moves and self.cast.critic is None:
+                    return updates
         return updates
 
     async def _update_gang(
-        self, gang: Gang, summary: TrainSummary, rows: Sequence[int], batch: TableRef, skip_silent: bool
+        self, gang: Gang, summary: TrainSummary, rows: Sequence[int], batch: TableRef, skip_silent: bool, *more: float
     ) -> dict[str, float]:
         plans = plan_update(summary.rows, rows, gang.ranks, gang.micro_batch_tokens, skip_silent=skip_silent)
         if not any(plan.micro_batches for plan in plans):
             # No row has anything to teach: a step on zero gradients would still move weights by momentum.
             return {f"{gang.role}/empty_updates": 1.0}
-        metrics: list[UpdateMetrics] = await gang.scatter("update", plans, batch, timeout_s=self.plan.train_timeout_s)
+        metrics: list[UpdateMetrics] = await gang.scatter(
+            "update", plans, batch, *more, timeout_s=self.plan.train_timeout_s
+        )
         try:
             merged = merge_update_metrics(metrics)
         except ValueError as error:
@@ -278,6 +314,7 @@ class Controller:
         if self._saved_at == self.version:
             return
         state = {"step": self.version, "prompts": self.cast.prompts.state(), "ledger": self.cast.ledger.state()}
+        state["memory"] = self.memory.model_dump(mode="json")
         folder = self.store.begin(self.version)
         gangs = [self.cast.policy] if self.cast.critic is None else [self.cast.policy, self.cast.critic]
         for number, gang in enumerate(gangs):
@@ -322,9 +359,21 @@ class Controller:
         metrics |= {f"seconds/{name}": seconds for name, seconds in timers.seconds().items()}
         metrics |= {f"utilisation/{name}": share for name, share in timers.shares().items()}
         metrics |= {f"ledger/{name}": float(count) for name, count in self.cast.ledger.counts().items()}
+        metrics |= {"updates": float(len(updates))}
         metrics |= evaluation
+        metrics |= self._watch(metrics)
         self.sinks.write(self.version, metrics)
         self.console.step(self.version, metrics)
+
+    def _watch(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Reward up while text or policy goes astray is a reward that is being hacked, not earned."""
+        if self.plan.alarm is None:
+            return {}
+        self.memory, reasons = self.memory.watched(metrics, self.plan.alarm)
+        if reasons:
+            self._alarm = f"step {self.version}: the reward rises while {' and '.join(reasons)} (failures.alarm)"
+            log.warning("%s", self._alarm)
+        return {"alarm/reward_hacking": float(bool(reasons))}
 
     def _on_groups(self, done: int, wanted: int) -> None:
         self.console.phase("generate", done, wanted)

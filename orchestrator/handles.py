@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
+T = TypeVar("T")
 TableRef = Any
 """A reference to an Arrow table in the object store (in tests with fakes: the table itself)."""
 
@@ -73,11 +74,11 @@ class Gang:
 
     async def broadcast(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """The same call on every rank; results by rank."""
-        return await _all(worker.call(method, *args, timeout_s=timeout_s) for worker in self.workers)
+        return await together(worker.call(method, *args, timeout_s=timeout_s) for worker in self.workers)
 
     async def scatter(self, method: str, parts: Sequence[Any], *args: Any, timeout_s: float) -> list[Any]:
         """The same method with `parts[rank]` as first argument; results by rank."""
-        return await _all(
+        return await together(
             worker.call(method, part, *args, timeout_s=timeout_s)
             for worker, part in zip(self.workers, parts, strict=True)
         )
@@ -86,14 +87,14 @@ class Gang:
         self, method: str, parts: Sequence[Any], *args: Any, timeout_s: float
     ) -> list[tuple[Any, TableRef]]:
         """As :meth:`scatter`, for methods that return (summary, table)."""
-        return await _all(
+        return await together(
             worker.call_for_table(method, part, *args, timeout_s=timeout_s)
             for worker, part in zip(self.workers, parts, strict=True)
         )
 
 
-async def _all(calls: Any) -> list[Any]:
-    """Gather that submits every call in rank order, and on the first error lets no other call run unwatched."""
+async def together(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Gather that submits every call in order, and on the first error lets no other call run unwatched."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

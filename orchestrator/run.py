@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from orchestrator import algorithms
 from orchestrator.actor_group import Cluster
 from orchestrator.cast import Casting, Stage, WorkerClasses
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
@@ -29,6 +30,7 @@ from orchestrator.prompts import PromptPool, PromptSource, evaluation_picks, loa
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.spec import Spec
+from orchestrator.train_memory import TrainMemory
 from orchestrator.weight_sync import DeviceSync, FileSync, WeightSync
 
 log = logging.getLogger(__name__)
@@ -174,7 +176,9 @@ class _Company:
             ledger=ledger,
         )
         sinks = MetricSinks.open(self._request.out, tensorboard=spec.output.tensorboard, resume_at=done)
-        return Controller(_train_plan(self._request), cast, store, sinks, self._console, self._stop, done)
+        memory = TrainMemory.model_validate(found.state["memory"]) if found is not None else None
+        plan = _train_plan(self._request)
+        return Controller(plan, cast, store, sinks, self._console, self._stop, done, memory)
 
     async def close(self) -> None:
         """Bring up no more engines."""
@@ -198,8 +202,10 @@ class _Company:
             steps=schedule.steps,
             max_attempts=spec.failures.max_attempts,
             max_failed_fraction=spec.failures.max_failed_fraction,
-            min_group=min(2, spec.group_size),
+            min_group=algorithms.row_of(spec.algorithm).min_group_size,
             seed=spec.seed,
+            replaceable=algorithms.dynamic_sampling(spec.algorithm),
+            greedy_baseline=spec.policy_config().advantage.baseline == "greedy",
         )
         scorer = Scorer(self._rewards, self._token_scorers())
         table = self._cluster.put(self._train.table)
@@ -235,17 +241,18 @@ class _Company:
 def _needs_old_logprobs(spec: Spec) -> bool:
     """Whether the log-probs before the update are needed: with one update a step and no KL in the reward they are
     the ones the update computes anyway."""
-    return spec.schedule.epochs * spec.schedule.minibatches > 1 or spec.policy_config().advantage.kl_coef > 0
+    how = spec.policy_config().advantage
+    return spec.schedule.epochs * spec.schedule.minibatches > 1 or how.kl_coef > 0 or how.estimator == "distill"
 
 
 def _train_plan(request: RunRequest) -> TrainPlan:
     spec, evaluation = request.spec, request.spec.evaluation
-    loss = spec.policy_config().loss
+    loss, penalty = spec.policy_config().loss, algorithms.kl_penalty(spec.algorithm)
     return TrainPlan(
         steps=spec.schedule.steps,
         epochs=spec.schedule.epochs,
         minibatches=spec.schedule.minibatches,
-        skip_silent=loss.kl_coef == 0 and loss.entropy_coef == 0,
+        skip_silent=loss.kl_coef == 0 and loss.entropy_coef == 0 and penalty is None,
         old_logprobs_at_batch=_needs_old_logprobs(spec) and spec.schedule.max_staleness > 0,
         seed=spec.seed,
         critic_warmup=spec.roles.critic.warmup_steps if spec.roles.critic is not None else 0,
@@ -259,6 +266,9 @@ def _train_plan(request: RunRequest) -> TrainPlan:
         nonfinite_limit=spec.failures.nonfinite_steps,
         max_staleness=spec.schedule.max_staleness,
         trajectories=request.out / "trajectories" if spec.output.trajectories else None,
+        kl_stop=spec.algorithm.kl_stop or None,
+        kl_penalty=penalty,
+        alarm=spec.failures.alarm,
     )
 
 

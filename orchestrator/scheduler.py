@@ -13,11 +13,11 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.engine_pool import EnginePool
 from orchestrator.errors import BatchFailed, WorkerError
-from orchestrator.handles import TableRef
+from orchestrator.handles import TableRef, together
 from orchestrator.ledger import Ledger, OpenGroup
 from orchestrator.prompts import PromptPick
 from orchestrator.scoring import ScoredGroup, Scorer
@@ -52,6 +52,10 @@ class SchedulePlan:
     min_group: int
     """Fewest scored samples a group needs to be trained (two where samples are compared within the group)."""
     seed: int
+    replaceable: int = 0
+    """Groups without signal that may be replaced, for each group of a step (dynamic sampling, arXiv 2503.14476)."""
+    greedy_baseline: bool = False
+    """Ask for the greedy response to every prompt as well; it is scored and never trained on."""
 
 
 @dataclass(eq=False)
@@ -93,6 +97,7 @@ class RolloutScheduler:
         self._failure: BaseException | None = None
         self._failed_samples = 0
         self._refused = 0
+        self._silent = 0
         self._lost_groups: list[OpenGroup] = ledger.open_groups()
 
     def start(self) -> None:
@@ -121,6 +126,7 @@ class RolloutScheduler:
                     del self._groups[group.pick.prompt_uid]
                 self._failed_samples = 0
                 self._refused = 0
+                self._silent = 0
                 return batch
             self._progress.clear()
             await self._progress.wait()
@@ -177,21 +183,29 @@ class RolloutScheduler:
 
     async def _run(self, group: _Open) -> None:
         try:
-            summary, rollouts = await self._generate(group)
+            (summary, rollouts), *greedy = await self._generate(group)
         except WorkerError as error:
             self._replace(group, f"generation failed {self.plan.max_attempts} times", failed=True, detail=str(error))
             return
         if summary.refused:
             self._replace(group, f"prompt refused: {summary.refused}", failed=False)
             return
-        self._settle_failures(group, await self._scorer.score(summary, rollouts))
+        scored = replace(await self._scorer.score(summary, rollouts), row=group.pick.row)
+        if greedy:
+            rewards, _ = await self._scorer.rewards.score(greedy[0][1])
+            if rewards.rewards[0] is None:
+                self._replace(group, f"reward of the greedy response: {rewards.statuses[0]}", failed=True)
+                return
+            scored = replace(scored, greedy_reward=rewards.rewards[0])
+        self._settle_failures(group, scored)
 
-    async def _generate(self, group: _Open) -> tuple[GroupSummary, TableRef]:
+    async def _generate(self, group: _Open) -> list[tuple[GroupSummary, TableRef]]:
         """Generate on the engine with least to do; an engine's failure costs an attempt, not the group.
 
-        Raises the last WorkerError when the attempts are used up.
+        Returns the group, and after it the greedy response where there is to be one. Raises the last WorkerError when
+        the attempts are used up.
         """
-        samples = self.plan.group_size
+        samples = self.plan.group_size + self.plan.greedy_baseline
         tries = 0
         while True:
             engine = await self._pool.acquire(samples)
@@ -200,11 +214,12 @@ class RolloutScheduler:
                 prompt_uid=group.pick.prompt_uid,
                 row=group.pick.row,
                 attempt=group.attempt,
-                samples=samples,
+                samples=self.plan.group_size,
                 seed=sampling_seed(self.plan.seed, group.pick.prompt_uid),
             )
+            requests = [request, *([replace(request, samples=1, greedy=True)] if self.plan.greedy_baseline else [])]
             try:
-                summary, rollouts = await self._pool.generate(request, self._prompt_pool, engine)
+                results = await together(self._pool.generate(asked, self._prompt_pool, engine) for asked in requests)
             except WorkerError as error:
                 group.started_at_version = None
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
@@ -215,8 +230,8 @@ class RolloutScheduler:
                 continue
             finally:
                 await self._pool.release(engine, samples)
-            if self._ledger.is_current(summary.prompt_uid, summary.attempt):
-                return summary, rollouts
+            if self._ledger.is_current(request.prompt_uid, request.attempt):
+                return results
 
     def _settle_failures(self, group: _Open, scored: ScoredGroup) -> None:
         """Drop samples without a reward; a group left with too few of them is dropped whole and replaced."""
@@ -227,18 +242,27 @@ class RolloutScheduler:
         for sample_index, status in failures:
             self._ledger.dropped(group.pick.prompt_uid, sample_index, f"reward: {status}")
         self._count_failures(len(failures))
+        if not scored.has_signal and self._silent < self.plan.replaceable * self.plan.groups_per_step:
+            self._silent += 1
+            self._drop(group, "no signal: all rewards of the group are equal")
+            self._dispatch()
+            return
         group.scored = scored
 
     def _replace(self, group: _Open, reason: str, *, failed: bool, detail: str = "") -> None:
         log.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
-        del self._groups[group.pick.prompt_uid]
-        self._ledger.drop_group(group.pick.prompt_uid, reason)
-        self._opened -= 1
+        self._drop(group, reason)
         if failed:
             self._count_failures(self.plan.group_size)
         else:
             self._count_refusal(reason)
         self._dispatch()
+
+    def _drop(self, group: _Open, reason: str) -> None:
+        """Drop what is left of the group; its slot is free again."""
+        del self._groups[group.pick.prompt_uid]
+        self._ledger.drop_group(group.pick.prompt_uid, reason)
+        self._opened -= 1
 
     def _count_refusal(self, reason: str) -> None:
         self._refused += 1

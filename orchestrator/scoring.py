@@ -27,6 +27,15 @@ class ScoredGroup:
     reward_table: TableRef
     token_scores: tuple[TableRef, ...]
     """Tables that hold this group's token scores; a wave's tables are shared by its groups."""
+    row: int = 0
+    """Row of the prompt pool."""
+    greedy_reward: float | None = None
+    """Reward of the greedy response to the prompt, where the algorithm asks for one."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its rewards differ."""
+        return len({reward for reward in self.rewards.rewards if reward is not None}) > 1
 
 
 class RewardPool:

@@ -36,8 +36,8 @@ def _roles(spec: Spec) -> Iterator[Finding]:
         if role in row.required and role not in present:
             yield f"roles.{role}", f"is required: {row.name} has a {role}"
         if role in row.forbidden and role in present:
-            others = [a.name for a in algorithms.ALGORITHMS.values() if role not in a.forbidden]
-            yield f"roles.{role}", f"{row.name} has no {role}; remove the role or use {' or '.join(others)}"
+            others = sorted(a.name for a in algorithms.ALGORITHMS.values() if role not in a.forbidden)
+            yield f"roles.{role}", f"{row.name} has no {role}; remove the role or use one of {', '.join(others)}"
     if spec.kl_coef > 0 and spec.roles.reference is None:
         given = "" if spec.algorithm.kl.coef is not None else f", the default of {row.name}"
         why = f"is required: algorithm.kl.coef is {spec.kl_coef}{given} (0 needs no reference)"
@@ -56,6 +56,24 @@ def _algorithm(spec: Spec) -> Iterator[Finding]:
             yield f"algorithm.{name}", "clip_range is set too; give either clip_range or clip_low and clip_high"
     if row.kl_in == "reward" and config.kl.estimator not in (None, "k1"):
         yield "algorithm.kl.estimator", f"{row.name} has its KL term in the reward, which is k1; remove it"
+    steered = config.kl.target is not None
+    if steered and not (row.kl_in == "reward" and spec.kl_coef > 0):
+        why = "steers a KL term in the reward, and there is none"
+        yield "algorithm.kl.target", f"{why}; set algorithm.kl.coef above 0" if row.kl_in == "reward" else why
+    if config.kl.horizon is not None and not steered:
+        yield "algorithm.kl.horizon", "has no effect without algorithm.kl.target"
+    yield from _several_updates(spec)
+
+
+def _several_updates(spec: Spec) -> Iterator[Finding]:
+    """KL(old || new) is 0 before the first update of a step: what reads it needs a second one."""
+    if spec.schedule.epochs * spec.schedule.minibatches > 1:
+        return
+    why = "needs more than one update a step (schedule.epochs times schedule.minibatches)"
+    if algorithms.kl_penalty(spec.algorithm) is not None:
+        yield "algorithm.name", f"{spec.algorithm.name} {why}"
+    if spec.algorithm.kl_stop:
+        yield "algorithm.kl_stop", why
 
 
 def _schedule(spec: Spec) -> Iterator[Finding]:
@@ -245,6 +263,16 @@ def _evaluation(spec: Spec) -> Iterator[Finding]:
         yield "evaluation.sampling.samples", "greedy samples are all the same; set a temperature above 0"
 
 
+def _alarm(spec: Spec) -> Iterator[Finding]:
+    alarm = spec.failures.alarm
+    if alarm is None:
+        return
+    if alarm.kl is None and alarm.repetition is None and alarm.response_tokens is None:
+        yield "failures.alarm", "watches nothing: set kl, repetition or response_tokens"
+    if alarm.kl is not None and spec.roles.reference is None:
+        yield "failures.alarm.kl", "needs the role reference, which the divergence is measured from"
+
+
 def _optimizers(spec: Spec) -> Iterator[Finding]:
     for name, role in spec.roles.trainers().items():
         for index, beta in enumerate(role.adam_betas):
@@ -263,5 +291,6 @@ _CHECKS = (
     _reward,
     _data,
     _evaluation,
+    _alarm,
     _optimizers,
 )

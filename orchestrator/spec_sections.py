@@ -242,6 +242,19 @@ class CheckpointConfig(Frozen):
     """Newest checkpoints kept."""
 
 
+class AlarmConfig(Frozen):
+    """When a rising reward looks hacked: above its mean so far while one of these is passed."""
+
+    kl: float | None = Field(default=None, gt=0.0)
+    """KL divergence from the reference, per token, in nats (needs the role `reference`)."""
+    repetition: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of a response's 4-grams that stood in it before."""
+    response_tokens: float | None = Field(default=None, gt=0.0)
+    """Mean response length."""
+    action: Literal["warn", "stop"] = "warn"
+    """What follows: a warning and the metric `alarm/reward_hacking`, or the (saved) end of the run as well."""
+
+
 class FailureConfig(Frozen):
     """What is borne, and when the run stops."""
 
@@ -259,6 +272,8 @@ class FailureConfig(Frozen):
     """Seconds between signs of life asked of every engine."""
     health_misses: int = Field(default=3, ge=1)
     """Signs of life missed in a row before an engine is given up."""
+    alarm: AlarmConfig | None = None
+    """Watch for a reward that is hacked and not earned."""
 
 
 class OutputConfig(Frozen):

@@ -18,6 +18,7 @@ from orchestrator.handles import Gang
 from workers.messages import (
     GroupRequest,
     GroupSummary,
+    PrepareRequest,
     RankPlan,
     RewardSummary,
     SampleSummary,
@@ -159,8 +160,9 @@ class FakePolicy:
     skip_updates: bool = False
     update_s: float = 0.0
 
-    async def prepare(self, keep: tuple[tuple[str, int], ...], *tables: FakeTable) -> tuple[TrainSummary, FakeTable]:
+    async def prepare(self, request: PrepareRequest, *tables: FakeTable) -> tuple[TrainSummary, FakeTable]:
         """Every row has signal but the first."""
+        keep = request.keep
         self.prepared.append(keep)
         rows = tuple(TrainRow(15, 5, i > 0) for i in range(len(keep)))
         return TrainSummary(rows, {"advantages/std": 1.0}), FakeTable("train", tuple(uid for uid, _ in keep))
@@ -169,7 +171,7 @@ class FakePolicy:
         """Names the groups of the wave."""
         return 0, FakeTable("old_logprobs", tuple(uid for table in tables for uid in table.uids))
 
-    async def update(self, plan: RankPlan, batch: FakeTable) -> UpdateMetrics:
+    async def update(self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0) -> UpdateMetrics:
         """Count."""
         await asyncio.sleep(self.update_s)
         self.updates.append(plan)

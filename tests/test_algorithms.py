@@ -11,6 +11,7 @@ from orchestrator.algorithms import (
     ALGORITHMS,
     CRITIC_OPTIONS,
     ESTIMATOR_OPTIONS,
+    OBJECTIVE_OPTIONS,
     AlgorithmConfig,
     KlConfig,
     advantage,
@@ -32,7 +33,7 @@ def test_a_row_without_settings_is_its_defaults(name: str) -> None:
     assert critic_loss(config) == row.critic_loss
     assert group_size(config) == row.group_size >= row.min_group_size
     assert unused_options(config) == []
-    assert row.summary and row.source
+    assert row.summary and row.source and row.formula
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -40,7 +41,9 @@ def test_a_row_is_consistent(name: str) -> None:
     row = ALGORITHMS[name]
     assert not row.required & row.forbidden
     assert (row.critic_loss is not None) == ("critic" in row.required)
-    assert (row.advantage.estimator == "gae") == ("critic" in row.required)
+    assert (row.advantage.estimator in ("gae", "n_step")) == ("critic" in row.required)
+    assert (row.kl_penalty is not None) == (row.loss.objective == "kl_penalty")
+    assert row.advantage.estimator in ESTIMATOR_OPTIONS and row.loss.objective in OBJECTIVE_OPTIONS
     other = row.advantage.kl_coef if row.kl_in == "loss" else row.loss.kl_coef
     assert other == 0.0
 

@@ -322,7 +322,7 @@ CPU_CASES = [
     ),
     case(
         "algorithm_unknown",
-        "19: algorithm.name: no algorithm 'zzz' (known: grpo, ppo)",
+        "19: algorithm.name: no algorithm 'zzz' (`troupe algorithms` lists them)",
         ("  name: grpo", "  name: zzz"),
     ),
     case(
@@ -347,8 +347,44 @@ CPU_CASES = [
     case("empty_path", "29: data.train.path: may not be empty", ("    path: train.jsonl", "    path: ''")),
     case(
         "grpo_critic",
-        "14: roles.critic: grpo has no critic; remove the role or use ppo",
+        "14: roles.critic: grpo has no critic; remove the role or use one of "
+        "actor_critic, actor_critic_gae, ppo, ppo_max, ppo_penalty",
         ("  reward:", "  critic:\n    workers: 1\n  reward:"),
+    ),
+    case(
+        "kl_target_without_kl",
+        "20: algorithm.kl.target: steers a KL term in the reward, and there is none; set algorithm.kl.coef above 0",
+        ("  name: grpo", "  name: reinforce\n  kl: {target: 1.0}"),
+    ),
+    case(
+        "kl_target_in_the_loss",
+        "20: algorithm.kl.target: steers a KL term in the reward, and there is none",
+        ("  name: grpo", "  name: grpo\n  kl: {target: 1.0}"),
+    ),
+    case(
+        "kl_stop_of_one_update",
+        "20: algorithm.kl_stop: needs more than one update a step (schedule.epochs times schedule.minibatches)",
+        ("  name: grpo", "  name: grpo\n  kl_stop: 0.1"),
+    ),
+    case(
+        "distill_without_teacher",
+        "5: roles.reference: is required: distill has a reference",
+        ("  name: grpo", "  name: distill"),
+    ),
+    case(
+        "option_of_another_objective",
+        "20: algorithm.clip_range: raft does not use it; remove it",
+        ("  name: grpo", "  name: raft\n  clip_range: 0.1"),
+    ),
+    case(
+        "alarm_of_nothing",
+        "18: failures.alarm: watches nothing: set kl, repetition or response_tokens",
+        ("algorithm:", "failures: {alarm: {action: stop}}\nalgorithm:"),
+    ),
+    case(
+        "alarm_without_reference",
+        "18: failures.alarm.kl: needs the role reference, which the divergence is measured from",
+        ("algorithm:", "failures: {alarm: {kl: 0.1}}\nalgorithm:"),
     ),
     case(
         "ppo_no_critic",

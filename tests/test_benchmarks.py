@@ -287,6 +287,7 @@ def test_bare_loop_has_the_products_gradient(tiny_model: Path) -> None:
             advantages=advantages.float()[micro_batch.rows][micro_batch.sequence],
             weights=weights,
             loss_mask=micro_batch.loss_mask,
+            sequence=micro_batch.sequence,
         )
         output = policy_loss(tokens, plan.loss)
         output.loss.backward()

@@ -15,10 +15,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("orchestrator", "workers")
 
-PURE_WORKERS = {f"workers.{name}" for name in ("config", "messages", "tensors", "losses", "advantages")}
+PURE_WORKERS = {
+    f"workers.{name}"
+    for name in ("advantage_state", "advantages", "config", "estimators", "losses", "messages", "tensors")
+}
 PURE_ORCHESTRATOR = {
     f"orchestrator.{name}"
     for name in (
+        "algorithm_table",
         "algorithms",
         "batching",
         "errors",
@@ -29,6 +33,7 @@ PURE_ORCHESTRATOR = {
         "spec_files",
         "spec_sections",
         "spec_yaml",
+        "train_memory",
     )
 }
 PURE = PURE_WORKERS | PURE_ORCHESTRATOR
@@ -39,7 +44,7 @@ NAMES_WORKER_CLASSES = {"orchestrator.run", "orchestrator.cli"}
 ROLES = {f"workers.{name}" for name in ("rollout", "policy", "critic", "reference", "reward")}
 
 PURE_LIBRARIES = {"pydantic", "pydantic_core", "yaml", "numpy", "pyarrow"}
-TORCH_IN_PURE = {"workers.tensors", "workers.losses", "workers.advantages"}
+TORCH_IN_PURE = {"workers.tensors", "workers.losses", "workers.advantages", "workers.estimators"}
 
 OWNERS = {
     "ray": {"orchestrator.actor_group", "orchestrator.jobs"},

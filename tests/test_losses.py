@@ -37,6 +37,7 @@ def tokens_of(logprobs: list[float], advantages: list[float], **changes: object)
         "advantages": torch.tensor(advantages, dtype=torch.double),
         "weights": torch.full((count,), 1.0 / count, dtype=torch.double),
         "loss_mask": torch.ones(count, dtype=torch.bool),
+        "sequence": torch.zeros(count, dtype=torch.int64),
     }
     return PolicyTokens(**{**given_fields, **changes})
 
@@ -154,6 +155,7 @@ def test_against_a_plain_loop(mode: str, estimator: str, dual_clip: float | None
         advantages=noise(1.0),
         weights=token_weights(mask, sequence, "sequence_mean", 500, 40, 30).double(),
         loss_mask=mask,
+        sequence=sequence,
         old_logprobs=None if on_policy else base,
         ref_logprobs=base + noise(0.3),
     )
@@ -205,7 +207,7 @@ def test_matches_trl_on_a_padded_batch() -> None:
     for aggregation, expected in theirs.items():
         weights = token_weights(torch.ones(16, dtype=torch.bool), sequence, aggregation, 16, 4, 7).double()
         tokens = PolicyTokens(
-            flat, torch.zeros(16), old[mask], advantages[mask], weights, mask[mask], old[mask], ref[mask]
+            flat, torch.zeros(16), old[mask], advantages[mask], weights, mask[mask], sequence, old[mask], ref[mask]
         )
         output = policy_loss(tokens, plain_config(clip_high=0.28, kl_coef=0.04))
         assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -224,6 +226,7 @@ def test_masked_tokens_reach_nothing() -> None:
         advantages=torch.tensor([1.0, math.nan, -1.0], dtype=torch.double),
         weights=torch.tensor([0.5, math.nan, 0.5], dtype=torch.double),
         loss_mask=mask,
+        sequence=torch.zeros(3, dtype=torch.int64),
         ref_logprobs=torch.tensor([-1.5, math.nan, -1.5], dtype=torch.double),
     )
     config = plain_config(kl_coef=0.1, entropy_coef=0.1)
@@ -269,9 +272,9 @@ def test_metrics_by_hand() -> None:
 def test_importance_weights_by_hand() -> None:
     old = torch.tensor([0.0, math.log(3.0), -math.log(3.0)])
     sampled = torch.zeros(3)
-    truncated, cut = importance_weights(old, sampled, ImportanceConfig(mode="truncate", cap=2.0))
+    truncated, cut = importance_weights(old, sampled, torch.arange(3), ImportanceConfig(mode="truncate", cap=2.0))
     assert truncated.tolist() == pytest.approx([1.0, 2.0, 1 / 3]) and cut.tolist() == [False, True, False]
-    masked, cut = importance_weights(old, sampled, ImportanceConfig(mode="mask", cap=2.0))
+    masked, cut = importance_weights(old, sampled, torch.arange(3), ImportanceConfig(mode="mask", cap=2.0))
     assert masked.tolist() == [1.0, 0.0, 0.0] and cut.tolist() == [False, True, True]
 
 
@@ -324,6 +327,7 @@ def test_split_and_order_do_not_matter(lengths: list[int], aggregation: str, see
             advantages=fields[3][index],
             weights=weights,
             loss_mask=mask[index],
+            sequence=local,
             old_logprobs=fields[0][index] + 0.3 * fields[4][index],
             ref_logprobs=fields[1][index],
         )
@@ -373,7 +377,7 @@ def test_losses_of_nothing_have_a_gradient_of_zero() -> None:
     parameter = torch.ones(3, requires_grad=True)
     empty = parameter[torch.zeros(0, dtype=torch.int64)]
     none = torch.zeros(0)
-    output = policy_loss(PolicyTokens(empty, none, none, none, none, none.bool()), PolicyLossConfig())
+    output = policy_loss(PolicyTokens(empty, none, none, none, none, none.bool(), none.long()), PolicyLossConfig())
     assert output.loss.item() == 0.0 and gradient(output.loss, parameter).tolist() == [0.0, 0.0, 0.0]
     values = parameter[torch.zeros(0, dtype=torch.int64)]
     valued = value_loss(values, none, none, none, none.bool(), CriticLossConfig())

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from workers.config import AdvantageConfig
-from workers.messages import REWARDS, ROLLOUTS, TRAIN, token_scores
+from workers.messages import REWARDS, ROLLOUTS, TRAIN, PrepareRequest, token_scores
 from workers.prepare import prepare
 from workers.tensors import ragged
 
@@ -63,7 +63,7 @@ def group_tables() -> list[pa.Table]:
 
 
 def test_group_advantages_and_summary() -> None:
-    summary, table = prepare(GROUP, KEYS, group_tables())
+    summary, table = prepare(GROUP, PrepareRequest(tuple(KEYS)), group_tables())
     assert table.schema.equals(TRAIN, check_metadata=True)
     assert table.column("advantages").to_pylist() == [[0.5, 0.5], [-0.5], [], [0.0, 0.0, 0.0]]
     assert table.column("reward").to_pylist() == [1.0, 0.0, 2.0, 2.0]
@@ -77,7 +77,7 @@ def test_group_advantages_and_summary() -> None:
 
 def test_keep_gives_rows_and_order_and_its_own_groups() -> None:
     keep: list[Key] = [("b", 1), ("a", 0)]
-    _, table = prepare(GROUP, keep, group_tables())
+    _, table = prepare(GROUP, PrepareRequest(tuple(keep)), group_tables())
     assert list(zip(table["prompt_uid"].to_pylist(), table["sample_index"].to_pylist(), strict=True)) == keep
     # Alone in their groups: nothing to compare with.
     assert table.column("advantages").to_pylist() == [[0.0, 0.0, 0.0], [0.0, 0.0]]
@@ -85,28 +85,32 @@ def test_keep_gives_rows_and_order_and_its_own_groups() -> None:
 
 def test_a_dropped_sample_needs_no_reward() -> None:
     tables = [rollout_table(KEYS, LENGTHS), reward_table(KEYS, [1.0, 0.0, None, 2.0])]
-    _, table = prepare(GROUP, KEYS[:2], tables)
+    _, table = prepare(GROUP, PrepareRequest(tuple(KEYS[:2])), tables)
     assert table.num_rows == 2
     with pytest.raises(ValueError, match=r"b\[0\].*no reward: timeout"):
-        prepare(GROUP, KEYS, tables)
+        prepare(GROUP, PrepareRequest(tuple(KEYS)), tables)
 
 
 def test_any_order_and_partition() -> None:
-    expected = prepare(GROUP, KEYS, [*group_tables(), scores("ref_logprobs", KEYS, [[-1.5] * n for n in LENGTHS])])
+    expected = prepare(
+        GROUP,
+        PrepareRequest(tuple(KEYS)),
+        [*group_tables(), scores("ref_logprobs", KEYS, [[-1.5] * n for n in LENGTHS])],
+    )
     pieces = [
         table.slice(row, 1)
         for table in [*group_tables(), scores("ref_logprobs", KEYS, [[-1.5] * n for n in LENGTHS])]
         for row in range(4)
     ]
     random.Random(5).shuffle(pieces)
-    summary, table = prepare(GROUP, KEYS, pieces)
+    summary, table = prepare(GROUP, PrepareRequest(tuple(KEYS)), pieces)
     assert table.equals(expected[1]) and summary == expected[0]
 
 
 def test_loss_mask_leaves_tokens_out() -> None:
     mask: list[list[object]] = [[True, False], [True], [], [False, False, True]]
     tables = [rollout_table(KEYS, LENGTHS, loss_mask=mask), reward_table(KEYS, [1.0, 0.0, 0.0, 4.0])]
-    summary, table = prepare(GROUP, KEYS, tables)
+    summary, table = prepare(GROUP, PrepareRequest(tuple(KEYS)), tables)
     assert table.column("advantages").to_pylist() == [[0.5, 0.0], [-0.5], [], [0.0, 0.0, 2.0]]
     assert [row.loss_tokens for row in summary.rows] == [1, 1, 0, 1]
 
@@ -122,7 +126,7 @@ def test_gae_with_kl_by_hand() -> None:
         scores("ref_logprobs", keys, [[-1.5, -8.0, -1.0]]),
     ]
     config = AdvantageConfig(estimator="gae", gamma=0.9, gae_lambda=0.8, whiten=False, kl_coef=0.1, reward_clip=5.0)
-    summary, table = prepare(config, keys, tables)
+    summary, table = prepare(config, PrepareRequest(tuple(keys)), tables)
     last = (5.0 + 0.1) - 0.25
     first = -0.05 + 0.9 * 0.25 - 0.5 + 0.9 * 0.8 * last
     assert table.column("advantages").to_pylist()[0] == pytest.approx([first, 0.0, last])
@@ -136,8 +140,8 @@ def test_gae_with_kl_by_hand() -> None:
 def test_whitening_leaves_returns_alone() -> None:
     values = scores("values", KEYS, [[0.1] * n for n in LENGTHS])
     tables = [*group_tables(), values]
-    plain = prepare(AdvantageConfig(estimator="gae", whiten=False), KEYS, tables)[1]
-    white = prepare(AdvantageConfig(estimator="gae", whiten=True), KEYS, tables)[1]
+    plain = prepare(AdvantageConfig(estimator="gae", whiten=False), PrepareRequest(tuple(KEYS)), tables)[1]
+    white = prepare(AdvantageConfig(estimator="gae", whiten=True), PrepareRequest(tuple(KEYS)), tables)[1]
     assert white.column("returns").equals(plain.column("returns"))
     flat = ragged(white.column("advantages")).values.tolist()
     assert sum(flat) == pytest.approx(0.0, abs=1e-5)
@@ -176,7 +180,7 @@ def test_refusals_name_the_sample() -> None:
     ]
     for config, keep, tables, message in cases:
         with pytest.raises(ValueError, match=message):
-            prepare(config, keep, tables)
+            prepare(config, PrepareRequest(tuple(keep)), tables)
 
 
 def test_process_rewards_are_refused_not_ignored() -> None:
@@ -185,4 +189,4 @@ def test_process_rewards_are_refused_not_ignored() -> None:
     rewards = rewards.set_column(REWARDS.get_field_index("reward_spans"), REWARDS.field("reward_spans"), spans)
     values = scores("values", KEYS, [[0.0] * n for n in LENGTHS])
     with pytest.raises(ValueError, match="process rewards"):
-        prepare(AdvantageConfig(estimator="gae"), KEYS, [group_tables()[0], rewards, values])
+        prepare(AdvantageConfig(estimator="gae"), PrepareRequest(tuple(KEYS)), [group_tables()[0], rewards, values])

@@ -39,6 +39,71 @@ def uniform_groups(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return lowest == highest
 
 
+def leave_one_out_advantages(returns: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """float64 [n]: return minus the mean return of the other samples of its group (RLOO, arXiv 2402.14740, eq. 6).
+
+    Arguments as in `group_advantages`. R_i - sum_{j != i} R_j / (n - 1) = n / (n - 1) * (R_i - mean). A sample that is
+    alone in its group has nobody to be compared with and gets 0.
+    """
+    centred = group_advantages(returns, groups, normalize_by_std=False)
+    count = torch.bincount(groups, minlength=1).double()[groups] if len(groups) else centred
+    return centred * count / (count - 1).clamp(min=1.0)
+
+
+def best_of_group(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """float64 [n]: the size of the group for its best sample (the first of equals), 0 for the others.
+
+    RAFT (arXiv 2304.06767) fine-tunes on the best of K; weighted by K, the mean over all samples of the
+    policy-gradient loss is the mean negative log-likelihood of the best ones. Arguments as in `group_advantages`.
+    """
+    result = torch.zeros(len(rewards), dtype=torch.double)
+    for group in range(int(groups.max()) + 1 if len(groups) else 0):
+        members = (groups == group).nonzero().flatten()
+        if len(members):
+            result[members[rewards[members].argmax()]] = float(len(members))
+    return result
+
+
+def process_advantages(
+    step_rewards: torch.Tensor,
+    step_ends: torch.Tensor,
+    step_samples: torch.Tensor,
+    groups: torch.Tensor,
+    lengths: torch.Tensor,
+    normalize_by_std: bool,
+) -> torch.Tensor:
+    """float64 [sum(lengths)]: process supervision (GRPO, arXiv 2402.03300, sec. 4.1.3).
+
+    The rewards of all steps of all samples of a group are normalised together; a token's advantage is the sum of the
+    normalised rewards of the steps that end after it. `step_rewards`: [m]; `step_ends`: int64 [m], the number of
+    tokens of the sample up to the end of the step; `step_samples`: int64 [m]; `groups`, `lengths`: int64 [n].
+    """
+    normal = group_advantages(step_rewards, groups[step_samples], normalize_by_std)
+    first = lengths.cumsum(0) - lengths
+    at_end = torch.zeros(int(lengths.sum()), dtype=torch.double)
+    at_end.index_add_(0, (first[step_samples] + step_ends - 1), normal)
+    return returns_to_go(at_end, lengths, gamma=1.0)
+
+
+def smoothed_advantages(
+    rewards: torch.Tensor, now: tuple[float, float], total: tuple[float, float], visits: int
+) -> torch.Tensor:
+    """float64 [n]: smooth advantage standardisation of one prompt's samples (DCPO, arXiv 2509.02333, sec. 3.2).
+
+    `now`, `total`: (mean, standard deviation) of this visit's rewards and of all visits' up to and with this one, the
+    `visits`-th, i. With A_now and A_total the two standardised rewards, the result is, of (i-1)/i A_now + 1/i A_total
+    and 1/i A_now + (i-1)/i A_total, the one nearer to 0. A deviation of 0 gives an A of 0.
+    """
+    fresh, old = (_standardised(rewards.double(), *statistics) for statistics in (now, total))
+    share = 1.0 / visits
+    towards_now, towards_total = (1 - share) * fresh + share * old, share * fresh + (1 - share) * old
+    return torch.where(towards_now.abs() < towards_total.abs(), towards_now, towards_total)
+
+
+def _standardised(rewards: torch.Tensor, mean: float, std: float) -> torch.Tensor:
+    return (rewards - mean) / (std + STD_EPS) if std > 0 else torch.zeros_like(rewards)
+
+
 def shaped_rewards(
     rewards: torch.Tensor,
     lengths: torch.Tensor,
@@ -83,6 +148,29 @@ def gae(
         delta = reward[:, t] + gamma * value[:, t + 1] - value[:, t]
         advantages[:, t] = delta + gamma * gae_lambda * advantages[:, t + 1]
     return advantages[:, :-1][inside]
+
+
+def returns_to_go(token_rewards: torch.Tensor, lengths: torch.Tensor, gamma: float) -> torch.Tensor:
+    """float64 [sum(lengths)]: G_t = sum over t' >= t of gamma^(t'-t) reward_t', for sequences laid end to end."""
+    return gae(token_rewards, torch.zeros_like(token_rewards), lengths, gamma, gae_lambda=1.0)
+
+
+def n_step_advantages(
+    token_rewards: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, gamma: float, n_steps: int
+) -> torch.Tensor:
+    """float64 [sum(lengths)]: A_t = sum_{l<k} gamma^l reward_{t+l} + gamma^k value_{t+k} - value_t, with k = `n_steps`.
+
+    After the last token rewards and values are 0 (A3C, arXiv 1602.01783, sec. 4). Arguments as in `gae`.
+    """
+    to_go = returns_to_go(token_rewards, lengths, gamma)
+    index = torch.arange(len(to_go))
+    end = torch.repeat_interleave(lengths.cumsum(0), lengths)
+    later = index + n_steps
+    inside = later < end
+    # G_t - gamma^k G_{t+k} are the next k rewards; the critic's word stands in for the rest.
+    rest = torch.zeros_like(to_go)
+    rest[inside] = (values.double() - to_go)[later[inside]] * gamma**n_steps
+    return to_go + rest - values.double()
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

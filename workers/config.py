@@ -157,10 +157,15 @@ class RewardConfig(Frozen):
 
 
 class ImportanceConfig(Frozen):
-    """Correction for the gap between the sampler and the trainer, w = exp(old_logprobs - rollout_logprobs)."""
+    """Correction for the gap between the sampler and the trainer, w = exp(old_logprobs - rollout_logprobs).
+
+    With it the objective is that of decoupled PPO (arXiv 2110.00641): `old_logprobs` are the proximal policy the ratio
+    is clipped around, `rollout_logprobs` the behaviour policy that sampled."""
 
     mode: Literal["none", "truncate", "mask"] = "truncate"
-    """`truncate`: min(w, cap) (truncated importance sampling); `mask`: drop tokens with w outside [1/cap, cap]."""
+    """`truncate`: min(w, cap) (truncated importance sampling); `mask`: drop what has w outside [1/cap, cap]."""
+    level: Literal["token", "sequence"] = "token"
+    """`token`: every token has its own w; `sequence`: the product over a response's tokens counts for all of them."""
     cap: float = Field(default=2.0, gt=1.0)
     """Bound on w."""
 
@@ -168,10 +173,22 @@ class ImportanceConfig(Frozen):
 class PolicyLossConfig(Frozen):
     """The policy's loss on one micro-batch."""
 
+    objective: Literal["clip", "policy_gradient", "cispo", "kl_penalty"] = "clip"
+    """`clip`: PPO's clipped ratio (arXiv 1707.06347, eq. 7); `policy_gradient`: -advantage * log-prob (REINFORCE);
+    `cispo`: the same, weighted by the clipped ratio without gradient (arXiv 2506.13585, eq. 4); `kl_penalty`:
+    the ratio unclipped, and beta * KL(old || new) on top (arXiv 1707.06347, eq. 8)."""
+    ratio: Literal["token", "sequence", "sequence_token"] = "token"
+    """What the ratio compares: a token's probability; the geometric mean over the response (GSPO, arXiv 2507.18071,
+    eq. 7); or that mean with a token's own gradient (GSPO-token, eq. 14)."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0.0)
     """The ratio is clipped above at 1 + clip_high."""
+    dynamic_clip: bool = False
+    """Bounds that widen for improbable tokens, from `clip_low`, `clip_high` and the old probability (DCPO, arXiv
+    2509.02333, sec. 3.1)."""
+    max_ratio: float | None = Field(default=None, gt=1.0)
+    """dynamic_clip: the upper bound is never above this."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Where the advantage is negative, the loss is at most -dual_clip * advantage (arXiv 1912.09729)."""
     kl_coef: float = Field(default=0.0, ge=0.0)
@@ -180,9 +197,10 @@ class PolicyLossConfig(Frozen):
     """Estimator of KL(pi || pi_ref) per token (Schulman, "Approximating KL divergence", 2020)."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    aggregation: Literal["token_mean", "sequence_mean", "constant", "only_token_mean"] = "token_mean"
     """token_mean: every token of the mini-batch weighs the same; sequence_mean: every sequence does;
-    constant: summed tokens over sequences times `max_tokens` (Dr. GRPO)."""
+    constant: summed tokens over sequences times `max_tokens` (Dr. GRPO); only_token_mean: the sum of the sequences'
+    means, divided by nothing (DCPO)."""
     importance: ImportanceConfig = ImportanceConfig()
     """Sampler-trainer correction."""
 
@@ -197,20 +215,39 @@ class CriticLossConfig(Frozen):
 class AdvantageConfig(Frozen):
     """How rewards become advantages (and, with a critic, returns)."""
 
-    estimator: Literal["group", "gae"]
-    """`group`: reward against the other samples of the group (GRPO); `gae`: temporal differences of the critic."""
+    estimator: Literal["group", "smooth_group", "best_of_group", "returns", "gae", "n_step", "distill"]
+    """`group`: reward against the other samples of the group (GRPO); `smooth_group`: against the prompt's earlier
+    visits too (DCPO); `best_of_group`: 1 for the best sample, 0 for the others (RAFT); `returns`: sums of token
+    rewards less a baseline (REINFORCE and its kin); `gae`, `n_step`: temporal differences of the critic;
+    `distill`: log-prob under the teacher less log-prob under the policy."""
     normalize_by_std: bool = True
     """Group estimator: divide by the group's standard deviation."""
+    baseline: Literal["none", "running_mean", "group_mean", "leave_one_out", "greedy"] = "none"
+    """returns: what is taken off a sample's return: nothing, the mean of all earlier batches, the mean of its group,
+    the mean of the others of its group, or the reward of the greedy response to the same prompt."""
+    reward_to_go: bool = True
+    """returns: a token is credited with the rewards from it on; else with the whole response's."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount per token (gae)."""
+    """Discount per token (returns, gae, n_step)."""
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
     """Exponential weight of longer returns (gae)."""
-    whiten: bool = True
-    """gae: advantages are shifted and scaled to mean 0, variance 1 over the batch's tokens."""
+    n_steps: int = Field(default=8, ge=1)
+    """n_step: tokens whose rewards are summed before the critic's value stands in for the rest."""
+    whiten: bool = False
+    """returns, gae, n_step: advantages are shifted and scaled to mean 0, variance 1 over the batch's tokens."""
+    advantage_clip: float | None = Field(default=None, gt=0.0)
+    """returns, gae, n_step: advantages are clipped to plus or minus this at the end."""
     kl_coef: float = Field(default=0.0, ge=0.0)
-    """gae: -kl_coef * (old_logprobs - ref_logprobs) is added to every token's reward."""
+    """returns, gae, n_step: -kl_coef * (old_logprobs - ref_logprobs) is added to every token's reward."""
+    kl_target: float | None = Field(default=None, gt=0.0)
+    """The coefficient is steered so that a response's KL divergence comes out at this (nats)."""
+    kl_horizon: int = Field(default=10_000, ge=1)
+    """Samples over which the steering takes effect (arXiv 1909.08593, sec. 2.2)."""
+    reward_scale: Literal["none", "batch", "running"] = "none"
+    """returns, gae, n_step: sequence rewards are shifted and scaled to mean 0, variance 1, over the batch or over
+    all batches so far (PPO-max, arXiv 2307.04964)."""
     reward_clip: float | None = Field(default=None, gt=0.0)
-    """gae: the sequence reward is clipped to plus or minus this before it is added at the last token."""
+    """returns, gae, n_step: the (scaled) sequence reward is clipped to plus or minus this."""
 
 
 class RolloutConfig(Frozen):

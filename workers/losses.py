@@ -46,6 +46,7 @@ def token_weights(
 
     token_mean: 1 / total_loss_tokens (DAPO, arXiv 2503.14476). sequence_mean: 1 / (total_sequences * loss tokens of
     the sequence) (GRPO, arXiv 2402.03300). constant: 1 / (total_sequences * max_tokens) (Dr. GRPO, arXiv 2503.20783).
+    only_token_mean: 1 / loss tokens of the sequence (DCPO, arXiv 2509.02333, sec. 3.3).
     The totals are those of the whole update over all ranks. Raises ValueError for another aggregation.
     """
     mask = loss_mask.float()
@@ -53,11 +54,18 @@ def token_weights(
         return mask / max(total_loss_tokens, 1)
     if aggregation == "constant":
         return mask / max(total_sequences * max_tokens, 1)
+    share = mask / sequence_sums(mask, sequence).clamp(min=1.0)[sequence]
     if aggregation == "sequence_mean":
-        count = torch.zeros(int(sequence.max()) + 1 if len(sequence) else 0, device=mask.device)
-        count = count.index_add(0, sequence, mask)
-        return mask / (max(total_sequences, 1) * count.clamp(min=1.0))[sequence]
+        return share / max(total_sequences, 1)
+    if aggregation == "only_token_mean":
+        return share
     raise ValueError(f"unknown aggregation {aggregation!r}")
+
+
+def sequence_sums(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """[B]: sums of `values` [T] over the tokens of each sequence; `sequence`: int64 [T], numbers below B."""
+    sums = values.new_zeros(int(sequence.max()) + 1 if len(sequence) else 0)
+    return sums.index_add(0, sequence, values)
 
 
 def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -87,15 +95,18 @@ def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: st
 
 
 def importance_weights(
-    old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, config: ImportanceConfig
+    old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, sequence: torch.Tensor, config: ImportanceConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights, cut): corrections for tokens sampled by an engine whose numbers differ from the trainer's.
 
-    With w = exp(old_logprobs - rollout_logprobs): `truncate` gives min(w, cap) (truncated importance sampling),
-    `mask` gives w inside [1/cap, cap] and 0 outside, `none` gives 1. `cut` is True where w was changed.
-    No gradient flows through the weights.
+    With w = exp(old_logprobs - rollout_logprobs), or its product over the sequence: `truncate` gives min(w, cap)
+    (truncated importance sampling), `mask` gives w inside [1/cap, cap] and 0 outside, `none` gives 1. `cut` is True
+    where w was changed. All [T]; outside the loss mask both log-probs must be 0. No gradient flows through the weights.
     """
-    ratio = (old_logprobs - rollout_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio = (old_logprobs - rollout_logprobs).detach()
+    if config.level == "sequence":
+        log_ratio = sequence_sums(log_ratio, sequence)[sequence]
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if config.mode == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "truncate":
@@ -104,19 +115,58 @@ def importance_weights(
     return ratio.masked_fill(outside, 0.0), outside
 
 
+def policy_log_ratio(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, tokens: torch.Tensor, sequence: torch.Tensor, level: str
+) -> torch.Tensor:
+    """log of the ratio of new to old policy, [T], at one of three levels.
+
+    token: log pi - log pi_old. sequence: its mean over the sequence's loss tokens, the same for all of them (GSPO,
+    arXiv 2507.18071, eq. 7). sequence_token: that value, with the gradient of the token's own (eq. 14).
+    `tokens`: float [T], 1 on loss tokens and 0 elsewhere, where both log-probs must be 0.
+    """
+    own = logprobs - old_logprobs
+    if level == "token":
+        return own.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    count = sequence_sums(tokens, sequence).clamp(min=1.0)
+    mean = (sequence_sums(own, sequence) / count)[sequence].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if level == "sequence":
+        return mean
+    return mean.detach() + own - own.detach()
+
+
+def clip_bounds(
+    old_logprobs: torch.Tensor, config: PolicyLossConfig
+) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+    """(lower, upper) bound of the ratio: numbers, or [T] with `dynamic_clip`.
+
+    DCPO (arXiv 2509.02333, eq. 7) bounds |(r - 1) p| instead of |r - 1|; with q the old probability that is
+    1/2 + 1/2 sqrt(max(1 - 4 clip_low / q, 0)) <= r <= 1/2 + 1/2 sqrt(1 + 4 clip_high / q), and r <= `max_ratio`.
+    """
+    if not config.dynamic_clip:
+        return 1.0 - config.clip_low, 1.0 + config.clip_high
+    inverse = (-old_logprobs.detach()).clamp(max=MAX_LOG_RATIO).exp()
+    lower = 0.5 + 0.5 * (1.0 - 4.0 * config.clip_low * inverse).clamp(min=0.0).sqrt()
+    upper = 0.5 + 0.5 * (1.0 + 4.0 * config.clip_high * inverse).sqrt()
+    return lower, upper if config.max_ratio is None else upper.clamp(max=config.max_ratio)
+
+
 def clipped_surrogate(
-    ratio: torch.Tensor, advantages: torch.Tensor, config: PolicyLossConfig
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    bounds: tuple[torch.Tensor | float, torch.Tensor | float],
+    dual_clip: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, clipped) per token: the clipped objective of PPO (arXiv 1707.06347), negated.
 
-    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and, with `dual_clip` c and A < 0, at most -c A
-    (arXiv 1912.09729). `clipped` is True where the token gives no gradient because of a bound.
+    max(-A r, -A clip(r, lower, upper)), and, with `dual_clip` c and A < 0, at most -c A (arXiv 1912.09729).
+    `clipped` is True where the token gives no gradient because of a bound.
     """
+    lower, upper = (torch.as_tensor(bound, dtype=ratio.dtype, device=ratio.device) for bound in bounds)
     plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    bounded = -advantages * torch.minimum(torch.maximum(ratio, lower), upper)
     loss, clipped = torch.maximum(plain, bounded), bounded > plain
-    if config.dual_clip is not None:
-        ceiling = -advantages * config.dual_clip
+    if dual_clip is not None:
+        ceiling = -advantages * dual_clip
         beyond = (advantages < 0) & (loss > ceiling)
         loss, clipped = torch.where(beyond, ceiling, loss), clipped | beyond
     return loss, clipped
@@ -135,14 +185,38 @@ class PolicyTokens:
     weights: torch.Tensor
     """From `token_weights`."""
     loss_mask: torch.Tensor
+    sequence: torch.Tensor
+    """int64: which sequence of the micro-batch each token belongs to."""
     old_logprobs: torch.Tensor | None = None
     """None: this is the first update on the batch, and the old policy is the current one."""
     ref_logprobs: torch.Tensor | None = None
 
 
-def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig) -> LossOutput:
-    """sum_t weight_t * (importance_t * surrogate_t + kl_coef * kl_t - entropy_coef * entropy_t).
+def _surrogate(
+    logprobs: torch.Tensor,
+    ratio: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: PolicyLossConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, clipped) per token: the policy-gradient part, before importance weights."""
+    untouched = torch.zeros_like(ratio, dtype=torch.bool)
+    if config.objective == "policy_gradient":
+        return -advantages * logprobs, untouched
+    if config.objective == "kl_penalty":
+        return -advantages * ratio, untouched
+    if config.objective == "cispo":
+        # Only an upper bound: the weight of a token is limited, and every token keeps its gradient.
+        bound = 1.0 + config.clip_high
+        weight = ratio.detach().clamp(max=bound)
+        return -advantages * weight * logprobs, ratio.detach() > bound
+    return clipped_surrogate(ratio, advantages, clip_bounds(old_logprobs, config), config.dual_clip)
 
+
+def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float = 0.0) -> LossOutput:
+    """sum_t weight_t (importance_t surrogate_t + kl_old_coef kl_old_t + kl_coef kl_t - entropy_coef entropy_t).
+
+    `kl_old_coef`: beta of PPO's KL penalty, on the k3 estimate of KL(old || new) from tokens of the old policy.
     Raises ValueError where `kl_coef` is set and there are no `ref_logprobs`.
     """
     mask = tokens.loss_mask
@@ -151,23 +225,28 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig) -> LossOutput:
     )
     rollout_logprobs, entropy = _masked(tokens.rollout_logprobs, mask), _masked(tokens.entropy, mask)
     old_logprobs = logprobs.detach() if tokens.old_logprobs is None else _masked(tokens.old_logprobs, mask)
-    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = policy_log_ratio(logprobs, old_logprobs, mask.float(), tokens.sequence, config.ratio)
     ratio = log_ratio.exp()
-    importance, cut = importance_weights(old_logprobs, rollout_logprobs, config.importance)
-    surrogate, clipped = clipped_surrogate(ratio, advantages, config)
+    token_log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    kl_old = torch.expm1(token_log_ratio) - token_log_ratio
+    importance, cut = importance_weights(old_logprobs, rollout_logprobs, tokens.sequence, config.importance)
+    surrogate, clipped = _surrogate(logprobs, ratio, old_logprobs, advantages, config)
     policy_term = (weights * importance * surrogate).sum()
     loss = policy_term
     gap = (old_logprobs - rollout_logprobs).abs()
     sums = {
         "tokens": mask.float(),
-        "clip_fraction": clipped.float(),
-        "kl_old": torch.expm1(log_ratio) - log_ratio,
+        "clip_fraction": (clipped & mask).float(),
+        "kl_old": kl_old,
         "entropy": entropy,
         "importance_weight": _masked(importance, mask),
         "importance_cut_fraction": (cut & mask).float(),
         "rollout_logprob_gap": gap,
     }
     terms = {"policy_loss": policy_term}
+    if kl_old_coef:
+        terms["kl_old_loss"] = kl_old_coef * (weights * kl_old).sum()
+        loss = loss + terms["kl_old_loss"]
     if config.entropy_coef:
         terms["entropy_loss"] = -config.entropy_coef * (weights * entropy).sum()
         loss = loss + terms["entropy_loss"]

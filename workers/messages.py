@@ -10,10 +10,13 @@ masks, so that multi-turn environments and process rewards need no new layout.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import pyarrow as pa
+
+from workers.advantage_state import AdvantageState
 
 SCHEMA_VERSION = "1"
 _META: dict[bytes | str, bytes | str] = {"troupe_schema": SCHEMA_VERSION}
@@ -157,6 +160,20 @@ class RewardSummary:
 
 
 @dataclass(frozen=True)
+class PrepareRequest:
+    """What the controller knows of a batch that is to be prepared."""
+
+    keep: tuple[tuple[str, int], ...]
+    """(prompt_uid, sample_index) of the rows of the result, in that order; samples of one prompt_uid form a group."""
+    state: AdvantageState = field(default_factory=AdvantageState)
+    """What advantages remember of earlier batches."""
+    prompt_rows: Mapping[str, int] = field(default_factory=dict)
+    """Row of the prompt pool of each prompt_uid (smooth_group)."""
+    greedy_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Reward of the greedy response of each prompt_uid (greedy baseline)."""
+
+
+@dataclass(frozen=True)
 class TrainRow:
     """What the controller knows of one row of a TRAIN table; enough to plan micro-batches."""
 
@@ -173,6 +190,8 @@ class TrainSummary:
 
     rows: tuple[TrainRow, ...]
     metrics: dict[str, float] = field(default_factory=dict)
+    state: AdvantageState = field(default_factory=AdvantageState)
+    """What advantages remember after this batch."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import torch
 from workers.config import PolicyConfig, Rendezvous
 from workers.deepspeed_engine import TrainEngine
 from workers.losses import LossOutput, PolicyTokens, policy_loss, token_weights
-from workers.messages import RankPlan, TrainSummary, UpdateMetrics, WeightUpdate, WorkerHealth
+from workers.messages import PrepareRequest, RankPlan, TrainSummary, UpdateMetrics, WeightUpdate, WorkerHealth
 from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
-from workers.prepare import Keep, prepare
+from workers.prepare import prepare
 from workers.rank import TrainingRank, free_port, own_address, update_metrics
 from workers.tensors import TokenBatch, TokenTable
 from workers.weight_file import WeightPublisher, read_payload, shared_directory
@@ -102,17 +102,20 @@ class PolicyWorker(TrainingRank):
             raise RuntimeError(f"{self._name} has no colocated reference")
         return score_plan(self._reference, plan, rollouts, "ref_logprobs", self.engine.device)
 
-    def prepare(self, keep: Keep, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
+    def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
         """See `workers.prepare.prepare`; not collective, one rank does it for all."""
-        return prepare(self._config.advantage, keep, tables)
+        return prepare(self._config.advantage, request, tables)
 
-    def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
-        """One optimizer step on the plan's rows of a TRAIN table. Collective."""
+    def update(self, plan: RankPlan, batch: pa.Table, kl_old_coef: float = 0.0) -> UpdateMetrics:
+        """One optimizer step on the plan's rows of a TRAIN table. Collective.
+
+        `kl_old_coef`: weight of KL(old || new) in this update (PPO with a KL penalty).
+        """
         table = TokenTable(batch)
         outputs: list[LossOutput] = []
 
         def loss_fn(forward: Callable[..., Any], micro_batch: TokenBatch) -> torch.Tensor:
-            outputs.append(self._loss(forward, micro_batch.to(self.engine.device), table, plan))
+            outputs.append(self._loss(forward, micro_batch.to(self.engine.device), table, plan, kl_old_coef))
             return outputs[-1].loss
 
         step = self.engine.update(list(table.batches(plan.micro_batches)), loss_fn)
@@ -172,7 +175,12 @@ class PolicyWorker(TrainingRank):
         return CausalLogprobs(model, self._config.sampling.temperature, chunks, entropy_grad)
 
     def _loss(
-        self, forward: Callable[..., Any], micro_batch: TokenBatch, table: TokenTable, plan: RankPlan
+        self,
+        forward: Callable[..., Any],
+        micro_batch: TokenBatch,
+        table: TokenTable,
+        plan: RankPlan,
+        kl_old_coef: float,
     ) -> LossOutput:
         logprobs, entropy = forward(
             micro_batch.input_ids, micro_batch.attention_mask, micro_batch.positions, micro_batch.targets
@@ -195,7 +203,8 @@ class PolicyWorker(TrainingRank):
                 self._config.sampling.max_tokens,
             ),
             loss_mask=micro_batch.loss_mask,
+            sequence=micro_batch.sequence,
             old_logprobs=table.floats("old_logprobs", micro_batch),
             ref_logprobs=table.floats("ref_logprobs", micro_batch),
         )
-        return policy_loss(tokens, self._config.loss)
+        return policy_loss(tokens, self._config.loss, kl_old_coef)

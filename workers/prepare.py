@@ -8,27 +8,31 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from workers.advantages import explained_variance, gae, group_advantages, shaped_rewards, uniform_groups, whiten
+from workers.advantage_state import AdvantageState
+from workers.advantages import uniform_groups
 from workers.config import AdvantageConfig
+from workers.estimators import SampledTokens, estimate, statistics
 from workers.losses import kl_penalty
-from workers.messages import TRAIN, TrainRow, TrainSummary
+from workers.messages import TRAIN, PrepareRequest, TrainRow, TrainSummary
 from workers.tensors import IDENTITY_NAMES, Ragged, list_column, ragged
 
 SCORES = ("old_logprobs", "ref_logprobs", "values")
 Keep = Sequence[tuple[str, int]]
 
 
-def prepare(config: AdvantageConfig, keep: Keep, tables: Sequence[pa.Table]) -> tuple[TrainSummary, pa.Table]:
+def prepare(
+    config: AdvantageConfig, request: PrepareRequest, tables: Sequence[pa.Table]
+) -> tuple[TrainSummary, pa.Table]:
     """Join the tables by sample, compute advantages, and lay out the batch.
 
     `tables`: ROLLOUTS, REWARDS and token_scores tables in any order and partition, told apart by their columns.
-    `keep`: the (prompt_uid, sample_index) of the rows of the result, in that order; samples that are not in it are
-    left out before anything is computed. Samples of one prompt_uid form a group.
+    Samples that `request.keep` does not name are left out before anything is computed.
 
-    Raises ValueError, naming the sample, where one of `keep` is missing, doubled, has attempts that differ between
+    Raises ValueError, naming the sample, where one that is kept is missing, doubled, has attempts that differ between
     tables, no reward with status ok, columns of the wrong length, or a number that is not finite; and where a column
     the estimator needs is absent.
     """
+    keep = request.keep
     if not keep:
         raise ValueError("no sample was kept: there is nothing to train on")
     parts = _Join(keep, tables)
@@ -36,10 +40,14 @@ def prepare(config: AdvantageConfig, keep: Keep, tables: Sequence[pa.Table]) -> 
     rewards_table = parts.rows("rewards")
     _require_ok(keep, rewards_table)
     scores = {name: parts.rows(name) for name in SCORES if parts.has(name)}
-    batch = _Batch(keep, rollouts, rewards_table, scores)
-    advantages, returns, metrics = _advantages(config, batch)
+    batch = _Batch(request, rollouts, rewards_table, scores)
+    estimated = estimate(config, batch.sampled(), request.state)
+    advantages = batch.spread(estimated.advantages)
+    returns = None if estimated.returns is None else batch.spread(estimated.returns)
     _require_finite(keep, "advantages", advantages, batch.lengths)
-    return _summary(batch, advantages, metrics), _train_table(batch, rollouts, advantages, returns)
+    metrics = _reward_metrics(batch) | _kl_metrics(batch) | _text_metrics(batch) | dict(estimated.metrics)
+    summary = _summary(batch, advantages, metrics, estimated.state)
+    return summary, _train_table(batch, rollouts, advantages, returns)
 
 
 class _Join:
@@ -80,21 +88,70 @@ class _Join:
 class _Batch:
     """The kept rows as tensors: flat per token, and per sample."""
 
-    def __init__(self, keep: Keep, rollouts: pa.Table, rewards: pa.Table, scores: dict[str, pa.Table]) -> None:
+    def __init__(
+        self, request: PrepareRequest, rollouts: pa.Table, rewards: pa.Table, scores: dict[str, pa.Table]
+    ) -> None:
+        keep = request.keep
         if len(set(keep)) != len(keep):
             raise ValueError("a sample is kept twice")
         self.keep = keep
+        self.request = request
         self.prompt_lengths = ragged(rollouts.column("prompt_ids")).lengths
-        self.lengths = ragged(rollouts.column("response_ids")).lengths
+        self.responses = ragged(rollouts.column("response_ids"))
+        self.lengths = self.responses.lengths
         self.loss_mask = self._column("loss_mask", rollouts).values
         self.rollout_logprobs = self._column("rollout_logprobs", rollouts).values
         self.scores = {name: self._column(name, table).values for name, table in scores.items()}
         self.reward = torch.tensor(rewards.column("reward").to_pylist(), dtype=torch.double)
         _require_finite(keep, "reward", self.reward, torch.ones(len(keep), dtype=torch.int64))
-        self.has_process_rewards = any(rewards.column("reward_spans").to_pylist())
-        uids = [uid for uid, _ in keep]
-        number = {uid: position for position, uid in enumerate(dict.fromkeys(uids))}
-        self.groups = torch.tensor([number[uid] for uid in uids])
+        self.reward_spans: list[list[dict[str, float]]] = rewards.column("reward_spans").to_pylist()
+        self.uids = [uid for uid, _ in keep]
+        number = {uid: position for position, uid in enumerate(dict.fromkeys(self.uids))}
+        self.groups = torch.tensor([number[uid] for uid in self.uids])
+
+    def sampled(self) -> SampledTokens:
+        """The policy's own tokens."""
+        mask, greedy, rows = self.loss_mask, self.request.greedy_rewards, self.request.prompt_rows
+        own = {name: values[mask] for name, values in self.scores.items()}
+        return SampledTokens(
+            rewards=self.reward,
+            groups=self.groups,
+            lengths=self.loss_lengths,
+            rollout_logprobs=self.rollout_logprobs[mask],
+            old_logprobs=own.get("old_logprobs"),
+            ref_logprobs=own.get("ref_logprobs"),
+            values=own.get("values"),
+            prompt_rows=tuple(rows[uid] for uid in dict.fromkeys(self.uids)) if rows else (),
+            greedy_rewards=torch.tensor([greedy[uid] for uid in self.uids]).double() if greedy else None,
+            steps=self._steps(),
+        )
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """float64 over all response tokens: `values` on the policy's own, 0 on the others."""
+        result = torch.zeros(len(self.loss_mask), dtype=torch.double)
+        result[self.loss_mask] = values
+        return result
+
+    def _steps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Process rewards with the ends of their steps counted in the policy's own tokens."""
+        if not any(self.reward_spans):
+            return None
+        own = self.loss_mask.long().cumsum(0)
+        first = self.lengths.cumsum(0) - self.lengths
+        rewards, ends, samples = [], [], []
+        for sample, spans in enumerate(self.reward_spans):
+            start = int(first[sample])
+            for span in spans:
+                end = int(span["end"])
+                before = int(own[start - 1]) if start else 0
+                tokens = int(own[start + end - 1]) - before if 0 < end <= int(self.lengths[sample]) else 0
+                if tokens < 1:
+                    uid, index = self.keep[sample]
+                    raise ValueError(f"sample {uid}[{index}]: a reward span ends at {end}, where no token of it stands")
+                rewards.append(span["reward"])
+                ends.append(tokens)
+                samples.append(sample)
+        return torch.tensor(rewards, dtype=torch.double), torch.tensor(ends), torch.tensor(samples)
 
     @property
     def sequence(self) -> torch.Tensor:
@@ -115,37 +172,9 @@ class _Batch:
         return column
 
 
-def _advantages(config: AdvantageConfig, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]:
-    """Flat advantages over all response tokens (0 outside the loss mask), returns with a critic, and metrics."""
-    mask = batch.loss_mask
-    metrics = _reward_metrics(batch) | _kl_metrics(batch)
-    if config.estimator == "group":
-        advantages = group_advantages(batch.reward, batch.groups, config.normalize_by_std)[batch.sequence] * mask
-        return advantages, None, metrics | _statistics("advantage", advantages[mask])
-    if "values" not in batch.scores:
-        raise ValueError("the gae estimator needs values, and no critic's table was given")
-    if batch.has_process_rewards:
-        raise ValueError("process rewards (reward_spans) are not supported by the gae estimator")
-    # Only the policy's own tokens are steps: text it did not sample is part of the next state, not an action.
-    values, lengths, kl = batch.scores["values"][mask].double(), batch.loss_lengths, None
-    if config.kl_coef:
-        if "old_logprobs" not in batch.scores or "ref_logprobs" not in batch.scores:
-            raise ValueError("kl_coef needs old_logprobs and ref_logprobs, and they were not given")
-        kl = (batch.scores["old_logprobs"].double() - batch.scores["ref_logprobs"].double())[mask]
-    token_rewards = shaped_rewards(batch.reward, lengths, kl, config.kl_coef, config.reward_clip)
-    estimates = gae(token_rewards, values, lengths, config.gamma, config.gae_lambda)
-    advantages, returns = (torch.zeros(len(mask), dtype=torch.double) for _ in range(2))
-    returns[mask] = estimates + values
-    metrics |= _statistics("advantage", estimates) | _statistics("value", values)
-    metrics |= _statistics("return", returns[mask])
-    metrics["explained_variance"] = explained_variance(values, returns[mask])
-    advantages[mask] = estimates
-    return (whiten(advantages, mask) if config.whiten else advantages), returns, metrics
-
-
 def _reward_metrics(batch: _Batch) -> dict[str, float]:
     uniform = uniform_groups(batch.reward, batch.groups).double().mean()
-    return _statistics("reward", batch.reward) | {"uniform_group_fraction": float(uniform)}
+    return statistics("reward", batch.reward) | {"uniform_group_fraction": float(uniform)}
 
 
 def _kl_metrics(batch: _Batch) -> dict[str, float]:
@@ -157,18 +186,32 @@ def _kl_metrics(batch: _Batch) -> dict[str, float]:
     return {"kl_ref": float(kl.mean()) if len(kl) else 0.0}
 
 
-def _statistics(name: str, values: torch.Tensor) -> dict[str, float]:
-    if not len(values):
-        return {f"{name}_mean": 0.0, f"{name}_std": 0.0}
-    return {f"{name}_mean": float(values.mean()), f"{name}_std": float(values.std(correction=0))}
+def _text_metrics(batch: _Batch) -> dict[str, float]:
+    """How sure the sampler was of its tokens, and how much it repeated itself."""
+    sampled = batch.rollout_logprobs[batch.loss_mask].double()
+    return {
+        "perplexity": float((-sampled.mean()).exp()) if len(sampled) else 0.0,
+        "repetition": repetition(batch.responses),
+    }
 
 
-def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float]) -> TrainSummary:
+def repetition(responses: Ragged) -> float:
+    """Mean over responses of the share of 4-grams that stood in the same response before; shorter ones count as 0."""
+    starts = (responses.lengths.cumsum(0) - responses.lengths).tolist()
+    shares = []
+    for start, length in zip(starts, responses.lengths.tolist(), strict=True):
+        tokens = responses.values[start : start + length].tolist()
+        grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
+        shares.append(1.0 - len(set(grams)) / len(grams) if grams else 0.0)
+    return sum(shares) / max(len(shares), 1)
+
+
+def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float], state: AdvantageState) -> TrainSummary:
     signal = torch.zeros(len(batch.lengths)).index_add(0, batch.sequence, (advantages != 0).float()) > 0
     rows = zip(
         (batch.prompt_lengths + batch.lengths).tolist(), batch.loss_lengths.tolist(), signal.tolist(), strict=True
     )
-    return TrainSummary(rows=tuple(TrainRow(*row) for row in rows), metrics=metrics)
+    return TrainSummary(rows=tuple(TrainRow(*row) for row in rows), metrics=metrics, state=state)
 
 
 def _train_table(batch: _Batch, rollouts: pa.Table, advantages: torch.Tensor, returns: torch.Tensor | None) -> pa.Table:

@@ -337,6 +337,7 @@ def plain_torch(model_path: str) -> tuple[dict[str, torch.Tensor], list[float]]:
                 table.floats("advantages", tokens),  # pyright: ignore[reportArgumentType]
                 token_weights(tokens.loss_mask, tokens.sequence, "token_mean", LOSS_TOKENS, SEQUENCES, 8),
                 tokens.loss_mask,
+                tokens.sequence,
                 ref_logprobs=table.floats("ref_logprobs", tokens),
             ),
             config.loss,

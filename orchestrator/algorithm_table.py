@@ -1,0 +1,271 @@
+"""The table of algorithms: one row each, plain data, with the source of its formulas and defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from workers.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
+
+OptionalRole = Literal["critic", "reference"]
+KlPlacement = Literal["loss", "reward"]
+
+
+@dataclass(frozen=True)
+class KlPenalty:
+    """PPO's penalty on KL(old || new), with a coefficient that follows the divergence (arXiv 1707.06347, sec. 4)."""
+
+    coef: float
+    """Coefficient of the first update."""
+    target: float
+    """Divergence per token, in nats, that the coefficient is doubled above (times 1.5) and halved below (over 1.5)."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row: what the algorithm needs besides rollout, policy and reward, and its defaults."""
+
+    name: str
+    summary: str
+    formula: str
+    """Advantage and objective, in plain text."""
+    source: str
+    """Paper the defaults follow."""
+    advantage: AdvantageConfig
+    loss: PolicyLossConfig
+    required: frozenset[OptionalRole] = frozenset()
+    forbidden: frozenset[OptionalRole] = frozenset({"critic"})
+    group_size: int = 1
+    min_group_size: int = 1
+    kl_in: KlPlacement = "loss"
+    """Where the KL-to-reference term goes: into the loss, or into every token's reward."""
+    critic_loss: CriticLossConfig | None = None
+    dynamic_sampling: int = 0
+    """Groups without signal that may be replaced, for each group of a step."""
+    kl_penalty: KlPenalty | None = None
+    """Objective kl_penalty: its coefficient and target."""
+
+
+_CRITIC: frozenset[OptionalRole] = frozenset({"critic"})
+_GRPO = AdvantageConfig(estimator="group", normalize_by_std=True)
+_GAE = AdvantageConfig(estimator="gae", gamma=1.0, gae_lambda=0.95, whiten=True, kl_coef=0.05)
+_CLIP = "max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))"
+_R_TOKEN = "r = pi(token) / pi_old(token)"
+
+ALGORITHMS: dict[str, Algorithm] = {
+    row.name: row
+    for row in (
+        Algorithm(
+            name="reinforce",
+            summary="Policy gradient with rewards to go, less the mean return of all earlier batches.",
+            formula="A_t = sum_{t' >= t} gamma^(t'-t) reward_t' - running mean; loss -A_t log pi(token)",
+            source="Williams 1992; Sutton and Barto, Reinforcement Learning, 2nd ed., sec. 13.3 and 13.4",
+            kl_in="reward",
+            advantage=AdvantageConfig(estimator="returns", baseline="running_mean", reward_to_go=True),
+            loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
+        ),
+        Algorithm(
+            name="actor_critic",
+            summary="Policy gradient with k-step advantages of a critic.",
+            formula="A_t = sum_{l<k} gamma^l reward_{t+l} + gamma^k V_{t+k} - V_t; loss -A_t log pi(token)",
+            source="A3C, arXiv 1602.01783, sec. 4",
+            required=_CRITIC,
+            forbidden=frozenset(),
+            kl_in="reward",
+            advantage=AdvantageConfig(estimator="n_step", n_steps=8),
+            loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
+            critic_loss=CriticLossConfig(value_clip=None),
+        ),
+        Algorithm(
+            name="actor_critic_gae",
+            summary="Policy gradient with generalised advantage estimates of a critic.",
+            formula="A_t = sum_l (gamma lambda)^l (reward_{t+l} + gamma V_{t+l+1} - V_{t+l}); loss -A_t log pi(token)",
+            source="GAE, arXiv 1506.02438, eq. 16",
+            required=_CRITIC,
+            forbidden=frozenset(),
+            kl_in="reward",
+            advantage=AdvantageConfig(estimator="gae", gamma=1.0, gae_lambda=0.95),
+            loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
+            critic_loss=CriticLossConfig(value_clip=None),
+        ),
+        Algorithm(
+            name="ppo",
+            summary="A critic's values give advantages per token (GAE); KL to the reference is part of the reward.",
+            formula="token reward -kl_coef (log pi_old - log pi_ref), reward at the last; A by GAE, whitened; "
+            f"loss {_CLIP}, {_R_TOKEN}",
+            source="PPO, arXiv 1707.06347, eq. 7; on language models: InstructGPT, arXiv 2203.02155, DeepSpeed-Chat, "
+            "arXiv 2308.01320",
+            required=_CRITIC,
+            forbidden=frozenset(),
+            kl_in="reward",
+            advantage=_GAE,
+            loss=PolicyLossConfig(kl_estimator="k1"),
+            critic_loss=CriticLossConfig(value_clip=0.2),
+        ),
+        Algorithm(
+            name="ppo_penalty",
+            summary="PPO without clipping: a penalty on KL(old || new) whose coefficient follows the divergence.",
+            formula=f"A as ppo; loss -A r + beta KL(old || new), {_R_TOKEN}; "
+            "beta doubles above 1.5 target, halves below target / 1.5",
+            source="PPO, arXiv 1707.06347, eq. 8",
+            required=_CRITIC,
+            forbidden=frozenset(),
+            kl_in="reward",
+            advantage=_GAE,
+            loss=PolicyLossConfig(objective="kl_penalty", kl_estimator="k1"),
+            critic_loss=CriticLossConfig(value_clip=0.2),
+            kl_penalty=KlPenalty(coef=1.0, target=0.01),
+        ),
+        Algorithm(
+            name="ppo_max",
+            summary="PPO made stable: rewards scaled and clipped, advantages whitened and clipped, values clipped.",
+            formula="reward -> clip((reward - running mean) / running std, +-reward_clip); "
+            f"A by GAE, whitened, clipped to +-advantage_clip; loss {_CLIP}",
+            source="PPO-max, arXiv 2307.04964, sec. 5; its published code for the numbers",
+            required=_CRITIC,
+            forbidden=frozenset(),
+            kl_in="reward",
+            advantage=_GAE.model_copy(
+                update={"reward_scale": "running", "reward_clip": 10.0, "advantage_clip": 0.5, "kl_coef": 0.02}
+            ),
+            loss=PolicyLossConfig(kl_estimator="k1"),
+            critic_loss=CriticLossConfig(value_clip=0.2),
+        ),
+        Algorithm(
+            name="grpo",
+            summary="Every reward is judged against the other samples of its group; no critic.",
+            formula="A = (reward - group mean) / (group std + 1e-4); "
+            f"loss {_CLIP} + kl_coef KL, {_R_TOKEN}, mean per sequence",
+            source="DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; process rewards: sec. 4.1.3",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO,
+            loss=PolicyLossConfig(aggregation="sequence_mean"),
+        ),
+        Algorithm(
+            name="dr_grpo",
+            summary="GRPO without its two biases: no division by the standard deviation, none by the length.",
+            formula=f"A = reward - group mean; loss {_CLIP}, {_R_TOKEN}, summed over tokens / (sequences * max_tokens)",
+            source="Dr. GRPO, arXiv 2503.20783, sec. 3.2",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO.model_copy(update={"normalize_by_std": False}),
+            loss=PolicyLossConfig(aggregation="constant"),
+        ),
+        Algorithm(
+            name="rloo",
+            summary="A sample's return against the mean of the others of its group; KL is part of the reward.",
+            formula="R = reward - kl_coef sum_t (log pi_old - log pi_ref); A = R - mean of the others' R; "
+            "loss -A log pi(token)",
+            source="RLOO, arXiv 2402.14740, eq. 6; kl_coef as in TRL",
+            group_size=4,
+            min_group_size=2,
+            kl_in="reward",
+            advantage=AdvantageConfig(estimator="returns", baseline="leave_one_out", reward_to_go=False, kl_coef=0.05),
+            loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
+        ),
+        Algorithm(
+            name="remax",
+            summary="A sample's return against the reward of the greedy response to the same prompt.",
+            formula="A_t = sum_{t' >= t} reward_t' - reward(greedy response); loss -A_t log pi(token)",
+            source="ReMax, arXiv 2310.10505, eq. 5",
+            kl_in="reward",
+            advantage=AdvantageConfig(estimator="returns", baseline="greedy", kl_coef=0.05),
+            loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
+        ),
+        Algorithm(
+            name="reinforce_pp",
+            summary="PPO's loss without a critic: returns with token KL, normalised over the whole batch.",
+            formula=f"A_t = sum_{{t' >= t}} reward_t', whitened over the batch's tokens; loss {_CLIP}, {_R_TOKEN}",
+            source="REINFORCE++, arXiv 2501.03262, sec. 3",
+            kl_in="reward",
+            advantage=AdvantageConfig(estimator="returns", baseline="none", whiten=True, kl_coef=0.01),
+            loss=PolicyLossConfig(kl_estimator="k1"),
+        ),
+        Algorithm(
+            name="reinforce_pp_baseline",
+            summary="REINFORCE++ with the group's mean as baseline; KL stands in the loss.",
+            formula=f"A = reward - group mean, whitened over the batch's tokens; loss {_CLIP} + kl_coef k2",
+            source="REINFORCE++, arXiv 2501.03262, sec. 3 (baseline variant)",
+            group_size=8,
+            min_group_size=2,
+            advantage=AdvantageConfig(estimator="returns", baseline="group_mean", reward_to_go=False, whiten=True),
+            loss=PolicyLossConfig(kl_estimator="k2", kl_coef=0.01),
+        ),
+        Algorithm(
+            name="dapo",
+            summary="GRPO with a higher upper clip, token-level loss, and groups without signal replaced.",
+            formula=f"A as grpo; loss {_CLIP}, {_R_TOKEN}, mean over tokens; groups of equal rewards are sampled anew; "
+            "reward function overlong punishes length softly",
+            source="DAPO, arXiv 2503.14476, eq. 8 to 13",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO,
+            loss=PolicyLossConfig(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+            dynamic_sampling=3,
+        ),
+        Algorithm(
+            name="gspo",
+            summary="GRPO with one ratio for the whole response.",
+            formula=f"A as grpo; loss {_CLIP}, r = exp(mean over tokens of log pi - log pi_old), mean per sequence",
+            source="GSPO, arXiv 2507.18071, eq. 5 to 7; clip ranges: sec. 5.1",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO,
+            loss=PolicyLossConfig(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"),
+        ),
+        Algorithm(
+            name="gspo_token",
+            summary="GSPO with a gradient per token, for advantages that differ within a response.",
+            formula=f"A as grpo; loss {_CLIP}, r = sg[sequence ratio] pi / sg[pi], mean per sequence",
+            source="GSPO, arXiv 2507.18071, eq. 13 and 14",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO,
+            loss=PolicyLossConfig(ratio="sequence_token", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"),
+        ),
+        Algorithm(
+            name="dcpo",
+            summary="Clip bounds that widen for improbable tokens; rewards standardised over a prompt's visits.",
+            formula="A smoothed between this visit's and all visits' standardised rewards; loss max(-A r, -A clip(r, "
+            "lower, upper)), lower = 1/2 + 1/2 sqrt(max(1 - 4 clip_low / pi_old, 0)), "
+            "upper = 1/2 + 1/2 sqrt(1 + 4 clip_high / pi_old); means per sequence, added up",
+            source="DCPO, arXiv 2509.02333, sec. 3; its published code for the cap on the ratio",
+            group_size=8,
+            min_group_size=2,
+            advantage=AdvantageConfig(estimator="smooth_group"),
+            loss=PolicyLossConfig(
+                dynamic_clip=True, clip_low=0.16, clip_high=0.2, max_ratio=10.0, aggregation="only_token_mean"
+            ),
+        ),
+        Algorithm(
+            name="cispo",
+            summary="The weight of a token is clipped instead of its gradient.",
+            formula=f"A as grpo; loss -sg[min(r, 1 + clip_high)] A log pi(token), {_R_TOKEN}, mean over tokens",
+            source="CISPO, arXiv 2506.13585, eq. 4 and 5; upper bound: arXiv 2510.13786",
+            group_size=8,
+            min_group_size=2,
+            advantage=_GRPO,
+            loss=PolicyLossConfig(objective="cispo", clip_high=4.0, aggregation="token_mean"),
+        ),
+        Algorithm(
+            name="raft",
+            summary="Best of K: the best sample of every group is what the policy is fine-tuned on.",
+            formula="loss: mean negative log-likelihood of the sample with the highest reward of every group",
+            source="RAFT, arXiv 2304.06767, alg. 1",
+            group_size=8,
+            min_group_size=2,
+            advantage=AdvantageConfig(estimator="best_of_group"),
+            loss=PolicyLossConfig(objective="policy_gradient", aggregation="sequence_mean"),
+        ),
+        Algorithm(
+            name="distill",
+            summary="On-policy distillation: the reference is a teacher, and every token is judged by it.",
+            formula=f"A_t = log pi_teacher(token) - log pi_old(token); loss {_CLIP}, {_R_TOKEN}, mean over tokens",
+            source="reverse KL on the student's samples: GKD, arXiv 2306.13649; per token: MiniLLM, arXiv 2306.08543",
+            required=frozenset({"reference"}),
+            advantage=AdvantageConfig(estimator="distill"),
+            loss=PolicyLossConfig(),
+        ),
+    )
+}

@@ -1,0 +1,257 @@
+"""Estimators of the advantage: how the rewards of one batch become a number for every token the policy sampled.
+
+Every function here works on the tokens the policy itself sampled (`loss_mask`), laid end to end: text it did not
+sample is part of the next state and not an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from workers.advantage_state import AdvantageState, Moments, PromptHistory
+from workers.advantages import (
+    WHITEN_EPS,
+    best_of_group,
+    explained_variance,
+    gae,
+    group_advantages,
+    leave_one_out_advantages,
+    n_step_advantages,
+    process_advantages,
+    returns_to_go,
+    shaped_rewards,
+    smoothed_advantages,
+    whiten,
+)
+from workers.config import AdvantageConfig
+
+MAX_KL_ERROR = 0.2
+"""The steered KL coefficient changes at most by this share of the horizon's rate (arXiv 1909.08593, sec. 2.2)."""
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """One batch of N samples with T tokens of the policy's own in all."""
+
+    rewards: torch.Tensor
+    """float64 [N]."""
+    groups: torch.Tensor
+    """int64 [N]: number of the sample's group, counted from 0."""
+    lengths: torch.Tensor
+    """int64 [N]: tokens of each sample."""
+    rollout_logprobs: torch.Tensor
+    """[T]."""
+    old_logprobs: torch.Tensor | None
+    ref_logprobs: torch.Tensor | None
+    values: torch.Tensor | None
+    prompt_rows: tuple[int, ...] = ()
+    """Row of the prompt pool of each group (smooth_group)."""
+    greedy_rewards: torch.Tensor | None = None
+    """float64 [N]: reward of the greedy response to the sample's prompt (greedy baseline)."""
+    steps: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    """Process rewards: (rewards float64 [M], tokens up to the step's end int64 [M], sample number int64 [M])."""
+
+    @property
+    def sequence(self) -> torch.Tensor:
+        """int64 [T]: the sample each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Advantages of one batch."""
+
+    advantages: torch.Tensor
+    """float64 [T]."""
+    state: AdvantageState
+    returns: torch.Tensor | None = None
+    """float64 [T]: what the critic is to learn."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+Estimator = Callable[[AdvantageConfig, SampledTokens, AdvantageState], Estimate]
+
+
+def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    """Advantages as the configuration says. Raises ValueError where the batch lacks what the estimator needs."""
+    estimated = ESTIMATORS[config.estimator](config, batch, state)
+    advantages = estimated.advantages
+    metrics = {**estimated.metrics, **statistics("advantage", advantages)}
+    if config.whiten:
+        advantages = whiten(advantages, torch.ones(len(advantages), dtype=torch.bool))
+    if config.advantage_clip is not None:
+        advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+    return replace(estimated, advantages=advantages, metrics=metrics)
+
+
+def _group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    if batch.steps is not None:
+        how = (batch.groups, batch.lengths, config.normalize_by_std)
+        return Estimate(process_advantages(*batch.steps, *how), state)
+    return Estimate(group_advantages(batch.rewards, batch.groups, config.normalize_by_std)[batch.sequence], state)
+
+
+def _smooth_group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    advantages = torch.zeros(len(batch.rewards), dtype=torch.double)
+    histories: dict[int, PromptHistory] = {}
+    for group, row in enumerate(batch.prompt_rows):
+        members = batch.groups == group
+        rewards = batch.rewards[members]
+        before = histories.get(row) or state.prompts.get(row) or PromptHistory()
+        now, total = Moments().seen(rewards.tolist()), before.rewards.seen(rewards.tolist())
+        histories[row] = PromptHistory(visits=before.visits + 1, rewards=total)
+        advantages[members] = smoothed_advantages(
+            rewards, (now.mean, now.std), (total.mean, total.std), before.visits + 1
+        )
+    return Estimate(advantages[batch.sequence], state.model_copy(update={"prompts": histories}))
+
+
+def _best_of_group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    return Estimate(best_of_group(batch.rewards, batch.groups)[batch.sequence], state)
+
+
+def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    """log teacher - log policy: its mean over the policy's own tokens is minus the reverse KL divergence."""
+    if batch.ref_logprobs is None:
+        raise ValueError("distillation needs the teacher's log-probs (role reference), and they were not given")
+    policy = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    return Estimate(batch.ref_logprobs.double() - policy.double(), state)
+
+
+def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    shaped = _shape(config, batch, state)
+    totals = torch.zeros(len(batch.lengths), dtype=torch.double).index_add(0, batch.sequence, shaped.token_rewards)
+    credited = totals[batch.sequence]
+    if config.reward_to_go:
+        credited = returns_to_go(shaped.token_rewards, batch.lengths, config.gamma)
+    above = BASELINES[config.baseline](totals, batch, state)
+    # In this order a whole return that is credited to every token leaves `above` as it is, to the last bit.
+    advantages = (credited - totals[batch.sequence]) + above[batch.sequence]
+    return Estimate(advantages, shaped.state, metrics=shaped.metrics)
+
+
+def _gae(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    values, shaped = _values(batch), _shape(config, batch, state)
+    advantages = gae(shaped.token_rewards, values, batch.lengths, config.gamma, config.gae_lambda)
+    return _with_critic(advantages, values, shaped)
+
+
+def _n_step(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    values, shaped = _values(batch), _shape(config, batch, state)
+    advantages = n_step_advantages(shaped.token_rewards, values, batch.lengths, config.gamma, config.n_steps)
+    return _with_critic(advantages, values, shaped)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "group": _group,
+    "smooth_group": _smooth_group,
+    "best_of_group": _best_of_group,
+    "distill": _distill,
+    "returns": _returns,
+    "gae": _gae,
+    "n_step": _n_step,
+}
+
+Baseline = Callable[[torch.Tensor, SampledTokens, AdvantageState], torch.Tensor]
+"""float64 [N] (returns of the samples less the baseline) of the returns."""
+
+
+def _above_nothing(returns: torch.Tensor, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
+    return returns
+
+
+def _above_running_mean(returns: torch.Tensor, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
+    # Earlier batches only: a baseline that knows the sample itself would bias the gradient.
+    return returns - state.rewards.mean
+
+
+def _above_group_mean(returns: torch.Tensor, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
+    return group_advantages(returns, batch.groups, normalize_by_std=False)
+
+
+def _above_the_others(returns: torch.Tensor, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
+    return leave_one_out_advantages(returns, batch.groups)
+
+
+def _above_greedy(returns: torch.Tensor, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
+    if batch.greedy_rewards is None:
+        raise ValueError("the greedy baseline needs the rewards of greedy responses, and they were not given")
+    return returns - batch.greedy_rewards.double()
+
+
+BASELINES: dict[str, Baseline] = {
+    "none": _above_nothing,
+    "running_mean": _above_running_mean,
+    "group_mean": _above_group_mean,
+    "leave_one_out": _above_the_others,
+    "greedy": _above_greedy,
+}
+
+
+@dataclass(frozen=True)
+class _Shaped:
+    token_rewards: torch.Tensor
+    state: AdvantageState
+    metrics: Mapping[str, float]
+
+
+def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> _Shaped:
+    """Token rewards: the scaled and clipped reward at the end, the KL penalty on every token; and the next state."""
+    if batch.steps is not None:
+        raise ValueError(f"process rewards (reward_spans) are not supported by the {config.estimator} estimator")
+    seen = state.rewards.seen(batch.rewards.tolist())
+    scale = {"none": None, "batch": Moments().seen(batch.rewards.tolist()), "running": seen}[config.reward_scale]
+    rewards = batch.rewards
+    if scale is not None:
+        rewards = (rewards - scale.mean) / (scale.std + WHITEN_EPS**0.5)
+    coef = config.kl_coef if state.kl_coef is None else state.kl_coef
+    kl, metrics = None, {}
+    following = state.model_copy(update={"rewards": seen})
+    if config.kl_coef:
+        kl = _kl(batch)
+        if config.kl_target is not None:
+            metrics["kl_coef"] = coef
+            steered = steered_kl_coef(coef, float(kl.sum()) / len(batch.lengths), config, len(batch.lengths))
+            following = following.model_copy(update={"kl_coef": steered})
+    token_rewards = shaped_rewards(rewards, batch.lengths, kl, coef, config.reward_clip)
+    return _Shaped(token_rewards, following, metrics)
+
+
+def steered_kl_coef(coef: float, kl: float, config: AdvantageConfig, samples: int) -> float:
+    """The next coefficient after `samples` responses with a mean KL divergence of `kl` nats (arXiv 1909.08593, eq. 3).
+
+    e = clip(kl / target - 1, -0.2, 0.2); coef * (1 + e * samples / horizon). Without a target it stays.
+    """
+    if config.kl_target is None:
+        return coef
+    error = min(max(kl / config.kl_target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return coef * (1.0 + error * samples / config.kl_horizon)
+
+
+def _kl(batch: SampledTokens) -> torch.Tensor:
+    if batch.old_logprobs is None or batch.ref_logprobs is None:
+        raise ValueError("kl_coef needs old_logprobs and ref_logprobs, and they were not given")
+    return batch.old_logprobs.double() - batch.ref_logprobs.double()
+
+
+def _values(batch: SampledTokens) -> torch.Tensor:
+    if batch.values is None:
+        raise ValueError("the estimator needs values, and no critic's table was given")
+    return batch.values.double()
+
+
+def _with_critic(advantages: torch.Tensor, values: torch.Tensor, shaped: _Shaped) -> Estimate:
+    returns = advantages + values
+    metrics = dict(shaped.metrics) | statistics("value", values) | statistics("return", returns)
+    metrics["explained_variance"] = explained_variance(values, returns)
+    return Estimate(advantages, shaped.state, returns, metrics)
+
+
+def statistics(name: str, values: torch.Tensor) -> dict[str, float]:
+    """Mean and (population) standard deviation of `values`, 0 of none."""
+    if not len(values):
+        return {f"{name}_mean": 0.0, f"{name}_std": 0.0}
+    return {f"{name}_mean": float(values.mean()), f"{name}_std": float(values.std(correction=0))}
