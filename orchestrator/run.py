@@ -14,10 +14,11 @@ from pathlib import Path
 import yaml
 
 from orchestrator.actor_group import Cluster
+from orchestrator.batch_source import unless_stopped
 from orchestrator.cast import Casting, Stage, WorkerClasses
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
 from orchestrator.console import Console
-from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan, unless_stopped
+from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan
 from orchestrator.engine_pool import EnginePool, PoolBounds
 from orchestrator.errors import TroupeError, WorkerError
 from orchestrator.evaluation import EvalPlan, Evaluator
@@ -26,6 +27,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks
 from orchestrator.placement import demand, place, role_sizes
 from orchestrator.prompts import PromptPool, PromptSource, evaluation_picks, load_pools
+from orchestrator.rollout_source import RolloutCast, RolloutPlan, RolloutSource
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.spec import Spec
@@ -162,15 +164,13 @@ class _Company:
         if found is not None:
             prompts.restore(found.state["prompts"])
             await self._load(found)
+        makers = RolloutCast(policy, self._pool, self._scheduler(ledger, prompts, done), self._rewards, prompts, ledger)
         cast = Cast(
             policy=policy,
             critic=self._stage.critic,
-            pool=self._pool,
-            scheduler=self._scheduler(ledger, prompts, done),
-            rewards=self._rewards,
+            source=RolloutSource(_rollout_plan(self._request), makers, self._console, self._stop),
             sync=self._weight_sync(policy),
             evaluator=self.evaluator(),
-            prompts=prompts,
             ledger=ledger,
         )
         sinks = MetricSinks.open(self._request.out, tensorboard=spec.output.tensorboard, resume_at=done)
@@ -246,7 +246,6 @@ def _train_plan(request: RunRequest) -> TrainPlan:
         epochs=spec.schedule.epochs,
         minibatches=spec.schedule.minibatches,
         skip_silent=loss.kl_coef == 0 and loss.entropy_coef == 0,
-        old_logprobs_at_batch=_needs_old_logprobs(spec) and spec.schedule.max_staleness > 0,
         seed=spec.seed,
         critic_warmup=spec.roles.critic.warmup_steps if spec.roles.critic is not None else 0,
         train_timeout_s=spec.schedule.train_timeout_s,
@@ -257,7 +256,15 @@ def _train_plan(request: RunRequest) -> TrainPlan:
         evaluate_at_start=evaluation is not None and evaluation.at_start,
         evaluate_at_end=evaluation is not None and evaluation.at_end,
         nonfinite_limit=spec.failures.nonfinite_steps,
+    )
+
+
+def _rollout_plan(request: RunRequest) -> RolloutPlan:
+    spec = request.spec
+    return RolloutPlan(
+        old_logprobs_at_batch=_needs_old_logprobs(spec) and spec.schedule.max_staleness > 0,
         max_staleness=spec.schedule.max_staleness,
+        train_timeout_s=spec.schedule.train_timeout_s,
         trajectories=request.out / "trajectories" if spec.output.trajectories else None,
     )
 
