@@ -68,6 +68,26 @@ def plan_update(
     )
 
 
+def plan_units(rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: int, budget: int) -> list[RankPlan]:
+    """One optimizer update over `units`: rows that are compared with one another and stay in one micro-batch.
+
+    As :func:`plan_update`, with units in place of rows; the totals count the units' loss tokens and the units.
+    """
+    tokens = [sum(rows[r].tokens for r in unit) for unit in units]
+    longest = [max(rows[r].tokens for r in unit) for unit in units]
+    parts: list[list[tuple[int, ...]]] = []
+    for part in split_balanced(tokens, range(len(units)), ranks):
+        cuts: list[list[int]] = []
+        width = 0
+        for unit in sorted(part, key=lambda u: (-longest[u], u)):
+            if not cuts or width * (len(cuts[-1]) + len(units[unit])) > budget:
+                cuts.append([])
+                width = longest[unit]
+            cuts[-1] += units[unit]
+        parts.append([tuple(cut) for cut in cuts])
+    return _pad(parts, sum(rows[r].loss_tokens for unit in units for r in unit), len(units))
+
+
 def minibatches(row_count: int, parts: int, seed: Sequence[int]) -> list[list[int]]:
     """Shuffle rows 0..row_count-1 by `seed` and deal them into `parts` of near-equal size; one part keeps the order."""
     if parts == 1:

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from orchestrator.algorithm_table import KlPenalty
-from orchestrator.batching import minibatches, plan_ranks, plan_update
+from orchestrator.batch_source import Batch, BatchSource, HeldOut, unless_stopped
+from orchestrator.batching import minibatches, plan_units, plan_update
 from orchestrator.checkpoint import MODEL, CheckpointStore
 from orchestrator.console import Console
-from orchestrator.engine_pool import EnginePool
-from orchestrator.errors import StopRequested, TrainingDiverged, TroupeError, WorkerError
-from orchestrator.evaluation import Evaluator
-from orchestrator.handles import Gang, TableRef
+from orchestrator.errors import StopRequested, TrainingDiverged, TroupeError
+from orchestrator.handles import Gang
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks, PhaseTimers, merge_update_metrics
-from orchestrator.prompts import PromptSource
-from orchestrator.rollout_metrics import batch_metrics, mean_of
-from orchestrator.scheduler import RolloutScheduler
-from orchestrator.scoring import RewardPool, ScoredGroup
+from orchestrator.rollout_metrics import mean_of
 from orchestrator.spec_sections import AlarmConfig
 from orchestrator.train_memory import TrainMemory
 from orchestrator.weight_sync import WeightSync
-from workers.messages import PrepareRequest, TrainSummary, UpdateMetrics
+from workers.messages import UpdateMetrics
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,6 @@ class TrainPlan:
     minibatches: int
     skip_silent: bool
     """Rows without advantage need no work: the loss has no other term for them."""
-    old_logprobs_at_batch: bool
-    """The policy's log-probs before the update are needed and were not scored while generating."""
     seed: int
     critic_warmup: int
     """Steps at the start in which the policy stays as it is."""
@@ -54,14 +46,12 @@ class TrainPlan:
     evaluate_at_start: bool
     evaluate_at_end: bool
     nonfinite_limit: int
-    max_staleness: int
-    trajectories: Path | None
     kl_stop: float | None = None
     """KL(old || new) per token above which the rest of a step's policy updates is left out."""
     kl_penalty: KlPenalty | None = None
     """Penalty on KL(old || new), where the objective has one."""
     alarm: AlarmConfig | None = None
-    """When a rising reward looks bought."""
+    """When a rising reward looks hacked."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +60,10 @@ class Cast:
 
     policy: Gang
     critic: Gang | None
-    pool: EnginePool
-    scheduler: RolloutScheduler
-    rewards: RewardPool
-    sync: WeightSync
-    evaluator: Evaluator | None
-    prompts: PromptSource
+    source: BatchSource
+    sync: WeightSync | None
+    """None: nobody but the trainers needs the weights."""
+    evaluator: HeldOut | None
     ledger: Ledger
 
 
@@ -94,7 +82,7 @@ class RunOutcome:
         """What to tell the user at the end."""
         books = self.ledger
         lines = {"steps": f"{self.steps_done}{' (stopped; --resume goes on)' if self.stopped else ''}"}
-        for name in ("accuracy", "reward"):
+        for name in ("accuracy", "reward", "loss"):
             before, after = self.first_eval.get(f"eval/{name}"), self.last_eval.get(f"eval/{name}")
             if after is not None:
                 first = f"{before:.3f} before, " if before is not None else ""
@@ -131,7 +119,6 @@ class Controller:
         self._timers = PhaseTimers()
         self._nonfinite_in_a_row = 0
         self._saved_at = done
-        self._writing: asyncio.Task[object] | None = None
         self._alarm = ""
         self.memory = memory or TrainMemory(kl_old_coef=plan.kl_penalty.coef if plan.kl_penalty else 0.0)
 
@@ -141,11 +128,11 @@ class Controller:
         first_eval: dict[str, float] = {}
         last_eval: dict[str, float] = {}
         try:
-            if self.version:
+            if self.version and self.cast.sync is not None:
                 await self.cast.sync.push(self.version)
             if self.plan.evaluate_at_start and not self.version:
                 first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
-            self.cast.scheduler.start()
+            self.cast.source.start()
             self._timers = PhaseTimers()
             while self.version < self.plan.steps and not self._alarm_stops():
                 async with asyncio.timeout(self.plan.step_timeout_s):
@@ -158,8 +145,8 @@ class Controller:
             ) from None
         finally:
             heartbeat.cancel()
-            await self.cast.scheduler.close()
-        await self._trajectories_written()
+            await self.cast.source.close()
+        await self.cast.source.flush()
         await self._save()
         self.sinks.close()
         self.cast.ledger.check()
@@ -169,77 +156,49 @@ class Controller:
         )
 
     def _alarm_stops(self) -> bool:
-        """Whether the alarm ends the run; the steps done are kept, and a checkpoint is written as at any stop."""
+        """Whether the alarm ends the run; what is done is saved, as at any stop."""
         return bool(self._alarm) and self.plan.alarm is not None and self.plan.alarm.action == "stop"
 
     async def step(self, step: int) -> dict[str, float]:
-        """One step: gather a batch, prepare it, update on it, hand the weights over, write down what happened."""
-        timers = self._timers
-        # 1. A batch of finished, scored groups, none older than the staleness bound.
-        with timers.phase("generate"):
-            groups = await unless_stopped(self.stop, self.cast.scheduler.next_batch(self._on_groups))
-        # 2. Rewards become advantages, beside the data.
-        with timers.phase("prepare"):
-            summary, batch = await self._prepare(groups)
-        # 3. Policy and critic learn from it.
+        """One step: take a batch, update on it, hand the weights over, write down what happened."""
+        timers, source = self._timers, self.cast.source
+        # 1. A batch, ready to be trained on.
+        batch = await source.next_batch(self.version, timers)
+        # 2. Policy and critic learn from it.
         with timers.phase("update"):
-            updates = await self._update(step, summary, batch)
-        # 4. Every engine takes the new weights and proves it.
-        with timers.phase("sync"):
-            self.console.phase("weight sync", 0, 1)
-            await self.cast.sync.push(step + 1)
-        # 5. The books: these samples are trained; the next ones may start.
-        self._record_trained(groups)
+            updates = await self._update(step, batch)
+        # 3. Every engine takes the new weights and proves it.
+        if self.cast.sync is not None:
+            with timers.phase("sync"):
+                self.console.phase("weight sync", 0, 1)
+                await self.cast.sync.push(step + 1)
+        # 4. The books: these samples are trained; the next ones may start.
         self.version = step + 1
-        self.cast.scheduler.advance(self.version)
-        # 6. What a run leaves.
+        source.trained(self.version)
+        # 5. What a run leaves.
         with timers.phase("evaluate"):
             evaluation = await self._evaluate_if_due()
-        self._report(groups, summary, updates, timers, evaluation)
+        self._report(batch, updates, timers, evaluation)
         self._timers = PhaseTimers()  # a checkpoint's time is part of the next step's line: this one is written first
         with self._timers.phase("checkpoint"):
             await self._save_if_due()
-        await self._write_trajectories(step, groups)
+        await source.written(self.version)
         return evaluation
 
-    async def _prepare(self, groups: Sequence[ScoredGroup]) -> tuple[TrainSummary, TableRef]:
-        self._check_staleness(groups)
-        rollouts = [group.rollouts for group in groups]
-        tables = [*rollouts, *(group.reward_table for group in groups), *_unique(groups)]
-        policy, bound = self.cast.policy, self.plan.train_timeout_s
-        if self.plan.old_logprobs_at_batch:
-            self.console.phase("old log-probs", 0, 1)
-            lengths = [s.prompt_tokens + s.response_tokens for group in groups for s in group.summary.samples]
-            plans = plan_ranks(lengths, range(len(lengths)), policy.ranks, policy.micro_batch_tokens)
-            scored = await policy.scatter_for_tables("compute_logprobs", plans, *rollouts, timeout_s=bound)
-            tables += [table for _, table in scored]
-        request = self._prepare_request(groups)
-        summary, batch = await policy.workers[0].call_for_table("prepare", request, *tables, timeout_s=bound)
-        self.memory = self.memory.model_copy(update={"advantages": self.memory.advantages.after(summary.state)})
-        return summary, batch
-
-    def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
-        rows = {group.summary.prompt_uid: group.row for group in groups}
-        greedy = {g.summary.prompt_uid: g.greedy_reward for g in groups if g.greedy_reward is not None}
-        keep = tuple((group.summary.prompt_uid, i) for group in groups for i in _trainable(group))
-        return PrepareRequest(keep, self.memory.advantages.of_rows(rows.values()), rows, greedy)
-
-    async def _update(self, step: int, summary: TrainSummary, batch: TableRef) -> list[dict[str, float]]:
+    async def _update(self, step: int, batch: Batch) -> list[dict[str, float]]:
         """All epochs and mini-batches of this batch; policy and critic side by side. One dict per update."""
         updates: list[dict[str, float]] = []
-        plan = self.plan
-        total = plan.epochs * plan.minibatches
+        plan, total = self.plan, self.plan.epochs * self.plan.minibatches
         policy_moves = step >= plan.critic_warmup
         for epoch in range(plan.epochs):
-            chosen = minibatches(len(summary.rows), plan.minibatches, (plan.seed, step, epoch))
-            for rows in chosen:
+            for chosen in minibatches(batch.parts, plan.minibatches, (plan.seed, step, epoch)):
                 self.console.phase("update", len(updates), total)
                 calls = []
                 if policy_moves:
-                    beta = self.memory.kl_old_coef
-                    calls.append(self._update_gang(self.cast.policy, summary, rows, batch, plan.skip_silent, beta))
+                    penalty = () if plan.kl_penalty is None else (self.memory.kl_old_coef,)
+                    calls.append(self._update_gang(self.cast.policy, batch, chosen, plan.skip_silent, *penalty))
                 if self.cast.critic is not None:
-                    calls.append(self._update_gang(self.cast.critic, summary, rows, batch, skip_silent=False))
+                    calls.append(self._update_gang(self.cast.critic, batch, chosen, False))
                 updates.append({k: v for metrics in await asyncio.gather(*calls) for k, v in metrics.items()})
                 divergence = updates[-1].get("policy/kl_old", 0.0)
                 if plan.kl_penalty is not None and policy_moves:
@@ -251,14 +210,18 @@ class Controller:
         return updates
 
     async def _update_gang(
-        self, gang: Gang, summary: TrainSummary, rows: Sequence[int], batch: TableRef, skip_silent: bool, *more: float
+        self, gang: Gang, batch: Batch, chosen: Sequence[int], skip_silent: bool, *coefficients: float
     ) -> dict[str, float]:
-        plans = plan_update(summary.rows, rows, gang.ranks, gang.micro_batch_tokens, skip_silent=skip_silent)
+        rows, bounds = batch.summary.rows, (gang.ranks, gang.micro_batch_tokens)
+        if batch.units is None:
+            plans = plan_update(rows, chosen, *bounds, skip_silent=skip_silent)
+        else:
+            plans = plan_units(rows, [batch.units[unit] for unit in chosen], *bounds)
         if not any(plan.micro_batches for plan in plans):
             # No row has anything to teach: a step on zero gradients would still move weights by momentum.
             return {f"{gang.role}/empty_updates": 1.0}
         metrics: list[UpdateMetrics] = await gang.scatter(
-            "update", plans, batch, *more, timeout_s=self.plan.train_timeout_s
+            "update", plans, batch.table, *coefficients, timeout_s=self.plan.train_timeout_s
         )
         try:
             merged = merge_update_metrics(metrics)
@@ -272,21 +235,6 @@ class Controller:
                 "(failures.nonfinite_steps); no parameter was changed by them"
             )
         return {f"{gang.role}/{name}": value for name, value in (merged | {"skipped_updates": float(skipped)}).items()}
-
-    def _check_staleness(self, groups: Sequence[ScoredGroup]) -> None:
-        for group in groups:
-            for sample in group.summary.samples:
-                if self.version - sample.oldest_version > self.plan.max_staleness:
-                    raise TroupeError(
-                        f"{group.summary.prompt_uid} sample {sample.sample_index} from {group.summary.engine} has "
-                        f"tokens of version {sample.oldest_version}; the policy is at {self.version} and "
-                        f"schedule.max_staleness is {self.plan.max_staleness}"
-                    )
-
-    def _record_trained(self, groups: Sequence[ScoredGroup]) -> None:
-        for group in groups:
-            for sample_index in _trainable(group):
-                self.cast.ledger.trained(group.summary.prompt_uid, sample_index)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         last = self.version == self.plan.steps
@@ -313,7 +261,7 @@ class Controller:
         """One atomic checkpoint of everything a resumed run needs; nothing to do if this step is saved."""
         if self._saved_at == self.version:
             return
-        state = {"step": self.version, "prompts": self.cast.prompts.state(), "ledger": self.cast.ledger.state()}
+        state = {"step": self.version, "source": self.cast.source.state(), "ledger": self.cast.ledger.state()}
         state["memory"] = self.memory.model_dump(mode="json")
         folder = self.store.begin(self.version)
         gangs = [self.cast.policy] if self.cast.critic is None else [self.cast.policy, self.cast.critic]
@@ -324,36 +272,15 @@ class Controller:
         await asyncio.to_thread(self.store.commit, folder, state)
         self._saved_at = self.version
 
-    async def _write_trajectories(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Hand the step's samples to a reward worker to write; the next step does not wait for it."""
-        await self._trajectories_written()
-        if self.plan.trajectories is None:
-            return
-        tables = [ref for group in groups for ref in (group.rollouts, group.reward_table)]
-        path = str(self.plan.trajectories / f"step-{step + 1:06d}.parquet")
-        worker = self.cast.rewards.workers[0]
-        self._writing = asyncio.ensure_future(
-            worker.call("write_trajectories", path, *tables, timeout_s=self.plan.train_timeout_s)
-        )
-
-    async def _trajectories_written(self) -> None:
-        if self._writing is not None:
-            try:
-                await self._writing
-            except WorkerError as error:
-                log.error("a step's trajectories were not written: %s", error)
-            self._writing = None
-
     def _report(
         self,
-        groups: Sequence[ScoredGroup],
-        summary: TrainSummary,
+        batch: Batch,
         updates: Sequence[dict[str, float]],
         timers: PhaseTimers,
         evaluation: dict[str, float],
     ) -> None:
-        metrics = batch_metrics(groups, self.version - 1, timers.total())
-        metrics |= summary.metrics
+        metrics = self.cast.source.metrics(self.version, timers.total())
+        metrics |= batch.summary.metrics
         metrics |= mean_of(updates)
         metrics |= {"seconds/step": timers.total()}
         metrics |= {f"seconds/{name}": seconds for name, seconds in timers.seconds().items()}
@@ -375,36 +302,10 @@ class Controller:
             log.warning("%s", self._alarm)
         return {"alarm/reward_hacking": float(bool(reasons))}
 
-    def _on_groups(self, done: int, wanted: int) -> None:
-        self.console.phase("generate", done, wanted)
-
     async def _heartbeat(self) -> None:
         while True:
             await asyncio.sleep(self.plan.probe_every_s)
             try:
-                await self.cast.pool.probe_all()
+                await self.cast.source.probe()
             except Exception:
-                log.exception("a round of engine probes failed")
-
-
-async def unless_stopped(stop: asyncio.Event, work: Coroutine[object, object, T]) -> T:
-    """Await `work`, or raise StopRequested as soon as `stop` is set (the work is cancelled)."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set():
-            raise StopRequested("a stop was asked for")
-        return task.result()
-    finally:
-        task.cancel()
-        stopped.cancel()
-
-
-def _trainable(group: ScoredGroup) -> list[int]:
-    return [i for i, status in enumerate(group.rewards.statuses) if status == "ok"]
-
-
-def _unique(groups: Sequence[ScoredGroup]) -> list[TableRef]:
-    """Token-score tables of a batch; groups of one wave share theirs."""
-    tables: dict[int, TableRef] = {id(ref): ref for group in groups for ref in group.token_scores}
-    return list(tables.values())
+                log.exception("a round of probes failed")

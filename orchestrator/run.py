@@ -15,10 +15,11 @@ import yaml
 
 from orchestrator import algorithms
 from orchestrator.actor_group import Cluster
+from orchestrator.batch_source import unless_stopped
 from orchestrator.cast import Casting, Stage, WorkerClasses
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
 from orchestrator.console import Console
-from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan, unless_stopped
+from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan
 from orchestrator.engine_pool import EnginePool, PoolBounds
 from orchestrator.errors import TroupeError, WorkerError
 from orchestrator.evaluation import EvalPlan, Evaluator
@@ -27,11 +28,13 @@ from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks
 from orchestrator.placement import demand, place, role_sizes
 from orchestrator.prompts import PromptPool, PromptSource, evaluation_picks, load_pools
+from orchestrator.rollout_source import RolloutCast, RolloutPlan, RolloutSource
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.spec import Spec
 from orchestrator.train_memory import TrainMemory
 from orchestrator.weight_sync import DeviceSync, FileSync, WeightSync
+from workers.advantage_state import AdvantageState
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ async def _run(
     spec = request.spec
     pools = load_pools(spec.data, spec.failures.on_bad_row)
     async with _stage(request, classes, console) as (cluster, casting, stage, stop):
-        company = _Company(request, cluster, casting, stage, console, stop, *pools)
+        company = Company(request, cluster, casting, stage, console, stop, *pools)
         try:
             return await (await company.controller(store, found)).run()
         finally:
@@ -92,7 +95,7 @@ async def _evaluate(request: RunRequest, classes: Classes, console: Console) -> 
     pools = load_pools(request.spec.data, request.spec.failures.on_bad_row)
     roles = frozenset({"rollout", "reward"})
     async with _stage(request, classes, console, roles) as (cluster, casting, stage, stop):
-        company = _Company(request, cluster, casting, stage, console, stop, *pools)
+        company = Company(request, cluster, casting, stage, console, stop, *pools)
         evaluator = company.evaluator()
         if evaluator is None:
             raise TroupeError("there are no held-out prompts to evaluate on")
@@ -128,7 +131,7 @@ async def _stage(
         cluster.abandon()
 
 
-class _Company:
+class Company:
     """Joins workers, data and books into a controller."""
 
     def __init__(
@@ -161,18 +164,18 @@ class _Company:
         done = found.step if found is not None else 0
         ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
         prompts = PromptSource(self._train, spec.seed)
+        remembered = None
         if found is not None:
-            prompts.restore(found.state["prompts"])
+            remembered = AdvantageState.model_validate(found.state["source"]["advantages"])
+            prompts.restore(found.state["source"]["prompts"])
             await self._load(found)
+        makers = RolloutCast(policy, self._pool, self._scheduler(ledger, prompts, done), self._rewards, prompts, ledger)
         cast = Cast(
             policy=policy,
             critic=self._stage.critic,
-            pool=self._pool,
-            scheduler=self._scheduler(ledger, prompts, done),
-            rewards=self._rewards,
+            source=RolloutSource(_rollout_plan(self._request), makers, self._console, self._stop, remembered),
             sync=self._weight_sync(policy),
             evaluator=self.evaluator(),
-            prompts=prompts,
             ledger=ledger,
         )
         sinks = MetricSinks.open(self._request.out, tensorboard=spec.output.tensorboard, resume_at=done)
@@ -253,7 +256,6 @@ def _train_plan(request: RunRequest) -> TrainPlan:
         epochs=spec.schedule.epochs,
         minibatches=spec.schedule.minibatches,
         skip_silent=loss.kl_coef == 0 and loss.entropy_coef == 0 and penalty is None,
-        old_logprobs_at_batch=_needs_old_logprobs(spec) and spec.schedule.max_staleness > 0,
         seed=spec.seed,
         critic_warmup=spec.roles.critic.warmup_steps if spec.roles.critic is not None else 0,
         train_timeout_s=spec.schedule.train_timeout_s,
@@ -264,11 +266,19 @@ def _train_plan(request: RunRequest) -> TrainPlan:
         evaluate_at_start=evaluation is not None and evaluation.at_start,
         evaluate_at_end=evaluation is not None and evaluation.at_end,
         nonfinite_limit=spec.failures.nonfinite_steps,
-        max_staleness=spec.schedule.max_staleness,
-        trajectories=request.out / "trajectories" if spec.output.trajectories else None,
         kl_stop=spec.algorithm.kl_stop or None,
         kl_penalty=penalty,
         alarm=spec.failures.alarm,
+    )
+
+
+def _rollout_plan(request: RunRequest) -> RolloutPlan:
+    spec = request.spec
+    return RolloutPlan(
+        old_logprobs_at_batch=_needs_old_logprobs(spec) and spec.schedule.max_staleness > 0,
+        max_staleness=spec.schedule.max_staleness,
+        train_timeout_s=spec.schedule.train_timeout_s,
+        trajectories=request.out / "trajectories" if spec.output.trajectories else None,
     )
 
 

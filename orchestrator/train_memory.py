@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from orchestrator.algorithm_table import KlPenalty
 from orchestrator.spec_sections import AlarmConfig
-from workers.advantage_state import AdvantageState, Moments
+from workers.advantage_state import Moments
 from workers.config import Frozen
 
 _TOO_FAR, _STEP = 1.5, 2.0
@@ -16,7 +16,6 @@ _TOO_FAR, _STEP = 1.5, 2.0
 class TrainMemory(Frozen):
     """A value: every step makes the next one."""
 
-    advantages: AdvantageState = AdvantageState()
     kl_old_coef: float = 0.0
     """Coefficient of the penalty on KL(old || new)."""
     rewards: Moments = Moments()

@@ -19,6 +19,7 @@ from orchestrator.errors import TrainingDiverged, TroupeError, WorkerDied
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks
 from orchestrator.prompts import PromptPick
+from orchestrator.rollout_source import RolloutCast, RolloutPlan, RolloutSource
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.weight_sync import FileSync
@@ -30,7 +31,6 @@ PLAN = TrainPlan(
     epochs=1,
     minibatches=1,
     skip_silent=True,
-    old_logprobs_at_batch=False,
     seed=3,
     critic_warmup=0,
     train_timeout_s=5.0,
@@ -41,9 +41,8 @@ PLAN = TrainPlan(
     evaluate_at_start=False,
     evaluate_at_end=False,
     nonfinite_limit=2,
-    max_staleness=0,
-    trajectories=None,
 )
+ROLLOUTS = RolloutPlan(old_logprobs_at_batch=False, max_staleness=0, train_timeout_s=5.0, trajectories=None)
 
 
 class _Prompts:
@@ -64,12 +63,15 @@ class _Prompts:
 class Theatre:
     """A controller with everything around it."""
 
-    def __init__(self, out: Path, plan: TrainPlan = PLAN, policies: int = 1, resume: bool = False) -> None:
+    def __init__(
+        self, out: Path, plan: TrainPlan = PLAN, policies: int = 1, resume: bool = False, staleness: int = 0
+    ) -> None:
         self.policies = [FakePolicy(rank) for rank in range(policies)]
         self.critic = FakePolicy()
         self.reward = FakeReward()
         self.engines: list[FakeEngine] = [FakeEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
         self.plan = plan
+        self.rollouts = replace(ROLLOUTS, max_staleness=staleness)
         self.out = out
         self.resume = resume
 
@@ -80,26 +82,33 @@ class Theatre:
         found = store.latest() if self.resume else None
         done = found.step if found else 0
         ledger = Ledger.restore(found.state["ledger"]) if found else Ledger()
-        prompts = _Prompts(found.state["prompts"]["position"] if found else 0)
+        prompts = _Prompts(found.state["source"]["prompts"]["position"] if found else 0)
         pool = fake_pool(self.engines)
         policy = gang(*self.policies)
         rewards = RewardPool([FakeHandle("reward-0", self.reward)], 1.0)
-        schedule = SchedulePlan(5, 4, self.plan.max_staleness, self.plan.steps, 3, 0.5, 2, 17)
+        schedule = SchedulePlan(5, 4, self.rollouts.max_staleness, self.plan.steps, 3, 0.5, 2, 17)
         scorer = Scorer(rewards, [TokenScorer(policy, "compute_logprobs", 1.0)])
+        self.stop = asyncio.Event()
+        console = Console(io.StringIO())
+        scheduler = RolloutScheduler(schedule, pool, scorer, ledger, prompts.next, None, done)
+        makers = RolloutCast(
+            policy,
+            pool,
+            scheduler,
+            rewards,
+            prompts,  # pyright: ignore[reportArgumentType]  (counts instead of reading data)
+            ledger,
+        )
         cast = Cast(
             policy=policy,
             critic=gang(self.critic) if self.plan.critic_warmup else None,
-            pool=pool,
-            scheduler=RolloutScheduler(schedule, pool, scorer, ledger, prompts.next, None, done),
-            rewards=rewards,
+            source=RolloutSource(self.rollouts, makers, console, self.stop),
             sync=FileSync(policy, pool, 1.0),
             evaluator=None,
-            prompts=prompts,  # pyright: ignore[reportArgumentType]  (counts instead of reading data)
             ledger=ledger,
         )
         sinks = MetricSinks.open(self.out, tensorboard=False, resume_at=done)
-        self.stop = asyncio.Event()
-        self.controller = Controller(self.plan, cast, store, sinks, Console(io.StringIO()), self.stop, done)
+        self.controller = Controller(self.plan, cast, store, sinks, console, self.stop, done)
         return self.controller
 
     def run(self) -> RunOutcome:
@@ -118,7 +127,7 @@ class Theatre:
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_one_loop_trains_every_sample_once_whatever_the_staleness(tmp_path: Path, staleness: int) -> None:
     """Synchronous and asynchronous runs differ by a number."""
-    theatre = Theatre(tmp_path, replace(PLAN, max_staleness=staleness))
+    theatre = Theatre(tmp_path, staleness=staleness)
     outcome = theatre.run()
     assert (outcome.steps_done, outcome.stopped) == (4, False)
     assert outcome.ledger == {"dispatched": 80, "trained": 80, "dropped": 0, "in_flight": 0, "retries": 0}
@@ -156,7 +165,7 @@ def test_critic_warms_up_while_the_policy_stands_still(tmp_path: Path) -> None:
 
 def test_stop_saves_the_last_whole_step_and_resume_goes_on(tmp_path: Path) -> None:
     """A stop in the middle of generation: what was in flight runs again, nothing is lost or trained twice."""
-    first = Theatre(tmp_path, replace(PLAN, steps=6, checkpoint_every=0, max_staleness=1))
+    first = Theatre(tmp_path, replace(PLAN, steps=6, checkpoint_every=0), staleness=1)
 
     async def stopped() -> RunOutcome:
         controller = first.build()
@@ -174,7 +183,7 @@ def test_stop_saves_the_last_whole_step_and_resume_goes_on(tmp_path: Path) -> No
     outcome = asyncio.run(stopped())
     assert outcome.stopped
     assert 2 <= outcome.steps_done < 6
-    second = Theatre(tmp_path, replace(PLAN, steps=6, checkpoint_every=0, max_staleness=1), resume=True)
+    second = Theatre(tmp_path, replace(PLAN, steps=6, checkpoint_every=0), staleness=1, resume=True)
     final = second.run()
     assert final.steps_done == 6
     assert final.ledger["trained"] == 120
