@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from pydantic import ValidationError
 
 from orchestrator.errors import StopRequested, TroupeError
 from orchestrator.spec import SpecError, check_files, load_spec, read_spec, spec_schema
@@ -135,6 +136,22 @@ def plan(
 def schema() -> None:
     """Print the spec's JSON Schema."""
     typer.echo(json.dumps(spec_schema(), indent=2))
+
+
+@app.command("algorithms")
+def algorithms_(name: Annotated[str | None, typer.Argument(help="Show this one in full.")] = None) -> None:
+    """List the algorithms, or show one with its formula, source and defaults."""
+    from orchestrator.algorithm_reference import description, listing
+    from orchestrator.algorithms import AlgorithmConfig, row_of
+
+    if name is None:
+        typer.echo(listing())
+        return
+    try:
+        row = row_of(AlgorithmConfig(name=name))
+    except ValidationError as error:
+        _leave(f"error: {error.errors()[0]['msg'].removeprefix('Value error, ')}", USER_ERROR)
+    typer.echo(description(row))
 
 
 @app.command()

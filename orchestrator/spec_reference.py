@@ -12,10 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from orchestrator import algorithms
 from orchestrator.spec import Spec
 from orchestrator.spec_errors import models_in
-from workers.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
 
 _HEAD = """\
 # The spec
@@ -27,7 +25,8 @@ field is an error, and so is a combination that cannot work; errors read `file:l
 Relative paths start at the current directory. Any field can be set from the command line with its path, the value
 in YAML: `--set roles.rollout.workers=2 --set roles.reward.functions.0.weight=0.5`. A default of `-` means that the
 field is required; one of `null` that it is off, or left to the algorithm where the section is `algorithm`. In the
-titles, `data.train[jsonl]` is the section `data.train` with `kind: jsonl`.
+titles, `data.train[jsonl]` is the section `data.train` with `kind: jsonl`. The algorithms and their defaults stand in
+[algorithms.md](algorithms.md).
 """
 
 _TYPES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true / false"}
@@ -35,11 +34,11 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def spec_reference() -> str:
-    """Every field of a spec with its type, default and meaning, and the algorithm table, as Markdown."""
+    """Every field of a spec with its type, default and meaning, as Markdown."""
     places: dict[type[BaseModel], list[str]] = {}
     for model, path in _sections(Spec, ""):
         places.setdefault(model, []).append(path)
-    parts = [_HEAD, *(_section(model, paths) for model, paths in places.items()), _algorithm_table()]
+    parts = [_HEAD, *(_section(model, paths) for model, paths in places.items())]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -102,47 +101,20 @@ def _default(info: FieldInfo) -> str:
         return "-"
     if isinstance(info.default, BaseModel):
         return "its fields' defaults"
-    return f"`{_yaml(info.default)}`"
+    return f"`{as_yaml(info.default)}`"
 
 
-def _yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """A default as it would stand in a spec."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return f"[{', '.join(_yaml(item) for item in value)}]"
+        return f"[{', '.join(as_yaml(item) for item in value)}]"
     if isinstance(value, str):
         return f'"{value}"' if not value or "{" in value else value
     return str(value)
-
-
-def _algorithm_table() -> str:
-    lines = ["## Algorithms", "", "What each algorithm needs, and the defaults of the section `algorithm`.", ""]
-    for row in algorithms.ALGORITHMS.values():
-        without = f" Without: {', '.join(sorted(row.forbidden))}." if row.forbidden else ""
-        needs = ", ".join(["rollout", "policy", "reward", *sorted(row.required)])
-        lines += [f"### `{row.name}`", "", f"{row.summary} Source: {row.source}.", ""]
-        lines += [f"Roles: {needs}.{without} KL term in the {row.kl_in}.", ""]
-        lines += ["| default | value |", "|---|---|"]
-        lines += [f"| {name} | `{value}` |" for name, value in _row_defaults(row)] + [""]
-    return "\n".join(lines)
-
-
-def _row_defaults(row: algorithms.Algorithm) -> Iterator[tuple[str, str]]:
-    config = algorithms.AlgorithmConfig(name=row.name)
-    unread = frozenset().union(*algorithms.ESTIMATOR_OPTIONS.values())
-    unread -= algorithms.ESTIMATOR_OPTIONS[row.advantage.estimator]
-    yield "group_size", str(row.group_size)
-    yield "kl.coef", str(algorithms.kl_coef(config))
-    sections: list[PolicyLossConfig | AdvantageConfig | CriticLossConfig] = [row.loss, row.advantage]
-    sections += [row.critic_loss] if row.critic_loss is not None else []
-    for section in sections:
-        for name, value in section:
-            if name in unread or name in ("kl_coef", "estimator") or (name == "kl_estimator" and row.kl_in == "reward"):
-                continue
-            shown = ", ".join(f"{k}: {_yaml(v)}" for k, v in value) if isinstance(value, BaseModel) else _yaml(value)
-            yield name.replace("kl_estimator", "kl.estimator"), shown
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from orchestrator.algorithm_reference import algorithm_reference, description, listing, row_defaults
 from orchestrator.algorithms import (
     ALGORITHMS,
     CRITIC_OPTIONS,
@@ -21,6 +22,8 @@ from orchestrator.algorithms import (
     policy_loss,
     unused_options,
 )
+from orchestrator.spec import load_spec
+from tests.conftest import ROOT
 from workers.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
 
 
@@ -157,3 +160,23 @@ def test_what_the_section_takes_the_workers_take_too(name: str, numbers: dict[st
     policy_loss(config)
     advantage(config)
     critic_loss(config)
+
+
+def test_the_documentation_is_current() -> None:
+    assert (ROOT / "docs" / "algorithms.md").read_text() == algorithm_reference(), (
+        "run: python -m orchestrator.algorithm_reference > docs/algorithms.md"
+    )
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_row_is_described_and_has_a_spec_of_its_own(name: str) -> None:
+    text = description(ALGORITHMS[name])
+    assert name in listing() and ALGORITHMS[name].formula in text and ALGORITHMS[name].source in text
+    spec = load_spec(ROOT / "deploy" / "algorithms" / f"{name}.yaml")
+    assert spec.algorithm.name == name
+
+
+def test_the_rows_shown_defaults_are_fields_a_spec_can_set() -> None:
+    fields = set(AlgorithmConfig.model_fields) | {"kl.coef", "kl.estimator"}
+    for row in ALGORITHMS.values():
+        assert {field for field, _ in row_defaults(row)} <= fields

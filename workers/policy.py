@@ -152,15 +152,16 @@ class PolicyWorker(TrainingRank):
         self._sender.send_weights()
         return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self.engine.weight_shapes())
 
-    def close(self) -> None:
-        """Leave the group, remove what was published, let go of memory."""
+    def release(self) -> None:
+        """Let go of the models and the engines, and remove what was published."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
         if self._sender is not None:
             self._sender.shutdown()
             self._sender = None
-        super().close()
+        self._reference = None
+        super().release()
 
     def _weight_publisher(self) -> WeightPublisher:
         if self._publisher is None:

@@ -77,11 +77,15 @@ class TrainingRank:
         """A sign of life."""
         return worker_health(self._name, self._version)
 
-    def close(self) -> None:
-        """Leave the group and let go of memory; safe to call more than once."""
+    def release(self) -> None:
+        """Let go of the models; this process stays in its group. Safe to call more than once."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+    def close(self) -> None:
+        """Release everything and leave the group; safe to call more than once."""
+        self.release()
         leave_group()
         self._store = None
 

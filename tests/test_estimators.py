@@ -1,0 +1,829 @@
+"""Estimators of the advantage against numbers worked by hand, naive float64 loops written from the papers, TRL's own
+arithmetic, and their invariances. Every batch is ragged, and most have holes in the loss mask."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.algorithm_table import ALGORITHMS, KlPenalty
+from orchestrator.spec_sections import AlarmConfig
+from orchestrator.train_memory import TrainMemory
+from workers.advantage_state import AdvantageState, Moments, PromptHistory
+from workers.advantages import (
+    STD_EPS,
+    best_of_group,
+    leave_one_out_advantages,
+    n_step_advantages,
+    process_advantages,
+    returns_to_go,
+)
+from workers.config import AdvantageConfig
+from workers.estimators import SampledTokens, estimate, steered_kl_coef
+from workers.messages import REWARDS, ROLLOUTS, PrepareRequest, TrainSummary, token_scores
+from workers.prepare import prepare
+
+Nested = list[list[float]]
+numbers = st.floats(-50, 50, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response; every list has an entry per response token, those outside the mask included."""
+
+    uid: str
+    index: int
+    reward: float
+    mask: list[bool]
+    rollout: list[float]
+    old: list[float]
+    ref: list[float]
+    values: list[float]
+    spans: list[tuple[int, float]] = field(default_factory=list)
+
+    def own(self, column: str) -> list[float]:
+        """The column on the policy's own tokens."""
+        return [x for x, inside in zip(getattr(self, column), self.mask, strict=True) if inside]
+
+    @property
+    def kl(self) -> list[float]:
+        return [old - ref for old, ref in zip(self.own("old"), self.own("ref"), strict=True)]
+
+
+def batch_of(seed: int, sizes: Sequence[int] = (3, 4, 2)) -> list[Sample]:
+    """Ragged groups of the given sizes; every sample has a token of its own, and some have foreign ones."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for group, size in enumerate(sizes):
+        for index in range(size):
+            mask = (rng.random(int(rng.integers(1, 7))) < 0.75).tolist() + [True] + [False] * int(rng.integers(0, 2))
+            # Tables hold float32: numbers that have an exact one are the same everywhere.
+            columns = [rng.normal(size=len(mask)).astype(np.float32).tolist() for _ in range(4)]
+            reward = float(np.float32(rng.normal(1.0, 2.0)))
+            samples.append(Sample("abcdef"[group], index, reward, mask, *columns))
+    return samples
+
+
+def simple(uid: str, index: int, reward: float, tokens: int = 1) -> Sample:
+    zeros = [0.0] * tokens
+    return Sample(uid, index, reward, [True] * tokens, zeros, zeros, zeros, zeros)
+
+
+def tables_of(samples: Sequence[Sample]) -> list[pa.Table]:
+    identity = {
+        "prompt_uid": [sample.uid for sample in samples],
+        "sample_index": [sample.index for sample in samples],
+        "attempt": [0] * len(samples),
+    }
+    empty: list[list[object]] = [[] for _ in samples]
+    rollouts: dict[str, list[Any]] = {
+        **{name: [""] * len(samples) for name in ROLLOUTS.names},
+        **identity,
+        "prompt_ids": [[1] for _ in samples],
+        "response_ids": [list(range(len(sample.mask))) for sample in samples],
+        "rollout_logprobs": [sample.rollout for sample in samples],
+        "loss_mask": [sample.mask for sample in samples],
+        "weight_versions": empty,
+        "turns": empty,
+        "generate_s": [0.0] * len(samples),
+        "first_token_s": [0.0] * len(samples),
+    }
+    rewards: dict[str, list[Any]] = {
+        **identity,
+        "status": ["ok"] * len(samples),
+        "reward": [sample.reward for sample in samples],
+        "components": empty,
+        "reward_spans": [[{"end": end, "reward": value} for end, value in sample.spans] for sample in samples],
+    }
+    return [
+        pa.Table.from_pydict(rollouts, schema=ROLLOUTS),
+        pa.Table.from_pydict(rewards, schema=REWARDS),
+        pa.Table.from_pydict(
+            identity | {"old_logprobs": [s.old for s in samples]}, schema=token_scores("old_logprobs")
+        ),
+        pa.Table.from_pydict(
+            identity | {"ref_logprobs": [s.ref for s in samples]}, schema=token_scores("ref_logprobs")
+        ),
+        pa.Table.from_pydict(identity | {"values": [s.values for s in samples]}, schema=token_scores("values")),
+    ]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Advantages of the policy's own tokens, by sample."""
+
+    advantages: Nested
+    returns: Nested | None
+    state: AdvantageState
+    summary: TrainSummary
+
+
+def run(
+    config: AdvantageConfig,
+    samples: Sequence[Sample],
+    state: AdvantageState | None = None,
+    greedy: dict[str, float] | None = None,
+    rows: dict[str, int] | None = None,
+) -> Result:
+    """`estimate` in float64; and `prepare` on the same batch agrees with it, and is 0 outside the loss mask."""
+    state = state or AdvantageState()
+    uids = list(dict.fromkeys(sample.uid for sample in samples))
+    lengths = [sum(sample.mask) for sample in samples]
+
+    def flat(column: str) -> torch.Tensor:
+        return torch.tensor([x for sample in samples for x in sample.own(column)], dtype=torch.double)
+
+    estimated = estimate(
+        config,
+        SampledTokens(
+            rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.double),
+            groups=torch.tensor([uids.index(sample.uid) for sample in samples]),
+            lengths=torch.tensor(lengths),
+            rollout_logprobs=flat("rollout"),
+            old_logprobs=flat("old"),
+            ref_logprobs=flat("ref"),
+            values=flat("values"),
+            prompt_rows=tuple(rows[uid] for uid in uids) if rows else (),
+            greedy_rewards=torch.tensor([greedy[sample.uid] for sample in samples]).double() if greedy else None,
+        ),
+        state,
+    )
+    own = split(estimated.advantages.tolist(), lengths)
+    keep = tuple((sample.uid, sample.index) for sample in samples)
+    request = PrepareRequest(keep, state, rows or {}, greedy or {})
+    summary, table = prepare(config, request, tables_of(samples))
+    for sample, expected, column in zip(samples, own, table.column("advantages").to_pylist(), strict=True):
+        inside = [x for x, kept in zip(column, sample.mask, strict=True) if kept]
+        assert inside == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert all(x == 0.0 for x, kept in zip(column, sample.mask, strict=True) if not kept)
+    assert summary.state == estimated.state
+    returns = None if estimated.returns is None else split(estimated.returns.tolist(), lengths)
+    return Result(own, returns, estimated.state, summary)
+
+
+def split(flat: list[float], lengths: list[int]) -> Nested:
+    ends = list(accumulate(lengths))
+    return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def assert_close(got: Nested, expected: Nested, tolerance: float = 1e-9) -> None:
+    assert [len(row) for row in got] == [len(row) for row in expected]
+    for row, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert mine == pytest.approx(theirs, rel=tolerance, abs=tolerance), f"sample {row}"
+
+
+# --- Naive references: plain Python on one sample at a time ---
+
+
+def token_rewards(sample: Sample, kl_coef: float, reward: float | None = None) -> list[float]:
+    """r_t = -beta (log pi_old - log pi_ref), and the reward on top at the last token."""
+    result = [-kl_coef * kl for kl in sample.kl]
+    result[-1] += sample.reward if reward is None else reward
+    return result
+
+
+def to_go(rewards: list[float], gamma: float) -> list[float]:
+    return [sum(gamma ** (u - t) * rewards[u] for u in range(t, len(rewards))) for t in range(len(rewards))]
+
+
+def whitened(nested: Nested) -> Nested:
+    flat = np.array([x for row in nested for x in row])
+    scale = math.sqrt(flat.var(ddof=1) + 1e-8)
+    return [[(x - flat.mean()) / scale for x in row] for row in nested]
+
+
+def others(samples: Sequence[Sample], me: Sample) -> list[Sample]:
+    return [sample for sample in samples if sample.uid == me.uid and sample.index != me.index]
+
+
+def naive_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """A_t as the sum it is defined by (arXiv 1506.02438, eq. 16)."""
+    n = len(rewards)
+    deltas = [rewards[t] + gamma * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
+    return [sum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, n)) for t in range(n)]
+
+
+def naive_n_step(rewards: list[float], values: list[float], gamma: float, k: int) -> list[float]:
+    n = len(rewards)
+    advantages = []
+    for t in range(n):
+        total = sum(gamma**step * rewards[t + step] for step in range(k) if t + step < n)
+        advantages.append(total + (gamma**k * values[t + k] if t + k < n else 0.0) - values[t])
+    return advantages
+
+
+# --- RLOO ---
+
+
+def test_leave_one_out_by_hand() -> None:
+    returns, groups = torch.tensor([1.0, 0.0, 5.0, 7.0, 2.0, 4.0]), torch.tensor([0, 0, 0, 1, 2, 2])
+    # Against (0 + 5) / 2, (1 + 5) / 2, (1 + 0) / 2; nobody; 4; 2.
+    assert leave_one_out_advantages(returns, groups).tolist() == pytest.approx([-1.5, -3.0, 4.5, 0.0, -2.0, 2.0])
+    assert leave_one_out_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize("clip", [None, 1.5])
+def test_rloo_judges_a_return_with_kl_against_the_others(clip: float | None) -> None:
+    config = ALGORITHMS["rloo"].advantage.model_copy(update={"reward_clip": clip})
+    assert config.kl_coef == 0.05
+    samples = batch_of(1, (3, 4, 2, 1))
+
+    def total(sample: Sample) -> float:
+        reward = sample.reward if clip is None else max(-clip, min(clip, sample.reward))
+        return reward - 0.05 * sum(sample.kl)
+
+    expected = []
+    for sample in samples:
+        rest = [total(other) for other in others(samples, sample)]
+        expected.append([total(sample) - sum(rest) / len(rest) if rest else 0.0] * sum(sample.mask))
+    assert_close(run(config, samples).advantages, expected)
+
+
+def trl_rloo_advantages(rewards: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor, **args: Any):
+    """The lines of TRL's RLOOTrainer from the clipped reward to the advantage, run as they stand in its source.
+
+    Importing the trainer takes half a minute, so the statements are taken out of the file of the installed package.
+    """
+    found = importlib.util.find_spec("trl")
+    if found is None or found.origin is None:
+        pytest.skip("trl is not installed")
+    tree = ast.parse((Path(found.origin).parent / "trainer" / "rloo_trainer.py").read_text())
+    body = next(
+        node.body
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "_generate_and_score_completions"
+    )
+    source = [ast.unparse(statement) for statement in body]
+    first = next(number for number, line in enumerate(source) if line.startswith("if self.reward_clip_range:"))
+    last = next(number for number, line in enumerate(source) if line.startswith("advantages = torch.nan_to_num("))
+    names: dict[str, Any] = {
+        "torch": torch,
+        "gather": lambda tensor: tensor,
+        "nanstd": lambda tensor, dim=None: tensor.std() if dim is None else tensor.std(dim),
+        "self": SimpleNamespace(normalize_advantages=False, **args),
+        "rewards": rewards,
+        "num_generations": 4,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "completion_mask": mask,
+    }
+    exec("\n".join(source[first : last + 1]), names)
+    return names["advantages"]
+
+
+@pytest.mark.parametrize(("beta", "clip"), [(0.0, None), (0.05, None), (0.3, 1.5)])
+def test_rloo_is_trls(beta: float, clip: float | None) -> None:
+    samples = [replace(sample, mask=[True] * len(sample.mask)) for sample in batch_of(2, (4, 4, 4))]
+    width = max(len(sample.mask) for sample in samples)
+
+    def padded(column: str) -> torch.Tensor:
+        rows = [[float(x) for x in getattr(s, column)] + [0.0] * (width - len(s.mask)) for s in samples]
+        return torch.tensor(rows, dtype=torch.double)
+
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.double)
+    bounds = None if clip is None else (-clip, clip)
+    theirs = trl_rloo_advantages(
+        rewards, padded("old"), padded("ref"), padded("mask"), beta=beta, reward_clip_range=bounds
+    )
+    config = ALGORITHMS["rloo"].advantage.model_copy(update={"kl_coef": beta, "reward_clip": clip})
+    expected = [[a] * len(sample.mask) for a, sample in zip(theirs.tolist(), samples, strict=True)]
+    assert_close(run(config, samples).advantages, expected)
+
+
+# --- REINFORCE and its kin ---
+
+
+def test_returns_to_go_by_hand() -> None:
+    # Two sequences: rewards 1, 2, 4 and 8; gamma 1/2.
+    result = returns_to_go(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([3, 0, 1]), 0.5)
+    assert result.tolist() == pytest.approx([1 + 1 + 1, 2 + 2, 4, 8])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(numbers, max_size=8), min_size=1, max_size=6), st.floats(0, 1))
+def test_returns_to_go_of_ragged_sequences(sequences: Nested, gamma: float) -> None:
+    flat = torch.tensor([x for row in sequences for x in row], dtype=torch.double)
+    result = returns_to_go(flat, torch.tensor([len(row) for row in sequences]), gamma)
+    expected = [x for row in sequences for x in to_go(row, gamma)]
+    assert result.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_remax_takes_off_the_greedy_reward() -> None:
+    config, samples = ALGORITHMS["remax"].advantage, batch_of(3, (1, 1, 1, 1))
+    greedy = {"a": 0.5, "b": -1.0, "c": 2.0, "d": 0.0}
+    expected = [[g - greedy[s.uid] for g in to_go(token_rewards(s, config.kl_coef), 1.0)] for s in samples]
+    assert_close(run(config, samples, greedy=greedy).advantages, expected)
+    with pytest.raises(ValueError, match="greedy"):
+        run(config, samples)
+
+
+def test_remax_by_hand() -> None:
+    # KL terms 0.5 and -0.25 at 0.1 each: rewards -0.05 and 3 + 0.025, greedy reward 2.
+    sample = Sample("a", 0, 3.0, [True, False, True], [0.0] * 3, [-1.0, 9.0, -1.0], [-1.5, 0.0, -0.75], [0.0] * 3)
+    config = ALGORITHMS["remax"].advantage.model_copy(update={"kl_coef": 0.1})
+    assert_close(run(config, [sample], greedy={"a": 2.0}).advantages, [[0.975, 1.025]])
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+def test_reinforce_takes_off_the_mean_of_earlier_batches_only(gamma: float) -> None:
+    config = ALGORITHMS["reinforce"].advantage.model_copy(update={"gamma": gamma})
+    state, earlier = AdvantageState(), []
+    for seed in range(3):
+        samples = batch_of(seed, (1, 1, 1))
+        baseline = sum(earlier) / len(earlier) if earlier else 0.0
+        result = run(config, samples, state)
+        expected = [[g - baseline for g in to_go(token_rewards(sample, 0.0), gamma)] for sample in samples]
+        assert_close(result.advantages, expected)
+        # What the other samples of the batch earned does not move a sample's advantage.
+        changed = [samples[0], *(replace(sample, reward=99.0) for sample in samples[1:])]
+        assert run(config, changed, state).advantages[0] == result.advantages[0]
+        earlier += [sample.reward for sample in samples]
+        state = result.state
+        assert (state.rewards.count, state.rewards.mean) == (len(earlier), pytest.approx(sum(earlier) / len(earlier)))
+
+
+def test_reinforce_pp_is_returns_with_token_kl_whitened_over_all_tokens() -> None:
+    config, samples = ALGORITHMS["reinforce_pp"].advantage, batch_of(4, (1,) * 6)
+    expected = whitened([to_go(token_rewards(sample, 0.01), 1.0) for sample in samples])
+    result = run(config, samples)
+    assert_close(result.advantages, expected)
+    flat = np.array([x for row in result.advantages for x in row])
+    assert (flat.mean(), flat.var(ddof=1)) == (pytest.approx(0.0, abs=1e-9), pytest.approx(1.0, abs=1e-6))
+
+
+def test_reinforce_pp_baseline_is_the_group_mean_whitened_over_all_tokens() -> None:
+    samples = batch_of(5)
+    above = []
+    for sample in samples:
+        rewards = [sample.reward, *(other.reward for other in others(samples, sample))]
+        above.append([sample.reward - sum(rewards) / len(rewards)] * sum(sample.mask))
+    assert_close(run(ALGORITHMS["reinforce_pp_baseline"].advantage, samples).advantages, whitened(above))
+
+
+# --- With a critic ---
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_penalty", "actor_critic", "actor_critic_gae"])
+def test_critic_rows_with_kl_in_the_reward(name: str) -> None:
+    config = ALGORITHMS[name].advantage.model_copy(update={"kl_coef": 0.1, "gamma": 0.97, "n_steps": 2})
+    samples = batch_of(6)
+    plain = []
+    for sample in samples:
+        rewards, values = token_rewards(sample, 0.1), sample.own("values")
+        if config.estimator == "gae":
+            plain.append(naive_gae(rewards, values, 0.97, 0.95))
+        else:
+            plain.append(naive_n_step(rewards, values, 0.97, 2))
+    result = run(config, samples)
+    assert_close(result.advantages, whitened(plain) if config.whiten else plain)
+    # The critic learns advantage plus value, before any whitening.
+    expected = [
+        [a + v for a, v in zip(row, s.own("values"), strict=True)] for row, s in zip(plain, samples, strict=True)
+    ]
+    assert result.returns is not None
+    assert_close(result.returns, expected)
+
+
+sequences = st.lists(st.lists(st.tuples(numbers, numbers), max_size=7), min_size=1, max_size=5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(sequences, st.floats(0, 1), st.integers(1, 12))
+def test_n_step_of_ragged_sequences(batch: list[list[tuple[float, float]]], gamma: float, k: int) -> None:
+    rewards = [[r for r, _ in row] for row in batch]
+    values = [[v for _, v in row] for row in batch]
+    flat_rewards, flat_values = (
+        torch.tensor([x for row in rows for x in row], dtype=torch.double) for rows in (rewards, values)
+    )
+    result = n_step_advantages(flat_rewards, flat_values, torch.tensor([len(row) for row in batch]), gamma, k)
+    pairs = list(zip(rewards, values, strict=True))
+    expected = [x for r, v in pairs for x in naive_n_step(r, v, gamma, k)]
+    assert result.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-8)
+    if k >= max(len(row) for row in batch):
+        monte_carlo = [g - value for r, v in pairs for g, value in zip(to_go(r, gamma), v, strict=True)]
+        assert result.tolist() == pytest.approx(monte_carlo, rel=1e-9, abs=1e-8)
+    if k == 1:
+        td = [r[t] + gamma * [*v, 0.0][t + 1] - v[t] for r, v in pairs for t in range(len(r))]
+        assert result.tolist() == pytest.approx(td, rel=1e-9, abs=1e-8)
+
+
+def test_n_step_by_hand() -> None:
+    # Rewards 1, 2, 4, values 10, 20, 30, gamma 1/2, two steps.
+    args = (torch.tensor([1.0, 2.0, 4.0]), torch.tensor([10.0, 20.0, 30.0]), torch.tensor([3]), 0.5)
+    assert n_step_advantages(*args, 2).tolist() == pytest.approx([1 + 1 + 7.5 - 10, 2 + 2 - 20, 4 - 30])
+    assert n_step_advantages(*args, 1).tolist() == pytest.approx([1 + 10 - 10, 2 + 15 - 20, 4 - 30])
+    assert n_step_advantages(*args, 3).tolist() == pytest.approx([1 + 1 + 1 - 10, 2 + 2 - 20, 4 - 30])
+
+
+def test_ppo_max_scales_clips_whitens_and_clips() -> None:
+    config = ALGORITHMS["ppo_max"].advantage.model_copy(update={"reward_clip": 1.25})
+    state, seen = AdvantageState(), []
+    for seed in (7, 8):
+        samples = batch_of(seed)
+        seen += [sample.reward for sample in samples]
+        mean, std = float(np.mean(seen)), float(np.std(seen, ddof=1))
+        scaled = [max(-1.25, min(1.25, (sample.reward - mean) / (std + 1e-4))) for sample in samples]
+        assert 1.25 in map(abs, scaled)
+        plain = [
+            naive_gae(token_rewards(sample, 0.02, reward), sample.own("values"), 1.0, 0.95)
+            for sample, reward in zip(samples, scaled, strict=True)
+        ]
+        expected = [[max(-0.5, min(0.5, a)) for a in row] for row in whitened(plain)]
+        result = run(config, samples, state)
+        assert_close(result.advantages, expected)
+        assert 0.5 in {abs(a) for row in result.advantages for a in row}
+        state = result.state
+
+
+def test_rewards_scaled_over_the_batch_alone() -> None:
+    config = AdvantageConfig(estimator="returns", reward_scale="batch")
+    samples = [simple("a", 0, 1.0), simple("b", 0, 2.0, 2), simple("c", 0, 6.0)]
+    scale = math.sqrt(7.0) + 1e-4
+    state = AdvantageState(rewards=Moments().seen([100.0, 200.0]))
+    assert_close(run(config, samples, state).advantages, [[-2 / scale], [-1 / scale] * 2, [3 / scale]])
+    # A lone reward, and equal ones, have no spread: they become 0 and not infinite.
+    assert run(config, samples[:1]).advantages == [[0.0]]
+    assert run(config, [replace(sample, reward=0.1) for sample in samples]).advantages == [[0.0], [0.0, 0.0], [0.0]]
+
+
+# --- Process supervision ---
+
+
+def test_process_supervision_by_hand() -> None:
+    """GRPO, sec. 4.1.3: the steps' rewards of a group are normalised together and added up from the token on.
+
+    Rewards 2, 2 and 0, 0, 1: mean 1, squared deviations add up to 4, so the deviation is 1.
+    """
+    scale = 1 + STD_EPS
+    rewards = torch.tensor([2.0, 2.0, 0.0, 0.0, 1.0], dtype=torch.double)
+    ends, samples = torch.tensor([2, 3, 1, 3, 4]), torch.tensor([0, 0, 1, 1, 1])
+    groups, lengths = torch.zeros(2, dtype=torch.int64), torch.tensor([3, 5])
+    result = process_advantages(rewards, ends, samples, groups, lengths, normalize_by_std=True)
+    # Normalised: 1, 1 and -1, -1, 0. The fifth token of the second sample stands after its last step.
+    expected = [2 / scale, 2 / scale, 1 / scale, -2 / scale, -1 / scale, -1 / scale, 0.0, 0.0]
+    assert result.tolist() == pytest.approx(expected)
+    unscaled = process_advantages(rewards, ends, samples, groups, lengths, normalize_by_std=False)
+    assert unscaled.tolist() == pytest.approx([2, 2, 1, -2, -1, -1, 0, 0])
+
+
+def test_process_supervision_reaches_the_table_around_a_hole() -> None:
+    """The steps above; text between them is not the policy's, and one step ends within it."""
+    holes = [[True, False, False, True, True], [True, False, True, True, True, False, True]]
+    spans = [[(4, 2.0), (5, 2.0)], [(2, 0.0), (4, 0.0), (6, 1.0)]]
+    samples = []
+    for index in range(2):
+        zeros = [0.0] * len(holes[index])
+        # The outcome's reward plays no part.
+        samples.append(Sample("a", index, 7.0 * index, holes[index], zeros, zeros, zeros, zeros, spans[index]))
+    request = PrepareRequest((("a", 0), ("a", 1)))
+    summary, table = prepare(ALGORITHMS["grpo"].advantage, request, tables_of(samples))
+    scale = 1 + STD_EPS
+    # Ends count the policy's own tokens: 2 and 3; 1 (before the hole), 3 and 4.
+    expected = [[2, 0, 0, 2, 1], [-2, 0, -1, -1, 0, 0, 0]]
+    for row, numbers_by_hand in zip(table.column("advantages").to_pylist(), expected, strict=True):
+        assert row == pytest.approx([x / scale for x in numbers_by_hand])
+    assert [row.has_signal for row in summary.rows] == [True, True]
+
+
+def test_equal_step_rewards_carry_no_signal() -> None:
+    rewards, ends = torch.full((3,), 0.1, dtype=torch.double), torch.tensor([1, 2, 1])
+    result = process_advantages(
+        rewards, ends, torch.tensor([0, 0, 1]), torch.tensor([0, 0]), torch.tensor([2, 1]), True
+    )
+    assert result.tolist() == [0.0, 0.0, 0.0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.booleans())
+def test_process_supervision_against_a_plain_loop(seed: int, normalize: bool) -> None:
+    rng = np.random.default_rng(seed)
+    groups, lengths = sorted(rng.integers(0, 3, size=6).tolist()), rng.integers(1, 7, size=6).tolist()
+    steps = [
+        (float(rng.normal()), int(end), sample)
+        for sample, length in enumerate(lengths)
+        for end in sorted(rng.choice(np.arange(1, length + 1), size=int(rng.integers(0, length + 1)), replace=False))
+    ]
+    expected = []
+    for sample, length in enumerate(lengths):
+        all_rewards = [reward for reward, _, other in steps if groups[other] == groups[sample]]
+        scale = np.std(all_rewards, ddof=1) + STD_EPS if normalize and len(all_rewards) > 1 else 1.0
+        for t in range(1, length + 1):
+            later = [reward for reward, end, other in steps if other == sample and end >= t]
+            expected.append(sum((reward - np.mean(all_rewards)) / scale for reward in later))
+    columns = [torch.tensor(list(column)) for column in zip(*steps, strict=True)] if steps else None
+    if columns is None:
+        return
+    result = process_advantages(
+        columns[0].double(), *columns[1:], torch.tensor(groups), torch.tensor(lengths), normalize
+    )
+    assert result.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+# --- DCPO ---
+
+
+def test_smooth_standardisation_over_three_visits_by_hand() -> None:
+    """DCPO, sec. 3.2, with two samples each time: rewards 1, 0; then 1, 1; then 0, 1."""
+    config, state, rows = ALGORITHMS["dcpo"].advantage, AdvantageState(), {"a": 17}
+
+    def visit(first: float, second: float) -> list[float]:
+        nonlocal state
+        result = run(config, [simple("a", 0, first, 2), simple("a", 1, second)], state, rows=rows)
+        state = state.after(result.state)
+        assert result.advantages[0][0] == result.advantages[0][1]
+        return [result.advantages[0][0], result.advantages[1][0]]
+
+    # First visit: this visit is all there is. Mean 1/2, deviation sqrt(1/2).
+    now = 0.5 / (math.sqrt(0.5) + STD_EPS)
+    assert visit(1.0, 0.0) == pytest.approx([now, -now])
+    # Second: A_now = 0. All four: mean 3/4, variance 3/4 / 3 = 1/4. Both mixtures are A_total / 2.
+    assert visit(1.0, 1.0) == pytest.approx([0.5 * 0.25 / (0.5 + STD_EPS)] * 2)
+    # Third: all six have mean 2/3, variance 4/3 / 5 = 4/15; weights 2/3 and 1/3.
+    deviation = math.sqrt(4 / 15) + STD_EPS
+    low_total, high_total = -(2 / 3) / deviation, (1 / 3) / deviation
+    low = (-2 * now + low_total) / 3  # -0.902, nearer to 0 than -1.096
+    high = (now + 2 * high_total) / 3  # 0.666, nearer to 0 than 0.686
+    assert abs(low) < abs(-now + 2 * low_total) / 3 and abs(high) < abs(2 * now + high_total) / 3
+    assert visit(0.0, 1.0) == pytest.approx([low, high])
+    history = state.prompts[17]
+    assert (history.visits, history.rewards.count, history.rewards.mean) == (3, 6, pytest.approx(2 / 3))
+    # Equal rewards at a later visit i: A_total / i (end of sec. 3.2).
+    all_rewards = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    total = (1 - np.mean(all_rewards)) / (np.std(all_rewards, ddof=1) + STD_EPS)
+    assert visit(1.0, 1.0) == pytest.approx([total / 4] * 2)
+
+
+def test_a_prompt_that_never_varied_gives_nothing() -> None:
+    config, state = ALGORITHMS["dcpo"].advantage, AdvantageState()
+    for _ in range(3):
+        result = run(config, [simple("a", 0, 0.1), simple("a", 1, 0.1)], state, rows={"a": 3})
+        assert result.advantages == [[0.0], [0.0]]
+        state = state.after(result.state)
+    assert state.prompts[3].visits == 3
+
+
+def test_prompts_do_not_share_their_history() -> None:
+    config = ALGORITHMS["dcpo"].advantage
+    first = run(config, [simple("a", 0, 1.0), simple("a", 1, 0.0)], rows={"a": 5})
+    mixed = [simple("b", 0, 1.0), simple("b", 1, 1.0), simple("c", 0, 1.0), simple("c", 1, 1.0)]
+    # Prompt 5 was seen before under another uid; prompt 6 was not.
+    second = run(config, mixed, first.state, rows={"b": 5, "c": 6})
+    assert second.advantages[0][0] == second.advantages[1][0] > 0.1
+    assert second.advantages[2:] == [[0.0], [0.0]]
+
+
+def test_a_state_travels_in_part_and_comes_back_whole() -> None:
+    histories = {row: PromptHistory(visits=row, rewards=Moments().seen([float(row)])) for row in (1, 2, 3)}
+    state = AdvantageState(kl_coef=0.5, rewards=Moments().seen([1.0, 2.0]), prompts=histories)
+    part = state.of_rows([2, 9])
+    assert part == AdvantageState(kl_coef=0.5, rewards=state.rewards, prompts={2: histories[2]})
+    newer = {2: PromptHistory(visits=7), 9: PromptHistory(visits=1)}
+    changed = part.model_copy(update={"prompts": newer, "kl_coef": 0.25, "rewards": Moments().seen([3.0])})
+    whole = state.after(changed)
+    assert whole == AdvantageState(
+        kl_coef=0.25, rewards=Moments().seen([3.0]), prompts={1: histories[1], 3: histories[3], **newer}
+    )
+    assert state.prompts == histories, "a state is a value"
+    assert AdvantageState.model_validate_json(whole.model_dump_json()) == whole
+
+
+# --- RAFT and distillation ---
+
+
+def test_best_of_group_by_hand() -> None:
+    rewards, groups = torch.tensor([1.0, 3.0, 3.0, -1.0, -2.0, 0.0]), torch.tensor([0, 0, 0, 2, 2, 1])
+    assert best_of_group(rewards, groups).tolist() == [0.0, 3.0, 0.0, 2.0, 0.0, 1.0]
+    assert best_of_group(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+def test_raft_credits_every_token_of_the_best_sample() -> None:
+    samples = batch_of(9)
+    expected = []
+    for sample in samples:
+        rest = others(samples, sample)
+        best = all(sample.reward > other.reward for other in rest)
+        expected.append([float(len(rest) + 1) if best else 0.0] * sum(sample.mask))
+    result = run(ALGORITHMS["raft"].advantage, samples)
+    assert result.advantages == expected
+    assert sum(row.has_signal for row in result.summary.rows) == 3
+
+
+def test_distill_is_log_teacher_less_log_policy() -> None:
+    samples, config = batch_of(10), ALGORITHMS["distill"].advantage
+    expected = [
+        [teacher - policy for teacher, policy in zip(sample.own("ref"), sample.own("old"), strict=True)]
+        for sample in samples
+    ]
+    assert_close(run(config, samples).advantages, expected)
+    keep = tuple((sample.uid, sample.index) for sample in samples)
+    rollouts, rewards, _, ref, _ = tables_of(samples)
+    # Without a trainer's own log-probs the sampler's are the policy's.
+    _, table = prepare(config, PrepareRequest(keep), [rollouts, rewards, ref])
+    for sample, row in zip(samples, table.column("advantages").to_pylist(), strict=True):
+        gap = [(t - p) * m for t, p, m in zip(sample.ref, sample.rollout, sample.mask, strict=True)]
+        assert row == pytest.approx(gap, rel=1e-6, abs=1e-6)
+    with pytest.raises(ValueError, match="teacher"):
+        prepare(config, PrepareRequest(keep), [rollouts, rewards])
+
+
+# --- The steered coefficient ---
+
+
+def test_steered_coefficient_by_hand() -> None:
+    config = AdvantageConfig(estimator="returns", kl_coef=0.1, kl_target=6.0, kl_horizon=1000)
+    # e = 6.6 / 6 - 1 = 0.1, and the two ends at +-0.2; 50 samples of a horizon of 1000.
+    assert steered_kl_coef(0.1, 6.6, config, 50) == pytest.approx(0.1 * (1 + 0.1 * 0.05))
+    assert steered_kl_coef(0.1, 60.0, config, 50) == pytest.approx(0.1 * 1.01)
+    assert steered_kl_coef(0.1, -3.0, config, 50) == pytest.approx(0.1 * 0.99)
+    assert steered_kl_coef(0.1, 6.0, config, 50) == pytest.approx(0.1)
+    assert steered_kl_coef(0.1, 60.0, config.model_copy(update={"kl_target": None}), 50) == 0.1
+
+
+def test_the_steered_coefficient_is_used_from_the_next_batch_on() -> None:
+    config = AdvantageConfig(estimator="returns", kl_coef=0.1, kl_target=0.5, kl_horizon=10)
+    state, coef = AdvantageState(), 0.1
+    for seed in range(3):
+        samples = batch_of(seed)
+        result = run(config, samples, state)
+        assert_close(result.advantages, [to_go(token_rewards(sample, coef), 1.0) for sample in samples])
+        assert result.summary.metrics["kl_coef"] == pytest.approx(coef)
+        # The divergence of a response is the sum over its tokens; the batch's is the mean of those.
+        kl = sum(sum(sample.kl) for sample in samples) / len(samples)
+        coef *= 1 + max(-0.2, min(0.2, kl / 0.5 - 1)) * len(samples) / 10
+        state = state.after(result.state)
+        assert state.kl_coef == pytest.approx(coef)
+
+
+# --- What the controller remembers ---
+
+
+def test_penalty_coefficient_follows_the_divergence() -> None:
+    """PPO, sec. 4: d < target / 1.5 halves the coefficient, d > 1.5 target doubles it."""
+    penalty = KlPenalty(coef=1.0, target=0.03)
+    memory = TrainMemory(kl_old_coef=0.8, rewards=Moments().seen([1.0]))
+    for divergence, expected in ((0.0199, 0.4), (0.0201, 0.8), (0.03, 0.8), (0.0449, 0.8), (0.0451, 1.6), (0.0, 0.4)):
+        after = memory.after_update(divergence, penalty)
+        assert after == memory.model_copy(update={"kl_old_coef": expected}), divergence
+    twice = memory.after_update(1.0, penalty).after_update(1.0, penalty)
+    assert twice.kl_old_coef == pytest.approx(3.2)
+
+
+def test_alarm_speaks_only_while_the_reward_rises() -> None:
+    alarm = AlarmConfig(kl=0.1, repetition=0.5, response_tokens=100.0)
+    bad = {"kl_ref": 0.2, "repetition": 0.75, "response_tokens/mean": 150.0}
+    memory, reasons = TrainMemory().watched({"reward/mean": 1.0, **bad}, alarm)
+    assert reasons == [], "the first step has nothing to be above"
+    memory, reasons = memory.watched({"reward/mean": 0.5, **bad}, alarm)
+    assert reasons == [] and memory.rewards.mean == pytest.approx(0.75)
+    _, reasons = memory.watched({"reward/mean": 0.75, **bad}, alarm)
+    assert reasons == [], "as high as the mean is not above it"
+    memory, reasons = memory.watched({"reward/mean": 0.8, **bad}, alarm)
+    assert reasons == [
+        "the KL divergence from the reference is 0.2, above 0.1",
+        "repetition is 0.75, above 0.5",
+        "the response length is 150, above 100",
+    ]
+    assert (memory.rewards.count, memory.rewards.mean) == (3, pytest.approx((1.0 + 0.5 + 0.8) / 3))
+    at_the_limit = {"kl_ref": 0.1, "repetition": 0.5}
+    assert memory.watched({"reward/mean": 9.0, **at_the_limit}, alarm)[1] == []
+    assert memory.watched({"reward/mean": 9.0, **bad}, AlarmConfig())[1] == []
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.floats(-1e6, 1e6, allow_nan=False), max_size=12), max_size=5))
+def test_moments_are_numpys_whatever_the_parts(parts: Nested) -> None:
+    moments = Moments()
+    for part in parts:
+        moments = moments.seen(part)
+    values = np.array([x for part in parts for x in part])
+    assert moments.count == len(values)
+    scale = float(np.abs(values).max()) if len(values) else 0.0
+    assert moments.mean == pytest.approx(float(values.mean()) if len(values) else 0.0, rel=1e-9, abs=1e-12 * scale)
+    spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    assert moments.std == pytest.approx(spread, rel=1e-6, abs=1e-9 * scale)
+    assert Moments().seen(values.tolist()) == moments
+
+
+def test_moments_of_large_close_numbers_keep_their_digits() -> None:
+    assert Moments().seen([1e9 + 4, 1e9 + 7, 1e9 + 13, 1e9 + 16]).std == pytest.approx(math.sqrt(30.0))
+    assert Moments().seen([0.1] * 1000).std == 0.0
+
+
+# --- What holds of every row of the table ---
+
+GREEDY = {"a": 0.5, "b": -1.0, "c": 2.0}
+ROWS = {"a": 4, "b": 2, "c": 9}
+STATE = AdvantageState(
+    rewards=Moments().seen([1.0, 3.0]), prompts={4: PromptHistory(visits=2, rewards=Moments().seen([0.0, 1.0, 4.0]))}
+)
+
+
+def run_row(name: str, samples: Sequence[Sample]) -> Result:
+    return run(ALGORITHMS[name].advantage, samples, STATE, GREEDY, ROWS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_order_of_samples_does_not_matter(name: str) -> None:
+    samples = batch_of(11)
+    expected = run_row(name, samples)
+    order = list(range(len(samples)))
+    random.Random(1).shuffle(order)
+    shuffled = run_row(name, [samples[row] for row in order])
+    assert_close(shuffled.advantages, [expected.advantages[row] for row in order])
+    assert shuffled.state.rewards.mean == pytest.approx(expected.state.rewards.mean)
+    for row, history in expected.state.prompts.items():
+        other = shuffled.state.prompts[row]
+        assert (other.visits, other.rewards.count) == (history.visits, history.rewards.count)
+        assert (other.rewards.mean, other.rewards.std) == pytest.approx((history.rewards.mean, history.rewards.std))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_foreign_tokens_get_nothing_and_give_nothing(name: str) -> None:
+    """What stands outside the loss mask changes no advantage; `run` checks that it gets 0."""
+    samples = batch_of(12)
+    assert not all(all(sample.mask) for sample in samples)
+    poisoned = []
+    for sample in samples:
+        columns = {
+            column: [x if inside else 1e3 for x, inside in zip(getattr(sample, column), sample.mask, strict=True)]
+            for column in ("rollout", "old", "ref", "values")
+        }
+        poisoned.append(replace(sample, **columns))
+    assert run_row(name, poisoned).advantages == run_row(name, samples).advantages
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_partition_of_tables_does_not_matter(name: str) -> None:
+    samples = batch_of(13)
+    keep = tuple((sample.uid, sample.index) for sample in samples)
+    request = PrepareRequest(keep, STATE, ROWS, GREEDY)
+    config, tables = ALGORITHMS[name].advantage, tables_of(samples)
+    expected, expected_table = prepare(config, request, tables)
+    for seed in range(3):
+        rng = random.Random(seed)
+        pieces = []
+        for table in tables:
+            cuts = [0, *sorted(rng.sample(range(1, len(samples)), 3)), len(samples)]
+            pieces += [table.slice(start, end - start) for start, end in pairwise(cuts)]
+        rng.shuffle(pieces)
+        summary, table = prepare(config, request, pieces)
+        assert summary == expected and table.equals(expected_table)
+
+
+COMPARING = ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
+"""Rows that judge a sample by its group; dapo, gspo, gspo_token and cispo have grpo's advantages."""
+
+
+def test_rows_with_the_advantages_of_grpo() -> None:
+    same = [name for name, row in ALGORITHMS.items() if row.advantage == ALGORITHMS["grpo"].advantage]
+    assert same == ["grpo", "dapo", "gspo", "gspo_token", "cispo"]
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_group_of_equal_rewards_gets_exactly_zero(name: str) -> None:
+    config = ALGORITHMS[name].advantage.model_copy(update={"kl_coef": 0.0, "whiten": False})
+    # Three times 0.1 does not add up to 0.3 in binary.
+    samples = [replace(sample, reward=0.1) if sample.uid == "a" else sample for sample in batch_of(14)]
+    result = run(config, samples)
+    for sample, row in zip(samples, result.advantages, strict=True):
+        assert all((x == 0.0) == (sample.uid == "a") for x in row)
+    assert [row.has_signal for row in result.summary.rows] == [sample.uid != "a" for sample in samples]
+    assert result.summary.metrics["uniform_group_fraction"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_advantages_of_a_group_sum_to_zero(name: str, seed: int, sizes: list[int]) -> None:
+    samples = batch_of(seed, sizes)
+    config = ALGORITHMS[name].advantage.model_copy(update={"whiten": False})
+    advantages = run(config, samples).advantages
+    pairs = zip(samples, advantages, strict=True)
+    for uid, members in groupby(pairs, key=lambda pair: pair[0].uid):
+        rows = [row for _, row in members]
+        assert all(len(set(row)) == 1 for row in rows), "one advantage for the whole response"
+        assert sum(row[0] for row in rows) == pytest.approx(0.0, abs=1e-7), uid
+
+
+@pytest.mark.parametrize("shift", [lambda x: x + 3.0, lambda x: x - 0.5])
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_shift_of_all_rewards_changes_nothing(name: str, shift: Callable[[float], float]) -> None:
+    samples = batch_of(15)
+    moved = [replace(sample, reward=shift(sample.reward)) for sample in samples]
+    config = ALGORITHMS[name].advantage
+    assert_close(run(config, moved).advantages, run(config, samples).advantages, 1e-6)
