@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from orchestrator.errors import StopRequested, TroupeError
-from orchestrator.spec import SpecError, check_files, load_spec, read_spec, spec_schema
+from orchestrator.spec_any import any_schema, missing, read_any
+from orchestrator.spec_errors import SpecError
+from orchestrator.spec_offline import OfflineSpec
 
 if TYPE_CHECKING:
     from orchestrator.cast import WorkerClasses
-    from orchestrator.spec import Spec
+    from orchestrator.spec_any import AnySpec
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train language models with RL."
@@ -101,7 +103,11 @@ def evaluate(
 def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
     """Check a spec, and what it names, without starting anything."""
     loaded = _ready(spec, set_)
-    typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.samples_per_step} samples a step")
+    if isinstance(loaded, OfflineSpec):
+        size = f"{loaded.schedule.examples_per_step} examples"
+    else:
+        size = f"{loaded.samples_per_step} samples"
+    typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {size} a step")
 
 
 @app.command()
@@ -113,7 +119,7 @@ def plan(
     cpus_per_node: Annotated[int, typer.Option(help="CPUs of a node of --cluster.")] = 128,
 ) -> None:
     """Who goes where: every worker's seat against what the cluster has."""
-    loaded = load_spec(spec, set_)
+    loaded = read_any(spec, set_).spec
     from orchestrator.plan import described_nodes, local_node, show
     from orchestrator.plan import plan as plan_spec
 
@@ -134,7 +140,7 @@ def plan(
 @app.command()
 def schema() -> None:
     """Print the spec's JSON Schema."""
-    typer.echo(json.dumps(spec_schema(), indent=2))
+    typer.echo(json.dumps(any_schema(), indent=2))
 
 
 @app.command()
@@ -158,17 +164,17 @@ def submit(
     working_dir: Annotated[Path | None, typer.Option(help="Folder to send along (your reward functions).")] = None,
 ) -> None:
     """Send a spec to a cluster as a Ray job."""
-    loaded = load_spec(spec, set_)
+    loaded = read_any(spec, set_).spec
     from orchestrator.jobs import submit_spec
 
     code = submit_spec(loaded, address, follow=follow, working_dir=working_dir, echo=typer.echo)
     sys.exit(code)
 
 
-def _ready(path: Path, overrides: list[str]) -> Spec:
+def _ready(path: Path, overrides: list[str]) -> AnySpec:
     """The spec, with everything it names there."""
-    loaded = read_spec(path, overrides)
-    problems = check_files(loaded)
+    loaded = read_any(path, overrides)
+    problems = missing(loaded)
     if problems:
         raise SpecError(problems)
     return loaded.spec
@@ -177,12 +183,21 @@ def _ready(path: Path, overrides: list[str]) -> Spec:
 def _worker_classes() -> WorkerClasses:
     from orchestrator.cast import WorkerClasses
     from workers.critic import CriticWorker
+    from workers.offline import ExamplePolicyWorker, RewardTrainer
     from workers.policy import PolicyWorker
     from workers.reference import ReferenceWorker
     from workers.reward import RewardWorker
     from workers.rollout import RolloutWorker
 
-    return WorkerClasses(RolloutWorker, PolicyWorker, CriticWorker, ReferenceWorker, RewardWorker)
+    return WorkerClasses(
+        RolloutWorker,
+        PolicyWorker,
+        CriticWorker,
+        ReferenceWorker,
+        RewardWorker,
+        example_policy=ExamplePolicyWorker,
+        reward_trainer=RewardTrainer,
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import yaml
 
 from orchestrator.errors import TroupeError
 from orchestrator.spec import Spec
+from orchestrator.spec_offline import OfflineSpec
 
 _EXCLUDES = [".git", ".venv", "venv", "__pycache__", "runs", ".cache", "*.safetensors", "*.pt"]
 """Never sent along with a working directory."""
@@ -26,7 +27,7 @@ _POLL_S = 0.5
 Echo = Callable[[str], Any]
 
 
-def submit_spec(spec: Spec, address: str, *, follow: bool, working_dir: Path | None, echo: Echo) -> int:
+def submit_spec(spec: Spec | OfflineSpec, address: str, *, follow: bool, working_dir: Path | None, echo: Echo) -> int:
     """Submit the spec; returns the exit code (with `follow`: 0 only if the job succeeded).
 
     The job gets the spec with every relative path made absolute, because its working directory is another one.
