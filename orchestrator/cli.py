@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from orchestrator.errors import StopRequested, TroupeError
-from orchestrator.spec_any import any_schema, missing, read_any
+from orchestrator.spec_any import any_schema
+from orchestrator.spec_chain import ChainDocument, PlannedRun, is_chain, plan_runs, read_document
 from orchestrator.spec_errors import SpecError
 from orchestrator.spec_offline import OfflineSpec
 
 if TYPE_CHECKING:
     from orchestrator.cast import WorkerClasses
-    from orchestrator.spec_any import AnySpec
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train language models with RL."
@@ -63,21 +63,25 @@ def run(
     address: AddressOption = None,
 ) -> None:
     """Train: start (or join) Ray, place the workers, run every step."""
-    loaded = _ready(spec, set_)
+    runs = _ready(spec, set_, out)
     from orchestrator.console import Console
-    from orchestrator.run import RunRequest
+    from orchestrator.run import RunRequest, is_finished
     from orchestrator.run import run as run_spec
 
-    request = RunRequest(loaded, out or loaded.run_folder, resume, address)
-    console = Console()
-    console.start(loaded.name, loaded.schedule.steps)
-    try:
-        outcome = run_spec(request, _worker_classes, console)
-        console.finish(outcome.summary(request.out))
-    finally:
-        console.close()
-    if outcome.stopped:
-        sys.exit(STOPPED)
+    for planned in runs:
+        request = RunRequest(planned.spec, planned.out, resume, address)
+        if planned.stage and resume and is_finished(request):
+            typer.echo(f"{planned.spec.name}: done before, in {planned.out}")
+            continue
+        console = Console()
+        console.start(planned.spec.name, planned.spec.schedule.steps)
+        try:
+            outcome = run_spec(request, _worker_classes, console)
+            console.finish(outcome.summary(request.out))
+        finally:
+            console.close()
+        if outcome.stopped:
+            sys.exit(STOPPED)
 
 
 @app.command("eval")
@@ -89,7 +93,10 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the spec's held-out prompts: engines and reward workers only."""
     overrides = [*set_, f"model.path={json.dumps(str(model))}"] if model is not None else set_
-    loaded = _ready(spec, overrides)
+    runs = _ready(spec, overrides)
+    if any(planned.stage for planned in runs):
+        _leave(f"{spec}: has stages; evaluate with the spec.yaml that a stage's run has written", USER_ERROR)
+    loaded = next(planned.spec for planned in runs)
     from orchestrator.console import Console
     from orchestrator.run import RunRequest
     from orchestrator.run import evaluate as evaluate_spec
@@ -102,12 +109,13 @@ def evaluate(
 @app.command()
 def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
     """Check a spec, and what it names, without starting anything."""
-    loaded = _ready(spec, set_)
-    if isinstance(loaded, OfflineSpec):
-        size = f"{loaded.schedule.examples_per_step} examples"
-    else:
-        size = f"{loaded.samples_per_step} samples"
-    typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {size} a step")
+    for planned in _ready(spec, set_):
+        loaded = planned.spec
+        if isinstance(loaded, OfflineSpec):
+            size = f"{loaded.schedule.examples_per_step} examples"
+        else:
+            size = f"{loaded.samples_per_step} samples"
+        typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {size} a step")
 
 
 @app.command()
@@ -119,7 +127,7 @@ def plan(
     cpus_per_node: Annotated[int, typer.Option(help="CPUs of a node of --cluster.")] = 128,
 ) -> None:
     """Who goes where: every worker's seat against what the cluster has."""
-    loaded = read_any(spec, set_).spec
+    runs = plan_runs(read_document(spec, set_))
     from orchestrator.plan import described_nodes, local_node, show
     from orchestrator.plan import plan as plan_spec
 
@@ -130,11 +138,13 @@ def plan(
 
         nodes = Cluster.look(address)
     else:
-        nodes = [local_node(os.cpu_count() or 1, loaded)]
-    seating = plan_spec(loaded, nodes)
-    show(seating)
-    if seating.misfit:
-        _leave(f"{spec}: {seating.misfit}", FAILURE)
+        nodes = None
+    for planned in runs:
+        there = [local_node(os.cpu_count() or 1, planned.spec)] if nodes is None else nodes
+        seating = plan_spec(planned.spec, there)
+        show(seating)
+        if seating.misfit:
+            _leave(f"{spec}: {seating.misfit}", FAILURE)
 
 
 @app.command()
@@ -164,20 +174,22 @@ def submit(
     working_dir: Annotated[Path | None, typer.Option(help="Folder to send along (your reward functions).")] = None,
 ) -> None:
     """Send a spec to a cluster as a Ray job."""
-    loaded = read_any(spec, set_).spec
+    document = read_document(spec, set_)
+    runs = plan_runs(document)
+    loaded = ChainDocument(document.data["name"], document.data) if is_chain(document) else runs[0].spec
     from orchestrator.jobs import submit_spec
 
     code = submit_spec(loaded, address, follow=follow, working_dir=working_dir, echo=typer.echo)
     sys.exit(code)
 
 
-def _ready(path: Path, overrides: list[str]) -> AnySpec:
-    """The spec, with everything it names there."""
-    loaded = read_any(path, overrides)
-    problems = missing(loaded)
+def _ready(path: Path, overrides: list[str], out: Path | None = None) -> tuple[PlannedRun, ...]:
+    """The runs of a file (one, but for a chain), with everything they name there."""
+    runs = plan_runs(read_document(path, overrides), out)
+    problems = list(dict.fromkeys(problem for planned in runs for problem in planned.missing()))
     if problems:
         raise SpecError(problems)
-    return loaded.spec
+    return runs
 
 
 def _worker_classes() -> WorkerClasses:

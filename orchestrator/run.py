@@ -71,6 +71,12 @@ def run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
     return asyncio.run(_run(request, classes, console, store, found))
 
 
+def is_finished(request: RunRequest) -> bool:
+    """Whether the run has been trained to its last step, and what it left is whole."""
+    found = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep).latest()
+    return found is not None and found.step >= request.spec.schedule.steps
+
+
 def evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[str, float]:
     """Evaluate the spec's model alone: engines and reward workers, no trainer."""
     return asyncio.run(_evaluate(request, classes, console))

@@ -59,4 +59,11 @@ def missing(loaded: LoadedAny) -> list[Problem]:
 
 def any_schema() -> dict[str, Any]:
     """JSON Schema of specs of either kind, for editors."""
-    return TypeAdapter(AnySpec).json_schema()
+    either = TypeAdapter(AnySpec).json_schema()
+    chain = {
+        "title": "Chain",
+        "type": "object",
+        "required": ["name", "stages"],
+        "properties": {"stages": {"type": "object", "additionalProperties": {"type": "object"}}},
+    }
+    return {**either, "anyOf": [*either["anyOf"], chain]}

@@ -277,15 +277,18 @@ def test_bradley_terry_with_margin_is_trls() -> None:
     scores = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, 1.5])
     margin = torch.tensor([0.1, 0.0, 0.7])
     trainer: Any = SimpleNamespace(
-        model=SimpleNamespace(training=True),
+        model=SimpleNamespace(training=False),
         aux_loss_enabled=False,
         args=SimpleNamespace(center_rewards_coefficient=None),
+        accelerator=SimpleNamespace(gather_for_metrics=lambda value: value),
+        _metrics={"eval": defaultdict(list)},
+        _total_train_tokens=0,
     )
 
     def model(**_: Any) -> Any:
         return SimpleNamespace(logits=scores[:, None])
 
-    wanted = _loss_at_stop(RewardTrainer.compute_loss, trainer, model, {"margin": margin})
+    wanted = RewardTrainer.compute_loss(trainer, model, {"margin": margin})
     found = bradley_terry(scores[:3], scores[3:], margin).mean()
     assert found.item() == pytest.approx(wanted.item())
 
