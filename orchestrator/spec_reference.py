@@ -13,8 +13,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from orchestrator import algorithms
+from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
 from orchestrator.spec import Spec
 from orchestrator.spec_errors import models_in
+from orchestrator.spec_offline import OfflineSpec
 from workers.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
 
 _HEAD = """\
@@ -30,6 +32,24 @@ field is required; one of `null` that it is off, or left to the algorithm where 
 titles, `data.train[jsonl]` is the section `data.train` with `kind: jsonl`.
 """
 
+_GIVEN = """\
+# Specs on given examples
+
+An algorithm that trains on given examples (`sft`, `reward_model`, `dpo`, `ipo`, `orpo`, `kto`, `rrhf`) has a spec of
+its own kind: nothing is generated, so there is no rollout, no reward and no sampling. Sections that are not listed
+here are those above. See docs/offline.md.
+"""
+
+_CHAINS = """\
+# Chains
+
+A file with a section `stages` is a chain: `stages` maps names to sections, run in the order they are written. What
+stands beside it is shared, and every stage is that with its own section laid over it, section by section; a stage
+without `algorithm.name` has the algorithm of its name. A model's path may be `stage:NAME`, the model that the earlier
+stage NAME ends with. Stages write to `NAME/` in the chain's folder, and `--resume` passes over those that are done and
+goes on inside the one that was interrupted. One stage's field is set by `--set stages.ppo.schedule.steps=3`.
+"""
+
 _TYPES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true / false"}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -39,7 +59,12 @@ def spec_reference() -> str:
     places: dict[type[BaseModel], list[str]] = {}
     for model, path in _sections(Spec, ""):
         places.setdefault(model, []).append(path)
+    given: dict[type[BaseModel], list[str]] = {}
+    for model, path in _sections(OfflineSpec, ""):
+        if model not in places:
+            given.setdefault(model, []).append(path)
     parts = [_HEAD, *(_section(model, paths) for model, paths in places.items()), _algorithm_table()]
+    parts += [_GIVEN, *(_section(model, paths) for model, paths in given.items()), _given_table(), _CHAINS]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -126,6 +151,19 @@ def _algorithm_table() -> str:
         lines += [f"Roles: {needs}.{without} KL term in the {row.kl_in}.", ""]
         lines += ["| default | value |", "|---|---|"]
         lines += [f"| {name} | `{value}` |" for name, value in _row_defaults(row)] + [""]
+    return "\n".join(lines)
+
+
+def _given_table() -> str:
+    lines = ["## Algorithms on given examples", "", "What each needs, and the defaults of the section `algorithm`.", ""]
+    for row in OFFLINE_ALGORITHMS.values():
+        roles = ", ".join(["policy", *(["reference"] if row.reference else [])])
+        lines += [f"### `{row.name}`", "", f"{row.summary} Source: {row.source}.", ""]
+        lines += [f"Roles: {roles}. Data: {' or '.join(row.formats)}. Trains a {row.trains.replace('_', ' ')}.", ""]
+        defaults = [(name, _yaml(value)) for name, value in row.loss if name != "kind"]
+        defaults += [(name, "false") for name in sorted(row.options)]
+        if defaults:
+            lines += ["| default | value |", "|---|---|", *(f"| {name} | `{value}` |" for name, value in defaults), ""]
     return "\n".join(lines)
 
 
