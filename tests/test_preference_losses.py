@@ -285,10 +285,8 @@ def test_bradley_terry_with_margin_is_trls() -> None:
         _total_train_tokens=0,
     )
 
-    def model(**_: Any) -> Any:
-        return SimpleNamespace(logits=scores[:, None])
-
-    wanted = RewardTrainer.compute_loss(trainer, model, {"margin": margin})
+    model: Any = lambda **_: SimpleNamespace(logits=scores[:, None])  # noqa: E731
+    wanted: Any = RewardTrainer.compute_loss(trainer, model, {"margin": margin})
     found = bradley_terry(scores[:3], scores[3:], margin).mean()
     assert found.item() == pytest.approx(wanted.item())
 
@@ -301,7 +299,8 @@ def test_orpo_is_trls_odds_ratio_term() -> None:
     means = (policy * mask).sum(1) / mask.sum(1)
     theirs, ours = (means.float().clone().requires_grad_() for _ in range(2))
     trainer: Any = SimpleNamespace(beta=0.5, accelerator=SimpleNamespace(device="cpu"))
-    wanted = -ORPOTrainer.odds_ratio_loss(trainer, theirs[::2], theirs[1::2])[0]
+    losses: Any = ORPOTrainer.odds_ratio_loss
+    wanted = -losses(trainer, theirs[::2], theirs[1::2])[0]
     found = 0.5 * odds_ratio(ours[::2], ours[1::2])
     assert torch.allclose(found, wanted, atol=1e-6)
     wanted.sum().backward()

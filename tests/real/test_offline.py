@@ -106,7 +106,7 @@ def test_a_reward_model_is_what_the_reward_and_critic_roles_start_from(folder: P
         learnt(run, spec, "reward_model")
     assert 0.0 <= run.metrics[-1]["eval/calibration_error"] < 0.5
     trained = run.out / "checkpoints" / "step-000010" / "model"
-    assert load_value(ModelConfig(path=str(trained))).get_submodule("score").weight.any()
+    assert load_value(ModelConfig(path=str(trained))).get_submodule("score").state_dict()["weight"].any()
     config = ModelConfig(path=str(trained), dtype="float32")
     assert accuracy(RewardModel(config, 1024, "cpu")) >= 0.9
     plain = AutoModelForSequenceClassification.from_pretrained(trained)
@@ -125,7 +125,7 @@ def accuracy(model: RewardModel) -> float:
         for response in (pair["chosen"], pair["rejected"]):
             ids = encode_response(model.tokenizer, messages, prompt, response)
             rows.append({"messages": messages, "response": response, "prompt_ids": prompt, "response_ids": ids})
-    scores = [outcome.value for outcome in model.score(pa.Table.from_pylist(rows))]
+    scores = [outcome.value or 0.0 for outcome in model.score(pa.Table.from_pylist(rows))]
     return fmean(better > worse for better, worse in zip(scores[::2], scores[1::2], strict=True))
 
 
