@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from orchestrator.algorithm_table import ALGORITHMS, Algorithm
 from orchestrator.algorithms import ESTIMATOR_OPTIONS, OBJECTIVE_OPTIONS
+from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS, OfflineAlgorithm
 from orchestrator.spec_reference import as_yaml
 from workers.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
 
@@ -33,9 +34,16 @@ decoupled form (arXiv 2110.00641): the ratio is clipped around the policy before
 the step from the policy that sampled to that one.
 """
 
+_GIVEN = """\
+# Algorithms on given examples
+
+Nothing is generated: the policy's own workers train on data that are given (`orchestrator/algorithms_offline.py`,
+`workers/preference_losses.py`; the specs: [offline.md](offline.md)).
+"""
+
 
 def algorithm_reference() -> str:
-    """Every row of the table, as Markdown."""
+    """Every row of the tables, as Markdown."""
     lines = [_HEAD, "| algorithm | what it is | roles besides rollout, policy, reward |", "|---|---|---|"]
     for row in ALGORITHMS.values():
         lines.append(f"| [`{row.name}`](#{row.name}) | {row.summary} | {', '.join(_roles(row)) or 'none'} |")
@@ -45,21 +53,44 @@ def algorithm_reference() -> str:
         lines += [f"- KL to the reference: in the {row.kl_in}. Shipped spec: `deploy/algorithms/{row.name}.yaml`.", ""]
         lines += ["| default | value |", "|---|---|"]
         lines += [f"| {name} | `{value}` |" for name, value in row_defaults(row)] + [""]
+    lines += [_GIVEN, "| algorithm | what it is | data |", "|---|---|---|"]
+    for row in OFFLINE_ALGORITHMS.values():
+        lines.append(f"| [`{row.name}`](#{row.name}) | {row.summary} | {' or '.join(row.formats)} |")
+    lines.append("")
+    for row in OFFLINE_ALGORITHMS.values():
+        lines += [f"## {row.name}", "", row.summary, "", f"- {_escaped(row.formula)}", f"- Source: {row.source}."]
+        lines += [f"- Roles: {', '.join(_offline_roles(row))}. Trains a {row.trains.replace('_', ' ')}. "]
+        lines[-1] += f"Shipped spec: `deploy/{shipped_spec(row)}`."
+        lines += ["", "| default | value |", "|---|---|"]
+        lines += [f"| {name} | `{value}` |" for name, value in offline_defaults(row)] + [""]
     return "\n".join(lines)
 
 
 def listing() -> str:
     """One line for every algorithm."""
-    width = max(map(len, ALGORITHMS))
-    return "\n".join(f"{row.name:<{width}}  {row.summary}" for row in ALGORITHMS.values())
+    rows = [*ALGORITHMS.values(), *OFFLINE_ALGORITHMS.values()]
+    width = max(len(row.name) for row in rows)
+    return "\n".join(f"{row.name:<{width}}  {row.summary}" for row in rows)
 
 
-def description(row: Algorithm) -> str:
-    """One algorithm, as plain text."""
-    roles = ["rollout", "policy", "reward", *_roles(row)]
+def shipped_spec(row: OfflineAlgorithm) -> str:
+    """File name of the row's spec in deploy/."""
+    return f"tiny-{row.name.replace('_', '-')}.yaml"
+
+
+def description(name: str) -> str:
+    """One algorithm, as plain text. Raises KeyError for a name the tables do not have."""
+    if name in OFFLINE_ALGORITHMS:
+        given = OFFLINE_ALGORITHMS[name]
+        return _described(given, _offline_roles(given), offline_defaults(given))
+    row = ALGORITHMS[name]
+    return _described(row, ["rollout", "policy", "reward", *_roles(row)], row_defaults(row))
+
+
+def _described(row: Algorithm | OfflineAlgorithm, roles: list[str], defaults: Iterator[tuple[str, str]]) -> str:
     lines = [row.name, f"  {row.summary}", f"  formula: {row.formula}", f"  source: {row.source}"]
     lines += [f"  roles: {', '.join(roles)}", "  defaults:"]
-    return "\n".join([*lines, *(f"    {name}: {value}" for name, value in row_defaults(row))])
+    return "\n".join([*lines, *(f"    {name}: {value}" for name, value in defaults)])
 
 
 def row_defaults(row: Algorithm) -> Iterator[tuple[str, str]]:
@@ -92,6 +123,16 @@ _NEVER_SHOWN = frozenset(
     | {"kl_target", "kl_horizon"}
 )
 """What makes a row this row and no other (the formula says it), or is named otherwise in a spec."""
+
+
+def offline_defaults(row: OfflineAlgorithm) -> Iterator[tuple[str, str]]:
+    """(field of the section `algorithm`, default) of what the row reads."""
+    yield from ((name, as_yaml(value)) for name, value in row.loss if name != "kind")
+    yield from ((name, "false") for name in sorted(row.options))
+
+
+def _offline_roles(row: OfflineAlgorithm) -> list[str]:
+    return ["policy", *(["reference"] if row.reference else [])]
 
 
 def _roles(row: Algorithm) -> list[str]:

@@ -230,12 +230,17 @@ ALGORITHMS: dict[str, Algorithm] = {
             formula="A smoothed between this visit's and all visits' standardised rewards; loss max(-A r, -A clip(r, "
             "lower, upper)), lower = 1/2 + 1/2 sqrt(max(1 - 4 clip_low / pi_old, 0)), "
             "upper = 1/2 + 1/2 sqrt(1 + 4 clip_high / pi_old); means per sequence, added up",
-            source="DCPO, arXiv 2509.02333, sec. 3; its published code for the cap on the ratio",
+            source="DCPO, arXiv 2509.02333, sec. 3; its published code for the caps on the ratio and the loss",
             group_size=8,
             min_group_size=2,
             advantage=AdvantageConfig(estimator="smooth_group"),
             loss=PolicyLossConfig(
-                dynamic_clip=True, clip_low=0.16, clip_high=0.2, max_ratio=10.0, aggregation="only_token_mean"
+                dynamic_clip=True,
+                clip_low=0.16,
+                clip_high=0.2,
+                max_ratio=10.0,
+                dual_clip=10.0,
+                aggregation="only_token_mean",
             ),
         ),
         Algorithm(

@@ -9,13 +9,18 @@ from typing import Literal
 
 from orchestrator.actor_group import ActorSpec, ActorWorker, Cluster
 from orchestrator.engine_pool import Engine
+from orchestrator.errors import TroupeError
 from orchestrator.handles import Gang
 from orchestrator.placement import Placement, Seat, place, role_sizes
 from orchestrator.spec import Spec
+from orchestrator.spec_offline import OfflineSpec
 from workers.config import Rendezvous
 from workers.messages import WorkerHealth
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu"}
+
+AnySpec = Spec | OfflineSpec
+"""What a cast can be called together for."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,9 @@ class WorkerClasses:
     critic: type
     reference: type
     reward: type
+    example_policy: type | None = None
+    """Needed for runs on given examples only, as is the next one."""
+    reward_trainer: type | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Stage:
 class Casting:
     """Starts workers on a cluster as a spec says."""
 
-    def __init__(self, spec: Spec, cluster: Cluster, classes: WorkerClasses) -> None:
+    def __init__(self, spec: AnySpec, cluster: Cluster, classes: WorkerClasses) -> None:
         self._spec = spec
         self._cluster = cluster
         self._classes = classes
@@ -67,7 +75,9 @@ class Casting:
 
     async def _start(self) -> Stage:
         async with asyncio.TaskGroup() as tasks:
-            engines = [tasks.create_task(self.engine(f"rollout-{i}")) for i in range(len(self._seats["rollout"]))]
+            engines = [
+                tasks.create_task(self.engine(f"rollout-{i}")) for i in range(len(self._seats.get("rollout", ())))
+            ]
             rewards = tasks.create_task(self._replicas("reward"))
             policy = tasks.create_task(self._gang("policy"))
             critic = tasks.create_task(self._gang("critic"))
@@ -107,7 +117,7 @@ class Casting:
         return Gang("reference", await self._replicas("reference"), role.micro_batch_tokens)
 
     async def _replicas(self, role: str) -> tuple[ActorWorker, ...]:
-        workers = tuple(self._spawn(role, index) for index in range(len(self._seats[role])))
+        workers = tuple(self._spawn(role, index) for index in range(len(self._seats.get(role, ()))))
         await asyncio.gather(*(w.call("start", timeout_s=self._spec.schedule.start_timeout_s) for w in workers))
         return workers
 
@@ -117,7 +127,24 @@ class Casting:
         return self._cluster.spawn(placement, seat, name, self._actor(role, name))
 
     def _actor(self, role: str, name: str) -> ActorSpec:
-        spec, classes = self._spec, self._classes
+        if isinstance(self._spec, OfflineSpec):
+            return self._example_actor(self._spec, role, name)
+        return self._rollout_actor(self._spec, role, name)
+
+    def _example_actor(self, spec: OfflineSpec, role: str, name: str) -> ActorSpec:
+        """Actors of a run on given examples."""
+        classes = self._classes
+        if role == "reference" and (reference := spec.reference_config()) is not None:
+            return ActorSpec(classes.reference, (reference, name), _env(reference.threads, reference.device))
+        config = spec.trainer_config()
+        trainer = classes.reward_trainer if spec.row.trains == "reward_model" else classes.example_policy
+        if trainer is None:
+            raise TroupeError(f"no worker class was given to train a {spec.row.trains} on examples")
+        return ActorSpec(trainer, (config, name), _env(config.trainer.threads, config.device))
+
+    def _rollout_actor(self, spec: Spec, role: str, name: str) -> ActorSpec:
+        """Actors of a run on rollouts."""
+        classes = self._classes
         if role == "rollout":
             config = spec.rollout_config()
             return ActorSpec(classes.rollout, (config, name), _env(config.engine.threads, config.device), True)

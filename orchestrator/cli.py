@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from pydantic import ValidationError
 
 from orchestrator.errors import StopRequested, TroupeError
-from orchestrator.spec import SpecError, check_files, load_spec, read_spec, spec_schema
+from orchestrator.spec_any import any_schema
+from orchestrator.spec_chain import ChainDocument, PlannedRun, is_chain, plan_runs, read_document
+from orchestrator.spec_errors import SpecError
+from orchestrator.spec_offline import OfflineSpec
 
 if TYPE_CHECKING:
     from orchestrator.cast import WorkerClasses
-    from orchestrator.spec import Spec
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train language models with RL."
@@ -62,21 +63,25 @@ def run(
     address: AddressOption = None,
 ) -> None:
     """Train: start (or join) Ray, place the workers, run every step."""
-    loaded = _ready(spec, set_)
+    runs = _ready(spec, set_, out)
     from orchestrator.console import Console
-    from orchestrator.run import RunRequest
+    from orchestrator.run import RunRequest, is_finished
     from orchestrator.run import run as run_spec
 
-    request = RunRequest(loaded, out or loaded.run_folder, resume, address)
-    console = Console()
-    console.start(loaded.name, loaded.schedule.steps)
-    try:
-        outcome = run_spec(request, _worker_classes, console)
-        console.finish(outcome.summary(request.out))
-    finally:
-        console.close()
-    if outcome.stopped:
-        sys.exit(STOPPED)
+    for planned in runs:
+        request = RunRequest(planned.spec, planned.out, resume, address)
+        if planned.stage and resume and is_finished(request):
+            typer.echo(f"{planned.spec.name}: done before, in {planned.out}")
+            continue
+        console = Console()
+        console.start(planned.spec.name, planned.spec.schedule.steps)
+        try:
+            outcome = run_spec(request, _worker_classes, console)
+            console.finish(outcome.summary(request.out))
+        finally:
+            console.close()
+        if outcome.stopped:
+            sys.exit(STOPPED)
 
 
 @app.command("eval")
@@ -88,7 +93,10 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the spec's held-out prompts: engines and reward workers only."""
     overrides = [*set_, f"model.path={json.dumps(str(model))}"] if model is not None else set_
-    loaded = _ready(spec, overrides)
+    runs = _ready(spec, overrides)
+    if any(planned.stage for planned in runs):
+        _leave(f"{spec}: has stages; evaluate with the spec.yaml that a stage's run has written", USER_ERROR)
+    loaded = next(planned.spec for planned in runs)
     from orchestrator.console import Console
     from orchestrator.run import RunRequest
     from orchestrator.run import evaluate as evaluate_spec
@@ -101,8 +109,13 @@ def evaluate(
 @app.command()
 def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
     """Check a spec, and what it names, without starting anything."""
-    loaded = _ready(spec, set_)
-    typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.samples_per_step} samples a step")
+    for planned in _ready(spec, set_):
+        loaded = planned.spec
+        if isinstance(loaded, OfflineSpec):
+            size = f"{loaded.schedule.examples_per_step} examples"
+        else:
+            size = f"{loaded.samples_per_step} samples"
+        typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {size} a step")
 
 
 @app.command()
@@ -114,7 +127,7 @@ def plan(
     cpus_per_node: Annotated[int, typer.Option(help="CPUs of a node of --cluster.")] = 128,
 ) -> None:
     """Who goes where: every worker's seat against what the cluster has."""
-    loaded = load_spec(spec, set_)
+    runs = plan_runs(read_document(spec, set_))
     from orchestrator.plan import described_nodes, local_node, show
     from orchestrator.plan import plan as plan_spec
 
@@ -125,33 +138,36 @@ def plan(
 
         nodes = Cluster.look(address)
     else:
-        nodes = [local_node(os.cpu_count() or 1, loaded)]
-    seating = plan_spec(loaded, nodes)
-    show(seating)
-    if seating.misfit:
-        _leave(f"{spec}: {seating.misfit}", FAILURE)
+        nodes = None
+    for planned in runs:
+        there = [local_node(os.cpu_count() or 1, planned.spec)] if nodes is None else nodes
+        seating = plan_spec(planned.spec, there)
+        show(seating)
+        if seating.misfit:
+            _leave(f"{spec}: {seating.misfit}", FAILURE)
 
 
 @app.command()
 def schema() -> None:
     """Print the spec's JSON Schema."""
-    typer.echo(json.dumps(spec_schema(), indent=2))
+    typer.echo(json.dumps(any_schema(), indent=2))
 
 
 @app.command("algorithms")
 def algorithms_(name: Annotated[str | None, typer.Argument(help="Show this one in full.")] = None) -> None:
     """List the algorithms, or show one with its formula, source and defaults."""
     from orchestrator.algorithm_reference import description, listing
-    from orchestrator.algorithms import AlgorithmConfig, row_of
+    from orchestrator.algorithm_table import ALGORITHMS
+    from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
+    from orchestrator.spec_errors import nearest
 
     if name is None:
         typer.echo(listing())
-        return
-    try:
-        row = row_of(AlgorithmConfig(name=name))
-    except ValidationError as error:
-        _leave(f"error: {error.errors()[0]['msg'].removeprefix('Value error, ')}", USER_ERROR)
-    typer.echo(description(row))
+    elif name in ALGORITHMS or name in OFFLINE_ALGORITHMS:
+        typer.echo(description(name))
+    else:
+        hint = nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS]) or "`troupe algorithms` lists them"
+        _leave(f"error: no algorithm '{name[:60]}' ({hint})", USER_ERROR)
 
 
 @app.command()
@@ -175,31 +191,42 @@ def submit(
     working_dir: Annotated[Path | None, typer.Option(help="Folder to send along (your reward functions).")] = None,
 ) -> None:
     """Send a spec to a cluster as a Ray job."""
-    loaded = load_spec(spec, set_)
+    document = read_document(spec, set_)
+    runs = plan_runs(document)
+    loaded = ChainDocument(document.data["name"], document.data) if is_chain(document) else runs[0].spec
     from orchestrator.jobs import submit_spec
 
     code = submit_spec(loaded, address, follow=follow, working_dir=working_dir, echo=typer.echo)
     sys.exit(code)
 
 
-def _ready(path: Path, overrides: list[str]) -> Spec:
-    """The spec, with everything it names there."""
-    loaded = read_spec(path, overrides)
-    problems = check_files(loaded)
+def _ready(path: Path, overrides: list[str], out: Path | None = None) -> tuple[PlannedRun, ...]:
+    """The runs of a file (one, but for a chain), with everything they name there."""
+    runs = plan_runs(read_document(path, overrides), out)
+    problems = list(dict.fromkeys(problem for planned in runs for problem in planned.missing()))
     if problems:
         raise SpecError(problems)
-    return loaded.spec
+    return runs
 
 
 def _worker_classes() -> WorkerClasses:
     from orchestrator.cast import WorkerClasses
     from workers.critic import CriticWorker
+    from workers.offline import ExamplePolicyWorker, RewardTrainer
     from workers.policy import PolicyWorker
     from workers.reference import ReferenceWorker
     from workers.reward import RewardWorker
     from workers.rollout import RolloutWorker
 
-    return WorkerClasses(RolloutWorker, PolicyWorker, CriticWorker, ReferenceWorker, RewardWorker)
+    return WorkerClasses(
+        RolloutWorker,
+        PolicyWorker,
+        CriticWorker,
+        ReferenceWorker,
+        RewardWorker,
+        example_policy=ExamplePolicyWorker,
+        reward_trainer=RewardTrainer,
+    )
 
 
 if __name__ == "__main__":

@@ -199,15 +199,20 @@ class Controller:
                     calls.append(self._update_gang(self.cast.policy, batch, chosen, plan.skip_silent, *penalty))
                 if self.cast.critic is not None:
                     calls.append(self._update_gang(self.cast.critic, batch, chosen, False))
+                if not calls:
+                    break
                 updates.append({k: v for metrics in await asyncio.gather(*calls) for k, v in metrics.items()})
                 divergence = updates[-1].get("policy/kl_old", 0.0)
-                if plan.kl_penalty is not None and policy_moves:
-                    updates[-1]["policy/kl_old_coef"] = self.memory.kl_old_coef
-                    self.memory = self.memory.after_update(divergence, plan.kl_penalty)
                 policy_moves = policy_moves and (plan.kl_stop is None or divergence <= plan.kl_stop)
-                if not policy_moves and self.cast.critic is None:
-                    return updates
+        self._adapt_penalty(updates)
         return updates
+
+    def _adapt_penalty(self, updates: list[dict[str, float]]) -> None:
+        """Once a batch, by the divergence that the last update of the policy found before its own step."""
+        found = [update for update in updates if "policy/kl_old" in update]
+        if self.plan.kl_penalty is not None and found:
+            found[-1]["policy/kl_old_coef"] = self.memory.kl_old_coef
+            self.memory = self.memory.after_updates(found[-1]["policy/kl_old"], self.plan.kl_penalty)
 
     async def _update_gang(
         self, gang: Gang, batch: Batch, chosen: Sequence[int], skip_silent: bool, *coefficients: float

@@ -10,12 +10,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import yaml
 
 from orchestrator.errors import TroupeError
-from orchestrator.spec import Spec
+from orchestrator.spec_chain import STAGE
 
 _EXCLUDES = [".git", ".venv", "venv", "__pycache__", "runs", ".cache", "*.safetensors", "*.pt"]
 """Never sent along with a working directory."""
@@ -26,7 +26,20 @@ _POLL_S = 0.5
 Echo = Callable[[str], Any]
 
 
-def submit_spec(spec: Spec, address: str, *, follow: bool, working_dir: Path | None, echo: Echo) -> int:
+class Submittable(Protocol):
+    """A spec, or a chain of them."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        ...
+
+    def model_dump(self, *, mode: Literal["json"]) -> dict[str, Any]:
+        """Its data, as YAML can hold them."""
+        ...
+
+
+def submit_spec(spec: Submittable, address: str, *, follow: bool, working_dir: Path | None, echo: Echo) -> int:
     """Submit the spec; returns the exit code (with `follow`: 0 only if the job succeeded).
 
     The job gets the spec with every relative path made absolute, because its working directory is another one.
@@ -98,7 +111,9 @@ def absolute_paths(document: dict[str, Any]) -> dict[str, Any]:
             return {k: v if k == "args" else walk(v, k) for k, v in value.items()}
         if isinstance(value, list):
             return [walk(v, key) for v in value]
-        return str(Path(value).absolute()) if key in _PATH_FIELDS and isinstance(value, str) else value
+        if key not in _PATH_FIELDS or not isinstance(value, str) or value.startswith(STAGE):
+            return value
+        return str(Path(value).absolute())
 
     return walk(document, "")
 

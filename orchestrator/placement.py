@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.spec import Spec
+from orchestrator.spec_offline import OfflineSpec
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK"]
 
@@ -123,7 +124,7 @@ def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -
     return Placement(name, bundles, "PACK", seats)
 
 
-def role_sizes(spec: Spec) -> tuple[RoleSize, ...]:
+def role_sizes(spec: Spec | OfflineSpec) -> tuple[RoleSize, ...]:
     """What each role of a spec asks for."""
     roles = spec.roles.present()
     return tuple(

@@ -12,6 +12,7 @@ from rich.table import Table
 from orchestrator.errors import TroupeError
 from orchestrator.placement import Node, demand, fit, place, role_sizes
 from orchestrator.spec import Spec
+from orchestrator.spec_offline import OfflineSpec
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Plan:
     """Empty, or the first reservation that finds no room and what to change."""
 
 
-def plan(spec: Spec, nodes: Sequence[Node]) -> Plan:
+def plan(spec: Spec | OfflineSpec, nodes: Sequence[Node]) -> Plan:
     """Seat every worker of the spec on the nodes."""
     sizes = role_sizes(spec)
     placements = place(sizes)
@@ -70,7 +71,7 @@ def plan(spec: Spec, nodes: Sequence[Node]) -> Plan:
     return Plan(rows, in_process, demand(placements), there, misfit)
 
 
-def local_node(cpus: int, spec: Spec) -> Node:
+def local_node(cpus: int, spec: Spec | OfflineSpec) -> Node:
     """This machine as Troupe's own local cluster would offer it: roles may take turns on its cores."""
     return Node("this machine", max(float(cpus), demand(place(role_sizes(spec)))["CPU"]), 0.0)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from orchestrator.prompts_readers import DataError, RawRow, json_safe, read_rows
-from orchestrator.spec_sections import DataConfig, DataSource
+from orchestrator.spec_sections import DataConfig, DataSource, PromptText
 from workers.messages import PROMPTS
 
 __all__ = ["DataError", "PromptPick", "PromptPool", "PromptSource", "evaluation_picks", "load_pool", "load_pools"]
@@ -48,6 +48,20 @@ class PromptPick:
     prompt_uid: str
     """Unique in the run."""
     row: int
+
+
+class Pool(Protocol):
+    """What an order needs to know of what it orders."""
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of what the rows say."""
+        ...
 
 
 class BadRow(ValueError):
@@ -140,7 +154,7 @@ def _check(raw: RawRow, source: DataSource) -> tuple[str, str, str]:
     """(messages, answer, metadata) of a row, as the pool holds them. Raises BadRow."""
     if raw.error:
         raise BadRow(raw.error)
-    messages = json.dumps(_messages(raw.prompt, source), ensure_ascii=False)
+    messages = json.dumps(chat_messages(raw.prompt, source), ensure_ascii=False)
     answer = _answer(raw.answer)
     if len(answer) > source.max_chars:
         raise BadRow(f"the answer has {len(answer)} characters, more than max_chars {source.max_chars}")
@@ -156,7 +170,7 @@ def _check(raw: RawRow, source: DataSource) -> tuple[str, str, str]:
     return messages, answer, metadata
 
 
-def _messages(prompt: Any, source: DataSource) -> list[dict[str, str]]:
+def chat_messages(prompt: Any, source: PromptText) -> list[dict[str, str]]:
     """The chat messages of a prompt given as text or as a list of messages."""
     if isinstance(prompt, str):
         said = [{"role": "user", "content": prompt}]
@@ -204,7 +218,7 @@ def _answer(answer: Any) -> str:
 class PromptSource:
     """Draws prompts without end: every epoch is a fresh permutation of the pool, decided by seed and epoch alone."""
 
-    def __init__(self, pool: PromptPool, seed: int) -> None:
+    def __init__(self, pool: Pool, seed: int) -> None:
         self._pool_digest = pool.digest
         self._rows = pool.rows
         self._seed = seed
@@ -249,7 +263,7 @@ class PromptSource:
         self._order = permutation(self._rows, self._seed, epoch)
 
 
-def evaluation_picks(pool: PromptPool, seed: int, prompts: int = 0) -> list[PromptPick]:
+def evaluation_picks(pool: Pool, seed: int, prompts: int = 0) -> list[PromptPick]:
     """The prompts of every evaluation, always the same ones: `prompts` of the pool (0: all), decided by the seed."""
     order = permutation(pool.rows, seed, 0)
     return [PromptPick(f"eval-r{row}", int(row)) for row in order[: prompts or pool.rows]]

@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import TroupeError
 from orchestrator.spec_errors import nearest
+from orchestrator.spec_offline import DatasetsExamples, JsonlExamples, ParquetExamples
 from orchestrator.spec_sections import (
     DatasetsSource,
     DataSource,
@@ -41,51 +42,76 @@ class RawRow:
     """Why it could not be read; empty: it could."""
 
 
+@dataclass(frozen=True)
+class RawValues:
+    """One row of a source with named columns."""
+
+    origin: str
+    values: dict[str, Any] = field(default_factory=dict)
+    """By column."""
+    error: str = ""
+    """Why it could not be read; empty: it could."""
+
+
+TableSource = JsonlSource | ParquetSource | DatasetsSource | JsonlExamples | ParquetExamples | DatasetsExamples
+
+
 def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
     """Rows of a source, in its own order.
 
     :param label: the source's place in the spec (`data.train`), for error messages
     Raises DataError where the source as a whole cannot be used.
     """
-    if isinstance(source, JsonlSource):
-        return _jsonl(source, label)
-    if isinstance(source, ParquetSource):
-        return _parquet(source, label)
-    if isinstance(source, DatasetsSource):
-        return _datasets(source, label)
-    return _reasoning_gym(source, label)
+    if isinstance(source, ReasoningGymSource):
+        return _reasoning_gym(source, label)
+    return _prompt_rows(source, label)
 
 
-TableSource = JsonlSource | ParquetSource | DatasetsSource
+def read_table(source: TableSource, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+    """Rows of a source with named columns, in its own order.
+
+    :param fields: the column behind each field of the source's section (`answer`, `metadata.0`)
+    Raises DataError where the source as a whole cannot be used.
+    """
+    if isinstance(source, DatasetsSource | DatasetsExamples):
+        return _datasets(source, fields, label)
+    if isinstance(source, ParquetSource | ParquetExamples):
+        return _parquet(source, fields, label)
+    return _jsonl(source, fields, label)
 
 
-def _columns(source: TableSource) -> list[str]:
-    answer = [source.answer] if source.answer is not None else []
-    return list(dict.fromkeys([source.prompt, *answer, *source.metadata]))
+def _prompt_rows(source: JsonlSource | ParquetSource | DatasetsSource, label: str) -> Iterator[RawRow]:
+    fields = {"prompt": source.prompt} | ({"answer": source.answer} if source.answer is not None else {})
+    fields |= {f"metadata.{index}": name for index, name in enumerate(source.metadata)}
+    for row in read_table(source, fields, label):
+        if row.error:
+            yield RawRow(row.origin, error=row.error)
+            continue
+        answer = "" if source.answer is None else row.values[source.answer]
+        metadata = {name: row.values[name] for name in source.metadata}
+        yield RawRow(row.origin, row.values[source.prompt], answer, metadata)
 
 
-def _require_columns(source: TableSource, label: str, where: str, there: Sequence[str]) -> None:
+def _columns(fields: Mapping[str, str]) -> list[str]:
+    return list(dict.fromkeys(fields.values()))
+
+
+def _require_columns(fields: Mapping[str, str], label: str, where: str, there: Sequence[str]) -> None:
     """Refuse a source without the columns the spec names, and say which there are."""
-    named = {"prompt": source.prompt, "answer": source.answer} | {
-        f"metadata.{index}": name for index, name in enumerate(source.metadata)
-    }
-    for key, column in named.items():
-        if column is not None and column not in there:
+    for key, column in fields.items():
+        if column not in there:
             listed = ", ".join(map(str, list(there)[:20])) or "none"
             hint = nearest(column, there)
             words = f"{where}: no column '{column}' ({label}.{key}); columns there: {listed}"
             raise DataError(f"{words} ({hint})" if hint else words)
 
 
-def _row(source: TableSource, origin: str, values: dict[str, Any]) -> RawRow:
-    lacking = [column for column in _columns(source) if column not in values]
-    if lacking:
-        return RawRow(origin, error=f"no column '{lacking[0]}'")
-    answer = "" if source.answer is None else values[source.answer]
-    return RawRow(origin, values[source.prompt], answer, {name: values[name] for name in source.metadata})
+def _row(fields: Mapping[str, str], origin: str, values: dict[str, Any]) -> RawValues:
+    lacking = [column for column in fields.values() if column not in values]
+    return RawValues(origin, values, f"no column '{lacking[0]}'" if lacking else "")
 
 
-def _jsonl(source: JsonlSource, label: str) -> Iterator[RawRow]:
+def _jsonl(source: TableSource, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
     name = Path(source.path).name
     checked = False
     rows = 0
@@ -99,20 +125,20 @@ def _jsonl(source: JsonlSource, label: str) -> Iterator[RawRow]:
         try:
             values = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else None
         except UnicodeDecodeError:
-            yield RawRow(origin, error="not UTF-8 text")
+            yield RawValues(origin, error="not UTF-8 text")
             continue
         except (ValueError, RecursionError) as error:
-            yield RawRow(origin, error=f"not JSON ({error})")
+            yield RawValues(origin, error=f"not JSON ({error})")
             continue
         if values is None and line is None:
-            yield RawRow(origin, error=f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+            yield RawValues(origin, error=f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
         elif not isinstance(values, dict):
-            yield RawRow(origin, error="not a JSON object")
+            yield RawValues(origin, error="not a JSON object")
         else:
             if not checked:
-                _require_columns(source, label, origin, list(values))
+                _require_columns(fields, label, origin, list(values))
                 checked = True
-            yield _row(source, origin, values)
+            yield _row(fields, origin, values)
 
 
 def _lines(path: Path, label: str) -> Iterator[bytes | None]:
@@ -130,7 +156,7 @@ def _lines(path: Path, label: str) -> Iterator[bytes | None]:
         raise _unreadable(path, label, error) from None
 
 
-def _parquet(source: ParquetSource, label: str) -> Iterator[RawRow]:
+def _parquet(source: TableSource, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -138,18 +164,18 @@ def _parquet(source: ParquetSource, label: str) -> Iterator[RawRow]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            _require_columns(source, label, path.name, file.schema_arrow.names)
-            for batch in file.iter_batches(batch_size=1024, columns=_columns(source)):
+            _require_columns(fields, label, path.name, file.schema_arrow.names)
+            for batch in file.iter_batches(batch_size=1024, columns=_columns(fields)):
                 for values in batch.to_pylist():
                     if source.limit and number == source.limit:
                         return
                     number += 1
-                    yield _row(source, f"{path.name}:{number}", values)
+                    yield _row(fields, f"{path.name}:{number}", values)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, label, error) from None
 
 
-def _datasets(source: DatasetsSource, label: str) -> Iterator[RawRow]:
+def _datasets(source: DatasetsSource | DatasetsExamples, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
     datasets = _library("datasets", label)
     path = Path(source.path)
     try:
@@ -162,10 +188,10 @@ def _datasets(source: DatasetsSource, label: str) -> Iterator[RawRow]:
         data = data[source.split]
     elif source.split is not None:
         raise DataError(f"{path}: has no splits; remove {label}.split")
-    _require_columns(source, label, str(path), data.column_names)
-    data = data.select_columns(_columns(source))
+    _require_columns(fields, label, str(path), data.column_names)
+    data = data.select_columns(_columns(fields))
     for number in range(min(len(data), source.limit or len(data))):
-        yield _row(source, f"{path.name}:{number + 1}", dict(data[number]))
+        yield _row(fields, f"{path.name}:{number + 1}", dict(data[number]))
 
 
 def _library(name: str, label: str) -> Any:

@@ -16,22 +16,25 @@ import yaml
 from orchestrator import algorithms
 from orchestrator.actor_group import Cluster
 from orchestrator.batch_source import unless_stopped
-from orchestrator.cast import Casting, Stage, WorkerClasses
+from orchestrator.cast import AnySpec, Casting, Stage, WorkerClasses
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
 from orchestrator.console import Console
 from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan
 from orchestrator.engine_pool import EnginePool, PoolBounds
 from orchestrator.errors import TroupeError, WorkerError
 from orchestrator.evaluation import EvalPlan, Evaluator
+from orchestrator.examples import load_examples
 from orchestrator.handles import Gang
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks
 from orchestrator.placement import demand, place, role_sizes
 from orchestrator.prompts import PromptPool, PromptSource, evaluation_picks, load_pools
 from orchestrator.rollout_source import RolloutCast, RolloutPlan, RolloutSource
+from orchestrator.run_offline import OfflineCompany
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.spec import Spec
+from orchestrator.spec_offline import OfflineSpec
 from orchestrator.train_memory import TrainMemory
 from orchestrator.weight_sync import DeviceSync, FileSync, WeightSync
 from workers.advantage_state import AdvantageState
@@ -47,7 +50,7 @@ _SOLVED_AT = 1.0
 class RunRequest:
     """What the user asked for."""
 
-    spec: Spec
+    spec: AnySpec
     out: Path
     resume: bool
     address: str | None
@@ -71,6 +74,12 @@ def run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
     return asyncio.run(_run(request, classes, console, store, found))
 
 
+def is_finished(request: RunRequest) -> bool:
+    """Whether the run has been trained to its last step, and what it left is whole."""
+    found = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep).latest()
+    return found is not None and found.step >= request.spec.schedule.steps
+
+
 def evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[str, float]:
     """Evaluate the spec's model alone: engines and reward workers, no trainer."""
     return asyncio.run(_evaluate(request, classes, console))
@@ -80,9 +89,14 @@ async def _run(
     request: RunRequest, classes: Classes, console: Console, store: CheckpointStore, found: Checkpoint | None
 ) -> RunOutcome:
     spec = request.spec
+    if isinstance(spec, OfflineSpec):
+        examples = load_examples(spec)
+        async with _stage(request, classes, console) as (cluster, _, stage, stop):
+            company = OfflineCompany(spec, request.out, cluster, stage, console, stop)
+            return await (await company.controller(examples, store, found)).run()
     pools = load_pools(spec.data, spec.failures.on_bad_row)
     async with _stage(request, classes, console) as (cluster, casting, stage, stop):
-        company = Company(request, cluster, casting, stage, console, stop, *pools)
+        company = Company(spec, request.out, cluster, casting, stage, console, stop, *pools)
         try:
             return await (await company.controller(store, found)).run()
         finally:
@@ -90,12 +104,15 @@ async def _run(
 
 
 async def _evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[str, float]:
-    if request.spec.evaluation is None:
+    spec = request.spec
+    if isinstance(spec, OfflineSpec):
+        raise TroupeError("`troupe eval` generates; a run on given examples is evaluated as it trains (evaluation)")
+    if spec.evaluation is None:
         raise TroupeError("the spec has no evaluation section: there is nothing to evaluate on")
-    pools = load_pools(request.spec.data, request.spec.failures.on_bad_row)
+    pools = load_pools(spec.data, spec.failures.on_bad_row)
     roles = frozenset({"rollout", "reward"})
     async with _stage(request, classes, console, roles) as (cluster, casting, stage, stop):
-        company = Company(request, cluster, casting, stage, console, stop, *pools)
+        company = Company(spec, request.out, cluster, casting, stage, console, stop, *pools)
         evaluator = company.evaluator()
         if evaluator is None:
             raise TroupeError("there are no held-out prompts to evaluate on")
@@ -136,7 +153,8 @@ class Company:
 
     def __init__(
         self,
-        request: RunRequest,
+        spec: Spec,
+        out: Path,
         cluster: Cluster,
         casting: Casting,
         stage: Stage,
@@ -145,16 +163,16 @@ class Company:
         train: PromptPool,
         held_out: PromptPool | None,
     ) -> None:
-        self._request = request
-        self._spec = request.spec
+        self._spec = spec
+        self._out = out
         self._cluster = cluster
         self._stage = stage
         self._console = console
         self._stop = stop
         self._train = train
         self._held_out = held_out
-        self._pool = EnginePool(stage.engines, casting.engine, _pool_bounds(request.spec))
-        self._rewards = RewardPool(stage.reward, request.spec.schedule.score_timeout_s)
+        self._pool = EnginePool(stage.engines, casting.engine, _pool_bounds(spec))
+        self._rewards = RewardPool(stage.reward, spec.schedule.score_timeout_s)
 
     async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
         """The controller, at step 0 or where the checkpoint left off."""
@@ -173,15 +191,14 @@ class Company:
         cast = Cast(
             policy=policy,
             critic=self._stage.critic,
-            source=RolloutSource(_rollout_plan(self._request), makers, self._console, self._stop, remembered),
+            source=RolloutSource(_rollout_plan(spec, self._out), makers, self._console, self._stop, remembered),
             sync=self._weight_sync(policy),
             evaluator=self.evaluator(),
             ledger=ledger,
         )
-        sinks = MetricSinks.open(self._request.out, tensorboard=spec.output.tensorboard, resume_at=done)
+        sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
         memory = TrainMemory.model_validate(found.state["memory"]) if found is not None else None
-        plan = _train_plan(self._request)
-        return Controller(plan, cast, store, sinks, self._console, self._stop, done, memory)
+        return Controller(_train_plan(spec), cast, store, sinks, self._console, self._stop, done, memory)
 
     async def close(self) -> None:
         """Bring up no more engines."""
@@ -248,8 +265,8 @@ def _needs_old_logprobs(spec: Spec) -> bool:
     return spec.schedule.epochs * spec.schedule.minibatches > 1 or how.kl_coef > 0 or how.estimator == "distill"
 
 
-def _train_plan(request: RunRequest) -> TrainPlan:
-    spec, evaluation = request.spec, request.spec.evaluation
+def _train_plan(spec: Spec) -> TrainPlan:
+    evaluation = spec.evaluation
     loss, penalty = spec.policy_config().loss, algorithms.kl_penalty(spec.algorithm)
     return TrainPlan(
         steps=spec.schedule.steps,
@@ -272,13 +289,12 @@ def _train_plan(request: RunRequest) -> TrainPlan:
     )
 
 
-def _rollout_plan(request: RunRequest) -> RolloutPlan:
-    spec = request.spec
+def _rollout_plan(spec: Spec, out: Path) -> RolloutPlan:
     return RolloutPlan(
         old_logprobs_at_batch=_needs_old_logprobs(spec) and spec.schedule.max_staleness > 0,
         max_staleness=spec.schedule.max_staleness,
         train_timeout_s=spec.schedule.train_timeout_s,
-        trajectories=request.out / "trajectories" if spec.output.trajectories else None,
+        trajectories=out / "trajectories" if spec.output.trajectories else None,
     )
 
 

@@ -42,7 +42,7 @@ from workers.config import (
     TransferBackend,
 )
 
-__all__ = ["LoadedSpec", "Problem", "Spec", "SpecError", "check_files", "load_spec", "read_spec", "spec_schema"]
+__all__ = ["LoadedSpec", "Problem", "Spec", "SpecError", "check_files", "load_spec", "read_spec"]
 
 Device = Literal["cpu", "cuda"]
 
@@ -235,11 +235,6 @@ def parse_spec(document: spec_yaml.Document) -> Spec:
 def check_files(loaded: LoadedSpec) -> list[Problem]:
     """What the spec names and this machine does not have: models, data, libraries. Empty: all there."""
     return [loaded.source.problem(path, message) for path, message in spec_files.missing(loaded.spec)]
-
-
-def spec_schema() -> dict[str, Any]:
-    """JSON Schema of a spec, for editors."""
-    return Spec.model_json_schema()
 
 
 def _part(role: Frozen, model: type[Frozen], **changes: Any) -> dict[str, Any]:

@@ -57,13 +57,15 @@ class Source:
 
     file: str
     places: Mapping[Path, Place] = field(default_factory=dict)
+    top: Place | None = None
+    """Where the spec as a whole begins; the file's first line where nothing is said."""
 
     def find(self, path: Path) -> Place:
         """Place of the field, or of the nearest section around it that was written."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]
-        return Place(self.file, 1)
+        return self.top or Place(self.file, 1)
 
     def problem(self, dotted: str, message: str) -> Problem:
         """A problem at a field given as text (`roles.reward.functions.0`)."""

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from orchestrator.spec_sections import ReasoningGymSource
 from workers.config import ModelConfig
 
 if TYPE_CHECKING:
     from orchestrator.spec import Spec
+    from orchestrator.spec_offline import OfflineSpec
+
+
+class _Kind(Protocol):
+    @property
+    def kind(self) -> str: ...
+
+
+class _Table(_Kind, Protocol):
+    @property
+    def path(self) -> str: ...
+
 
 _CONFIG_BYTES = 1 << 20
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -23,6 +35,18 @@ def missing(spec: Spec) -> list[tuple[str, str]]:
     return [*_models(spec), *_data(spec), *_libraries(spec)]
 
 
+def missing_offline(spec: OfflineSpec) -> list[tuple[str, str]]:
+    """As :func:`missing`, of a run on given examples."""
+    reference = spec.roles.reference
+    sections = {"model": spec.model, "roles.reference.model": reference.model if reference is not None else None}
+    sources = {"train": spec.data.train, "eval": spec.data.eval}
+    found = [*_folders(sections), *_tables(sources), *_splits(sources)]
+    positions = _positions(Path(spec.model.path))
+    if positions is not None and spec.data.max_length > positions:
+        found.append(("data.max_length", f"{spec.data.max_length} is more than the model's {positions} positions"))
+    return [*found, *_tensorboard(spec.output.tensorboard)]
+
+
 def _models(spec: Spec) -> Iterator[tuple[str, str]]:
     roles = spec.roles
     sections: dict[str, ModelConfig | None] = {
@@ -31,16 +55,17 @@ def _models(spec: Spec) -> Iterator[tuple[str, str]]:
         "roles.reference.model": roles.reference.model if roles.reference is not None else None,
         "roles.reward.model": roles.reward.model,
     }
-    for section, model in sections.items():
-        if model is None:
-            continue
-        wrong = _model_folder(Path(model.path))
-        if wrong:
-            yield f"{section}.path", wrong
+    yield from _folders(sections)
     positions = _positions(Path(spec.model.path))
     if positions is not None and spec.roles.rollout.max_model_len > positions:
         longest = spec.roles.rollout.max_model_len
         yield "roles.rollout.max_model_len", f"{longest} is more than the model's {positions} positions"
+
+
+def _folders(sections: Mapping[str, ModelConfig | None]) -> Iterator[tuple[str, str]]:
+    for section, model in sections.items():
+        if model is not None and (wrong := _model_folder(Path(model.path))):
+            yield f"{section}.path", wrong
 
 
 def _model_folder(folder: Path) -> str:
@@ -67,8 +92,14 @@ def _positions(folder: Path) -> int | None:
 
 
 def _data(spec: Spec) -> Iterator[tuple[str, str]]:
-    for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):
-        if source is None or isinstance(source, ReasoningGymSource):
+    sources = {"train": spec.data.train, "eval": spec.data.eval}
+    tables = {split: None if isinstance(source, ReasoningGymSource) else source for split, source in sources.items()}
+    yield from _tables(tables)
+
+
+def _tables(sources: Mapping[str, _Table | None]) -> Iterator[tuple[str, str]]:
+    for split, source in sources.items():
+        if source is None:
             continue
         path = Path(source.path)
         if source.kind == "datasets" and not path.is_dir():
@@ -78,9 +109,17 @@ def _data(spec: Spec) -> Iterator[tuple[str, str]]:
 
 
 def _libraries(spec: Spec) -> Iterator[tuple[str, str]]:
-    for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):
+    yield from _splits({"train": spec.data.train, "eval": spec.data.eval})
+    yield from _tensorboard(spec.output.tensorboard)
+
+
+def _splits(sources: Mapping[str, _Kind | None]) -> Iterator[tuple[str, str]]:
+    for split, source in sources.items():
         library = {"reasoning_gym": "reasoning_gym", "datasets": "datasets"}.get(source.kind) if source else None
         if library is not None and importlib.util.find_spec(library) is None:
             yield f"data.{split}.kind", f"needs the package {library.replace('_', '-')}, which is not installed"
-    if spec.output.tensorboard and importlib.util.find_spec("tensorboard") is None:
+
+
+def _tensorboard(wanted: bool) -> Iterator[tuple[str, str]]:
+    if wanted and importlib.util.find_spec("tensorboard") is None:
         yield "output.tensorboard", "needs the package tensorboard, which is not installed"

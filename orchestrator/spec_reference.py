@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from orchestrator.spec import Spec
 from orchestrator.spec_errors import models_in
+from orchestrator.spec_offline import OfflineSpec
 
 _HEAD = """\
 # The spec
@@ -29,6 +30,24 @@ titles, `data.train[jsonl]` is the section `data.train` with `kind: jsonl`. The 
 [algorithms.md](algorithms.md).
 """
 
+_GIVEN = """\
+# Specs on given examples
+
+An algorithm that trains on given examples (`sft`, `reward_model`, `dpo`, `ipo`, `orpo`, `kto`, `rrhf`) has a spec of
+its own kind: nothing is generated, so there is no rollout, no reward and no sampling. Sections that are not listed
+here are those above. See docs/offline.md.
+"""
+
+_CHAINS = """\
+# Chains
+
+A file with a section `stages` is a chain: `stages` maps names to sections, run in the order they are written. What
+stands beside it is shared, and every stage is that with its own section laid over it, section by section; a stage
+without `algorithm.name` has the algorithm of its name. A model's path may be `stage:NAME`, the model that the earlier
+stage NAME ends with. Stages write to `NAME/` in the chain's folder, and `--resume` passes over those that are done and
+goes on inside the one that was interrupted. One stage's field is set by `--set stages.ppo.schedule.steps=3`.
+"""
+
 _TYPES: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true / false"}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -38,7 +57,12 @@ def spec_reference() -> str:
     places: dict[type[BaseModel], list[str]] = {}
     for model, path in _sections(Spec, ""):
         places.setdefault(model, []).append(path)
+    given: dict[type[BaseModel], list[str]] = {}
+    for model, path in _sections(OfflineSpec, ""):
+        if model not in places:
+            given.setdefault(model, []).append(path)
     parts = [_HEAD, *(_section(model, paths) for model, paths in places.items())]
+    parts += [_GIVEN, *(_section(model, paths) for model, paths in given.items()), _CHAINS]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 

@@ -35,6 +35,12 @@ class RolloutRole(EngineConfig, Placement):
 class TrainerRole(TrainerConfig, Placement):
     """Workers that train a model: one DeepSpeed rank each."""
 
+    def trainer_config(self) -> TrainerConfig:
+        """What a rank is told of its training."""
+        told: dict[str, Any] = {name: value for name, value in self if name in TrainerConfig.model_fields}
+        told["threads"] = self.threads or max(1, int(self.cpus))
+        return TrainerConfig(**told)
+
 
 class PolicyRole(TrainerRole):
     """Workers that train the policy: one DeepSpeed rank each."""
@@ -124,8 +130,8 @@ class ScheduleConfig(Frozen):
     """Longest step; then the run stops with an error."""
 
 
-class _Source(Frozen):
-    """What every data source has."""
+class PromptText(Frozen):
+    """How a row's text becomes a prompt."""
 
     system: str = ""
     """System message put before the prompt; none where empty. A row that brings its own keeps it."""
@@ -135,7 +141,7 @@ class _Source(Frozen):
     """A prompt or answer with more characters is a bad row."""
 
 
-class _TableSource(_Source):
+class _TableSource(PromptText):
     """What sources with named columns have."""
 
     path: str = Field(min_length=1)
@@ -184,7 +190,7 @@ class RecipeConfig(Frozen):
     """Settings of the task family (its difficulty)."""
 
 
-class ReasoningGymSource(_Source):
+class ReasoningGymSource(PromptText):
     """Tasks made by reasoning-gym, offline; the same seed makes the same tasks."""
 
     kind: Literal["reasoning_gym"]

@@ -21,8 +21,8 @@ class TrainMemory(Frozen):
     rewards: Moments = Moments()
     """Mean rewards of the steps so far (alarm)."""
 
-    def after_update(self, divergence: float, penalty: KlPenalty) -> TrainMemory:
-        """With the coefficient adapted to the KL(old || new) an update found (arXiv 1707.06347, sec. 4)."""
+    def after_updates(self, divergence: float, penalty: KlPenalty) -> TrainMemory:
+        """With the coefficient adapted to the KL(old || new) a batch's updates led to (arXiv 1707.06347, sec. 4)."""
         coef = self.kl_old_coef
         if divergence > _TOO_FAR * penalty.target:
             coef *= _STEP

@@ -22,6 +22,7 @@ from orchestrator.algorithms import (
     policy_loss,
     unused_options,
 )
+from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
 from orchestrator.spec import load_spec
 from tests.conftest import ROOT
 from workers.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
@@ -170,10 +171,16 @@ def test_the_documentation_is_current() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_row_is_described_and_has_a_spec_of_its_own(name: str) -> None:
-    text = description(ALGORITHMS[name])
+    text = description(name)
     assert name in listing() and ALGORITHMS[name].formula in text and ALGORITHMS[name].source in text
     spec = load_spec(ROOT / "deploy" / "algorithms" / f"{name}.yaml")
     assert spec.algorithm.name == name
+
+
+@pytest.mark.parametrize("name", OFFLINE_ALGORITHMS)
+def test_every_row_on_given_examples_is_described(name: str) -> None:
+    text = description(name)
+    assert name in listing() and OFFLINE_ALGORITHMS[name].formula in text and OFFLINE_ALGORITHMS[name].source in text
 
 
 def test_the_rows_shown_defaults_are_fields_a_spec_can_set() -> None:

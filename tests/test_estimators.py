@@ -7,7 +7,7 @@ import ast
 import importlib.util
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -525,12 +525,9 @@ def test_process_supervision_against_a_plain_loop(seed: int, normalize: bool) ->
         for t in range(1, length + 1):
             later = [reward for reward, end, other in steps if other == sample and end >= t]
             expected.append(sum((reward - np.mean(all_rewards)) / scale for reward in later))
-    columns = [torch.tensor(list(column)) for column in zip(*steps, strict=True)] if steps else None
-    if columns is None:
-        return
-    result = process_advantages(
-        columns[0].double(), *columns[1:], torch.tensor(groups), torch.tensor(lengths), normalize
-    )
+    rewards = torch.tensor([reward for reward, _, _ in steps], dtype=torch.double)
+    ends, samples = (torch.tensor([step[column] for step in steps], dtype=torch.int64) for column in (1, 2))
+    result = process_advantages(rewards, ends, samples, torch.tensor(groups), torch.tensor(lengths), normalize)
     assert result.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
@@ -677,9 +674,9 @@ def test_penalty_coefficient_follows_the_divergence() -> None:
     penalty = KlPenalty(coef=1.0, target=0.03)
     memory = TrainMemory(kl_old_coef=0.8, rewards=Moments().seen([1.0]))
     for divergence, expected in ((0.0199, 0.4), (0.0201, 0.8), (0.03, 0.8), (0.0449, 0.8), (0.0451, 1.6), (0.0, 0.4)):
-        after = memory.after_update(divergence, penalty)
+        after = memory.after_updates(divergence, penalty)
         assert after == memory.model_copy(update={"kl_old_coef": expected}), divergence
-    twice = memory.after_update(1.0, penalty).after_update(1.0, penalty)
+    twice = memory.after_updates(1.0, penalty).after_updates(1.0, penalty)
     assert twice.kl_old_coef == pytest.approx(3.2)
 
 
@@ -820,10 +817,9 @@ def test_advantages_of_a_group_sum_to_zero(name: str, seed: int, sizes: list[int
         assert sum(row[0] for row in rows) == pytest.approx(0.0, abs=1e-7), uid
 
 
-@pytest.mark.parametrize("shift", [lambda x: x + 3.0, lambda x: x - 0.5])
 @pytest.mark.parametrize("name", COMPARING)
-def test_a_shift_of_all_rewards_changes_nothing(name: str, shift: Callable[[float], float]) -> None:
+def test_a_shift_of_all_rewards_changes_nothing(name: str) -> None:
     samples = batch_of(15)
-    moved = [replace(sample, reward=shift(sample.reward)) for sample in samples]
+    moved = [replace(sample, reward=sample.reward + 3.0) for sample in samples]
     config = ALGORITHMS[name].advantage
     assert_close(run(config, moved).advantages, run(config, samples).advantages, 1e-6)

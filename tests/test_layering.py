@@ -15,36 +15,43 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("orchestrator", "workers")
 
-PURE_WORKERS = {
-    f"workers.{name}"
-    for name in ("advantage_state", "advantages", "config", "estimators", "losses", "messages", "tensors")
-}
+PURE_WORKER_NAMES = (
+    *("advantage_state", "advantages", "config", "estimators", "losses", "messages", "tensors"),
+    *("config_offline", "messages_offline", "preference_losses", "objectives"),
+)
+PURE_WORKERS = {f"workers.{name}" for name in PURE_WORKER_NAMES}
 PURE_ORCHESTRATOR = {
     f"orchestrator.{name}"
     for name in (
         "algorithm_table",
         "algorithms",
+        "algorithms_offline",
         "batching",
         "errors",
         "ledger",
         "spec",
+        "spec_any",
+        "spec_chain",
         "spec_checks",
         "spec_errors",
         "spec_files",
+        "spec_offline",
         "spec_sections",
         "spec_yaml",
         "train_memory",
     )
 }
 PURE = PURE_WORKERS | PURE_ORCHESTRATOR
-ROOTS = {"orchestrator.controller", "orchestrator.run", "orchestrator.cli"}
+ROOTS = {f"orchestrator.{name}" for name in ("controller", "run", "run_offline", "cli")}
 """All other modules of orchestrator/ are services."""
 
 NAMES_WORKER_CLASSES = {"orchestrator.run", "orchestrator.cli"}
-ROLES = {f"workers.{name}" for name in ("rollout", "policy", "critic", "reference", "reward")}
+ROLES = {f"workers.{name}" for name in ("rollout", "policy", "critic", "reference", "reward", "offline")}
 
 PURE_LIBRARIES = {"pydantic", "pydantic_core", "yaml", "numpy", "pyarrow"}
-TORCH_IN_PURE = {"workers.tensors", "workers.losses", "workers.advantages", "workers.estimators"}
+TORCH_IN_PURE = {
+    f"workers.{name}" for name in ("tensors", "losses", "advantages", "estimators", "preference_losses", "objectives")
+}
 
 OWNERS = {
     "ray": {"orchestrator.actor_group", "orchestrator.jobs"},

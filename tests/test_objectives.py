@@ -129,13 +129,15 @@ def plain_loop(tokens: PolicyTokens, config: PolicyLossConfig, beta: float = 0.0
     """Loss and gradient by the formulas in the table's rows, with Python floats and one token at a time."""
     mask, sequence = tokens.loss_mask.tolist(), tokens.sequence.tolist()
     new, rollout = tokens.logprobs.tolist(), tokens.rollout_logprobs.tolist()
+    weights, advantages, entropy = tokens.weights.tolist(), tokens.advantages.tolist(), tokens.entropy.tolist()
+    ref = new if tokens.ref_logprobs is None else tokens.ref_logprobs.tolist()
+    members = {row: [u for u in range(len(new)) if sequence[u] == row and mask[u]] for row in set(sequence)}
     old = new if tokens.old_logprobs is None else tokens.old_logprobs.tolist()
     loss, grads = 0.0, [0.0] * len(new)
     for t in range(len(new)):
         if not mask[t]:
             continue
-        mates = [u for u in range(len(new)) if sequence[u] == sequence[t] and mask[u]]
-        weight, advantage = float(tokens.weights[t]), float(tokens.advantages[t])
+        mates, weight, advantage = members[sequence[t]], weights[t], advantages[t]
         # The sampler's correction.
         w = math.exp(sum(old[u] - rollout[u] for u in (mates if config.importance.level == "sequence" else [t])))
         cap, mode = config.importance.cap, config.importance.mode
@@ -163,13 +165,13 @@ def plain_loop(tokens: PolicyTokens, config: PolicyLossConfig, beta: float = 0.0
         r = math.exp(new[t] - old[t])
         loss += weight * beta * (r - 1 - math.log(r))
         grads[t] += weight * beta * (r - 1)
-        if config.kl_coef and tokens.ref_logprobs is not None:
-            d = new[t] - float(tokens.ref_logprobs[t])
+        if config.kl_coef:
+            d = new[t] - ref[t]
             value = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[config.kl_estimator]
             slope = {"k1": d, "k2": d, "k3": 1 - math.exp(-d)}[config.kl_estimator]
             loss += weight * config.kl_coef * value
             grads[t] += weight * config.kl_coef * slope
-        loss -= weight * config.entropy_coef * float(tokens.entropy[t])
+        loss -= weight * config.entropy_coef * entropy[t]
     return loss, grads
 
 
@@ -201,7 +203,7 @@ def test_every_ratio_with_every_objective(ratio: str, objective: str) -> None:
     config = PolicyLossConfig.model_validate(
         {"ratio": ratio, "objective": objective, "dual_clip": 1.5, "importance": NO_CORRECTION}
     )
-    for seed in range(4):
+    for seed in range(3):
         assert_is_plain_loop(random_tokens(seed, "sequence_mean", drift=0.8), config, 0.3)
 
 
@@ -649,7 +651,7 @@ def select(tokens: PolicyTokens, index: torch.Tensor, **changes: torch.Tensor) -
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.lists(st.integers(0, 6), min_size=2, max_size=7).filter(lambda lengths: sum(lengths) > 0),
     st.integers(0, 2**31),

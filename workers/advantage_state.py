@@ -51,7 +51,9 @@ class AdvantageState(Frozen):
     kl_coef: float | None = None
     """The steered KL coefficient; None before the first batch, and where nothing steers it."""
     rewards: Moments = Moments()
-    """Sequence rewards of all batches."""
+    """Sequence rewards of all batches, as the reward workers gave them."""
+    returns: Moments = Moments()
+    """Sequence returns of all batches, as they were credited: scaled, clipped, with their KL penalty."""
     prompts: Mapping[int, PromptHistory] = Field(default_factory=dict)
     """By row of the prompt pool."""
 

@@ -217,8 +217,8 @@ class AdvantageConfig(Frozen):
 
     estimator: Literal["group", "smooth_group", "best_of_group", "returns", "gae", "n_step", "distill"]
     """`group`: reward against the other samples of the group (GRPO); `smooth_group`: against the prompt's earlier
-    visits too (DCPO); `best_of_group`: 1 for the best sample, 0 for the others (RAFT); `returns`: sums of token
-    rewards less a baseline (REINFORCE and its kin); `gae`, `n_step`: temporal differences of the critic;
+    visits too (DCPO); `best_of_group`: the group's size for its best sample, 0 for the others (RAFT); `returns`: sums
+    of token rewards less a baseline (REINFORCE and its kin); `gae`, `n_step`: temporal differences of the critic;
     `distill`: log-prob under the teacher less log-prob under the policy."""
     normalize_by_std: bool = True
     """Group estimator: divide by the group's standard deviation."""

@@ -13,7 +13,6 @@ import torch
 
 from workers.advantage_state import AdvantageState, Moments, PromptHistory
 from workers.advantages import (
-    WHITEN_EPS,
     best_of_group,
     explained_variance,
     gae,
@@ -28,6 +27,8 @@ from workers.advantages import (
 )
 from workers.config import AdvantageConfig
 
+SCALE_EPS = 1e-4
+"""Added to the deviation that rewards are scaled by: equal rewards scale to 0 and not to noise."""
 MAX_KL_ERROR = 0.2
 """The steered KL coefficient changes at most by this share of the horizon's rate (arXiv 1909.08593, sec. 2.2)."""
 
@@ -76,7 +77,12 @@ Estimator = Callable[[AdvantageConfig, SampledTokens, AdvantageState], Estimate]
 
 
 def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    """Advantages as the configuration says. Raises ValueError where the batch lacks what the estimator needs."""
+    """Advantages as the configuration says.
+
+    Raises ValueError where the batch lacks what the estimator needs, or has process rewards it does not know.
+    """
+    if batch.steps is not None and config.estimator != "group":
+        raise ValueError(f"process rewards (reward_spans) are not supported by the {config.estimator} estimator")
     estimated = ESTIMATORS[config.estimator](config, batch, state)
     advantages = estimated.advantages
     metrics = {**estimated.metrics, **statistics("advantage", advantages)}
@@ -95,18 +101,23 @@ def _group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
 
 
 def _smooth_group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    if len(batch.prompt_rows) <= int(batch.groups.max()):
+        raise ValueError("the smooth_group estimator needs the prompts' rows in the pool, and they were not given")
+    # A prompt that stands in the batch twice has been visited once: the order of groups does not matter.
+    earned: dict[int, list[float]] = {}
+    for group, reward in zip(batch.groups.tolist(), batch.rewards.tolist(), strict=True):
+        earned.setdefault(batch.prompt_rows[group], []).append(reward)
+    after = {}
+    for row, rewards in earned.items():
+        before = state.prompts.get(row) or PromptHistory()
+        after[row] = PromptHistory(visits=before.visits + 1, rewards=before.rewards.seen(rewards))
     advantages = torch.zeros(len(batch.rewards), dtype=torch.double)
-    histories: dict[int, PromptHistory] = {}
     for group, row in enumerate(batch.prompt_rows):
-        members = batch.groups == group
-        rewards = batch.rewards[members]
-        before = histories.get(row) or state.prompts.get(row) or PromptHistory()
-        now, total = Moments().seen(rewards.tolist()), before.rewards.seen(rewards.tolist())
-        histories[row] = PromptHistory(visits=before.visits + 1, rewards=total)
-        advantages[members] = smoothed_advantages(
-            rewards, (now.mean, now.std), (total.mean, total.std), before.visits + 1
-        )
-    return Estimate(advantages[batch.sequence], state.model_copy(update={"prompts": histories}))
+        members, total = batch.groups == group, after[row].rewards
+        now = Moments().seen(batch.rewards[members].tolist())
+        statistics_of = ((now.mean, now.std), (total.mean, total.std))
+        advantages[members] = smoothed_advantages(batch.rewards[members], *statistics_of, after[row].visits)
+    return Estimate(advantages[batch.sequence], state.model_copy(update={"prompts": after}))
 
 
 def _best_of_group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
@@ -124,13 +135,16 @@ def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
 def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
     shaped = _shape(config, batch, state)
     totals = torch.zeros(len(batch.lengths), dtype=torch.double).index_add(0, batch.sequence, shaped.token_rewards)
+    # A sample without tokens has nowhere to put its reward, but others are compared with it.
+    totals = torch.where(batch.lengths == 0, shaped.rewards, totals)
     credited = totals[batch.sequence]
     if config.reward_to_go:
         credited = returns_to_go(shaped.token_rewards, batch.lengths, config.gamma)
-    above = BASELINES[config.baseline](totals, batch, state)
+    above = BASELINES[config.baseline](totals, shaped, batch, state)
     # In this order a whole return that is credited to every token leaves `above` as it is, to the last bit.
     advantages = (credited - totals[batch.sequence]) + above[batch.sequence]
-    return Estimate(advantages, shaped.state, metrics=shaped.metrics)
+    following = shaped.state.model_copy(update={"returns": state.returns.seen(totals.tolist())})
+    return Estimate(advantages, following, metrics=shaped.metrics)
 
 
 def _gae(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
@@ -155,31 +169,49 @@ ESTIMATORS: dict[str, Estimator] = {
     "n_step": _n_step,
 }
 
-Baseline = Callable[[torch.Tensor, SampledTokens, AdvantageState], torch.Tensor]
+
+@dataclass(frozen=True)
+class _Shaped:
+    token_rewards: torch.Tensor
+    rewards: torch.Tensor
+    """float64 [N]: sequence rewards, scaled and clipped."""
+    greedy_rewards: torch.Tensor | None
+    """Scaled and clipped in the same way."""
+    state: AdvantageState
+    metrics: Mapping[str, float]
+
+
+Baseline = Callable[[torch.Tensor, _Shaped, SampledTokens, AdvantageState], torch.Tensor]
 """float64 [N] (returns of the samples less the baseline) of the returns."""
 
 
-def _above_nothing(returns: torch.Tensor, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
+def _above_nothing(returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
     return returns
 
 
-def _above_running_mean(returns: torch.Tensor, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
+def _above_running_mean(
+    returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState
+) -> torch.Tensor:
     # Earlier batches only: a baseline that knows the sample itself would bias the gradient.
-    return returns - state.rewards.mean
+    return returns - state.returns.mean
 
 
-def _above_group_mean(returns: torch.Tensor, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
+def _above_group_mean(
+    returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState
+) -> torch.Tensor:
     return group_advantages(returns, batch.groups, normalize_by_std=False)
 
 
-def _above_the_others(returns: torch.Tensor, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
+def _above_the_others(
+    returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState
+) -> torch.Tensor:
     return leave_one_out_advantages(returns, batch.groups)
 
 
-def _above_greedy(returns: torch.Tensor, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
-    if batch.greedy_rewards is None:
+def _above_greedy(returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
+    if shaped.greedy_rewards is None:
         raise ValueError("the greedy baseline needs the rewards of greedy responses, and they were not given")
-    return returns - batch.greedy_rewards.double()
+    return returns - shaped.greedy_rewards
 
 
 BASELINES: dict[str, Baseline] = {
@@ -191,33 +223,35 @@ BASELINES: dict[str, Baseline] = {
 }
 
 
-@dataclass(frozen=True)
-class _Shaped:
-    token_rewards: torch.Tensor
-    state: AdvantageState
-    metrics: Mapping[str, float]
-
-
 def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> _Shaped:
     """Token rewards: the scaled and clipped reward at the end, the KL penalty on every token; and the next state."""
-    if batch.steps is not None:
-        raise ValueError(f"process rewards (reward_spans) are not supported by the {config.estimator} estimator")
     seen = state.rewards.seen(batch.rewards.tolist())
     scale = {"none": None, "batch": Moments().seen(batch.rewards.tolist()), "running": seen}[config.reward_scale]
-    rewards = batch.rewards
-    if scale is not None:
-        rewards = (rewards - scale.mean) / (scale.std + WHITEN_EPS**0.5)
-    coef = config.kl_coef if state.kl_coef is None else state.kl_coef
+
+    def shaped(rewards: torch.Tensor) -> torch.Tensor:
+        rewards = rewards.double()
+        if scale is not None:
+            rewards = (rewards - scale.mean) / (scale.std + SCALE_EPS)
+        return rewards if config.reward_clip is None else rewards.clamp(-config.reward_clip, config.reward_clip)
+
+    steered = config.kl_target is not None
+    coef = state.kl_coef if steered and state.kl_coef is not None else config.kl_coef
     kl, metrics = None, {}
     following = state.model_copy(update={"rewards": seen})
     if config.kl_coef:
         kl = _kl(batch)
-        if config.kl_target is not None:
+        if steered:
             metrics["kl_coef"] = coef
-            steered = steered_kl_coef(coef, float(kl.sum()) / len(batch.lengths), config, len(batch.lengths))
-            following = following.model_copy(update={"kl_coef": steered})
-    token_rewards = shaped_rewards(rewards, batch.lengths, kl, coef, config.reward_clip)
-    return _Shaped(token_rewards, following, metrics)
+            next_coef = steered_kl_coef(coef, float(kl.sum()) / len(batch.lengths), config, len(batch.lengths))
+            following = following.model_copy(update={"kl_coef": next_coef})
+    rewards = shaped(batch.rewards)
+    return _Shaped(
+        token_rewards=shaped_rewards(rewards, batch.lengths, kl, coef, None),
+        rewards=rewards,
+        greedy_rewards=None if batch.greedy_rewards is None else shaped(batch.greedy_rewards),
+        state=following,
+        metrics=metrics,
+    )
 
 
 def steered_kl_coef(coef: float, kl: float, config: AdvantageConfig, samples: int) -> float:

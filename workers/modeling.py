@@ -122,15 +122,24 @@ class CausalLogprobs(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
+        attention_mask: torch.Tensor | None,
         positions: torch.Tensor,
         targets: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropies), float32 [T]; the arguments are those fields of a `TokenBatch`."""
+        """(logprobs, entropies), float32 [T]; the arguments are those fields of a `TokenBatch`.
+
+        With `position_ids` and no mask, sequences stand end to end in one row, and each starts where they restart at 0.
+        """
         if not self.split_head:
-            logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+            arguments = _inputs(input_ids, attention_mask, position_ids)
+            logits = self.model(**arguments).logits
             return self._measure(logits.flatten(0, 1)[positions], targets)
-        hidden = self.hidden(input_ids, attention_mask).flatten(0, 1)[positions]
+        hidden = self.hidden(input_ids, attention_mask, position_ids)
+        return self.of_hidden(hidden.flatten(0, 1)[positions], targets)
+
+    def of_hidden(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs, entropies), float32 [T], of the backbone's states [T, hidden size] that predict `targets`."""
         parts = zip(hidden.tensor_split(self.chunks), targets.tensor_split(self.chunks), strict=True)
         if self.recompute and torch.is_grad_enabled():
             results = [checkpoint(self._head, *part, use_reentrant=False) for part in parts]
@@ -138,10 +147,11 @@ class CausalLogprobs(nn.Module):
             results = [self._head(*part) for part in parts]
         return torch.cat([logprobs for logprobs, _ in results]), torch.cat([entropies for _, entropies in results])
 
-    def hidden(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def hidden(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Last hidden states of the backbone [B, L, hidden size]."""
-        backbone = self.model.base_model
-        return backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        return self.model.base_model(**_inputs(input_ids, attention_mask, position_ids)).last_hidden_state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's logits [..., vocabulary] of hidden states, before the temperature."""
@@ -169,6 +179,14 @@ class CausalLogprobs(nn.Module):
             finite = logits.clamp(min=torch.finfo(logits.dtype).min)
             entropies = total - torch.linalg.vecdot(torch.softmax(logits, -1), finite)
         return logprobs, entropies
+
+
+def _inputs(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> dict[str, Any]:
+    """Arguments of a model; not every architecture knows `position_ids`."""
+    arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    return arguments if position_ids is None else arguments | {"position_ids": position_ids}
 
 
 def _logit_scale(text_config: Any) -> float:
@@ -215,6 +233,60 @@ class TokenValues(nn.Module):
         backbone = self.model.base_model
         hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         return self.model.get_submodule("score")(hidden.flatten(0, 1)[positions])[:, 0]
+
+
+class RewardScores(nn.Module):
+    """One score per sequence, read at its last token, and, where asked for, log-probs of response tokens too."""
+
+    def __init__(self, model: PreTrainedModel, language: CausalLogprobs | None = None) -> None:
+        """`model`: from `load_value`. `language`: from `share_backbone`, of the same backbone."""
+        super().__init__()
+        self.model = model
+        self.language = language
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(scores float32 [B], logprobs float32 [T] or None); the arguments are those fields of a `TokenBatch`."""
+        hidden = self.model.base_model(**_inputs(input_ids, attention_mask, None)).last_hidden_state
+        last = attention_mask.sum(1) - 1
+        scores = self.model.get_submodule("score")(hidden[torch.arange(len(last), device=last.device), last])[:, 0]
+        if self.language is None:
+            return scores, None
+        return scores, self.language.of_hidden(hidden.flatten(0, 1)[positions], targets)[0]
+
+
+def share_backbone(model: PreTrainedModel, config: ModelConfig, chunks: int) -> CausalLogprobs:
+    """The causal language model that `model` (from `load_value`) was made of, on the very same backbone.
+
+    Raises ValueError for an architecture whose output head does not stand apart from its backbone.
+    """
+    causal = load_causal(config)
+    setattr(causal, causal.base_model_prefix, model.base_model)
+    causal.tie_weights()
+    language = CausalLogprobs(causal, temperature=1.0, chunks=chunks)
+    if not language.split_head:
+        raise ValueError(f"{config.path}: {type(causal).__name__} has no output head apart from its backbone")
+    return language
+
+
+@torch.no_grad()
+def packs(module: CausalLogprobs) -> bool:
+    """Whether the model keeps sequences apart that stand end to end in one row; tried out, so true of any model."""
+    ids = torch.arange(7, device=module.model.device)
+    parts = [ids[:3], ids[3:]]
+    training = module.training
+    module.eval()
+    alone = torch.cat([module.hidden(part[None], torch.ones_like(part)[None])[0] for part in parts])
+    places = torch.cat([torch.arange(len(part), device=ids.device) for part in parts])
+    together = module.hidden(ids[None], None, places[None])[0]
+    module.train(training)
+    tolerance = 1e-2 * float(alone.abs().max())
+    return float((alone.float() - together.float()).abs().max()) <= tolerance
 
 
 @torch.no_grad()

@@ -140,11 +140,14 @@ class _Batch:
         first = self.lengths.cumsum(0) - self.lengths
         rewards, ends, samples = [], [], []
         for sample, spans in enumerate(self.reward_spans):
-            start = int(first[sample])
+            start, length = int(first[sample]), int(self.lengths[sample])
+            if not spans and length:
+                # Judged as a whole: one step, to the end of the response.
+                spans = [{"end": float(length), "reward": float(self.reward[sample])}]
             for span in spans:
                 end = int(span["end"])
                 before = int(own[start - 1]) if start else 0
-                tokens = int(own[start + end - 1]) - before if 0 < end <= int(self.lengths[sample]) else 0
+                tokens = int(own[start + end - 1]) - before if 0 < end <= length else 0
                 if tokens < 1:
                     uid, index = self.keep[sample]
                     raise ValueError(f"sample {uid}[{index}]: a reward span ends at {end}, where no token of it stands")

@@ -28,7 +28,7 @@ from orchestrator.engine_pool import Engine
 from orchestrator.handles import Gang
 from orchestrator.placement import Placement, Seat
 from orchestrator.prompts import load_pools
-from orchestrator.run import Company, RunRequest
+from orchestrator.run import Company
 from orchestrator.spec import Spec, load_spec
 from tests.conftest import ROOT
 from workers.config import CriticConfig, PolicyConfig, Rendezvous
@@ -82,13 +82,12 @@ class Troupe:
         critic = None if critic_config is None else await self._gang("critic", self.critic, critic_config, spec)
         engines = tuple(Engine(engine.handle, engine.host) for engine in self.stage.engines)
         stage = replace(self.stage, policy=policy, critic=critic, engines=engines)
-        request = RunRequest(spec, out, resume=False, address=None)
         out.mkdir()
         store = CheckpointStore(out / "checkpoints", keep=1)
         store.prepare()
         pools = load_pools(spec.data, spec.failures.on_bad_row)
         console = Console(io.StringIO())
-        company = Company(request, self.cluster, self.casting, stage, console, asyncio.Event(), *pools)
+        company = Company(spec, out, self.cluster, self.casting, stage, console, asyncio.Event(), *pools)
         try:
             controller = await company.controller(store, None)
             assert controller.cast.sync is not None

@@ -1,0 +1,82 @@
+"""Writes the small data sets under deploy/data/: sums with right and wrong answers, in every format Troupe trains on.
+
+python deploy/example_data.py
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent / "data"
+TRAIN, EVAL = 48, 16
+
+
+def sums() -> list[tuple[int, int]]:
+    """Different pairs of numbers, in a fixed random order; the first `TRAIN` are for training."""
+    pairs = [(a, b) for a in range(2, 30) for b in range(2, 10)]
+    random.Random(1).shuffle(pairs)
+    return pairs[: TRAIN + EVAL]
+
+
+def question(a: int, b: int) -> str:
+    """The prompt."""
+    return f"What is {a} + {b}?"
+
+
+def right(a: int, b: int) -> str:
+    """A good answer."""
+    return f"{a} + {b} = {a + b}."
+
+
+def wrong(a: int, b: int, by: int) -> str:
+    """An answer that is off."""
+    return f"{a} + {b} = {a + b + by}, I guess."
+
+
+def demonstration(a: int, b: int, number: int) -> dict[str, Any]:
+    """For sft."""
+    return {"prompt": question(a, b), "response": right(a, b)}
+
+
+def pair(a: int, b: int, number: int) -> dict[str, Any]:
+    """For reward_model, dpo, ipo and orpo; the further off, the larger the margin."""
+    by = 1 + number % 3
+    return {"prompt": question(a, b), "chosen": right(a, b), "rejected": wrong(a, b, by), "margin": 0.1 * by}
+
+
+def ranked(a: int, b: int, number: int) -> dict[str, Any]:
+    """For rrhf (and reward_model): three or four answers with scores."""
+    answers = [right(a, b), *(wrong(a, b, by) for by in range(1, 3 + number % 2))]
+    return {"prompt": question(a, b), "answers": answers, "scores": [1.0 - 0.4 * n for n in range(len(answers))]}
+
+
+def labelled(a: int, b: int, number: int) -> dict[str, Any]:
+    """For kto: good and bad answers in turn."""
+    good = number % 2 == 0
+    return {"prompt": question(a, b), "response": right(a, b) if good else wrong(a, b, 1), "label": good}
+
+
+FORMATS = {"demonstrations": demonstration, "pairs": pair, "ranked": ranked, "labelled": labelled}
+
+
+def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main() -> None:
+    """Write every file."""
+    FOLDER.mkdir(exist_ok=True)
+    numbers = sums()
+    for name, make in FORMATS.items():
+        rows = [make(a, b, number) for number, (a, b) in enumerate(numbers)]
+        write(FOLDER / f"{name}-train.jsonl", rows[:TRAIN])
+        write(FOLDER / f"{name}-eval.jsonl", rows[TRAIN:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""A run on given examples: joins trainers, data and books into the controller that every run has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from orchestrator.actor_group import Cluster
+from orchestrator.cast import Stage
+from orchestrator.checkpoint import Checkpoint, CheckpointStore
+from orchestrator.console import Console
+from orchestrator.controller import Cast, Controller, TrainPlan
+from orchestrator.errors import TroupeError
+from orchestrator.examples import ExamplePool
+from orchestrator.handles import Gang, TableRef
+from orchestrator.ledger import Ledger
+from orchestrator.metrics import MetricSinks
+from orchestrator.offline_source import (
+    BatchMaker,
+    Bounds,
+    ExampleEvaluator,
+    OfflineCast,
+    OfflineSource,
+    ReferenceScorer,
+    Tokenized,
+)
+from orchestrator.prompts import DataError, PromptSource, evaluation_picks
+from orchestrator.spec_offline import OfflineSpec
+from workers.messages_offline import ExampleSummary
+
+log = logging.getLogger(__name__)
+
+Pools = tuple[ExamplePool, ExamplePool | None]
+
+
+class OfflineCompany:
+    """Everybody a run on given examples needs."""
+
+    def __init__(
+        self, spec: OfflineSpec, out: Path, cluster: Cluster, stage: Stage, console: Console, stop: asyncio.Event
+    ) -> None:
+        if stage.policy is None:
+            raise TroupeError("there is no model to train")
+        self._spec = spec
+        self._out = out
+        self._cluster = cluster
+        self._stage = stage
+        self._console = console
+        self._stop = stop
+        # The trained model gives its name to metrics and to its folder in a checkpoint.
+        self._trainer = Gang(spec.row.trains, stage.policy.workers, stage.policy.micro_batch_tokens)
+
+    async def controller(self, pools: Pools, store: CheckpointStore, found: Checkpoint | None) -> Controller:
+        """The controller, at step 0 or where the checkpoint left off."""
+        spec, done = self._spec, found.step if found is not None else 0
+        examples, train = await self._tokenize(pools[0], "data.train")
+        order = PromptSource(examples, spec.seed)
+        ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
+        if found is not None:
+            order.restore(found.state["source"])
+            bound = spec.schedule.train_timeout_s
+            await self._trainer.broadcast("load", str(found.path / self._trainer.role), timeout_s=bound)
+        makers = OfflineCast(self._maker(train), order, ledger, spec.schedule.examples_per_step)
+        cast = Cast(
+            policy=self._trainer,
+            critic=None,
+            source=OfflineSource(makers, self._console, self._stop),
+            sync=None,
+            evaluator=await self._evaluator(pools[1]),
+            ledger=ledger,
+        )
+        sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
+        return Controller(_train_plan(spec), cast, store, sinks, self._console, self._stop, done)
+
+    async def _evaluator(self, pool: ExamplePool | None) -> ExampleEvaluator | None:
+        evaluation = self._spec.evaluation
+        if evaluation is None or pool is None:
+            return None
+        examples, table = await self._tokenize(pool, "data.eval")
+        picks = evaluation_picks(examples, self._spec.seed, evaluation.examples)
+        return ExampleEvaluator(self._trainer, self._maker(table), picks, self._spec.schedule.train_timeout_s)
+
+    async def _tokenize(self, pool: ExamplePool, label: str) -> tuple[Tokenized, TableRef]:
+        """Every example as tokens, once; those that do not fit are bad rows like any others."""
+        self._console.phase("tokenise", 0, 1)
+        worker, bound = self._trainer.workers[0], self._spec.schedule.train_timeout_s
+        summary: ExampleSummary
+        summary, table = await worker.call_for_table("tokenize", self._cluster.put(pool.table), timeout_s=bound)
+        problems = [*pool.problems, *summary.problems]
+        if summary.refused and self._spec.failures.on_bad_row == "stop":
+            raise DataError(summary.problems[0])
+        if not summary.usable:
+            raise DataError(f"{label}: no row can be used ({summary.refused} do not fit; the first: {problems[0]})")
+        skipped = pool.bad_rows + summary.refused
+        if skipped:
+            self._console.message(f"{label}: {skipped} bad rows skipped; the first: {problems[0]}")
+        return Tokenized(summary.usable, pool.digest), table
+
+    def _maker(self, table: TableRef) -> BatchMaker:
+        schedule = self._spec.schedule
+        bounds = Bounds(train_timeout_s=schedule.train_timeout_s, score_timeout_s=schedule.score_timeout_s)
+        return BatchMaker(self._trainer, self._reference(), table, bounds)
+
+    def _reference(self) -> ReferenceScorer | None:
+        if self._stage.reference is not None:
+            return ReferenceScorer(self._stage.reference, "score")
+        return ReferenceScorer(self._trainer, "reference_logprobs") if self._spec.reference_in_policy else None
+
+
+def _train_plan(spec: OfflineSpec) -> TrainPlan:
+    schedule, evaluation = spec.schedule, spec.evaluation
+    return TrainPlan(
+        steps=schedule.steps,
+        epochs=schedule.epochs,
+        minibatches=schedule.minibatches,
+        skip_silent=False,
+        seed=spec.seed,
+        critic_warmup=0,
+        train_timeout_s=schedule.train_timeout_s,
+        step_timeout_s=schedule.step_timeout_s,
+        probe_every_s=schedule.step_timeout_s,  # there are no engines to look after
+        checkpoint_every=spec.checkpoint.every_steps,
+        evaluate_every=evaluation.every_steps if evaluation is not None else 0,
+        evaluate_at_start=evaluation is not None and evaluation.at_start,
+        evaluate_at_end=evaluation is not None and evaluation.at_end,
+        nonfinite_limit=spec.failures.nonfinite_steps,
+    )

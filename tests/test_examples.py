@@ -1,0 +1,216 @@
+"""From rows of data to rows of tokens: bad rows are named and counted, prompts are a rollout's prompts to the token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from orchestrator.examples import load_examples, load_pool
+from orchestrator.prompts import DataError
+from orchestrator.spec_offline import OfflineSpec
+from workers.config_offline import ExampleConfig
+from workers.examples import ExampleTable, assemble, attach, encode_response, pack, tokenize
+from workers.messages_offline import EXAMPLE_BATCH, EXAMPLES
+from workers.modeling import CausalLogprobs, packs
+from workers.rollout_prompts import encode_prompt
+from workers.tensors import score_table
+
+CONFIG = ExampleConfig(max_length=64)
+
+
+def spec(path: Path, algorithm: str, *, on_bad_row: str = "skip", **source: Any) -> OfflineSpec:
+    reference = {"reference": {"colocate_with": "policy"}} if algorithm in ("dpo", "ipo", "kto") else {}
+    return OfflineSpec.model_validate(
+        {
+            "name": "x",
+            "model": {"path": "m"},
+            "roles": {"policy": {}, **reference},
+            "algorithm": {"name": algorithm},
+            "schedule": {"steps": 1, "examples_per_step": 2},
+            "data": {"train": {"kind": path.suffix[1:], "path": str(path), **source}},
+            "failures": {"on_bad_row": on_bad_row},
+        }
+    )
+
+
+def rows_of(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pool(loaded: OfflineSpec) -> Any:
+    return load_pool(loaded, loaded.data.train, "data.train")
+
+
+GOOD = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "columns", "bad", "why"),
+    [
+        ("dpo", {}, GOOD | {"rejected": "2"}, "the chosen and the rejected answer are the same"),
+        ("dpo", {}, GOOD | {"chosen": " "}, "the chosen answer is empty"),
+        ("dpo", {}, GOOD | {"rejected": 3}, "the rejected answer is not text"),
+        ("dpo", {}, {"prompt": "1+1?", "chosen": "2"}, "no column 'rejected'"),
+        ("dpo", {}, GOOD | {"prompt": ""}, "the prompt is empty"),
+        ("reward_model", {"margin": "m"}, GOOD | {"m": float("nan")}, "the margin is not a finite number: nan"),
+        ("reward_model", {"margin": "m"}, GOOD | {"m": True}, "the margin is not a finite number: True"),
+        ("rrhf", {"scores": "s"}, {"prompt": "1?", "answers": ["a"], "s": [1]}, "the answers are not a list of two"),
+        ("rrhf", {"scores": "s"}, {"prompt": "1?", "answers": ["a", "a"], "s": [1, 2]}, "two answers are the same"),
+        ("rrhf", {"scores": "s"}, {"prompt": "1?", "answers": ["a", "b"], "s": [1, 1]}, "every answer has the same"),
+        ("rrhf", {"scores": "s"}, {"prompt": "1?", "answers": ["a", "b"], "s": [1]}, "the scores are not a list of 2"),
+        ("kto", {}, {"prompt": "1?", "response": "a", "label": "yes"}, "the label is neither true nor false: 'yes'"),
+        ("sft", {}, {"prompt": "1?", "response": ""}, "the response is empty"),
+    ],
+)
+def test_a_bad_row_is_named_counted_and_skipped_or_refused(
+    tmp_path: Path, algorithm: str, columns: dict[str, str], bad: dict[str, Any], why: str
+) -> None:
+    good = GOOD | {"response": "2", "label": 1, "answers": ["a", "b", "c"], "s": [1, 3, 2], "m": 0.5}
+    path = rows_of(tmp_path / "d.jsonl", [good, bad, good | {"prompt": "2+2?"}])
+    found = pool(spec(path, algorithm, **columns))
+    assert (found.rows, found.bad_rows) == (2, 1)
+    assert found.problems[0].startswith(f"d.jsonl:2: {why}")
+    with pytest.raises(DataError, match=r"^d\.jsonl:2: "):
+        pool(spec(path, algorithm, on_bad_row="stop", **columns))
+
+
+def test_an_unknown_column_is_named_with_its_field(tmp_path: Path) -> None:
+    path = rows_of(tmp_path / "d.jsonl", [GOOD])
+    with pytest.raises(DataError, match=r"no column 'choosen' \(data\.train\.chosen\); columns there: .*did you mean"):
+        pool(spec(path, "dpo", chosen="choosen"))
+
+
+def test_answers_with_scores_are_put_in_order_and_parquet_reads_alike(tmp_path: Path) -> None:
+    row = {"prompt": "1?", "answers": ["low", "high", "mid"], "scores": [1.0, 3.0, 2.0]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "d.parquet")
+    one, two = (
+        pool(spec(path, "rrhf", scores="scores"))
+        for path in (rows_of(tmp_path / "d.jsonl", [row]), tmp_path / "d.parquet")
+    )
+    assert one.table.column("responses").to_pylist() == [["high", "mid", "low"]]
+    assert one.table.column("scores").to_pylist() == [[3.0, 2.0, 1.0]]
+    assert one.digest == two.digest
+
+
+def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
+    path = rows_of(tmp_path / "d.jsonl", [GOOD, GOOD | {"prompt": "2+2?"}])
+    loaded = spec(rows_of(tmp_path / "t.jsonl", [GOOD]), "dpo")
+    source = loaded.data.train.model_copy(update={"path": str(path)})
+    loaded = loaded.model_copy(update={"data": loaded.data.model_copy(update={"eval": source})})
+    train, held_out = load_examples(loaded)
+    assert held_out is not None
+    assert (train.rows, held_out.rows, held_out.left_out) == (1, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def texts(tmp_path: Path, rows: list[dict[str, Any]], algorithm: str = "dpo", **columns: str) -> pa.Table:
+    return pool(spec(rows_of(tmp_path / "texts.jsonl", rows), algorithm, **columns)).table
+
+
+def test_prompt_ids_are_a_rollouts_and_the_response_ends_its_turn(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "What is 1 + 1?", "response": "It is 2."}]
+    table = tokenize(tokenizer, texts(tmp_path, rows, "sft"), CONFIG)[1]
+    assert table.schema.equals(EXAMPLES, check_metadata=True)
+    row = table.to_pylist()[0]
+    messages = json.dumps([{"role": "user", "content": "What is 1 + 1?"}])
+    assert row["prompt_ids"] == encode_prompt(tokenizer, messages, 64)
+    assert tokenizer.decode(row["response_ids"]) == "It is 2.<|im_end|>"
+    said = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
+    whole = tokenizer.apply_chat_template(said, tokenize=True, return_dict=True)["input_ids"]
+    assert whole[: len(row["prompt_ids"]) + len(row["response_ids"])] == row["prompt_ids"] + row["response_ids"]
+
+
+def test_a_template_that_rewrites_the_answer_leaves_the_end_of_turn_to_the_tokenizer(tiny_model: Path) -> None:
+    other: Any = AutoTokenizer.from_pretrained(tiny_model)
+    other.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content | upper }} {% endfor %}"
+    messages = json.dumps([{"role": "user", "content": "hi"}])
+    ids = encode_response(other, messages, encode_prompt(other, messages, 64), "yes")
+    assert other.decode(ids) == "yes<|im_end|>"
+
+
+def test_examples_that_do_not_fit_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [GOOD, GOOD | {"chosen": "word " * 100}, GOOD | {"prompt": "word " * 100}]
+    summary, table = tokenize(tokenizer, texts(tmp_path, rows), CONFIG)
+    assert (summary.usable, summary.refused, table.num_rows) == (1, 2, 2)
+    assert "texts.jsonl:2: prompt and response have" in summary.problems[0]
+    assert "texts.jsonl:3: " in summary.problems[1]
+
+
+def test_a_batch_keeps_the_rows_of_an_example_together(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [GOOD | {"prompt": f"{n}+1?", "chosen": f"{n + 1}"} for n in range(5)]
+    _, examples = tokenize(tokenizer, texts(tmp_path, rows), CONFIG)
+    summary, batch = assemble([("b", 3), ("a", 0)], examples, CONFIG)
+    assert batch.schema.equals(EXAMPLE_BATCH, check_metadata=True)
+    assert summary.members == (2, 2)
+    assert batch.column("prompt_uid").to_pylist() == ["b", "b", "a", "a"]
+    assert batch.column("sample_index").to_pylist() == [0, 1, 0, 1]
+    assert [row.loss_tokens > 0 for row in summary.rows] == [True, False, True, False]
+    micro = ExampleTable(batch).batch([2, 3, 0, 1], "cpu")
+    assert (micro.groups.group.tolist(), micro.groups.member.tolist()) == ([0, 0, 1, 1], [0, 1, 0, 1])
+    assert ExampleTable(batch).batch([], "cpu").groups.count == 0
+
+
+def test_only_tokens_from_the_first_difference_on_carry_the_loss(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [GOOD | {"chosen": "It is 2", "rejected": "It is 3"}]
+    late = CONFIG.model_copy(update={"from_divergence": True})
+    masks = tokenize(tokenizer, texts(tmp_path, rows), late)[1].column("loss_mask").to_pylist()
+    assert [mask.index(True) for mask in masks] == [3, 3] or masks[0].index(True) > 0
+    assert masks[0].index(True) == masks[1].index(True)
+
+
+def test_kto_puts_beside_every_prompt_the_response_of_the_one_before(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "response": f"answer {n}", "label": n % 2 == 0} for n in range(3)]
+    config = CONFIG.model_copy(update={"mismatched": True})
+    _, examples = tokenize(tokenizer, texts(tmp_path, rows, "kto"), config)
+    summary, batch = assemble([("a", 0), ("b", 1), ("c", 2)], examples, config)
+    said = batch.to_pylist()
+    assert summary.members == (2, 2, 2)
+    for number in range(3):
+        own, other = said[2 * number : 2 * number + 2]
+        assert own["prompt_ids"] == other["prompt_ids"]
+        assert other["response_ids"] == said[2 * ((number - 1) % 3)]["response_ids"]
+
+
+def test_reference_logprobs_join_by_identity_in_any_order(tokenizer: Any, tmp_path: Path) -> None:
+    _, examples = tokenize(tokenizer, texts(tmp_path, [GOOD]), CONFIG)
+    _, batch = assemble([("a", 0)], examples, CONFIG)
+    lengths = torch.tensor([len(ids) for ids in batch.column("response_ids").to_pylist()])
+    parts = []
+    for row in (1, 0):
+        values = torch.full((int(lengths[row]),), float(row))
+        parts.append(score_table("ref_logprobs", batch.slice(row, 1), values, lengths[row : row + 1]))
+    joined = attach(batch, parts).column("ref_logprobs").to_pylist()
+    assert [set(values) for values in joined] == [{0.0}, {1.0}]
+    with pytest.raises(ValueError, match=r"example a\[0\] was not scored"):
+        attach(batch, parts[:1])
+
+
+def test_packed_examples_are_kept_apart(tokenizer: Any, tmp_path: Path, tiny_model: Path) -> None:
+    """The same log-probs and gradients, without padding."""
+    rows = [{"prompt": f"{n}?", "response": "word " * (1 + 3 * n)} for n in range(4)]
+    _, examples = tokenize(tokenizer, texts(tmp_path, rows, "sft"), CONFIG)
+    _, batch = assemble([(str(n), n) for n in range(4)], examples, CONFIG)
+    tokens = ExampleTable(batch).batch(range(4), "cpu").tokens
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    module = CausalLogprobs(model, 1.0)
+    assert packs(module)
+    packed = pack(tokens)
+    assert packed.input_ids.shape[1] == int(tokens.attention_mask.sum()) < tokens.attention_mask.numel()
+    padded = module(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)[0]
+    together = module(packed.input_ids, None, packed.positions, tokens.targets, packed.position_ids)[0]
+    assert torch.allclose(together, padded, atol=1e-5)
+    gradients = [torch.autograd.grad(found.sum(), list(model.parameters())) for found in (padded, together)]
+    for one, two in zip(*gradients, strict=True):
+        assert torch.allclose(one, two, atol=1e-3)

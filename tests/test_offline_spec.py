@@ -1,0 +1,205 @@
+"""Specs of runs on given examples, and chains of stages: what they become, and what is refused in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator import spec_yaml
+from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
+from orchestrator.jobs import absolute_paths
+from orchestrator.spec import Spec
+from orchestrator.spec_any import AnySpec, parse_any
+from orchestrator.spec_chain import ChainDocument, plan_runs
+from orchestrator.spec_errors import SpecError
+from orchestrator.spec_offline import OfflineSpec, columns, data_format
+from tests.conftest import ROOT
+from workers.config_offline import DpoLossConfig, KtoLossConfig
+
+DPO = """\
+name: base
+seed: 3
+model: {path: models/m}
+roles:
+  policy:
+    learning_rate: 1e-5
+  reference: {colocate_with: policy}
+algorithm:
+  name: dpo
+  beta: 0.2
+schedule:
+  steps: 4
+  examples_per_step: 8
+data:
+  train:
+    kind: jsonl
+    path: train.jsonl
+  max_length: 512
+"""
+
+CHAIN = """\
+name: chain
+model: {path: models/m}
+roles:
+  policy: {micro_batch_tokens: 2048}
+data: {max_length: 512}
+stages:
+  sft:
+    schedule: {steps: 4, examples_per_step: 8}
+    data:
+      train: {kind: jsonl, path: a.jsonl}
+  reward_model:
+    model: {path: "stage:sft"}
+    schedule: {steps: 6, examples_per_step: 8}
+    data:
+      train: {kind: parquet, path: b.parquet}
+  again:
+    algorithm: {name: dpo}
+    model: {path: "stage:sft"}
+    roles: {reference: {}}
+    schedule: {steps: 2, examples_per_step: 8}
+    data:
+      train: {kind: jsonl, path: b.jsonl}
+"""
+
+
+def parse(text: str) -> AnySpec:
+    return parse_any(spec_yaml.parse(text, "spec.yaml"))
+
+
+def offline(text: str = DPO) -> OfflineSpec:
+    spec = parse(text)
+    assert isinstance(spec, OfflineSpec)
+    return spec
+
+
+def refused(text: str) -> list[str]:
+    """The problems of a file, without its name."""
+    with pytest.raises(SpecError) as caught:
+        plan_runs(spec_yaml.parse(text, "spec.yaml"))
+    return [str(problem).removeprefix("spec.yaml:") for problem in caught.value.problems]
+
+
+def test_the_algorithm_says_which_kind_of_spec_it_is() -> None:
+    config = offline().trainer_config()
+    assert config.loss == DpoLossConfig(beta=0.2)
+    assert (config.total_updates, config.examples.max_length, config.reference_model) == (4, 512, config.model)
+    online = (ROOT / "deploy" / "tiny-grpo.yaml").read_text()
+    assert isinstance(parse(online), Spec)
+
+
+def test_a_resolved_spec_is_a_good_spec() -> None:
+    dumped = offline().model_dump_json()
+    assert OfflineSpec.model_validate_json(dumped, strict=True) == offline()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("seed: 3", "sampling: {max_tokens: 3}", "2: sampling: unknown field (fields of a spec: "),
+        ("  beta: 0.2", "  clip_range: 0.2", "10: algorithm.clip_range: unknown field (fields of algorithm: name, "),
+        ("  beta: 0.2", "  packing: true", "10: algorithm.packing: dpo does not use it; remove it"),
+        ("  name: dpo", "  name: orpo", "7: roles.reference: orpo has no reference; remove the role"),
+        (
+            "  reference: {colocate_with: policy}\n",
+            "",
+            "4: roles.reference: is required: dpo compares with a reference",
+        ),
+        ("steps: 4", "stps: 4", "12: schedule.stps: unknown field (did you mean 'steps'?)"),
+        ("examples_per_step: 8", "prompts_per_step: 8", "13: schedule.prompts_per_step: unknown field"),
+        ("    path: train", "    answers: x\n    path: train", "17: data.train.answers: dpo on pairs does not use it"),
+        ("kind: jsonl", "kind: reasoning_gym", "16: data.train.kind: expected one of 'jsonl', 'parquet', 'datasets'"),
+        (
+            "max_length: 512",
+            "max_length: 4096",
+            "5: roles.policy.micro_batch_tokens: 4096 cannot hold the two rows of an example of data.max_length, 4096",
+        ),
+        (
+            "examples_per_step: 8",
+            "examples_per_step: 1\n  minibatches: 2",
+            "13: schedule.examples_per_step: 1 examples",
+        ),
+        ("seed: 3", "evaluation: {every_steps: 1}", "2: evaluation: needs data.eval"),
+        ("{colocate_with: policy}", "{colocate_with: policy, cpus: 3}", "7: roles.reference.cpus: has no effect"),
+        ("beta: 0.2", "beta: 0", "10: algorithm.beta: must be greater than 0, got 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_its_place(old: str, new: str, line: str) -> None:
+    assert old in DPO
+    found = refused(DPO.replace(old, new, 1))
+    assert any(problem.startswith(line) for problem in found), found
+
+
+def test_every_row_makes_a_loss_and_reads_only_its_own_options() -> None:
+    for name, row in OFFLINE_ALGORITHMS.items():
+        config = OfflineAlgorithmConfig(name=name)
+        assert config.loss_config() == row.loss
+        assert config.unused() == []
+    config = OfflineAlgorithmConfig(name="kto", beta=0.3, undesirable_weight=2.0, label_smoothing=0.1)
+    assert config.loss_config() == KtoLossConfig(beta=0.3, undesirable_weight=2.0)
+    assert config.unused() == ["label_smoothing"]
+
+
+def test_columns_follow_from_what_the_rows_are() -> None:
+    text = DPO.replace("    path", "    margin: m\n    path").replace("name: dpo", "name: reward_model")
+    spec = offline(text.replace("  beta: 0.2\n", "").replace("  reference: {colocate_with: policy}\n", ""))
+    source = spec.data.train
+    assert data_format(spec, source) == "pairs"
+    assert columns("pairs", source) == {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "margin": "m"}
+    ranked = source.model_copy(update={"answers": "best_first"})
+    assert data_format(spec, ranked) == "ranked"
+    assert columns("ranked", ranked) == {"prompt": "prompt", "answers": "best_first"}
+
+
+# Chains
+
+
+def test_a_stage_is_the_shared_part_with_its_own_section_over_it() -> None:
+    sft, reward_model, again = plan_runs(spec_yaml.parse(CHAIN, "spec.yaml"), Path("out"))
+    assert [run.spec.name for run in (sft, reward_model, again)] == ["chain-sft", "chain-reward-model", "chain-again"]
+    assert [run.spec.algorithm.name for run in (sft, reward_model, again)] == ["sft", "reward_model", "dpo"]
+    assert sft.spec.roles.policy.micro_batch_tokens == 2048
+    assert sft.out == Path("out/sft")
+    assert reward_model.spec.model.path == again.spec.model.path == "out/sft/checkpoints/step-000004/model"
+    assert [problem.path for problem in reward_model.missing()] == ["stages.reward_model.data.train.path"]
+
+
+def test_a_field_of_one_stage_is_set_by_its_path() -> None:
+    document = spec_yaml.override(spec_yaml.parse(CHAIN, "spec.yaml"), ["stages.sft.schedule.steps=9"])
+    sft, reward_model, _ = plan_runs(document)
+    assert (sft.spec.schedule.steps, reward_model.spec.schedule.steps) == (9, 6)
+    assert reward_model.spec.model.path == "runs/chain/sft/checkpoints/step-000009/model"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('reward_model:\n    model: {path: "stage:sft"}', 'reward_model:\n    model: {path: "stage:stf"}',
+         "12: stages.reward_model.model.path: no earlier stage 'stf' (did you mean 'sft'?)"),
+        ('again:\n    algorithm: {name: dpo}\n    model: {path: "stage:sft"}',
+         'again:\n    algorithm: {name: dpo}\n    model: {path: "stage:reward_model"}',
+         "18: stages.again.model.path: stage reward_model trains a reward model; here a language model is needed"),
+        ("path: b.jsonl", 'path: "stage:sft"',
+         "22: stages.again.data.train.path: stage:sft is a model; only a `model.path` can name it"),
+        ("micro_batch_tokens: 2048", "micro_batch_token: 2048",
+         "4: stages.again.roles.policy.micro_batch_token: unknown field (did you mean 'micro_batch_tokens'?)"),
+        ("schedule: {steps: 6", "schedule: {steps: 0",
+         "13: stages.reward_model.schedule.steps: must be at least 1, got 0"),
+        ("  again:", "  A b:", "16: stages.A b: may hold lowercase letters, digits and, between them, '_' and '-'"),
+        ("  sft:\n", "  sft:\n    name: x\n", "8: stages.sft.name: a stage is named by its key; remove it"),
+        ("name: chain\n", "", "1: name: is required: lowercase letters, digits and, between them, '-'"),
+    ],
+)  # fmt: skip
+def test_a_chain_is_checked_whole_before_anything_starts(old: str, new: str, line: str) -> None:
+    assert old in CHAIN
+    found = refused(CHAIN.replace(old, new, 1))
+    assert line in found, found
+
+
+def test_a_chain_that_is_sent_elsewhere_keeps_its_references() -> None:
+    document = ChainDocument("chain", spec_yaml.parse(CHAIN, "spec.yaml").data)
+    sent = absolute_paths(document.model_dump(mode="json"))
+    assert sent["stages"]["again"]["model"]["path"] == "stage:sft"
+    assert sent["model"]["path"] == str(Path("models/m").absolute())
+    assert sent["output"]["folder"] == str(Path("runs").absolute())

@@ -1,0 +1,507 @@
+"""Losses on given examples: by hand, against TRL and naive loops, and what must not matter (padding, order, split)."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections import defaultdict
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.config_offline import (
+    DpoLossConfig,
+    IpoLossConfig,
+    KtoLossConfig,
+    OfflineLossConfig,
+    OrpoLossConfig,
+    RewardLossConfig,
+    RrhfLossConfig,
+    SftLossConfig,
+)
+from workers.messages_offline import add_tallies, figures
+from workers.objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
+from workers.preference_losses import (
+    Groups,
+    accuracy,
+    bradley_terry,
+    calibration,
+    divergence_mask,
+    dpo,
+    ipo,
+    kto,
+    kto_reference_point,
+    log_odds,
+    odds_ratio,
+    plackett_luce,
+    rrhf_ranking,
+    sequence_logprobs,
+)
+
+LN2 = math.log(2.0)
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.double)
+
+
+def close(found: torch.Tensor, *wanted: float) -> bool:
+    return torch.allclose(found.double(), tensor(*wanted), atol=1e-6, rtol=1e-5)
+
+
+# By hand
+
+
+def test_bradley_terry_by_hand() -> None:
+    """-log sigmoid(0) = log 2; a difference of log 3 has sigmoid 3/4; a margin of log 3 takes it back to 1/2."""
+    three = math.log(3.0)
+    assert close(bradley_terry(tensor(1.0, three), tensor(1.0, 0.0)), LN2, math.log(4 / 3))
+    assert close(bradley_terry(tensor(three), tensor(0.0), tensor(three)), LN2)
+
+
+def test_plackett_luce_by_hand() -> None:
+    """Three answers of equal score: every order has chance 1/6. Scores log 2, 0: 2/3, as Bradley-Terry says."""
+    present = torch.ones(1, 3, dtype=torch.bool)
+    assert close(plackett_luce(torch.zeros(1, 3).double(), present), math.log(6.0))
+    two = torch.tensor([[LN2, 0.0, 99.0]], dtype=torch.double)
+    assert close(plackett_luce(two, torch.tensor([[True, True, False]])), math.log(1.5))
+
+
+def test_dpo_and_ipo_by_hand() -> None:
+    """h = 2, beta 0.5: -log sigmoid(1) = log(1 + 1/e); smoothing 0.1 adds 0.1; IPO: (2 - 1 / (2 * 0.5))^2 = 1."""
+    plain = math.log(1 + math.exp(-1))
+    assert close(dpo(tensor(3.0), tensor(1.0), 0.5), plain)
+    assert close(dpo(tensor(3.0), tensor(1.0), 0.5, 0.1), plain + 0.1)
+    assert close(ipo(tensor(3.0), tensor(1.0), 0.5), 1.0)
+
+
+def test_orpo_by_hand() -> None:
+    """p = 1/2 has odds 1, p = 1/3 odds 1/2; their ratio 2 gives -log(2/3). A certainty stays finite."""
+    half, third = tensor(math.log(1 / 2)), tensor(math.log(1 / 3))
+    assert close(log_odds(half), 0.0)
+    assert close(odds_ratio(half, third), math.log(1.5))
+    assert torch.isfinite(log_odds(tensor(0.0))).all()
+
+
+def test_kto_by_hand() -> None:
+    """beta (r - z0) = log 3: a desirable answer loses 1 - 3/4, an undesirable one 1 - 1/4, each by its weight."""
+    ratio = tensor(math.log(3.0) + 0.5, math.log(3.0) + 0.5)
+    losses = kto(ratio, torch.tensor([True, False]), torch.tensor(0.5), 1.0, 2.0, 4.0)
+    assert close(losses, 0.5, 3.0)
+    assert kto_reference_point(3.0, 2.0) == 1.5
+    assert kto_reference_point(-3.0, 2.0) == kto_reference_point(0.0, 0.0) == 0.0
+
+
+def test_rrhf_by_hand() -> None:
+    """Scores 3, 2, 1 and log-probs -3, -1, -2: the second is 2 above the first, the third 1 above it, no more."""
+    means = torch.tensor([[-3.0, -1.0, -2.0]])
+    scores = torch.tensor([[3.0, 2.0, 1.0]])
+    assert close(rrhf_ranking(means, scores, torch.ones(1, 3, dtype=torch.bool)), 3.0)
+    assert close(rrhf_ranking(means, scores, torch.tensor([[True, True, False]])), 2.0)
+    assert close(rrhf_ranking(means, torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool)), 0.0)
+
+
+def test_accuracy_counts_a_tie_as_half_right() -> None:
+    assert accuracy(tensor(2.0, 0.0, -1.0)).tolist() == [1.0, 0.5, 0.0]
+
+
+def test_calibration_error_by_hand() -> None:
+    """Four pairs held 3/4 likely, half of them right: off by 1/4. Two held certain and right: off by 0."""
+    unsure, sure = math.log(3.0), 40.0
+    margins = tensor(unsure, unsure, -unsure, -unsure, sure, sure)
+    tally = {name: (float(total), float(weight)) for name, (total, weight) in calibration(margins).items()}
+    assert figures(tally)["calibration_error"] == pytest.approx(4 / 6 * 0.25)
+    assert "calibration_error" not in figures({"accuracy": (1.0, 2.0)})
+
+
+def test_divergence_mask_starts_at_the_first_token_that_differs() -> None:
+    assert divergence_mask([1, 2, 3], [1, 5, 3]) == ([False, True, True], [False, True, True])
+    assert divergence_mask([1, 2], [1, 2, 3]) == ([False, False], [False, False, True])
+
+
+# Against TRL
+
+
+class _Stop(Exception):
+    """Raised where TRL's loss is done and its logging begins."""
+
+
+class _Outputs:
+    """A model's answer with the log-probs that are given; asked for anything else (to be logged), it stops."""
+
+    def __init__(self, logprobs: torch.Tensor) -> None:
+        self.log_probs = logprobs
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Stop(name)
+
+
+def _ragged(seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(policy, reference, mask), [rows, 7] double: log-probs of responses of different length."""
+    generator = torch.Generator().manual_seed(seed)
+    policy = -torch.rand(rows, 7, generator=generator, dtype=torch.double) * 3
+    reference = -torch.rand(rows, 7, generator=generator, dtype=torch.double) * 3
+    lengths = torch.randint(1, 8, (rows,), generator=generator)
+    mask = torch.arange(7)[None] < lengths[:, None]
+    return policy, reference, mask
+
+
+def _scored(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, groups: Groups, **more: Any) -> Scored:
+    """Rows of a padded [B, L] as the flat form."""
+    rows = len(policy)
+    sequence = torch.arange(rows)[:, None].expand_as(policy)[mask]
+    fields: dict[str, Any] = {
+        "score": torch.zeros(rows, dtype=torch.double),
+        "margin": torch.zeros(rows, dtype=torch.double),
+        "desirable": torch.ones(rows, dtype=torch.bool),
+    }
+    return Scored(
+        groups=groups,
+        sequence=sequence,
+        loss_mask=torch.ones_like(sequence, dtype=torch.bool),
+        logprobs=policy[mask],
+        ref_logprobs=reference[mask],
+        **(fields | more),
+    )
+
+
+def _pairs(count: int) -> Groups:
+    """chosen, rejected, chosen, rejected, ..."""
+    return Groups(torch.arange(count).repeat_interleave(2), torch.tensor([0, 1] * count))
+
+
+def _trl_dpo_loss(kind: str, beta: float, policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> Any:
+    """TRL's loss on rows [chosen..., rejected...]; everything but the losses themselves is out of its sight."""
+    from trl.trainer import dpo_trainer
+
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu"),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[kind],
+        loss_weights=[1.0],
+        beta=beta,
+        label_smoothing=0.1,
+        use_weighting=False,
+    )
+    masked = torch.where(mask, policy, 0.0)
+    sums = torch.where(mask, reference, 0.0).sum(1)
+    prompt = torch.zeros(len(mask), 1, dtype=torch.long)
+    inputs = {
+        "input_ids": torch.ones(len(mask), 8, dtype=torch.long),
+        "completion_mask": torch.cat([prompt, mask.long()], 1),
+        "ref_chosen_logps": sums[: len(sums) // 2],
+        "ref_rejected_logps": sums[len(sums) // 2 :],
+    }
+    return _loss_at_stop(dpo_trainer.DPOTrainer._compute_loss, trainer, lambda **_: _Outputs(masked), inputs)
+
+
+def _loss_at_stop(compute: Any, *arguments: Any, name: str = "loss") -> torch.Tensor:
+    """A local variable of TRL's function at the point where it turned to logging."""
+    try:
+        compute(*arguments, True)
+    except _Stop as stop:
+        frames = [frame for frame, _ in traceback.walk_tb(stop.__traceback__) if frame.f_code is compute.__code__]
+        return frames[0].f_locals[name]
+    raise AssertionError("the loss was not logged")
+
+
+@pytest.mark.parametrize(("kind", "config"), [("sigmoid", DpoLossConfig(beta=0.3)), ("ipo", IpoLossConfig(beta=0.3))])
+def test_dpo_and_ipo_are_trls_on_ragged_batches(kind: str, config: OfflineLossConfig) -> None:
+    """Values and gradients; TRL wants all chosen rows first."""
+    policy, reference, mask = _ragged(1, 10)
+    theirs, ours = (policy.clone().requires_grad_() for _ in range(2))
+    order = torch.tensor([0, 2, 4, 6, 8, 1, 3, 5, 7, 9])
+    _trl_dpo_loss(kind, 0.3, theirs[order], reference[order], mask[order]).backward()
+    wanted = _trl_dpo_loss(kind, 0.3, policy[order], reference[order], mask[order])
+    output = OBJECTIVES[type(config)](_scored(ours, reference, mask, _pairs(5)), config, Totals(5, 1))
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(wanted.item(), rel=1e-9)
+    assert torch.allclose(ours.grad, theirs.grad, atol=1e-12)  # type: ignore[arg-type]
+
+
+def test_kto_is_trls_on_ragged_batches() -> None:
+    """Values and gradients, the reference point from mismatched answers included."""
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    policy, reference, mask = _ragged(4, 8)
+    other, other_reference, _ = _ragged(5, 8)
+    good = torch.tensor([True, False, True, True, False, False, True, False])
+    theirs, ours = (policy.clone().requires_grad_() for _ in range(2))
+    trainer: Any = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda value: value),
+        aux_loss_enabled=False,
+        calculate_KL=True,
+        precompute_ref_logps=True,
+        loss_type="kto",
+        beta=0.3,
+        desirable_weight=1.2,
+        undesirable_weight=0.8,
+        _compute_kl_logps=lambda model, batch: other.sum(1),
+        _metrics={"train": defaultdict(list)},
+    )
+    prompt = torch.zeros(8, 1, dtype=torch.long)
+    inputs = {
+        "input_ids": torch.ones(8, 8, dtype=torch.long),
+        "completion_mask": torch.cat([prompt, mask.long()], 1),
+        "label": good,
+        "ref_logps": torch.where(mask, reference, 0.0).sum(1),
+        "ref_KL_logps": other_reference.sum(1),
+    }
+    masked = torch.where(mask, theirs, 0.0)
+    losses = _loss_at_stop(KTOTrainer._compute_loss, trainer, lambda **_: _Outputs(masked), inputs, name="losses")
+    losses.mean().backward()
+    point = kto_reference_point(float((other - other_reference).sum()), 8.0)
+    config = KtoLossConfig(beta=0.3, desirable_weight=1.2, undesirable_weight=0.8)
+    alone = Groups(torch.arange(8), torch.zeros(8, dtype=torch.int64))
+    scored = _scored(ours, reference, mask, alone, desirable=good, reference_point=point)
+    output = OBJECTIVES[KtoLossConfig](scored, config, Totals(8, 1))
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert torch.allclose(ours.grad, theirs.grad, atol=1e-8)  # type: ignore[arg-type]
+
+
+def test_bradley_terry_with_margin_is_trls() -> None:
+    """Its reward trainer, on a model that answers with given scores, all chosen ones first."""
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    scores = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, 1.5])
+    margin = torch.tensor([0.1, 0.0, 0.7])
+    trainer: Any = SimpleNamespace(
+        model=SimpleNamespace(training=False),
+        aux_loss_enabled=False,
+        args=SimpleNamespace(center_rewards_coefficient=None),
+        accelerator=SimpleNamespace(gather_for_metrics=lambda value: value),
+        _metrics={"eval": defaultdict(list)},
+        _total_train_tokens=0,
+    )
+
+    model: Any = lambda **_: SimpleNamespace(logits=scores[:, None])  # noqa: E731
+    wanted: Any = RewardTrainer.compute_loss(trainer, model, {"margin": margin})
+    found = bradley_terry(scores[:3], scores[3:], margin).mean()
+    assert found.item() == pytest.approx(wanted.item())
+
+
+def test_orpo_is_trls_odds_ratio_term() -> None:
+    """Values and gradients of mean log-probs."""
+    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+
+    policy, _, mask = _ragged(2, 8)
+    means = (policy * mask).sum(1) / mask.sum(1)
+    theirs, ours = (means.float().clone().requires_grad_() for _ in range(2))
+    trainer: Any = SimpleNamespace(beta=0.5, accelerator=SimpleNamespace(device="cpu"))
+    losses: Any = ORPOTrainer.odds_ratio_loss
+    wanted = -losses(trainer, theirs[::2], theirs[1::2])[0]
+    found = 0.5 * odds_ratio(ours[::2], ours[1::2])
+    assert torch.allclose(found, wanted, atol=1e-6)
+    wanted.sum().backward()
+    found.sum().backward()
+    assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)  # type: ignore[arg-type]
+
+
+# Against naive loops, in float64 and straight from the papers
+
+
+def _naive_plackett_luce(scores: Sequence[float]) -> float:
+    return -sum(math.log(math.exp(s) / sum(math.exp(r) for r in scores[i:])) for i, s in enumerate(scores))
+
+
+def _naive_rrhf(means: Sequence[float], scores: Sequence[float]) -> float:
+    places = range(len(means))
+    return sum(max(0.0, means[i] - means[j]) for i in places for j in places if scores[i] < scores[j])
+
+
+def _naive_kto(ratios: Sequence[float], good: Sequence[bool], mismatched: Sequence[float], beta: float) -> float:
+    point = max(0.0, sum(mismatched) / len(mismatched))
+    losses = []
+    for ratio, desirable in zip(ratios, good, strict=True):
+        value = 1 / (1 + math.exp(-beta * (ratio - point if desirable else point - ratio)))
+        losses.append(1 - value)
+    return sum(losses) / len(losses)
+
+
+ragged_lists = st.lists(st.lists(st.floats(-5, 5), min_size=2, max_size=5), min_size=1, max_size=6)
+
+
+def _grid(rows: Sequence[Sequence[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, present), [G, K]."""
+    widest = max(map(len, rows))
+    values = torch.tensor([[*row, *[7.0] * (widest - len(row))] for row in rows], dtype=torch.double)
+    return values, torch.tensor([[place < len(row) for place in range(widest)] for row in rows])
+
+
+@given(ragged_lists)
+def test_plackett_luce_is_the_naive_loop(rows: list[list[float]]) -> None:
+    scores, present = _grid(rows)
+    scores.requires_grad_()
+    losses = plackett_luce(scores, present)
+    assert losses.tolist() == pytest.approx([_naive_plackett_luce(row) for row in rows], rel=1e-6, abs=1e-9)
+    losses.sum().backward()
+    assert scores.grad is not None
+    assert torch.isfinite(scores.grad).all()
+    assert not scores.grad[~present].any()
+    step = 1e-5
+    shifted = [[rows[0][0] + sign * step, *rows[0][1:]] for sign in (1, -1)]
+    slope = (_naive_plackett_luce(shifted[0]) - _naive_plackett_luce(shifted[1])) / (2 * step)
+    assert scores.grad[0, 0].item() == pytest.approx(slope, abs=1e-5)
+
+
+@given(ragged_lists, st.randoms())
+def test_rrhf_is_the_naive_loop(rows: list[list[float]], random: Any) -> None:
+    means, present = _grid(rows)
+    given_scores = [[float(random.randint(0, 2)) for _ in row] for row in rows]
+    scores, _ = _grid(given_scores)
+    wanted = [_naive_rrhf(row, score) for row, score in zip(rows, given_scores, strict=True)]
+    assert rrhf_ranking(means, scores, present).tolist() == pytest.approx(wanted, abs=1e-9)
+
+
+@given(st.integers(0, 10_000), st.floats(0.05, 1.0))
+def test_kto_is_the_naive_loop(seed: int, beta: float) -> None:
+    policy, reference, mask = _ragged(seed, 6)
+    ratios = ((policy - reference) * mask).sum(1)
+    good = [row % 3 > 0 for row in range(6)]
+    mismatched = ratios.flip(0).tolist()
+    point = kto_reference_point(sum(mismatched), len(mismatched))
+    alone = Groups(torch.arange(6), torch.zeros(6, dtype=torch.int64))
+    scored = _scored(policy, reference, mask, alone, desirable=torch.tensor(good), reference_point=point)
+    found = OBJECTIVES[KtoLossConfig](scored, KtoLossConfig(beta=beta), Totals(6, 1)).loss
+    assert found.item() == pytest.approx(_naive_kto(ratios.tolist(), good, mismatched, beta), abs=1e-6)
+
+
+def test_sft_is_cross_entropy_over_response_tokens() -> None:
+    """torch's own, on logits; masked tokens, NaN among them, take part in nothing."""
+    logits = torch.randn(9, 11, dtype=torch.double, requires_grad=True)
+    targets = torch.randint(0, 11, (9,))
+    mask = torch.tensor([True, True, False, True, False, True, True, True, False])
+    logprobs = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+    logprobs = torch.where(mask, logprobs, torch.nan)
+    rows = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
+    alone = Groups(torch.arange(3), torch.zeros(3, dtype=torch.int64))
+    nothing = torch.zeros(3)
+    scored = Scored(alone, rows, mask, nothing, nothing, nothing.bool(), logprobs=logprobs)
+    loss = OBJECTIVES[SftLossConfig](scored, SftLossConfig(), Totals(3, 6)).loss
+    wanted = torch.nn.functional.cross_entropy(logits[mask], targets[mask])
+    assert loss.item() == pytest.approx(wanted.item())
+    assert torch.autograd.grad(loss, logits)[0].isfinite().all()
+
+
+def test_shared_prefix_leaves_dpo_as_it_is_and_changes_ipo() -> None:
+    """Tokens before the first difference have the same log-probs in both answers."""
+    policy, reference, mask = _ragged(3, 2)
+    mask[:] = True
+    for table in (policy, reference):
+        table[1, :3] = table[0, :3]
+    late = mask.clone()
+    late[:, :3] = False
+
+    def loss(config: OfflineLossConfig, kept: torch.Tensor) -> float:
+        return OBJECTIVES[type(config)](_scored(policy, reference, kept, _pairs(1)), config, Totals(1, 1)).loss.item()
+
+    assert loss(DpoLossConfig(), late) == pytest.approx(loss(DpoLossConfig(), mask))
+    assert loss(IpoLossConfig(), late) != pytest.approx(loss(IpoLossConfig(), mask))
+
+
+# What must not matter
+
+
+CONFIGS: list[OfflineLossConfig] = [
+    SftLossConfig(),
+    RewardLossConfig(lm_coef=0.5),
+    DpoLossConfig(label_smoothing=0.1),
+    IpoLossConfig(),
+    OrpoLossConfig(),
+    KtoLossConfig(desirable_weight=1.3),
+    RrhfLossConfig(lm_coef=0.7),
+]
+
+
+class Batch:
+    """Examples with random log-probs, scores and lengths; parts of it give the same loss as the whole."""
+
+    def __init__(self, config: OfflineLossConfig, seed: int, examples: int) -> None:
+        self.config = config
+        generator = torch.Generator().manual_seed(seed)
+        members = {"sft": 1, "kto": 1, "rrhf": 3, "reward": 2}.get(config.kind, 2)
+        self.sizes = [members if config.kind != "rrhf" else 2 + n % 2 for n in range(examples)]
+        rows = sum(self.sizes)
+        self.policy, self.reference, self.mask = _ragged(seed + 1, rows)
+        self.rewards, self.score, self.margin = (
+            torch.randn(rows, generator=generator, dtype=torch.double) for _ in range(3)
+        )
+        self.desirable = torch.rand(rows, generator=generator) < 0.5
+        starts = [sum(self.sizes[:n]) for n in range(examples)]
+        self.rows = [list(range(start, start + size)) for start, size in zip(starts, self.sizes, strict=True)]
+        first = torch.tensor(starts)
+        self.totals = Totals(examples, int(self.mask[first].sum()))
+
+    def loss(self, examples: Sequence[int], policy: torch.Tensor, rewards: torch.Tensor) -> ObjectiveOutput:
+        index = torch.tensor([row for example in examples for row in self.rows[example]], dtype=torch.int64)
+        group = [place for place, example in enumerate(examples) for _ in self.rows[example]]
+        member = [place for example in examples for place in range(self.sizes[example])]
+        scored = _scored(
+            policy[index],
+            self.reference[index],
+            self.mask[index],
+            Groups(torch.tensor(group, dtype=torch.int64), torch.tensor(member, dtype=torch.int64)),
+            score=self.score[index],
+            margin=self.margin[index],
+            desirable=self.desirable[index],
+            rewards=rewards[index],
+            reference_point=0.25,
+        )
+        return OBJECTIVES[type(self.config)](scored, self.config, self.totals)
+
+    def run(self, parts: Sequence[Sequence[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
+        """(loss, gradient, figures) of the batch cut into these parts."""
+        policy, rewards = self.policy.clone().requires_grad_(), self.rewards.clone().requires_grad_()
+        outputs = [self.loss(part, policy, rewards) for part in parts]
+        torch.stack([output.loss for output in outputs]).sum().backward()
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in (policy, rewards)]
+        tallies = [{n: (float(t), float(w)) for n, (t, w) in output.tally.items()} for output in outputs]
+        loss = sum(float(output.terms["loss"]) for output in outputs)
+        return loss, torch.cat([gradient.flatten() for gradient in gradients]), figures(add_tallies(tallies))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), cut=st.integers(0, 5), shuffle=st.randoms())
+def test_neither_split_nor_order_nor_an_empty_part_matters(
+    config: OfflineLossConfig, seed: int, cut: int, shuffle: Any
+) -> None:
+    batch = Batch(config, seed, 5)
+    whole, gradient, shown = batch.run([range(5)])
+    order = list(range(5))
+    shuffle.shuffle(order)
+    found, again, told = batch.run([order[:cut], order[cut:], []])
+    assert found == pytest.approx(whole, rel=1e-6, abs=1e-9)
+    assert torch.allclose(again, gradient, atol=1e-7)
+    assert told == pytest.approx(shown, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_gradients_are_those_of_finite_differences(config: OfflineLossConfig) -> None:
+    batch = Batch(config, 5, 3)
+
+    def loss(policy: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+        return batch.loss(range(3), policy, rewards).loss
+
+    inputs = (batch.policy.clone().requires_grad_(), batch.rewards.clone().requires_grad_())
+    assert torch.autograd.gradcheck(loss, inputs, atol=1e-5)
+
+
+def test_masked_tokens_reach_nothing() -> None:
+    logprobs = torch.tensor([1.0, torch.nan, 2.0], requires_grad=True)
+    sums, counts = sequence_logprobs(logprobs, torch.tensor([True, False, True]), torch.tensor([0, 0, 1]), 2)
+    assert (sums.tolist(), counts.tolist()) == ([1.0, 2.0], [1.0, 1.0])
+    sums.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [1.0, 0.0, 1.0]

@@ -1,0 +1,267 @@
+"""From texts to rows of tokens, and from a table of examples to one step's batch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from workers.config_offline import ExampleConfig
+from workers.messages import TrainRow
+from workers.messages_offline import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
+from workers.preference_losses import Groups, divergence_mask
+from workers.rollout_prompts import PromptRefused, encode_prompt
+from workers.tensors import IDENTITY_NAMES, TokenBatch, TokenTable, ragged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_REPORTED = 20
+
+Picks = Sequence[tuple[str, int]]
+"""(prompt_uid, number of the example) of every example of a batch, in order."""
+
+
+class ExampleRefused(ValueError):
+    """This example cannot be used; others can."""
+
+
+def encode_response(
+    tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], response: str
+) -> list[int]:
+    """Token ids of the assistant's answer to `messages`, with the token that ends its turn.
+
+    Prompt and response together are what the chat template makes of the whole conversation, and the prompt's ids are
+    exactly those a rollout of it would have: where the tokenizer would merge across the boundary, the response is
+    tokenised alone, as a policy that samples it would see it. What a template puts after the end of the turn (a line
+    break, say) is no part of the response: sampling stops before it.
+
+    Raises ExampleRefused where neither template nor tokenizer says how a turn ends.
+    """
+    turns = json.loads(messages)
+    try:
+        opened = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        said = [*turns, {"role": "assistant", "content": response}]
+        closed = str(tokenizer.apply_chat_template(said, tokenize=False))
+        text = response + _closing(tokenizer, opened, closed, response)
+        whole: Any = tokenizer(opened + text, add_special_tokens=False)["input_ids"]
+        if whole[: len(prompt_ids)] == list(prompt_ids):
+            return whole[len(prompt_ids) :]
+        alone: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return alone
+    except ExampleRefused:
+        raise
+    except Exception as error:  # a chat template is a program of the model's author
+        raise ExampleRefused(f"{type(error).__name__}: {error}") from error
+
+
+def _closing(tokenizer: PreTrainedTokenizerBase, opened: str, closed: str, response: str) -> str:
+    """What ends the assistant's turn: up to the first special token that the template puts behind the response."""
+    tail = closed.removeprefix(opened)
+    rest = tail.partition(response.strip())[2] if len(tail) < len(closed) else ""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    ends = [rest.index(token) + len(token) for token in special if token in rest]
+    if ends:
+        return rest[: min(ends)].lstrip()
+    if isinstance(tokenizer.eos_token, str):
+        return tokenizer.eos_token
+    raise ExampleRefused("neither the chat template nor the tokenizer says which token ends a turn")
+
+
+@dataclass
+class _Rows:
+    """Columns of an EXAMPLES table that is being made."""
+
+    columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in EXAMPLES.names})
+
+    def add(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.columns[name].append(value)
+
+    def table(self) -> pa.Table:
+        return pa.table(self.columns, schema=EXAMPLES)
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: pa.Table, config: ExampleConfig
+) -> tuple[ExampleSummary, pa.Table]:
+    """(summary, EXAMPLES table) of an EXAMPLE_TEXTS table; examples that do not fit are left out and named."""
+    rows = _Rows()
+    problems: list[str] = []
+    usable = refused = tokens = 0
+    for example in texts.to_pylist():
+        try:
+            prompt_ids, responses = _encode(tokenizer, example, config)
+        except (PromptRefused, ExampleRefused) as error:
+            refused += 1
+            if len(problems) < MAX_REPORTED:
+                problems.append(f"{example['origin']}: {error}")
+            continue
+        masks = [[True] * len(ids) for ids in responses]
+        if config.from_divergence and len(responses) == 2:
+            masks = list(divergence_mask(responses[0], responses[1]))
+        for member, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
+            rows.add(
+                example=usable,
+                member=member,
+                prompt_ids=prompt_ids,
+                response_ids=ids,
+                loss_mask=mask,
+                score=example["scores"][member] if example["scores"] else 0.0,
+                margin=example["margin"],
+                desirable=example["desirable"],
+            )
+            tokens += len(prompt_ids) + len(ids)
+        usable += 1
+    return ExampleSummary(usable, tokens, refused, tuple(problems)), rows.table()
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], config: ExampleConfig
+) -> tuple[list[int], list[list[int]]]:
+    """Prompt ids, and the ids of every response. Raises PromptRefused, ExampleRefused."""
+    prompt_ids = encode_prompt(tokenizer, example["messages"], config.max_length - 1)
+    responses = [encode_response(tokenizer, example["messages"], prompt_ids, text) for text in example["responses"]]
+    longest = len(prompt_ids) + max(map(len, responses))
+    if longest > config.max_length:
+        raise ExampleRefused(f"prompt and response have {longest} tokens, more than {config.max_length}")
+    if len({tuple(ids) for ids in responses}) < len(responses):
+        raise ExampleRefused("two responses have the same tokens, so there is nothing to tell them apart by")
+    return prompt_ids, responses
+
+
+def assemble(picks: Picks, examples: pa.Table, config: ExampleConfig) -> tuple[ExampleBatchSummary, pa.Table]:
+    """(summary, EXAMPLE_BATCH table) of the picked examples, in order, each with its rows together.
+
+    `TrainRow.loss_tokens` counts the responses whose likelihood counts: the first one of every example.
+    """
+    owner = examples.column("example").to_numpy()
+    starts = np.searchsorted(owner, [number for _, number in picks], side="left")
+    ends = np.searchsorted(owner, [number for _, number in picks], side="right")
+    rows = np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])
+    chosen = examples.take(pa.array(rows, pa.int64()))
+    uids = [uid for (uid, _), a, b in zip(picks, starts, ends, strict=True) for _ in range(b - a)]
+    columns: dict[str, Any] = {
+        "prompt_uid": pa.array(uids, pa.string()),
+        "sample_index": chosen.column("member"),
+        "attempt": pa.array(np.zeros(len(rows), np.int32)),
+        "ref_logprobs": pa.nulls(len(rows), pa.list_(pa.float32())),
+    }
+    columns |= {name: chosen.column(name) for name in EXAMPLES.names if name in EXAMPLE_BATCH.names}
+    batch = pa.table([columns[name] for name in EXAMPLE_BATCH.names], schema=EXAMPLE_BATCH)
+    if config.mismatched:
+        batch = _with_mismatched(batch, config.max_length)
+    sizes = Counter(batch.column("prompt_uid").to_pylist())
+    return ExampleBatchSummary(_train_rows(batch), members=tuple(sizes.values())), batch
+
+
+def _with_mismatched(batch: pa.Table, max_length: int) -> pa.Table:
+    """After every row, its prompt with the response of the row before it (round the batch), cut to `max_length`.
+
+    KTO, arXiv 2402.01306, section 4.1; the same pairing as TRL's.
+    """
+    rows = batch.to_pylist()
+    both = []
+    for number, row in enumerate(rows):
+        response = rows[number - 1]["response_ids"][: max(1, max_length - len(row["prompt_ids"]))]
+        other = {"sample_index": 1, "response_ids": response, "loss_mask": [True] * len(response)}
+        both += [row, row | other]
+    return pa.Table.from_pylist(both, schema=EXAMPLE_BATCH)
+
+
+def _train_rows(batch: pa.Table) -> tuple[TrainRow, ...]:
+    prompts, responses = (ragged(batch.column(name)).lengths for name in ("prompt_ids", "response_ids"))
+    lengths = (prompts + responses).tolist()
+    masks = [sum(mask) for mask in batch.column("loss_mask").to_pylist()]
+    members = batch.column("sample_index").to_pylist()
+    return tuple(
+        TrainRow(tokens, loss_tokens if member == 0 else 0, True)
+        for tokens, loss_tokens, member in zip(lengths, masks, members, strict=True)
+    )
+
+
+def attach(batch: pa.Table, scores: Sequence[pa.Table]) -> pa.Table:
+    """The batch with `ref_logprobs` out of token_scores tables in any order and partition.
+
+    Raises ValueError where a row has no score.
+    """
+    table = pa.concat_tables(scores)
+    place = {key: row for row, key in enumerate(_identities(table))}
+    missing = [key for key in _identities(batch) if key not in place]
+    if missing:
+        raise ValueError(f"example {missing[0][0]}[{missing[0][1]}] was not scored by the reference")
+    order = pa.array([place[key] for key in _identities(batch)], pa.int64())
+    column = table.column("ref_logprobs").take(order)
+    return batch.set_column(batch.schema.get_field_index("ref_logprobs"), EXAMPLE_BATCH.field("ref_logprobs"), column)
+
+
+def _identities(table: pa.Table) -> list[tuple[Any, ...]]:
+    return list(zip(*(table.column(name).to_pylist() for name in IDENTITY_NAMES), strict=True))
+
+
+@dataclass(frozen=True)
+class ExampleMicroBatch:
+    """Rows of a batch as tensors; see `workers.objectives.Scored` for those that are not tokens."""
+
+    tokens: TokenBatch
+    groups: Groups
+    score: torch.Tensor
+    margin: torch.Tensor
+    desirable: torch.Tensor
+    ref_logprobs: torch.Tensor | None
+
+
+class ExampleTable:
+    """An EXAMPLE_BATCH table, ready to be cut into micro-batches."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.tokens = TokenTable(table)
+        self.member = torch.tensor(table.column("sample_index").to_pylist(), dtype=torch.int64)
+        self._score, self._margin = (
+            torch.tensor(table.column(name).to_pylist(), dtype=torch.float32) for name in ("score", "margin")
+        )
+        self._desirable = torch.tensor(table.column("desirable").to_pylist(), dtype=torch.bool)
+        uids = table.column("prompt_uid").to_pylist()
+        number = {uid: place for place, uid in enumerate(dict.fromkeys(uids))}
+        self._group = torch.tensor([number[uid] for uid in uids], dtype=torch.int64)
+
+    def batch(self, rows: Sequence[int], device: torch.device | str) -> ExampleMicroBatch:
+        """The given rows, whole examples each with its members in order; the filler batch if there are none."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        tokens = self.tokens.batch(rows).to(device)
+        group = torch.unique_consecutive(self._group[index], return_inverse=True)[1]
+        return ExampleMicroBatch(
+            tokens=tokens,
+            groups=Groups(group.to(device), self.member[index].to(device)),
+            score=self._score[index].to(device),
+            margin=self._margin[index].to(device),
+            desirable=self._desirable[index].to(device),
+            ref_logprobs=self.tokens.floats("ref_logprobs", tokens),
+        )
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """A micro-batch without padding: all its N tokens in one row, each sequence starting at position 0."""
+
+    input_ids: torch.Tensor
+    """int64 [1, N]."""
+    position_ids: torch.Tensor
+    """int64 [1, N]."""
+    positions: torch.Tensor
+    """int64 [T]: as `TokenBatch.positions`, in the one row."""
+
+
+def pack(batch: TokenBatch) -> PackedTokens:
+    """The batch's tokens end to end. `position_ids` restart at every sequence: attention is kept apart by them."""
+    there = batch.attention_mask.flatten().bool()
+    place = there.cumsum(0) - 1
+    width = batch.attention_mask.shape[1]
+    within = torch.arange(width, device=there.device).repeat(batch.attention_mask.shape[0])
+    return PackedTokens(batch.input_ids.flatten()[there][None], within[there][None], place[batch.positions])
