@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -65,14 +66,17 @@ def run(
     """Train: start (or join) Ray, place the workers, run every step."""
     runs = _ready(spec, set_, out)
     from orchestrator.console import Console
-    from orchestrator.run import RunRequest, is_finished
+    from orchestrator.run import RunRequest, newest_step
     from orchestrator.run import run as run_spec
 
     for planned in runs:
         request = RunRequest(planned.spec, planned.out, resume, address)
-        if planned.stage and resume and is_finished(request):
-            typer.echo(f"{planned.spec.name}: done before, in {planned.out}")
-            continue
+        if planned.stage and resume:
+            done = newest_step(request)
+            if done is not None and done >= planned.spec.schedule.steps:
+                typer.echo(f"{planned.spec.name}: done before, in {planned.out}")
+                continue
+            request = replace(request, resume=done is not None)  # a stage that has not begun has nothing to resume
         console = Console()
         console.start(planned.spec.name, planned.spec.schedule.steps)
         try:
@@ -142,6 +146,8 @@ def plan(
     for planned in runs:
         there = [local_node(os.cpu_count() or 1, planned.spec)] if nodes is None else nodes
         seating = plan_spec(planned.spec, there)
+        if planned.stage:
+            typer.echo(f"{planned.spec.name}:")
         show(seating)
         if seating.misfit:
             _leave(f"{spec}: {seating.misfit}", FAILURE)

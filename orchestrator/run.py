@@ -74,10 +74,10 @@ def run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
     return asyncio.run(_run(request, classes, console, store, found))
 
 
-def is_finished(request: RunRequest) -> bool:
-    """Whether the run has been trained to its last step, and what it left is whole."""
+def newest_step(request: RunRequest) -> int | None:
+    """Step of the newest checkpoint that is whole; None where there is none."""
     found = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep).latest()
-    return found is not None and found.step >= request.spec.schedule.steps
+    return found.step if found is not None else None
 
 
 def evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[str, float]:

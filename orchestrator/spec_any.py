@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator import spec_files, spec_yaml
+from orchestrator.algorithms import ALGORITHMS
 from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
 from orchestrator.spec import Spec, parse_spec
-from orchestrator.spec_errors import Problem, Source, SpecError, from_validation
+from orchestrator.spec_errors import Problem, Source, SpecError, from_validation, nearest
 from orchestrator.spec_offline import OfflineSpec
 
 AnySpec = Spec | OfflineSpec
@@ -27,15 +26,14 @@ class LoadedAny:
     source: Source
 
 
-def read_any(path: str | Path, overrides: Sequence[str] = ()) -> LoadedAny:
-    """Read a spec of either kind. Raises SpecError with one line for every problem found."""
-    document = spec_yaml.override(spec_yaml.read_file(path), list(overrides))
-    return LoadedAny(parse_any(document), document.source)
-
-
 def parse_any(document: spec_yaml.Document) -> AnySpec:
     """Validate a document. Raises SpecError."""
-    if not is_offline(document.data):
+    name = _algorithm(document.data)
+    if name not in OFFLINE_ALGORITHMS:
+        hint = nearest(name, {*ALGORITHMS, *OFFLINE_ALGORITHMS}) if name not in ALGORITHMS else ""
+        if any(f"'{known}'" in hint for known in OFFLINE_ALGORITHMS):
+            # Read as a spec of the other kind it would be wrong from top to bottom, and it is one letter.
+            raise SpecError([document.source.problem("algorithm.name", f"no algorithm '{name[:60]}' ({hint})")])
         return parse_spec(document)
     try:
         return OfflineSpec.model_validate_json(json.dumps(document.data), strict=True)
@@ -43,11 +41,11 @@ def parse_any(document: spec_yaml.Document) -> AnySpec:
         raise SpecError(from_validation(error, OfflineSpec, document.data, document.source)) from None
 
 
-def is_offline(data: Any) -> bool:
-    """Whether a spec's data name an algorithm that trains on given examples."""
+def _algorithm(data: Any) -> str:
+    """The algorithm a spec's data name; empty where they name none."""
     section = data.get("algorithm") if isinstance(data, dict) else None
     name = section.get("name") if isinstance(section, dict) else None
-    return isinstance(name, str) and name in OFFLINE_ALGORITHMS
+    return name if isinstance(name, str) else ""
 
 
 def missing(loaded: LoadedAny) -> list[Problem]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from orchestrator import spec_yaml
+from orchestrator import cli, spec_yaml
 from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
 from orchestrator.jobs import absolute_paths
 from orchestrator.spec import Spec
@@ -122,6 +123,7 @@ def test_a_resolved_spec_is_a_good_spec() -> None:
         ),
         ("seed: 3", "evaluation: {every_steps: 1}", "2: evaluation: needs data.eval"),
         ("{colocate_with: policy}", "{colocate_with: policy, cpus: 3}", "7: roles.reference.cpus: has no effect"),
+        ("name: dpo", "name: dop", "9: algorithm.name: no algorithm 'dop' (did you mean 'dpo'?)"),
         ("beta: 0.2", "beta: 0", "10: algorithm.beta: must be greater than 0, got 0"),
     ],
 )
@@ -203,3 +205,17 @@ def test_a_chain_that_is_sent_elsewhere_keeps_its_references() -> None:
     assert sent["stages"]["again"]["model"]["path"] == "stage:sft"
     assert sent["model"]["path"] == str(Path("models/m").absolute())
     assert sent["output"]["folder"] == str(Path("runs").absolute())
+
+
+def test_the_commands_take_a_chain() -> None:
+    """Every stage is told; a plan seats every stage, a submitted chain is one job."""
+    chain, runner = str(ROOT / "deploy" / "tiny-three-stage.yaml"), CliRunner()
+    validated = runner.invoke(cli.app, ["validate", chain], catch_exceptions=False)
+    assert [line.split(": ", 1)[1] for line in validated.stdout.splitlines()] == [
+        "tiny-three-stage-sft is valid: sft, 16 examples a step",
+        "tiny-three-stage-reward-model is valid: reward_model, 16 examples a step",
+        "tiny-three-stage-ppo is valid: ppo, 16 samples a step",
+    ]
+    planned = runner.invoke(cli.app, ["plan", chain], catch_exceptions=False)
+    assert planned.exit_code == 0
+    assert [planned.stdout.count(worker) for worker in ("policy-0", "critic-0")] == [3, 1]

@@ -280,7 +280,7 @@ def test_bradley_terry_with_margin_is_trls() -> None:
         model=SimpleNamespace(training=False),
         aux_loss_enabled=False,
         args=SimpleNamespace(center_rewards_coefficient=None),
-        accelerator=SimpleNamespace(gather_for_metrics=lambda value: value),
+        accelerator=SimpleNamespace(gather_for_metrics=lambda value: value, gather=lambda value: value),
         _metrics={"eval": defaultdict(list)},
         _total_train_tokens=0,
     )

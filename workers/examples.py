@@ -64,7 +64,9 @@ def encode_response(
 def _closing(tokenizer: PreTrainedTokenizerBase, opened: str, closed: str, response: str) -> str:
     """What ends the assistant's turn: up to the first special token that the template puts behind the response."""
     tail = closed.removeprefix(opened)
-    rest = tail.partition(response.strip())[2] if len(tail) < len(closed) else ""
+    said = response.strip()
+    # The last occurrence: a template may put words of its own (an empty thought) before the answer.
+    rest = tail.rpartition(said)[2] if said in tail and len(tail) < len(closed) else ""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     ends = [rest.index(token) + len(token) for token in special if token in rest]
     if ends:

@@ -210,7 +210,10 @@ class RewardTrainer(ExampleTrainer):
 
     def _scored(self, forward: Forward, batch: ExampleMicroBatch, point: float) -> Scored:
         tokens = batch.tokens
-        rewards, logprobs = forward(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)
+        # Only the best answer's likelihood may count: the output head, the dearest layer, runs on nothing else.
+        kept = (batch.groups.member == 0)[tokens.sequence]
+        rewards, best = forward(tokens.input_ids, tokens.attention_mask, tokens.positions[kept], tokens.targets[kept])
+        logprobs = None if best is None else best.new_zeros(len(kept)).masked_scatter(kept, best)
         rows = len(batch.groups.group)
         return Scored(
             groups=batch.groups,
