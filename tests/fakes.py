@@ -139,12 +139,15 @@ class FakeReward:
     """Reward 1.0 for odd samples, or a failure where told."""
 
     fail: dict[tuple[str, int], str] = field(default_factory=dict)
+    silent: frozenset[str] = frozenset()
+    """Groups whose rewards are all equal."""
 
     async def score(self, rollouts: FakeTable) -> tuple[RewardSummary, FakeTable]:
         """Scalars for a group of eight at most (the fake does not know the group's size: it is told by `samples`)."""
         uid = rollouts.uids[0]
         statuses = tuple(self.fail.get((uid, i), "ok") for i in range(self.samples))
-        rewards = tuple(float(i % 2) if s == "ok" else None for i, s in enumerate(statuses))
+        signal = uid not in self.silent
+        rewards = tuple(float(signal and i % 2) if s == "ok" else None for i, s in enumerate(statuses))
         return RewardSummary(uid, rollouts.attempt, statuses, rewards, {"fake": rewards}), FakeTable("rewards", (uid,))
 
     samples: int = 4
@@ -159,6 +162,9 @@ class FakePolicy:
     prepared: list[tuple[tuple[str, int], ...]] = field(default_factory=list)
     skip_updates: bool = False
     update_s: float = 0.0
+    kl_old: tuple[float, ...] = ()
+    """KL(old || new) that the first updates find; 0 after them."""
+    kl_old_coefs: list[float] = field(default_factory=list)
 
     async def prepare(self, request: PrepareRequest, *tables: FakeTable) -> tuple[TrainSummary, FakeTable]:
         """Every row has signal but the first."""
@@ -174,8 +180,10 @@ class FakePolicy:
     async def update(self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0) -> UpdateMetrics:
         """Count."""
         await asyncio.sleep(self.update_s)
+        found = dict(enumerate(self.kl_old)).get(len(self.updates), 0.0)
         self.updates.append(plan)
-        return UpdateMetrics({"loss": 0.5}, {"grad_norm": 1.0}, skipped=self.skip_updates)
+        self.kl_old_coefs.append(kl_old_coef)
+        return UpdateMetrics({"loss": 0.5}, {"grad_norm": 1.0, "kl_old": found}, skipped=self.skip_updates)
 
     async def publish_weights(self, version: int) -> WeightUpdate | None:
         """Only rank 0 has something to say."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.algorithm_table import KlPenalty
 from orchestrator.checkpoint import CheckpointStore
 from orchestrator.console import Console
 from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan
@@ -22,6 +23,7 @@ from orchestrator.prompts import PromptPick
 from orchestrator.rollout_source import RolloutCast, RolloutPlan, RolloutSource
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
+from orchestrator.spec_sections import AlarmConfig
 from orchestrator.weight_sync import FileSync
 from tests.fakes import FakeEngine, FakeHandle, FakePolicy, FakeReward, FakeTable, fake_pool, gang
 from workers.messages import GroupRequest, GroupSummary
@@ -161,6 +163,40 @@ def test_critic_warms_up_while_the_policy_stands_still(tmp_path: Path) -> None:
     theatre.run()
     assert len(theatre.policies[0].updates) == 2
     assert len(theatre.critic.updates) == 4
+
+
+def test_kl_stop_leaves_out_the_rest_of_a_steps_updates(tmp_path: Path) -> None:
+    """The second update of the first step finds the policy too far away; the second step has all four."""
+    theatre = Theatre(tmp_path, replace(PLAN, steps=2, epochs=2, minibatches=2, kl_stop=0.1))
+    theatre.policies[0].kl_old = (0.0, 0.2)
+    theatre.run()
+    assert len(theatre.policies[0].updates) == 2 + 4
+    assert [line["updates"] for line in theatre.lines()] == [2, 4]
+
+
+def test_the_kl_penalty_follows_the_divergence_of_a_steps_last_update(tmp_path: Path) -> None:
+    """PPO, sec. 4: doubled above 1.5 times the target, halved below a 1.5th; once a batch, and saved with the run."""
+    plan = replace(PLAN, steps=3, minibatches=2, kl_penalty=KlPenalty(coef=0.5, target=0.1), checkpoint_every=0)
+    theatre = Theatre(tmp_path, plan)
+    theatre.policies[0].kl_old = (0.0, 0.2, 0.0, 0.1, 0.0, 0.01)
+    theatre.run()
+    assert theatre.policies[0].kl_old_coefs == [0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
+    assert theatre.controller.memory.kl_old_coef == 0.5
+    state = json.loads((tmp_path / "checkpoints" / "step-000003" / "state.json").read_text())
+    assert state["memory"]["kl_old_coef"] == 0.5
+
+
+def test_an_alarm_is_a_metric_and_can_stop_the_run(tmp_path: Path) -> None:
+    """Every step's reward equals the mean so far, so nothing rises and nothing is wrong; then one does."""
+    plan = replace(PLAN, alarm=AlarmConfig(response_tokens=1.0, action="stop"))
+    calm = Theatre(tmp_path / "calm", plan)
+    assert calm.run().steps_done == 4
+    assert [line["alarm/reward_hacking"] for line in calm.lines()] == [0.0] * 4
+    rising = Theatre(tmp_path / "rising", plan)
+    rising.reward.silent = frozenset(f"e0-r{row}" for row in range(5))  # rewards of the first step: all 0
+    outcome = rising.run()
+    assert (outcome.steps_done, outcome.stopped) == (2, True)
+    assert [line["alarm/reward_hacking"] for line in rising.lines()] == [0.0, 1.0]
 
 
 def test_stop_saves_the_last_whole_step_and_resume_goes_on(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ class Stage:
         ledger: Ledger | None = None,
         version: int = 0,
         max_failed_fraction: float = 0.5,
+        replaceable: int = 0,
+        greedy_baseline: bool = False,
     ) -> None:
         self.engines = [FakeEngine(f"rollout-{i}", random.Random(i)) for i in range(engines)]
         self.pool = fake_pool(self.engines, bounds)
@@ -46,6 +48,7 @@ class Stage:
         )
         rows = itertools.count()
         plan = SchedulePlan(groups, reward.samples, staleness, steps, 3, max_failed_fraction, 2, 17)
+        plan = replace(plan, replaceable=replaceable, greedy_baseline=greedy_baseline)
         self.scheduler = RolloutScheduler(
             plan,
             self.pool,
@@ -199,6 +202,42 @@ def test_failed_rewards_mask_samples_and_drop_groups_that_become_too_small() -> 
     assert "e0-r2" not in {g.summary.prompt_uid for g in batches[0]}
     assert stage.ledger.drop_reasons() == {"reward: timeout after 5 s": 1, "reward: error: ValueError: no": 4}
     assert stage.ledger.counts()["trained"] == 19
+
+
+def test_dynamic_sampling_replaces_groups_without_signal_within_its_budget() -> None:
+    """Of 5 groups a step, 10 may be replaced; the rest of the silent ones are trained on, and all are accounted for."""
+    reward = FakeReward(silent=frozenset(f"e0-r{row}" for row in range(12)))
+    stage = Stage(steps=2, reward=reward, replaceable=2)
+    first, second = asyncio.run(stage.train(2))
+    assert [group.has_signal for group in first].count(False) == 2  # r10 and r11: the budget was spent by then
+    assert all(group.has_signal for group in second)
+    assert stage.ledger.drop_reasons() == {"no signal: all rewards of the group are equal": 40}
+    assert stage.ledger.counts()["trained"] == 40
+    plain = Stage(steps=1, reward=reward)
+    assert not any(group.has_signal for group in asyncio.run(plain.train(1))[0])
+    assert plain.ledger.drop_reasons() == {}
+
+
+def test_the_greedy_response_is_scored_with_its_group_and_not_in_the_books() -> None:
+    """ReMax: one more request for every prompt, on the group's engine, whose reward stays a number beside the group."""
+    stage = Stage(steps=1, greedy_baseline=True)
+    (batch,) = asyncio.run(stage.train(1))
+    assert [group.greedy_reward for group in batch] == [0.0] * 5
+    for engine in stage.engines:
+        groups, greedy = ([r.prompt_uid for r in engine.served if r.greedy is wanted] for wanted in (False, True))
+        assert sorted(groups) == sorted(greedy)
+        assert all(request.samples == 1 for request in engine.served if request.greedy)
+    assert stage.ledger.counts() | {"retries": 0} == stage.ledger.counts()
+    assert stage.ledger.counts()["dispatched"] == stage.ledger.counts()["trained"] == 20
+
+
+def test_a_group_whose_greedy_response_has_no_reward_is_replaced() -> None:
+    """There is nothing to compare the group with."""
+    reward = FakeReward({("e0-r1", 0): "timeout after 5 s"})
+    stage = Stage(steps=1, reward=reward, greedy_baseline=True)
+    (batch,) = asyncio.run(stage.train(1))
+    assert "e0-r1" not in {group.summary.prompt_uid for group in batch}
+    assert stage.ledger.drop_reasons() == {"reward of the greedy response: timeout after 5 s": 4}
 
 
 def test_too_many_failed_rewards_stop_the_run_and_say_why() -> None:
