@@ -50,7 +50,7 @@ def learnt(run: Run, spec: Path, trains: str) -> None:
     steps = planned.spec.schedule.steps
     assert run.steps() == [0, *range(1, steps + 1)]
     assert run.metrics[-1]["eval/loss"] < 0.9 * run.metrics[0]["eval/loss"]
-    assert run.metrics[-1].get("eval/accuracy", 1.0) >= 0.9
+    assert run.metrics[-1].get("eval/accuracy", 1.0) >= 0.75
     for line in run.metrics[1:]:
         assert line[f"{trains}/skipped_updates"] == 0.0
         assert line["ledger/trained"] == line["ledger/dispatched"] == line["examples"] * line["step"]
