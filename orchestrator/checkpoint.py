@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MODEL = "model"
 """Folder of a checkpoint that holds the policy as a Hugging Face model."""
+AVERAGE = "model-average"
+"""The same of the moving average of its weights, where one is kept."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -204,8 +206,10 @@ def verify(path: Path) -> Checkpoint:
     return Checkpoint(step, path, _read_json(path / STATE))
 
 
-def export_model(directory: Path, target: Path, step: int | None = None) -> Path:
+def export_model(directory: Path, target: Path, step: int | None = None, model: str = MODEL) -> Path:
     """Copy the policy of a checkpoint (the newest valid one, where `step` is None) to the new folder `target`.
+
+    `model`: MODEL for the trained weights, AVERAGE for their moving average.
 
     Raises:
         CheckpointError: there is no such valid checkpoint, it holds no model, or `target` exists or cannot be written.
@@ -213,9 +217,9 @@ def export_model(directory: Path, target: Path, step: int | None = None) -> Path
     found = CheckpointStore(directory, keep=1).latest() if step is None else _verified(directory / _folder_name(step))
     if found is None:
         raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(directory))
-    source = found.path / MODEL
+    source = found.path / model
     if not source.is_dir():
-        raise CheckpointError(errno.ENOENT, "the checkpoint holds no model", str(source))
+        raise CheckpointError(errno.ENOENT, "the checkpoint holds no such model", str(source))
     with _naming(target):
         shutil.copytree(source, target)
     return target

@@ -181,11 +181,13 @@ def export(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the Hugging Face model folder goes.")],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint (default: the newest valid one).")] = None,
+    average: Annotated[bool, typer.Option("--average", help="The moving average of the weights (ema_decay).")] = False,
 ) -> None:
     """Write a run's trained policy as a Hugging Face folder that transformers and vLLM load."""
-    from orchestrator.checkpoint import export_model
+    from orchestrator.checkpoint import AVERAGE, MODEL, export_model
 
-    typer.echo(f"wrote {export_model(run_folder / 'checkpoints', target, step)}")
+    model = AVERAGE if average else MODEL
+    typer.echo(f"wrote {export_model(run_folder / 'checkpoints', target, step, model)}")
 
 
 @app.command()

@@ -11,7 +11,7 @@ from pathlib import Path
 from orchestrator.algorithm_table import KlPenalty
 from orchestrator.batch_source import Batch, BatchSource, HeldOut, unless_stopped
 from orchestrator.batching import minibatches, plan_units, plan_update
-from orchestrator.checkpoint import MODEL, CheckpointStore
+from orchestrator.checkpoint import AVERAGE, MODEL, CheckpointStore
 from orchestrator.console import Console
 from orchestrator.errors import StopRequested, TrainingDiverged, TroupeError
 from orchestrator.handles import Gang
@@ -46,6 +46,8 @@ class TrainPlan:
     evaluate_at_start: bool
     evaluate_at_end: bool
     nonfinite_limit: int
+    averages: bool = False
+    """The policy keeps a moving average of its weights; checkpoints hold it."""
     kl_stop: float | None = None
     """KL(old || new) per token above which the rest of a step's policy updates is left out."""
     kl_penalty: KlPenalty | None = None
@@ -274,6 +276,9 @@ class Controller:
             self.console.phase("checkpoint", number, len(gangs))
             await gang.broadcast("save", str(folder / gang.role), timeout_s=self.plan.train_timeout_s)
         await self.cast.policy.broadcast("export", str(folder / MODEL), timeout_s=self.plan.train_timeout_s)
+        if self.plan.averages:
+            path = str(folder / AVERAGE)
+            await self.cast.policy.broadcast("export_average", path, timeout_s=self.plan.train_timeout_s)
         await asyncio.to_thread(self.store.commit, folder, state)
         self._saved_at = self.version
 

@@ -283,6 +283,7 @@ def _train_plan(spec: Spec) -> TrainPlan:
         evaluate_at_start=evaluation is not None and evaluation.at_start,
         evaluate_at_end=evaluation is not None and evaluation.at_end,
         nonfinite_limit=spec.failures.nonfinite_steps,
+        averages=spec.roles.policy.ema_decay > 0,
         kl_stop=spec.algorithm.kl_stop or None,
         kl_penalty=penalty,
         alarm=spec.failures.alarm,

@@ -125,4 +125,5 @@ def _train_plan(spec: OfflineSpec) -> TrainPlan:
         evaluate_at_start=evaluation is not None and evaluation.at_start,
         evaluate_at_end=evaluation is not None and evaluation.at_end,
         nonfinite_limit=spec.failures.nonfinite_steps,
+        averages=spec.roles.policy.ema_decay > 0,
     )

@@ -109,6 +109,9 @@ class TrainerConfig(OptimizerConfig):
     """Most tokens (padding included) in one forward pass of one worker."""
     threads: int = Field(default=0, ge=0)
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
+    ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Keep a moving average of the weights as well: after every update, average = ema_decay * average +
+    (1 - ema_decay) * weights. Every checkpoint then holds it as a second model (`troupe export --average`). 0: none."""
 
 
 REWARD_FUNCTIONS = (

@@ -152,6 +152,8 @@ class TrainEngine:
                 model=module, optimizer=_adamw(module, config), config=_settings(config, dtype)
             )
         self.module: nn.Module = self._engine.module
+        # Each rank averages what it holds: under ZeRO-3 its partitions, else the whole parameters.
+        self._average = [held.float().clone() for held in self._held()] if config.ema_decay else []
         self.device: torch.device = self._engine.device
 
     @property
@@ -189,6 +191,9 @@ class TrainEngine:
         grad_norm, applied = self._step()
         if not applied:
             logger.warning("update %d skipped: the gradient is not finite", self._updates)
+        elif self._average:
+            for average, held in zip(self._average, self._held(), strict=True):
+                average.lerp_(held.float(), 1.0 - self._config.ema_decay)
         return StepResult(grad_norm, rate, skipped=not applied)
 
     def _step(self) -> tuple[float, bool]:
@@ -219,6 +224,12 @@ class TrainEngine:
         saved = self._model.state_dict().keys()
         yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in saved)
 
+    def _held(self) -> list[torch.Tensor]:
+        """What this rank holds of every parameter, live."""
+        if self._stage == 3:
+            return [getattr(parameter, "ds_tensor").data for parameter in self._model.parameters()]  # noqa: B009
+        return [parameter.data for parameter in self._model.parameters()]
+
     def weight_shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, type, whole shape) of everything `named_weights` yields, in its order, without gathering."""
         saved = self._model.state_dict().keys()
@@ -233,6 +244,7 @@ class TrainEngine:
         """Write everything needed to go on bit by bit: weights, optimizer, schedule position, random state."""
         self._engine.save_checkpoint(directory, tag=_TAG, save_latest=False)
         state = {"updates": torch.tensor([self._updates]), "torch_rng": torch.get_rng_state()}
+        state |= {f"average.{number}": average for number, average in enumerate(self._average)}
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state()
         save_file(state, self._state_file(directory))
@@ -253,6 +265,8 @@ class TrainEngine:
         state = load_file(state_file)
         self._updates = int(state["updates"])
         torch.set_rng_state(state["torch_rng"])
+        for number, average in enumerate(self._average):
+            average.copy_(state[f"average.{number}"])
         if "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"])
 
@@ -269,6 +283,20 @@ class TrainEngine:
                 if side_file and file.name not in _UNCOPIED and not file.name.endswith(".index.json"):
                     shutil.copy(file, directory)
         dist.barrier()
+
+    def export_average(self, directory: str, source: str) -> None:
+        """As `export`, with the moving average of the weights. Raises RuntimeError where none is kept."""
+        if not self._average:
+            raise RuntimeError("no average of the weights is kept (ema_decay is 0)")
+        held = self._held()
+        trained = [tensor.clone() for tensor in held]
+        try:
+            for tensor, average in zip(held, self._average, strict=True):
+                tensor.copy_(average)
+            self.export(directory, source)
+        finally:
+            for tensor, before in zip(held, trained, strict=True):
+                tensor.copy_(before)
 
     def close(self) -> None:
         """Let go of the engine's memory."""

@@ -73,6 +73,10 @@ class TrainingRank:
         """Write a Hugging Face folder with the current weights."""
         self.engine.export(directory, self._model_path)
 
+    def export_average(self, directory: str) -> None:
+        """Write a Hugging Face folder with the moving average of the weights."""
+        self.engine.export_average(directory, self._model_path)
+
     def health(self) -> WorkerHealth:
         """A sign of life."""
         return worker_health(self._name, self._version)

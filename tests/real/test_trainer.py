@@ -53,6 +53,7 @@ ONE_BATCH = [[tuple(range(6))]]
 MANY_BATCHES = [[(3, 0), (), (5,), (1, 2, 4)]]
 TWO_RANKS = [[(0, 1), (4, 5), (2,)], [(), (3,), ()]]
 LOSS_TOKENS, SEQUENCES = 21, 7
+EMA_DECAY = 0.75
 UPDATES = 3
 
 
@@ -103,6 +104,7 @@ def trainer(stage: int) -> TrainerConfig:
         gradient_checkpointing=stage in (1, 3),
         micro_batch_tokens=3 * CHUNK_LOGITS // 4096,
         threads=1,
+        ema_decay=EMA_DECAY,
     )
 
 
@@ -170,6 +172,8 @@ class Scenario:
         end = weights_of(worker)
         self.keep(f"end-{name}", end)
         self.note(f"metrics-{name}", [self.flat(item) for item in metrics])
+        worker.export_average(str(self.out / f"average-{name}"))
+        self.note(f"unchanged-{name}", equal(end, weights_of(worker)))
         if stage in (0, 3):
             worker.export(str(self.out / f"export-{name}"))
             published = worker.publish_weights(7)
@@ -188,6 +192,7 @@ class Scenario:
         for _ in range(UPDATES - 1):
             resumed.update(plan, table)
         self.note(f"resume-{name}", [same_random, equal(end, weights_of(resumed))])
+        resumed.export_average(str(self.out / f"average-resumed-{name}"))
 
     def flat(self, metrics: UpdateMetrics) -> dict[str, float]:
         return {**metrics.values, **{f"sum_{name}": value for name, value in metrics.sums.items()}}
@@ -312,8 +317,13 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], toleranc
         torch.testing.assert_close(one[name].float(), other[name].float(), rtol=0, atol=tolerance, msg=name)
 
 
-def plain_torch(model_path: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The same updates written out with torch alone: one micro-batch, AdamW, clip_grad_norm_."""
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    """Parameters of an exported model, tied ones once."""
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+def plain_torch(model_path: str) -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
+    """The same updates written out with torch alone: weights, gradient norms, and the weights' moving average."""
     config = policy_config(model_path, 0, "float32")
     model = load_causal(config.model)
     module = CausalLogprobs(model, config.sampling.temperature, entropy_grad=True)
@@ -327,6 +337,7 @@ def plain_torch(model_path: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     table = TokenTable(batch())
     tokens = table.batch(range(6))
     norms = []
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for update in (0, 2, 3):
         logprobs, entropy = module(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)
         loss = policy_loss(
@@ -348,11 +359,13 @@ def plain_torch(model_path: str) -> tuple[dict[str, torch.Tensor], list[float]]:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config.trainer, update, config.total_updates)
         optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+        for name, parameter in model.named_parameters():
+            average[name] = EMA_DECAY * average[name] + (1 - EMA_DECAY) * parameter.detach()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms, average
 
 
 def test_every_split_and_stage_is_plain_adamw(model: str, groups: dict[int, Path]) -> None:
-    expected, norms = plain_torch(model)
+    expected, norms, average = plain_torch(model)
     start = dict(load_causal(ModelConfig(path=model, dtype="float32")).named_parameters())
     moved = max(float((expected[name] - start[name].detach()).abs().max()) for name in expected)
     assert moved > 5e-3 and min(norms) > 0.5  # the steps are real, and clipping takes part in them
@@ -363,6 +376,17 @@ def test_every_split_and_stage_is_plain_adamw(model: str, groups: dict[int, Path
         for world in (1, 2):
             seen = [item["grad_norm"] for item in facts(groups[world])[f"metrics-{stage}-float32"]]
             assert seen == pytest.approx(norms, rel=1e-3)
+            close(exported(groups[world] / f"average-{stage}-float32"), average, 2e-5)
+    assert max(float((expected[name] - average[name]).abs().max()) for name in expected) > 1e-3
+
+
+def test_the_average_of_the_weights_is_exported_and_resumed(groups: dict[int, Path]) -> None:
+    for world in (1, 2):
+        for stage, dtype in CASES:
+            name = f"{stage}-{dtype}"
+            assert facts(groups[world])[f"unchanged-{name}"]
+            average = exported(groups[world] / f"average-{name}")
+            close(exported(groups[world] / f"average-resumed-{name}"), average, 0.0)
 
 
 def test_metrics_do_not_depend_on_the_split(groups: dict[int, Path]) -> None:
