@@ -219,7 +219,7 @@ def export_model(directory: Path, target: Path, step: int | None = None, model: 
         raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(directory))
     source = found.path / model
     if not source.is_dir():
-        raise CheckpointError(errno.ENOENT, "the checkpoint holds no such model", str(source))
+        raise CheckpointError(errno.ENOENT, "the checkpoint holds no model of that kind", str(source))
     with _naming(target):
         shutil.copytree(source, target)
     return target
