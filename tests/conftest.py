@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
-REAL_TIMEOUT_S = 600
+REAL_TIMEOUT_S = 1200
 
 # Before any library reads them: nothing asks a hub, nothing reports usage, and what is compiled finds ninja.
 os.environ |= {

@@ -28,7 +28,7 @@ GRPO = ROOT / "deploy" / "tiny-grpo.yaml"
 PPO = ROOT / "deploy" / "tiny-ppo.yaml"
 SAMPLES = 64
 """Samples of a step in both."""
-RUN_TIMEOUT_S = 240.0
+RUN_TIMEOUT_S = 480.0
 LEFT_BY_S = 10.0
 
 
