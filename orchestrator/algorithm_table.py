@@ -18,7 +18,7 @@ class KlPenalty:
     coef: float
     """Coefficient of the first update."""
     target: float
-    """Divergence per token, in nats, that the coefficient is doubled above (times 1.5) and halved below (over 1.5)."""
+    """Divergence per token, in nats: above 1.5 times it the coefficient is doubled, below a 1.5th of it halved."""
 
 
 @dataclass(frozen=True)

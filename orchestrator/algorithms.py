@@ -6,12 +6,12 @@ A row is data. The loop, the advantages and the losses know no algorithm by name
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from orchestrator.algorithm_table import ALGORITHMS, Algorithm, KlPenalty
+from orchestrator.spec_errors import nearest
 from workers.config import AdvantageConfig, CriticLossConfig, Frozen, ImportanceConfig, PolicyLossConfig
 
 _TOKEN_REWARDS = frozenset({"gamma", "whiten", "reward_clip", "reward_scale", "advantage_clip"})
@@ -115,8 +115,7 @@ class AlgorithmConfig(Frozen):
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in ALGORITHMS:
-            near = difflib.get_close_matches(name, ALGORITHMS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else "`troupe algorithms` lists them"
+            hint = nearest(name, ALGORITHMS) or "`troupe algorithms` lists them"
             raise ValueError(f"no algorithm '{name[:60]}' ({hint})")
         return name
 

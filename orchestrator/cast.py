@@ -13,14 +13,12 @@ from orchestrator.errors import TroupeError
 from orchestrator.handles import Gang
 from orchestrator.placement import Placement, Seat, place, role_sizes
 from orchestrator.spec import Spec
+from orchestrator.spec_any import AnySpec
 from orchestrator.spec_offline import OfflineSpec
 from workers.config import Rendezvous
 from workers.messages import WorkerHealth
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu"}
-
-AnySpec = Spec | OfflineSpec
-"""What a cast can be called together for."""
 
 
 @dataclass(frozen=True)

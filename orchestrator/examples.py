@@ -12,30 +12,14 @@ from typing import Any
 import pyarrow as pa
 
 from orchestrator.algorithms_offline import DataFormat
-from orchestrator.prompts import MAX_REPORTED, BadRow, DataError, chat_messages
+from orchestrator.prompts import MAX_REPORTED, BadRow, DataError, Pool, chat_messages
 from orchestrator.prompts_readers import read_table
 from orchestrator.spec_offline import ExampleSource, OfflineSpec, columns, data_format
 from workers.messages_offline import EXAMPLE_TEXTS
 
 
-@dataclass(frozen=True)
-class ExamplePool:
-    """Every usable example of a source."""
-
-    table: pa.Table
-    """Schema `workers.messages_offline.EXAMPLE_TEXTS`."""
-    digest: str
-    """Of what the rows say; equal pools have equal digests."""
-    bad_rows: int = 0
-    problems: tuple[str, ...] = ()
-    """`file:row: reason` of the first bad rows."""
-    left_out: int = 0
-    """Rows left out because another pool has the same prompt."""
-
-    @property
-    def rows(self) -> int:
-        """Number of examples."""
-        return self.table.num_rows
+class ExamplePool(Pool):
+    """Examples; schema `workers.messages_offline.EXAMPLE_TEXTS`."""
 
 
 @dataclass(frozen=True)

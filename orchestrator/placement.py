@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.spec import Spec
-from orchestrator.spec_offline import OfflineSpec
+from orchestrator.spec_any import AnySpec
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK"]
 
@@ -124,7 +123,7 @@ def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -
     return Placement(name, bundles, "PACK", seats)
 
 
-def role_sizes(spec: Spec | OfflineSpec) -> tuple[RoleSize, ...]:
+def role_sizes(spec: AnySpec) -> tuple[RoleSize, ...]:
     """What each role of a spec asks for."""
     roles = spec.roles.present()
     return tuple(

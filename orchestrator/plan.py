@@ -11,8 +11,7 @@ from rich.table import Table
 
 from orchestrator.errors import TroupeError
 from orchestrator.placement import Node, demand, fit, place, role_sizes
-from orchestrator.spec import Spec
-from orchestrator.spec_offline import OfflineSpec
+from orchestrator.spec_any import AnySpec
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Plan:
     """Empty, or the first reservation that finds no room and what to change."""
 
 
-def plan(spec: Spec | OfflineSpec, nodes: Sequence[Node]) -> Plan:
+def plan(spec: AnySpec, nodes: Sequence[Node]) -> Plan:
     """Seat every worker of the spec on the nodes."""
     sizes = role_sizes(spec)
     placements = place(sizes)
@@ -71,7 +70,7 @@ def plan(spec: Spec | OfflineSpec, nodes: Sequence[Node]) -> Plan:
     return Plan(rows, in_process, demand(placements), there, misfit)
 
 
-def local_node(cpus: int, spec: Spec | OfflineSpec) -> Node:
+def local_node(cpus: int, spec: AnySpec) -> Node:
     """This machine as Troupe's own local cluster would offer it: roles may take turns on its cores."""
     return Node("this machine", max(float(cpus), demand(place(role_sizes(spec)))["CPU"]), 0.0)
 

@@ -21,11 +21,10 @@ _SPEAKERS = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class PromptPool:
-    """Every usable prompt of a source."""
+class Pool:
+    """Every usable row of a source."""
 
     table: pa.Table
-    """Schema `workers.messages.PROMPTS`; column `row` counts from 0."""
     digest: str
     """Of what the rows say; equal pools have equal digests."""
     bad_rows: int = 0
@@ -37,8 +36,12 @@ class PromptPool:
 
     @property
     def rows(self) -> int:
-        """Number of prompts."""
+        """How many there are."""
         return self.table.num_rows
+
+
+class PromptPool(Pool):
+    """Prompts; schema `workers.messages.PROMPTS`, column `row` counts from 0."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class PromptPick:
     row: int
 
 
-class Pool(Protocol):
+class Ordered(Protocol):
     """What an order needs to know of what it orders."""
 
     @property
@@ -218,7 +221,7 @@ def _answer(answer: Any) -> str:
 class PromptSource:
     """Draws prompts without end: every epoch is a fresh permutation of the pool, decided by seed and epoch alone."""
 
-    def __init__(self, pool: Pool, seed: int) -> None:
+    def __init__(self, pool: Ordered, seed: int) -> None:
         self._pool_digest = pool.digest
         self._rows = pool.rows
         self._seed = seed
@@ -263,7 +266,7 @@ class PromptSource:
         self._order = permutation(self._rows, self._seed, epoch)
 
 
-def evaluation_picks(pool: Pool, seed: int, prompts: int = 0) -> list[PromptPick]:
+def evaluation_picks(pool: Ordered, seed: int, prompts: int = 0) -> list[PromptPick]:
     """The prompts of every evaluation, always the same ones: `prompts` of the pool (0: all), decided by the seed."""
     order = permutation(pool.rows, seed, 0)
     return [PromptPick(f"eval-r{row}", int(row)) for row in order[: prompts or pool.rows]]

@@ -1,23 +1,22 @@
 """The spec: one frozen description of a run, read from YAML, and what each worker is told by it.
 
 A spec that loads can work as far as the file itself can say: combinations that cannot are refused with the path of
-the field (`orchestrator/spec_checks.py`). What the machine must have besides is :func:`check_files`.
+the field (`orchestrator/spec_checks.py`). What the machine must have besides is for `orchestrator/spec_files.py`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from orchestrator import algorithms, spec_checks, spec_files, spec_yaml
+from orchestrator import algorithms, spec_checks, spec_yaml
 from orchestrator.algorithms import AlgorithmConfig
-from orchestrator.spec_errors import PROBLEMS, Problem, Source, SpecError, from_validation
+from orchestrator.spec_errors import PROBLEMS, Problem, SpecError, from_validation
 from orchestrator.spec_sections import (
     CheckpointConfig,
     DataConfig,
@@ -42,7 +41,7 @@ from workers.config import (
     TransferBackend,
 )
 
-__all__ = ["LoadedSpec", "Problem", "Spec", "SpecError", "check_files", "load_spec", "read_spec"]
+__all__ = ["Problem", "Spec", "SpecError", "load_spec", "parse_spec"]
 
 Device = Literal["cpu", "cuda"]
 
@@ -200,27 +199,13 @@ class Spec(Frozen):
         return role.model if role is not None and role.model is not None else self.model
 
 
-@dataclass(frozen=True)
-class LoadedSpec:
-    """A spec, and where each of its fields was written."""
-
-    spec: Spec
-    source: Source
-
-
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> Spec:
-    """Read a spec.
+    """Read a spec of a run with rollouts. Specs of any kind, and chains: `orchestrator/spec_chain.py`.
 
     :param overrides: `field.path=value` each (`roles.rollout.workers=2`); the value is YAML
     Raises SpecError with one line for every problem found.
     """
-    return read_spec(path, overrides).spec
-
-
-def read_spec(path: str | Path, overrides: Sequence[str] = ()) -> LoadedSpec:
-    """As :func:`load_spec`, with the places of the fields."""
-    document = spec_yaml.override(spec_yaml.read_file(path), list(overrides))
-    return LoadedSpec(parse_spec(document), document.source)
+    return parse_spec(spec_yaml.override(spec_yaml.read_file(path), list(overrides)))
 
 
 def parse_spec(document: spec_yaml.Document) -> Spec:
@@ -230,11 +215,6 @@ def parse_spec(document: spec_yaml.Document) -> Spec:
         return Spec.model_validate_json(json.dumps(document.data), strict=True)
     except ValidationError as error:
         raise SpecError(from_validation(error, Spec, document.data, document.source)) from None
-
-
-def check_files(loaded: LoadedSpec) -> list[Problem]:
-    """What the spec names and this machine does not have: models, data, libraries. Empty: all there."""
-    return [loaded.source.problem(path, message) for path, message in spec_files.missing(loaded.spec)]
 
 
 def _part(role: Frozen, model: type[Frozen], **changes: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,14 +15,7 @@ from orchestrator.spec_errors import Problem, Source, SpecError, from_validation
 from orchestrator.spec_offline import OfflineSpec
 
 AnySpec = Spec | OfflineSpec
-
-
-@dataclass(frozen=True)
-class LoadedAny:
-    """A spec, and where each of its fields was written."""
-
-    spec: AnySpec
-    source: Source
+"""A spec of either kind."""
 
 
 def parse_any(document: spec_yaml.Document) -> AnySpec:
@@ -48,11 +40,10 @@ def _algorithm(data: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def missing(loaded: LoadedAny) -> list[Problem]:
+def missing(spec: AnySpec, source: Source) -> list[Problem]:
     """What the spec names and this machine does not have: models, data, libraries. Empty: all there."""
-    spec = loaded.spec
     found = spec_files.missing_offline(spec) if isinstance(spec, OfflineSpec) else spec_files.missing(spec)
-    return [loaded.source.problem(path, message) for path, message in found]
+    return [source.problem(path, message) for path, message in found]
 
 
 def any_schema() -> dict[str, Any]:

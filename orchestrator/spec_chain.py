@@ -15,7 +15,7 @@ from typing import Any, Literal
 from orchestrator import spec_yaml
 from orchestrator.algorithms import ALGORITHMS
 from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
-from orchestrator.spec_any import AnySpec, LoadedAny, missing, parse_any
+from orchestrator.spec_any import AnySpec, missing, parse_any
 from orchestrator.spec_errors import Path as FieldPath
 from orchestrator.spec_errors import Place, Problem, Source, SpecError, format_path, nearest
 from orchestrator.spec_offline import OfflineSpec
@@ -49,7 +49,7 @@ class PlannedRun:
 
     def missing(self) -> list[Problem]:
         """What the run names and this machine does not have; what an earlier stage will write is not missed."""
-        found = missing(LoadedAny(self.spec, self.source))
+        found = missing(self.spec, self.source)
         return [_prefixed(problem, self.stage) for problem in found if problem.path not in self.borrowed]
 
 

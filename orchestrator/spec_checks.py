@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from orchestrator import algorithms
 from orchestrator.spec_errors import nearest
-from orchestrator.spec_sections import ReasoningGymSource, RolloutRole
+from orchestrator.spec_sections import ReasoningGymSource, RoleName, RolloutRole, TrainerRole
 from workers.config import REWARD_FUNCTIONS, Frozen
 
 if TYPE_CHECKING:
@@ -167,9 +167,6 @@ def _devices(spec: Spec) -> Iterator[Finding]:
             yield f"roles.{name}.gpus", f"{name} and policy must both run on GPUs or both on the CPU"
         if name != "rollout" and role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
-    for name, role in spec.roles.trainers().items():
-        if role.offload_optimizer and role.gpus == 0:
-            yield f"roles.{name}.offload_optimizer", "on the CPU there is nowhere to offload to"
     if spec.roles.reward.gpus > 0 and spec.roles.reward.model is None:
         yield "roles.reward.gpus", "reward functions run on the CPU; only a reward model uses a GPU"
     yield from _engine_devices(spec.roles.rollout)
@@ -274,7 +271,16 @@ def _alarm(spec: Spec) -> Iterator[Finding]:
 
 
 def _optimizers(spec: Spec) -> Iterator[Finding]:
-    for name, role in spec.roles.trainers().items():
+    yield from trainer_problems(spec.roles.trainers())
+    if spec.roles.critic is not None and spec.roles.critic.ema_decay > 0:
+        yield "roles.critic.ema_decay", "only the policy's average is exported; remove it"
+
+
+def trainer_problems(trainers: Mapping[RoleName, TrainerRole]) -> Iterator[Finding]:
+    """What cannot work in the section of a role that trains, whatever it trains on."""
+    for name, role in trainers.items():
+        if role.offload_optimizer and role.gpus == 0:
+            yield f"roles.{name}.offload_optimizer", "on the CPU there is nowhere to offload to"
         for index, beta in enumerate(role.adam_betas):
             if not 0.0 <= beta < 1.0:
                 yield f"roles.{name}.adam_betas.{index}", f"must be at least 0 and less than 1, got {beta}"

@@ -10,14 +10,12 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from orchestrator.algorithms_offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig
+from orchestrator.spec_checks import Finding, trainer_problems
 from orchestrator.spec_errors import PROBLEMS
 from orchestrator.spec_sections import CheckpointConfig, PolicyRole, PromptText, ReferenceRole, RoleName, TrainerRole
 from orchestrator.spec_sections import Placement as RolePlacement
 from workers.config import Frozen, ModelConfig, ReferenceConfig
 from workers.config_offline import ExampleConfig, OfflineConfig
-
-Finding = tuple[str, str]
-"""(dotted path of a field, what is wrong)"""
 
 
 class OfflineRoles(Frozen):
@@ -327,12 +325,7 @@ def _devices(spec: OfflineSpec) -> Iterator[Finding]:
     for name, role in spec.roles.present().items():
         if role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
-    policy = spec.roles.policy
-    if policy.offload_optimizer and policy.gpus == 0:
-        yield "roles.policy.offload_optimizer", "on the CPU there is nowhere to offload to"
-    for index, beta in enumerate(policy.adam_betas):
-        if not 0.0 <= beta < 1.0:
-            yield f"roles.policy.adam_betas.{index}", f"must be at least 0 and less than 1, got {beta}"
+    yield from trainer_problems(spec.roles.trainers())
 
 
 def _data(spec: OfflineSpec) -> Iterator[Finding]:

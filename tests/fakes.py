@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.controller import TrainPlan
 from orchestrator.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.errors import WorkerDied, WorkerTimeout
 from orchestrator.handles import Gang
@@ -38,6 +39,25 @@ BOUNDS = PoolBounds(
     start_timeout_s=1.0,
     restarts=2,
 )
+
+
+PLAN = TrainPlan(
+    steps=4,
+    epochs=1,
+    minibatches=1,
+    skip_silent=True,
+    seed=3,
+    critic_warmup=0,
+    train_timeout_s=5.0,
+    step_timeout_s=5.0,
+    probe_every_s=1.0,
+    checkpoint_every=2,
+    evaluate_every=0,
+    evaluate_at_start=False,
+    evaluate_at_end=False,
+    nonfinite_limit=2,
+)
+"""Four steps with a checkpoint after every second; what a test changes it replaces."""
 
 
 @dataclass

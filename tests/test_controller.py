@@ -25,25 +25,9 @@ from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.spec_sections import AlarmConfig
 from orchestrator.weight_sync import FileSync
-from tests.fakes import FakeEngine, FakeHandle, FakePolicy, FakeReward, FakeTable, fake_pool, gang
+from tests.fakes import PLAN, FakeEngine, FakeHandle, FakePolicy, FakeReward, FakeTable, fake_pool, gang
 from workers.messages import GroupRequest, GroupSummary
 
-PLAN = TrainPlan(
-    steps=4,
-    epochs=1,
-    minibatches=1,
-    skip_silent=True,
-    seed=3,
-    critic_warmup=0,
-    train_timeout_s=5.0,
-    step_timeout_s=5.0,
-    probe_every_s=1.0,
-    checkpoint_every=2,
-    evaluate_every=0,
-    evaluate_at_start=False,
-    evaluate_at_end=False,
-    nonfinite_limit=2,
-)
 ROLLOUTS = RolloutPlan(old_logprobs_at_batch=False, max_staleness=0, train_timeout_s=5.0, trajectories=None)
 
 

@@ -29,26 +29,21 @@ from orchestrator.offline_source import (
     Tokenized,
 )
 from orchestrator.prompts import PromptSource, evaluation_picks
+from tests.fakes import PLAN as ROLLOUT_PLAN
 from tests.fakes import FakeHandle
 from workers.messages import RankPlan, TrainRow, UpdateMetrics
 from workers.messages_offline import EvaluationPart, ExampleBatchSummary
 
 EXAMPLES = 10
-PLAN = TrainPlan(
+PLAN = replace(
+    ROLLOUT_PLAN,
     steps=5,
-    epochs=1,
-    minibatches=1,
     skip_silent=False,
-    seed=3,
-    critic_warmup=0,
-    train_timeout_s=5.0,
-    step_timeout_s=5.0,
     probe_every_s=60.0,
     checkpoint_every=0,
     evaluate_every=2,
     evaluate_at_start=True,
     evaluate_at_end=True,
-    nonfinite_limit=2,
 )
 
 Picks = tuple[tuple[str, int], ...]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from orchestrator import spec_yaml
-from orchestrator.spec import Spec, SpecError, check_files, load_spec, parse_spec, read_spec
+from orchestrator.spec import Spec, SpecError, load_spec, parse_spec
 from orchestrator.spec_any import any_schema
-from orchestrator.spec_chain import plan_runs
+from orchestrator.spec_chain import plan_runs, read_document
 from orchestrator.spec_errors import Source, known_paths, models_in, parse_path
 from orchestrator.spec_reference import spec_reference
 from workers.config import REWARD_FUNCTIONS, CriticLossConfig
@@ -294,7 +294,7 @@ def test_the_big_specs_fit_what_they_are_named_after() -> None:
 def test_the_demo_has_what_it_needs(demo_model: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for name in RUN_HERE:
-        assert check_files(read_spec(ROOT / "deploy" / f"{name}.yaml")) == []
+        assert plan_runs(read_document(ROOT / "deploy" / f"{name}.yaml"))[0].missing() == []
 
 
 def test_the_reference_is_current() -> None:
@@ -339,7 +339,9 @@ def test_the_spec_knows_every_shipped_reward_function() -> None:
 def _problems(folder: Path, text: str, *overrides: str) -> list[str]:
     path = folder / "spec.yaml"
     path.write_text(text)
-    return [str(problem).replace(str(folder), "DIR") for problem in check_files(read_spec(path, overrides))]
+    return [
+        str(problem).replace(str(folder), "DIR") for problem in plan_runs(read_document(path, overrides))[0].missing()
+    ]
 
 
 def test_files_that_are_not_there_are_named_with_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

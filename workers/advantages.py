@@ -109,17 +109,14 @@ def shaped_rewards(
     lengths: torch.Tensor,
     kl: torch.Tensor | None,
     kl_coef: float,
-    reward_clip: float | None,
 ) -> torch.Tensor:
     """float64 [sum(lengths)]: token_rewards of sequences laid end to end.
 
-    Every token gets -kl_coef * kl, and a sequence's last token its reward (clipped to +-reward_clip) on top
+    Every token gets -kl_coef * kl, and a sequence's last token its (scaled, clipped) reward on top
     (InstructGPT, arXiv 2203.02155). `rewards`: [n]; `lengths`: int64 [n]; `kl`: [sum(lengths)], an estimate of the
     KL divergence per token, None for none. A sequence without tokens has nowhere to put its reward.
     """
     rewards = rewards.double()
-    if reward_clip is not None:
-        rewards = rewards.clamp(-reward_clip, reward_clip)
     token_rewards = torch.zeros(int(lengths.sum()), dtype=torch.double)
     if kl is not None and kl_coef:
         token_rewards -= kl_coef * kl.double()

@@ -246,7 +246,7 @@ def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
             following = following.model_copy(update={"kl_coef": next_coef})
     rewards = shaped(batch.rewards)
     return _Shaped(
-        token_rewards=shaped_rewards(rewards, batch.lengths, kl, coef, None),
+        token_rewards=shaped_rewards(rewards, batch.lengths, kl, coef),
         rewards=rewards,
         greedy_rewards=None if batch.greedy_rewards is None else shaped(batch.greedy_rewards),
         state=following,
