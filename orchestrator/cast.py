@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.actor_group import ActorSpec, ActorWorker, Cluster
+from orchestrator.console import Console
 from orchestrator.engine_pool import Engine
 from orchestrator.errors import TroupeError
 from orchestrator.handles import Gang
@@ -44,6 +45,18 @@ class Stage:
     reference: Gang | None
     engines: tuple[Engine, ...]
     reward: tuple[ActorWorker, ...]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a run plays on."""
+
+    cluster: Cluster
+    casting: Casting
+    stage: Stage
+    console: Console
+    stop: asyncio.Event
+    """Set when the run is to save and leave."""
 
 
 class Casting:

@@ -16,7 +16,7 @@ import yaml
 from orchestrator import algorithms
 from orchestrator.actor_group import Cluster
 from orchestrator.batch_source import unless_stopped
-from orchestrator.cast import AnySpec, Casting, Stage, WorkerClasses
+from orchestrator.cast import Casting, Scene, WorkerClasses
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
 from orchestrator.console import Console
 from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan
@@ -34,6 +34,7 @@ from orchestrator.run_offline import OfflineCompany
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.spec import Spec
+from orchestrator.spec_any import AnySpec
 from orchestrator.spec_offline import OfflineSpec
 from orchestrator.train_memory import TrainMemory
 from orchestrator.weight_sync import DeviceSync, FileSync, WeightSync
@@ -91,12 +92,12 @@ async def _run(
     spec = request.spec
     if isinstance(spec, OfflineSpec):
         examples = load_examples(spec)
-        async with _stage(request, classes, console) as (cluster, _, stage, stop):
-            company = OfflineCompany(spec, request.out, cluster, stage, console, stop)
+        async with _scene(request, classes, console) as scene:
+            company = OfflineCompany(spec, request.out, scene)
             return await (await company.controller(examples, store, found)).run()
     pools = load_pools(spec.data, spec.failures.on_bad_row)
-    async with _stage(request, classes, console) as (cluster, casting, stage, stop):
-        company = Company(spec, request.out, cluster, casting, stage, console, stop, *pools)
+    async with _scene(request, classes, console) as scene:
+        company = Company(spec, request.out, scene, *pools)
         try:
             return await (await company.controller(store, found)).run()
         finally:
@@ -111,21 +112,22 @@ async def _evaluate(request: RunRequest, classes: Classes, console: Console) -> 
         raise TroupeError("the spec has no evaluation section: there is nothing to evaluate on")
     pools = load_pools(spec.data, spec.failures.on_bad_row)
     roles = frozenset({"rollout", "reward"})
-    async with _stage(request, classes, console, roles) as (cluster, casting, stage, stop):
-        company = Company(spec, request.out, cluster, casting, stage, console, stop, *pools)
+    async with _scene(request, classes, console, roles) as scene:
+        company = Company(spec, request.out, scene, *pools)
         evaluator = company.evaluator()
         if evaluator is None:
             raise TroupeError("there are no held-out prompts to evaluate on")
         try:
-            return await unless_stopped(stop, evaluator.run(lambda done, total: console.phase("evaluate", done, total)))
+            running = evaluator.run(lambda done, total: console.phase("evaluate", done, total))
+            return await unless_stopped(scene.stop, running)
         finally:
             await company.close()
 
 
 @asynccontextmanager
-async def _stage(
+async def _scene(
     request: RunRequest, classes: Classes, console: Console, roles: frozenset[str] | None = None
-) -> AsyncIterator[tuple[Cluster, Casting, Stage, asyncio.Event]]:
+) -> AsyncIterator[Scene]:
     """A cluster with the cast started on it, and all of it ended afterwards, however the run ends."""
     console.phase("start Ray", 0, 1)
     cluster = Cluster.connect(demand(place(role_sizes(request.spec))), request.address)
@@ -137,7 +139,7 @@ async def _stage(
             console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
             stage = await unless_stopped(stop, casting.open(roles))
             try:
-                yield cluster, casting, stage, stop
+                yield Scene(cluster, casting, stage, console, stop)
             finally:
                 console.phase("close", 0, 1)
                 await cluster.close(_CLOSE_TIMEOUT_S)
@@ -155,24 +157,18 @@ class Company:
         self,
         spec: Spec,
         out: Path,
-        cluster: Cluster,
-        casting: Casting,
-        stage: Stage,
-        console: Console,
-        stop: asyncio.Event,
+        scene: Scene,
         train: PromptPool,
         held_out: PromptPool | None,
     ) -> None:
         self._spec = spec
         self._out = out
-        self._cluster = cluster
-        self._stage = stage
-        self._console = console
-        self._stop = stop
+        self._scene = scene
+        self._stage = scene.stage
         self._train = train
         self._held_out = held_out
-        self._pool = EnginePool(stage.engines, casting.engine, _pool_bounds(spec))
-        self._rewards = RewardPool(stage.reward, spec.schedule.score_timeout_s)
+        self._pool = EnginePool(scene.stage.engines, scene.casting.engine, _pool_bounds(spec))
+        self._rewards = RewardPool(scene.stage.reward, spec.schedule.score_timeout_s)
 
     async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
         """The controller, at step 0 or where the checkpoint left off."""
@@ -191,14 +187,16 @@ class Company:
         cast = Cast(
             policy=policy,
             critic=self._stage.critic,
-            source=RolloutSource(_rollout_plan(spec, self._out), makers, self._console, self._stop, remembered),
+            source=RolloutSource(
+                _rollout_plan(spec, self._out), makers, self._scene.console, self._scene.stop, remembered
+            ),
             sync=self._weight_sync(policy),
             evaluator=self.evaluator(),
             ledger=ledger,
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
         memory = TrainMemory.model_validate(found.state["memory"]) if found is not None else None
-        return Controller(_train_plan(spec), cast, store, sinks, self._console, self._stop, done, memory)
+        return Controller(_train_plan(spec), cast, store, sinks, self._scene.console, self._scene.stop, done, memory)
 
     async def close(self) -> None:
         """Bring up no more engines."""
@@ -211,7 +209,7 @@ class Company:
             return None
         picks = tuple(evaluation_picks(self._held_out, self._spec.seed, evaluation.prompts))
         plan = EvalPlan(picks, evaluation.sampling, _SOLVED_AT, self._spec.seed)
-        return Evaluator(plan, self._pool, self._rewards, self._cluster.put(self._held_out.table))
+        return Evaluator(plan, self._pool, self._rewards, self._scene.cluster.put(self._held_out.table))
 
     def _scheduler(self, ledger: Ledger, prompts: PromptSource, done: int) -> RolloutScheduler:
         spec, schedule = self._spec, self._spec.schedule
@@ -228,7 +226,7 @@ class Company:
             greedy_baseline=spec.policy_config().advantage.baseline == "greedy",
         )
         scorer = Scorer(self._rewards, self._token_scorers())
-        table = self._cluster.put(self._train.table)
+        table = self._scene.cluster.put(self._train.table)
         return RolloutScheduler(plan, self._pool, scorer, ledger, prompts.next, table, done)
 
     def _weight_sync(self, policy: Gang) -> WeightSync:
@@ -236,7 +234,7 @@ class Company:
         if self._spec.resolved_backend() == "shm":
             return FileSync(policy, self._pool, bound)
         ranks = self._spec.roles.rollout.tensor_parallel_size
-        return DeviceSync(policy, self._pool, lambda engines: self._cluster.link(engines, ranks, bound), bound)
+        return DeviceSync(policy, self._pool, lambda engines: self._scene.cluster.link(engines, ranks, bound), bound)
 
     def _token_scorers(self) -> list[TokenScorer]:
         spec, stage, bound = self._spec, self._stage, self._spec.schedule.score_timeout_s

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 
-from orchestrator.actor_group import Cluster
-from orchestrator.cast import Stage
+from orchestrator.cast import Scene
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
-from orchestrator.console import Console
 from orchestrator.controller import Cast, Controller, TrainPlan
 from orchestrator.errors import TroupeError
 from orchestrator.examples import ExamplePool
@@ -37,17 +34,13 @@ Pools = tuple[ExamplePool, ExamplePool | None]
 class OfflineCompany:
     """Everybody a run on given examples needs."""
 
-    def __init__(
-        self, spec: OfflineSpec, out: Path, cluster: Cluster, stage: Stage, console: Console, stop: asyncio.Event
-    ) -> None:
+    def __init__(self, spec: OfflineSpec, out: Path, scene: Scene) -> None:
+        stage = scene.stage
         if stage.policy is None:
             raise TroupeError("there is no model to train")
         self._spec = spec
         self._out = out
-        self._cluster = cluster
-        self._stage = stage
-        self._console = console
-        self._stop = stop
+        self._scene = scene
         # The trained model gives its name to metrics and to its folder in a checkpoint.
         self._trainer = Gang(spec.row.trains, stage.policy.workers, stage.policy.micro_batch_tokens)
 
@@ -65,13 +58,13 @@ class OfflineCompany:
         cast = Cast(
             policy=self._trainer,
             critic=None,
-            source=OfflineSource(makers, self._console, self._stop),
+            source=OfflineSource(makers, self._scene.console, self._scene.stop),
             sync=None,
             evaluator=await self._evaluator(pools[1]),
             ledger=ledger,
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
-        return Controller(_train_plan(spec), cast, store, sinks, self._console, self._stop, done)
+        return Controller(_train_plan(spec), cast, store, sinks, self._scene.console, self._scene.stop, done)
 
     async def _evaluator(self, pool: ExamplePool | None) -> ExampleEvaluator | None:
         evaluation = self._spec.evaluation
@@ -83,10 +76,10 @@ class OfflineCompany:
 
     async def _tokenize(self, pool: ExamplePool, label: str) -> tuple[Tokenized, TableRef]:
         """Every example as tokens, once; those that do not fit are bad rows like any others."""
-        self._console.phase("tokenise", 0, 1)
+        self._scene.console.phase("tokenise", 0, 1)
         worker, bound = self._trainer.workers[0], self._spec.schedule.train_timeout_s
         summary: ExampleSummary
-        summary, table = await worker.call_for_table("tokenize", self._cluster.put(pool.table), timeout_s=bound)
+        summary, table = await worker.call_for_table("tokenize", self._scene.cluster.put(pool.table), timeout_s=bound)
         problems = [*pool.problems, *summary.problems]
         if summary.refused and self._spec.failures.on_bad_row == "stop":
             raise DataError(summary.problems[0])
@@ -94,7 +87,7 @@ class OfflineCompany:
             raise DataError(f"{label}: no row can be used ({summary.refused} do not fit; the first: {problems[0]})")
         skipped = pool.bad_rows + summary.refused
         if skipped:
-            self._console.message(f"{label}: {skipped} bad rows skipped; the first: {problems[0]}")
+            self._scene.console.message(f"{label}: {skipped} bad rows skipped; the first: {problems[0]}")
         return Tokenized(summary.usable, pool.digest), table
 
     def _maker(self, table: TableRef) -> BatchMaker:
@@ -103,8 +96,8 @@ class OfflineCompany:
         return BatchMaker(self._trainer, self._reference(), table, bounds)
 
     def _reference(self) -> ReferenceScorer | None:
-        if self._stage.reference is not None:
-            return ReferenceScorer(self._stage.reference, "score")
+        if self._scene.stage.reference is not None:
+            return ReferenceScorer(self._scene.stage.reference, "score")
         return ReferenceScorer(self._trainer, "reference_logprobs") if self._spec.reference_in_policy else None
 
 

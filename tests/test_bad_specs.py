@@ -753,6 +753,11 @@ GPU_CASES = [
         ("  critic:\n    gpus: 1", "  critic:\n    gpus: 1\n    workers: 16"),
     ),
     case(
+        "critic_average",
+        "13: roles.critic.ema_decay: only the policy's average is exported; remove it",
+        ("  critic:\n    gpus: 1", "  critic:\n    gpus: 1\n    ema_decay: 0.9"),
+    ),
+    case(
         "unused_std",
         "19: algorithm.normalize_by_std: ppo does not use it; remove it",
         ("  name: ppo", "  name: ppo\n  normalize_by_std: true"),

@@ -20,7 +20,7 @@ import pytest_asyncio
 
 from orchestrator.actor_group import ActorSpec, ActorWorker, Cluster
 from orchestrator.algorithm_table import ALGORITHMS
-from orchestrator.cast import Casting, Stage, WorkerClasses
+from orchestrator.cast import Casting, Scene, Stage, WorkerClasses
 from orchestrator.checkpoint import CheckpointStore
 from orchestrator.console import Console
 from orchestrator.controller import RunOutcome
@@ -87,7 +87,7 @@ class Troupe:
         store.prepare()
         pools = load_pools(spec.data, spec.failures.on_bad_row)
         console = Console(io.StringIO())
-        company = Company(spec, out, self.cluster, self.casting, stage, console, asyncio.Event(), *pools)
+        company = Company(spec, out, Scene(self.cluster, self.casting, stage, console, asyncio.Event()), *pools)
         try:
             controller = await company.controller(store, None)
             assert controller.cast.sync is not None
