@@ -60,6 +60,11 @@ def labelled(a: int, b: int, number: int) -> dict[str, Any]:
     return {"prompt": question(a, b), "response": right(a, b) if good else wrong(a, b, 1), "label": good}
 
 
+def text(a: int, b: int) -> dict[str, Any]:
+    """For ppo with `ptx_coef`: plain text."""
+    return {"text": f"Numbers add up in any order: {a} + {b} = {b} + {a} = {a + b}."}
+
+
 FORMATS = {"demonstrations": demonstration, "pairs": pair, "ranked": ranked, "labelled": labelled}
 
 
@@ -76,6 +81,7 @@ def main() -> None:
         rows = [make(a, b, number) for number, (a, b) in enumerate(numbers)]
         write(FOLDER / f"{name}-train.jsonl", rows[:TRAIN])
         write(FOLDER / f"{name}-eval.jsonl", rows[TRAIN:])
+    write(FOLDER / "texts.jsonl", (text(a, b) for a, b in numbers))
 
 
 if __name__ == "__main__":

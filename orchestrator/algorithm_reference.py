@@ -32,6 +32,15 @@ Every row corrects for the gap between the engine that sampled and the trainer (
 masked importance weights, by token or by sequence). With `schedule.max_staleness` above 0 that makes each of them its
 decoupled form (arXiv 2110.00641): the ratio is clipped around the policy before the update, and the weight stands for
 the step from the policy that sampled to that one.
+
+Every row can learn plain texts in the same updates, `loss + ptx_coef * mean negative log-likelihood per token`
+(`algorithm.ptx_coef`, `data.ptx`; PPO-ptx, arXiv 2203.02155, eq. 2; `deploy/algorithms/ppo.yaml` does), and keep a
+moving average of the policy's weights (`roles.policy.ema_decay`).
+
+Every step reports KL(old || new), the mean over tokens that TRPO bounds (arXiv 1502.05477, eq. 12), two ways:
+`policy/kl_old`, estimated by k3 from the sampled tokens in each update before it moves the policy, and
+`policy/kl_exact`, summed over the whole vocabulary at `algorithm.kl_states` tokens after the last update.
+`algorithm.kl_stop` ends a step's updates once the first passes a bound.
 """
 
 _GIVEN = """\

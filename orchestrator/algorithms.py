@@ -83,8 +83,14 @@ class AlgorithmConfig(Frozen):
     """Penalty on the divergence from the policy that sampled (ppo_penalty)."""
     kl_stop: float | None = Field(default=None, ge=0.0)
     """Leave out the rest of a step's updates once one finds KL(old || new) per token above this; 0 turns it off."""
+    kl_states: int = Field(default=128, ge=0)
+    """Tokens of every batch at which KL(old || new) over the whole vocabulary is measured, exactly, after the step's
+    updates (`policy/kl_exact`). It takes that many rows of logits; 0: not measured."""
     entropy_coef: float | None = Field(default=None, ge=0.0)
     """Weight of the entropy bonus."""
+    ptx_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the negative log-likelihood of `data.ptx` in every update of the policy (PPO-ptx, arXiv 2203.02155,
+    eq. 2)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant", "only_token_mean"] | None = None
     """How token losses become one number: every token weighs the same, every sequence does, a constant divides, or the
     sequences' means are added up."""

@@ -16,6 +16,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class TextPicks:
+    """Pieces of text to be learnt along with a batch."""
+
+    table: TableRef
+    tokens: tuple[int, ...]
+    """Of every piece of the table."""
+    rows: tuple[int, ...]
+    """The pieces picked."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """One step's batch, ready for the trainers."""
 
@@ -23,6 +34,8 @@ class Batch:
     table: TableRef
     units: tuple[tuple[int, ...], ...] | None = None
     """Rows that must share a micro-batch (the two answers of a pair); None: every row stands alone."""
+    texts: TextPicks | None = None
+    """What the policy learns along with the batch (PPO-ptx)."""
 
     @property
     def parts(self) -> int:

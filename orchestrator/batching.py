@@ -88,12 +88,32 @@ def plan_units(rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: 
     return _pad(parts, sum(rows[r].loss_tokens for unit in units for r in unit), len(units))
 
 
+def plan_texts(tokens: Sequence[int], rows: Sequence[int], ranks: int, budget: int) -> list[RankPlan]:
+    """One optimizer update on the pieces of text `rows`; nothing predicts a piece's first token."""
+    parts = split_balanced(tokens, rows, ranks)
+    total = sum(tokens[row] - 1 for row in rows)
+    return _pad([cut_micro_batches(tokens, part, budget) for part in parts], total, len(rows))
+
+
 def minibatches(row_count: int, parts: int, seed: Sequence[int]) -> list[list[int]]:
     """Shuffle rows 0..row_count-1 by `seed` and deal them into `parts` of near-equal size; one part keeps the order."""
     if parts == 1:
         return [list(range(row_count))]
     order = np.random.default_rng(list(seed)).permutation(row_count)
     return [sorted(int(r) for r in part) for part in np.array_split(order, parts)]
+
+
+def pick_states(rows: Sequence[TrainRow], wanted: int, seed: Sequence[int]) -> tuple[list[int], int]:
+    """(rows, stride): rows drawn by `seed` until they have `wanted` loss tokens, and the stride that thins those out
+    to about as many. No rows where none are wanted."""
+    picked: list[int] = []
+    tokens = 0
+    for row in np.random.default_rng(list(seed)).permutation(len(rows)):
+        if tokens >= wanted:
+            break
+        picked.append(int(row))
+        tokens += rows[row].loss_tokens
+    return picked, max(1, tokens // wanted) if wanted else 1
 
 
 def _pad(parts: list[list[tuple[int, ...]]], loss_tokens: int, sequences: int) -> list[RankPlan]:

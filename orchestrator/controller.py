@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.algorithm_table import KlPenalty
 from orchestrator.batch_source import Batch, BatchSource, HeldOut, unless_stopped
-from orchestrator.batching import minibatches, plan_units, plan_update
+from orchestrator.batching import minibatches, pick_states, plan_ranks, plan_texts, plan_units, plan_update
 from orchestrator.checkpoint import AVERAGE, MODEL, CheckpointStore
 from orchestrator.console import Console
 from orchestrator.errors import StopRequested, TrainingDiverged, TroupeError
-from orchestrator.handles import Gang
+from orchestrator.handles import Gang, TableRef
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks, PhaseTimers, merge_update_metrics
 from orchestrator.rollout_metrics import mean_of
 from orchestrator.spec_sections import AlarmConfig
 from orchestrator.train_memory import TrainMemory
 from orchestrator.weight_sync import WeightSync
-from workers.messages import UpdateMetrics
+from workers.messages import RankPlan, UpdateMetrics
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class TrainPlan:
     """The policy keeps a moving average of its weights; checkpoints hold it."""
     kl_stop: float | None = None
     """KL(old || new) per token above which the rest of a step's policy updates is left out."""
+    kl_states: int = 0
+    """Tokens of a batch at which KL(old || new) is measured over the whole vocabulary after the updates."""
     kl_penalty: KlPenalty | None = None
     """Penalty on KL(old || new), where the objective has one."""
     alarm: AlarmConfig | None = None
@@ -192,22 +194,44 @@ class Controller:
         updates: list[dict[str, float]] = []
         plan, total = self.plan, self.plan.epochs * self.plan.minibatches
         policy_moves = step >= plan.critic_warmup
+        held = policy_moves and await self._hold_states(step, batch)
+        texts = () if batch.texts is None else batch.texts.rows
         for epoch in range(plan.epochs):
-            for chosen in minibatches(batch.parts, plan.minibatches, (plan.seed, step, epoch)):
+            seed = (plan.seed, step, epoch)
+            learnt = minibatches(len(texts), plan.minibatches, seed)
+            for chosen, pieces in zip(minibatches(batch.parts, plan.minibatches, seed), learnt, strict=True):
                 self.console.phase("update", len(updates), total)
                 calls = []
                 if policy_moves:
-                    penalty = () if plan.kl_penalty is None else (self.memory.kl_old_coef,)
-                    calls.append(self._update_gang(self.cast.policy, batch, chosen, plan.skip_silent, *penalty))
+                    calls.append(self._update_policy(batch, chosen, [texts[piece] for piece in pieces]))
                 if self.cast.critic is not None:
-                    calls.append(self._update_gang(self.cast.critic, batch, chosen, False))
+                    plans = self._plans(self.cast.critic, batch, chosen, skip_silent=False)
+                    calls.append(self._update_gang(self.cast.critic, plans, batch))
                 if not calls:
                     break
                 updates.append({k: v for metrics in await asyncio.gather(*calls) for k, v in metrics.items()})
                 divergence = updates[-1].get("policy/kl_old", 0.0)
                 policy_moves = policy_moves and (plan.kl_stop is None or divergence <= plan.kl_stop)
+        if held:
+            updates[-1]["policy/kl_exact"] = await self._exact_divergence()
         self._adapt_penalty(updates)
         return updates
+
+    async def _hold_states(self, step: int, batch: Batch) -> bool:
+        """Have the policy remember what it makes of some states of the batch; whether there are any."""
+        rows, stride = pick_states(batch.summary.rows, self.plan.kl_states, (self.plan.seed, step))
+        if not rows:
+            return False
+        gang, lengths = self.cast.policy, [row.tokens for row in batch.summary.rows]
+        plans = plan_ranks(lengths, rows, gang.ranks, gang.micro_batch_tokens)
+        bound = self.plan.train_timeout_s
+        await gang.scatter("hold_distributions", plans, batch.table, stride, timeout_s=bound)
+        return True
+
+    async def _exact_divergence(self) -> float:
+        """KL(old || new) per token at the states held, in nats."""
+        parts = await self.cast.policy.broadcast("divergence", timeout_s=self.plan.train_timeout_s)
+        return sum(total for total, _ in parts) / max(1, sum(states for _, states in parts))
 
     def _adapt_penalty(self, updates: list[dict[str, float]]) -> None:
         """Once a batch, by the divergence that the last update of the policy found before its own step."""
@@ -216,19 +240,31 @@ class Controller:
             found[-1]["policy/kl_old_coef"] = self.memory.kl_old_coef
             self.memory = self.memory.after_updates(found[-1]["policy/kl_old"], self.plan.kl_penalty)
 
-    async def _update_gang(
-        self, gang: Gang, batch: Batch, chosen: Sequence[int], skip_silent: bool, *coefficients: float
-    ) -> dict[str, float]:
+    def _plans(self, gang: Gang, batch: Batch, chosen: Sequence[int], *, skip_silent: bool) -> list[RankPlan]:
         rows, bounds = batch.summary.rows, (gang.ranks, gang.micro_batch_tokens)
         if batch.units is None:
-            plans = plan_update(rows, chosen, *bounds, skip_silent=skip_silent)
-        else:
-            plans = plan_units(rows, [batch.units[unit] for unit in chosen], *bounds)
-        if not any(plan.micro_batches for plan in plans):
+            return plan_update(rows, chosen, *bounds, skip_silent=skip_silent)
+        return plan_units(rows, [batch.units[unit] for unit in chosen], *bounds)
+
+    async def _update_policy(self, batch: Batch, chosen: Sequence[int], pieces: Sequence[int]) -> dict[str, float]:
+        """One update; `pieces` of text are learnt in the same one."""
+        gang, texts = self.cast.policy, batch.texts
+        plans = self._plans(gang, batch, chosen, skip_silent=self.plan.skip_silent)
+        if texts is not None:
+            learnt = plan_texts(texts.tokens, pieces, gang.ranks, gang.micro_batch_tokens)
+            plans = [replace(plan, texts=part) for plan, part in zip(plans, learnt, strict=True)]
+            return await self._update_gang(gang, plans, batch, self.memory.kl_old_coef, texts.table)
+        penalty = () if self.plan.kl_penalty is None else (self.memory.kl_old_coef,)
+        return await self._update_gang(gang, plans, batch, *penalty)
+
+    async def _update_gang(
+        self, gang: Gang, plans: Sequence[RankPlan], batch: Batch, *extra: float | TableRef
+    ) -> dict[str, float]:
+        if not any(plan.micro_batches or plan.texts for plan in plans):
             # No row has anything to teach: a step on zero gradients would still move weights by momentum.
             return {f"{gang.role}/empty_updates": 1.0}
         metrics: list[UpdateMetrics] = await gang.scatter(
-            "update", plans, batch.table, *coefficients, timeout_s=self.plan.train_timeout_s
+            "update", plans, batch.table, *extra, timeout_s=self.plan.train_timeout_s
         )
         try:
             merged = merge_update_metrics(metrics)

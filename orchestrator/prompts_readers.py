@@ -13,11 +13,13 @@ from typing import Any
 
 from orchestrator.errors import TroupeError
 from orchestrator.spec_errors import nearest
-from orchestrator.spec_offline import DatasetsExamples, JsonlExamples, ParquetExamples
 from orchestrator.spec_sections import (
+    DatasetsFolder,
     DatasetsSource,
     DataSource,
+    JsonlFile,
     JsonlSource,
+    ParquetFile,
     ParquetSource,
     ReasoningGymSource,
     RecipeConfig,
@@ -53,7 +55,7 @@ class RawValues:
     """Why it could not be read; empty: it could."""
 
 
-TableSource = JsonlSource | ParquetSource | DatasetsSource | JsonlExamples | ParquetExamples | DatasetsExamples
+TableSource = JsonlFile | ParquetFile | DatasetsFolder
 
 
 def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
@@ -73,9 +75,9 @@ def read_table(source: TableSource, fields: Mapping[str, str], label: str) -> It
     :param fields: the column behind each field of the source's section (`answer`, `metadata.0`)
     Raises DataError where the source as a whole cannot be used.
     """
-    if isinstance(source, DatasetsSource | DatasetsExamples):
+    if isinstance(source, DatasetsFolder):
         return _datasets(source, fields, label)
-    if isinstance(source, ParquetSource | ParquetExamples):
+    if isinstance(source, ParquetFile):
         return _parquet(source, fields, label)
     return _jsonl(source, fields, label)
 
@@ -175,7 +177,7 @@ def _parquet(source: TableSource, fields: Mapping[str, str], label: str) -> Iter
         raise _unreadable(path, label, error) from None
 
 
-def _datasets(source: DatasetsSource | DatasetsExamples, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+def _datasets(source: DatasetsFolder, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
     datasets = _library("datasets", label)
     path = Path(source.path)
     try:

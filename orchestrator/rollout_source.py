@@ -21,6 +21,7 @@ from orchestrator.prompts import PromptSource
 from orchestrator.rollout_metrics import batch_metrics
 from orchestrator.scheduler import RolloutScheduler
 from orchestrator.scoring import RewardPool, ScoredGroup
+from orchestrator.texts import TextOrder
 from workers.advantage_state import AdvantageState
 from workers.messages import PrepareRequest
 
@@ -48,6 +49,8 @@ class RolloutCast:
     rewards: RewardPool
     prompts: PromptSource
     ledger: Ledger
+    texts: TextOrder | None = None
+    """What the policy learns along with every batch (PPO-ptx)."""
 
 
 class RolloutSource:
@@ -86,6 +89,8 @@ class RolloutSource:
         for group in self._groups:
             for sample_index in _trainable(group):
                 self._cast.ledger.trained(group.summary.prompt_uid, sample_index)
+        if self._cast.texts is not None:
+            self._cast.texts.trained()
         self._cast.scheduler.advance(version)
 
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
@@ -115,7 +120,8 @@ class RolloutSource:
 
     def state(self) -> dict[str, Any]:
         """The order of prompts, and what advantages remember; groups in flight stand in the ledger."""
-        return {"prompts": self._cast.prompts.state(), "advantages": self._memory.model_dump(mode="json")}
+        state = {"prompts": self._cast.prompts.state(), "advantages": self._memory.model_dump(mode="json")}
+        return state if self._cast.texts is None else state | {"texts": self._cast.texts.state()}
 
     async def probe(self) -> None:
         """Ask every engine for a sign of life."""
@@ -139,7 +145,7 @@ class RolloutSource:
         request = self._prepare_request(groups)
         summary, table = await policy.workers[0].call_for_table("prepare", request, *tables, timeout_s=bound)
         self._memory = self._memory.after(summary.state)
-        return Batch(summary, table)
+        return Batch(summary, table, texts=None if self._cast.texts is None else self._cast.texts.pick())
 
     def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
         rows = {group.summary.prompt_uid: group.row for group in groups}

@@ -28,7 +28,7 @@ from orchestrator.handles import Gang
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks
 from orchestrator.placement import demand, place, role_sizes
-from orchestrator.prompts import PromptPool, PromptSource, evaluation_picks, load_pools
+from orchestrator.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
 from orchestrator.rollout_source import RolloutCast, RolloutPlan, RolloutSource
 from orchestrator.run_offline import OfflineCompany
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
@@ -36,9 +36,11 @@ from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.spec import Spec
 from orchestrator.spec_any import AnySpec
 from orchestrator.spec_offline import OfflineSpec
+from orchestrator.texts import Pieces, TextOrder, TextPool, load_texts
 from orchestrator.train_memory import TrainMemory
 from orchestrator.weight_sync import DeviceSync, FileSync, WeightSync
 from workers.advantage_state import AdvantageState
+from workers.messages import TextSummary
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +97,9 @@ async def _run(
         async with _scene(request, classes, console) as scene:
             company = OfflineCompany(spec, request.out, scene)
             return await (await company.controller(examples, store, found)).run()
-    pools = load_pools(spec.data, spec.failures.on_bad_row)
+    data = load_data(spec)
     async with _scene(request, classes, console) as scene:
-        company = Company(spec, request.out, scene, *pools)
+        company = Company(spec, request.out, scene, data)
         try:
             return await (await company.controller(store, found)).run()
         finally:
@@ -110,10 +112,10 @@ async def _evaluate(request: RunRequest, classes: Classes, console: Console) -> 
         raise TroupeError("`troupe eval` generates; a run on given examples is evaluated as it trains (evaluation)")
     if spec.evaluation is None:
         raise TroupeError("the spec has no evaluation section: there is nothing to evaluate on")
-    pools = load_pools(spec.data, spec.failures.on_bad_row)
+    data = load_data(spec)
     roles = frozenset({"rollout", "reward"})
     async with _scene(request, classes, console, roles) as scene:
-        company = Company(spec, request.out, scene, *pools)
+        company = Company(spec, request.out, scene, data)
         evaluator = company.evaluator()
         if evaluator is None:
             raise TroupeError("there are no held-out prompts to evaluate on")
@@ -150,23 +152,31 @@ async def _scene(
         cluster.abandon()
 
 
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads."""
+
+    train: PromptPool
+    held_out: PromptPool | None
+    texts: TextPool | None
+
+
+def load_data(spec: Spec) -> RunData:
+    """Read what the spec names. Raises DataError."""
+    on_bad_row = spec.failures.on_bad_row
+    texts = None if spec.data.ptx is None else load_texts(spec.data.ptx, on_bad_row)
+    return RunData(*load_pools(spec.data, on_bad_row), texts)
+
+
 class Company:
     """Joins workers, data and books into a controller."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        out: Path,
-        scene: Scene,
-        train: PromptPool,
-        held_out: PromptPool | None,
-    ) -> None:
+    def __init__(self, spec: Spec, out: Path, scene: Scene, data: RunData) -> None:
         self._spec = spec
         self._out = out
         self._scene = scene
         self._stage = scene.stage
-        self._train = train
-        self._held_out = held_out
+        self._data = data
         self._pool = EnginePool(scene.stage.engines, scene.casting.engine, _pool_bounds(spec))
         self._rewards = RewardPool(scene.stage.reward, spec.schedule.score_timeout_s)
 
@@ -177,13 +187,17 @@ class Company:
             raise TroupeError("there is no policy to train")
         done = found.step if found is not None else 0
         ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
-        prompts = PromptSource(self._train, spec.seed)
+        prompts = PromptSource(self._data.train, spec.seed)
+        texts = await self._texts(policy)
         remembered = None
         if found is not None:
             remembered = AdvantageState.model_validate(found.state["source"]["advantages"])
             prompts.restore(found.state["source"]["prompts"])
+            if texts is not None:
+                texts.restore(found.state["source"]["texts"])
             await self._load(found)
-        makers = RolloutCast(policy, self._pool, self._scheduler(ledger, prompts, done), self._rewards, prompts, ledger)
+        scheduler = self._scheduler(ledger, prompts, done)
+        makers = RolloutCast(policy, self._pool, scheduler, self._rewards, prompts, ledger, texts)
         cast = Cast(
             policy=policy,
             critic=self._stage.critic,
@@ -205,11 +219,26 @@ class Company:
     def evaluator(self) -> Evaluator | None:
         """Held-out evaluation, where the spec has one."""
         evaluation = self._spec.evaluation
-        if evaluation is None or self._held_out is None:
+        if evaluation is None or self._data.held_out is None:
             return None
-        picks = tuple(evaluation_picks(self._held_out, self._spec.seed, evaluation.prompts))
+        picks = tuple(evaluation_picks(self._data.held_out, self._spec.seed, evaluation.prompts))
         plan = EvalPlan(picks, evaluation.sampling, _SOLVED_AT, self._spec.seed)
-        return Evaluator(plan, self._pool, self._rewards, self._scene.cluster.put(self._held_out.table))
+        return Evaluator(plan, self._pool, self._rewards, self._scene.cluster.put(self._data.held_out.table))
+
+    async def _texts(self, policy: Gang) -> TextOrder | None:
+        """The texts of PPO-ptx as tokens, cut once."""
+        pool, source = self._data.texts, self._spec.data.ptx
+        if pool is None or source is None:
+            return None
+        if pool.bad_rows:
+            self._scene.console.message(f"data.ptx: {pool.bad_rows} bad rows skipped; the first: {pool.problems[0]}")
+        bound = self._spec.schedule.train_timeout_s
+        texts = self._scene.cluster.put(pool.table)
+        summary: TextSummary
+        summary, table = await policy.workers[0].call_for_table("cut_texts", texts, source.max_tokens, timeout_s=bound)
+        if not summary.tokens:
+            raise DataError("data.ptx: no text has two tokens: there is nothing to learn")
+        return TextOrder(Pieces(table, summary.tokens, pool.digest), source.texts_per_step, self._spec.seed)
 
     def _scheduler(self, ledger: Ledger, prompts: PromptSource, done: int) -> RolloutScheduler:
         spec, schedule = self._spec, self._spec.schedule
@@ -226,7 +255,7 @@ class Company:
             greedy_baseline=spec.policy_config().advantage.baseline == "greedy",
         )
         scorer = Scorer(self._rewards, self._token_scorers())
-        table = self._scene.cluster.put(self._train.table)
+        table = self._scene.cluster.put(self._data.train.table)
         return RolloutScheduler(plan, self._pool, scorer, ledger, prompts.next, table, done)
 
     def _weight_sync(self, policy: Gang) -> WeightSync:
@@ -283,6 +312,7 @@ def _train_plan(spec: Spec) -> TrainPlan:
         nonfinite_limit=spec.failures.nonfinite_steps,
         averages=spec.roles.policy.ema_decay > 0,
         kl_stop=spec.algorithm.kl_stop or None,
+        kl_states=spec.algorithm.kl_states,
         kl_penalty=penalty,
         alarm=spec.failures.alarm,
     )

@@ -154,6 +154,7 @@ class Spec(Frozen):
             loss=algorithms.policy_loss(self.algorithm),
             advantage=algorithms.advantage(self.algorithm),
             sampling=self.sampling,
+            ptx_coef=self.algorithm.ptx_coef,
             run_id=self.name,
             reference_model=self._reference_model() if self.reference_in_policy else None,
             total_updates=self.policy_updates,

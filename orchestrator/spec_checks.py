@@ -248,6 +248,22 @@ def _data(spec: Spec) -> Iterator[Finding]:
         yield "data.eval.seed", f"must differ from data.train.seed, {train.seed}: the tasks would be the same"
 
 
+def _texts(spec: Spec) -> Iterator[Finding]:
+    coef, texts = spec.algorithm.ptx_coef, spec.data.ptx
+    if texts is None:
+        if coef > 0:
+            yield "data.ptx", f"is required: algorithm.ptx_coef is {coef:g}"
+        return
+    if coef == 0:
+        yield "data.ptx", "has no effect without algorithm.ptx_coef above 0"
+    if texts.texts_per_step < spec.schedule.minibatches:
+        why = f"{texts.texts_per_step} texts cannot be dealt to {spec.schedule.minibatches} minibatches"
+        yield "data.ptx.texts_per_step", why
+    budget = spec.roles.policy.micro_batch_tokens
+    if budget < texts.max_tokens:
+        yield "data.ptx.max_tokens", f"{texts.max_tokens} is more than roles.policy.micro_batch_tokens, {budget}"
+
+
 def _evaluation(spec: Spec) -> Iterator[Finding]:
     evaluation = spec.evaluation
     if evaluation is None:
@@ -296,6 +312,7 @@ _CHECKS = (
     _weight_sync,
     _reward,
     _data,
+    _texts,
     _evaluation,
     _alarm,
     _optimizers,

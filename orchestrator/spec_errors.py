@@ -132,8 +132,7 @@ _BOUNDS = {
 
 def _message(kind: str, text: str, value: Any, context: Mapping[str, Any]) -> str:
     if kind in ("missing", "union_tag_not_found"):
-        choices = context.get("discriminator") and "jsonl, parquet, datasets or reasoning_gym"
-        return f"is required ({choices})" if choices else "is required"
+        return "is required (jsonl, say)" if context.get("discriminator") else "is required"
     if kind in _EXPECTED:
         return f"expected {_EXPECTED[kind]}, got {show(value)}"
     if kind in _BOUNDS:

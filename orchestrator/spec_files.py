@@ -94,7 +94,10 @@ def _positions(folder: Path) -> int | None:
 def _data(spec: Spec) -> Iterator[tuple[str, str]]:
     sources = {"train": spec.data.train, "eval": spec.data.eval}
     tables = {split: None if isinstance(source, ReasoningGymSource) else source for split, source in sources.items()}
-    yield from _tables(tables)
+    yield from _tables(tables | {"ptx": spec.data.ptx})
+    positions = _positions(Path(spec.model.path))
+    if spec.data.ptx is not None and positions is not None and spec.data.ptx.max_tokens > positions:
+        yield "data.ptx.max_tokens", f"{spec.data.ptx.max_tokens} is more than the model's {positions} positions"
 
 
 def _tables(sources: Mapping[str, _Table | None]) -> Iterator[tuple[str, str]]:
@@ -109,7 +112,7 @@ def _tables(sources: Mapping[str, _Table | None]) -> Iterator[tuple[str, str]]:
 
 
 def _libraries(spec: Spec) -> Iterator[tuple[str, str]]:
-    yield from _splits({"train": spec.data.train, "eval": spec.data.eval})
+    yield from _splits({"train": spec.data.train, "eval": spec.data.eval, "ptx": spec.data.ptx})
     yield from _tensorboard(spec.output.tensorboard)
 
 

@@ -12,7 +12,17 @@ from pydantic_core import PydanticCustomError
 from orchestrator.algorithms_offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig
 from orchestrator.spec_checks import Finding, trainer_problems
 from orchestrator.spec_errors import PROBLEMS
-from orchestrator.spec_sections import CheckpointConfig, PolicyRole, PromptText, ReferenceRole, RoleName, TrainerRole
+from orchestrator.spec_sections import (
+    CheckpointConfig,
+    DatasetsFolder,
+    JsonlFile,
+    ParquetFile,
+    PolicyRole,
+    PromptText,
+    ReferenceRole,
+    RoleName,
+    TrainerRole,
+)
 from orchestrator.spec_sections import Placement as RolePlacement
 from workers.config import Frozen, ModelConfig, ReferenceConfig
 from workers.config_offline import ExampleConfig, OfflineConfig
@@ -59,11 +69,9 @@ class OfflineSchedule(Frozen):
     """Longest step; then the run stops with an error."""
 
 
-class _ExampleSource(PromptText):
-    """Where examples are, and in which columns."""
+class _Examples(PromptText):
+    """The columns of a table of examples."""
 
-    path: str = Field(min_length=1)
-    """Where the data is; relative paths start at the current directory."""
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of messages with `role` and `content`."""
     response: str = "response"
@@ -80,31 +88,18 @@ class _ExampleSource(PromptText):
     """Column with a list of scores, one per answer (rrhf: `scores`); with it answers are put in order by score."""
     label: str = "label"
     """Column that says whether the response is good: true or false, 1 or 0 (kto)."""
-    limit: int = Field(default=0, ge=0)
-    """Read only this many rows; 0: all."""
 
 
-class JsonlExamples(_ExampleSource):
-    """A file with one JSON object per line."""
-
-    kind: Literal["jsonl"]
+class JsonlExamples(_Examples, JsonlFile):
     """A file with one JSON object per line."""
 
 
-class ParquetExamples(_ExampleSource):
-    """A Parquet file."""
-
-    kind: Literal["parquet"]
+class ParquetExamples(_Examples, ParquetFile):
     """A Parquet file."""
 
 
-class DatasetsExamples(_ExampleSource):
+class DatasetsExamples(_Examples, DatasetsFolder):
     """A folder written by `save_to_disk` of the `datasets` library."""
-
-    kind: Literal["datasets"]
-    """A folder written by `save_to_disk` of the `datasets` library."""
-    split: str | None = None
-    """Split to read, where the folder holds several."""
 
 
 ExampleSource = Annotated[JsonlExamples | ParquetExamples | DatasetsExamples, Field(discriminator="kind")]

@@ -141,42 +141,85 @@ class PromptText(Frozen):
     """A prompt or answer with more characters is a bad row."""
 
 
-class _TableSource(PromptText):
-    """What sources with named columns have."""
+class _Located(Frozen):
+    """Where rows are, and how many of them are read."""
 
     path: str = Field(min_length=1)
     """Where the data is; relative paths start at the current directory."""
-    prompt: str = "prompt"
-    """Column with the prompt: text, or a list of messages with `role` and `content`."""
-    answer: str | None = "answer"
-    """Column with the right answer, as the reward functions read it; null: there is none."""
-    metadata: tuple[str, ...] = ()
-    """Further columns handed to the reward functions."""
     limit: int = Field(default=0, ge=0)
     """Read only this many rows; 0: all."""
 
 
-class JsonlSource(_TableSource):
+class JsonlFile(_Located):
     """A file with one JSON object per line."""
 
     kind: Literal["jsonl"]
     """A file with one JSON object per line."""
 
 
-class ParquetSource(_TableSource):
+class ParquetFile(_Located):
     """A Parquet file."""
 
     kind: Literal["parquet"]
     """A Parquet file."""
 
 
-class DatasetsSource(_TableSource):
+class DatasetsFolder(_Located):
     """A folder written by `save_to_disk` of the `datasets` library."""
 
     kind: Literal["datasets"]
     """A folder written by `save_to_disk` of the `datasets` library."""
     split: str | None = None
     """Split to read, where the folder holds several."""
+
+
+class _Prompts(PromptText):
+    """The columns of a table of prompts."""
+
+    prompt: str = "prompt"
+    """Column with the prompt: text, or a list of messages with `role` and `content`."""
+    answer: str | None = "answer"
+    """Column with the right answer, as the reward functions read it; null: there is none."""
+    metadata: tuple[str, ...] = ()
+    """Further columns handed to the reward functions."""
+
+
+class JsonlSource(_Prompts, JsonlFile):
+    """A file with one JSON object per line."""
+
+
+class ParquetSource(_Prompts, ParquetFile):
+    """A Parquet file."""
+
+
+class DatasetsSource(_Prompts, DatasetsFolder):
+    """A folder written by `save_to_disk` of the `datasets` library."""
+
+
+class _Texts(Frozen):
+    """The column of a table of texts, and how much of them a step learns."""
+
+    text: str = "text"
+    """Column with the text."""
+    max_tokens: int = Field(default=512, ge=2)
+    """A longer text is cut into pieces of this many tokens."""
+    texts_per_step: int = Field(default=16, ge=1)
+    """Pieces of text learnt in each step."""
+
+
+class JsonlTexts(_Texts, JsonlFile):
+    """A file with one JSON object per line."""
+
+
+class ParquetTexts(_Texts, ParquetFile):
+    """A Parquet file."""
+
+
+class DatasetsTexts(_Texts, DatasetsFolder):
+    """A folder written by `save_to_disk` of the `datasets` library."""
+
+
+TextSource = Annotated[JsonlTexts | ParquetTexts | DatasetsTexts, Field(discriminator="kind")]
 
 
 class RecipeConfig(Frozen):
@@ -215,6 +258,8 @@ class DataConfig(Frozen):
     """Prompts to evaluate on."""
     held_out: bool = True
     """Leave out of `eval` every prompt that also stands in `train`."""
+    ptx: TextSource | None = None
+    """Plain texts the policy goes on to learn in every update (`algorithm.ptx_coef`)."""
 
 
 class EvaluationConfig(Frozen):

@@ -185,6 +185,8 @@ class FakePolicy:
     kl_old: tuple[float, ...] = ()
     """KL(old || new) that the first updates find; 0 after them."""
     kl_old_coefs: list[float] = field(default_factory=list)
+    learnt_texts: list[FakeTable | None] = field(default_factory=list)
+    held: list[tuple[RankPlan, int]] = field(default_factory=list)
 
     async def prepare(self, request: PrepareRequest, *tables: FakeTable) -> tuple[TrainSummary, FakeTable]:
         """Every row has signal but the first."""
@@ -197,8 +199,19 @@ class FakePolicy:
         """Names the groups of the wave."""
         return 0, FakeTable("old_logprobs", tuple(uid for table in tables for uid in table.uids))
 
-    async def update(self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0) -> UpdateMetrics:
+    async def hold_distributions(self, plan: RankPlan, batch: FakeTable, stride: int) -> None:
+        """Keep what was asked for."""
+        self.held.append((plan, stride))
+
+    async def divergence(self) -> tuple[float, int]:
+        """A quarter nat at each of ten states."""
+        return 2.5, 10
+
+    async def update(
+        self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0, texts: FakeTable | None = None
+    ) -> UpdateMetrics:
         """Count."""
+        self.learnt_texts.append(texts)
         await asyncio.sleep(self.update_s)
         found = dict(enumerate(self.kl_old)).get(len(self.updates), 0.0)
         self.updates.append(plan)

@@ -113,7 +113,7 @@ CPU_CASES = [
     case("no_steps", "21: schedule.steps: is required", ("  steps: 4\n", "")),
     case(
         "no_kind",
-        "27: data.train.kind: is required (jsonl, parquet, datasets or reasoning_gym)",
+        "27: data.train.kind: is required (jsonl, say)",
         ("    kind: jsonl\n    path: train.jsonl", "    path: train.jsonl"),
     ),
     case("top_typo", "24: samplng: unknown field (did you mean 'sampling'?)", ("sampling:", "samplng:")),
@@ -149,16 +149,16 @@ CPU_CASES = [
     case(
         "source_typo",
         (
-            "30: data.train.colum: unknown field (fields of data.train: system, template, max_chars, path, "
-            "prompt, answer, metadata, limit, kind)"
+            "30: data.train.colum: unknown field (fields of data.train: path, limit, kind, system, "
+            "template, max_chars, prompt, answer, metadata)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    colum: x"),
     ),
     case(
         "wrong_kind_field",
         (
-            "30: data.train.recipes: unknown field (fields of data.train: system, template, max_chars, "
-            "path, prompt, answer, metadata, limit, kind)"
+            "30: data.train.recipes: unknown field (fields of data.train: path, limit, kind, system, "
+            "template, max_chars, prompt, answer, metadata)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    recipes: []"),
     ),
@@ -385,6 +385,39 @@ CPU_CASES = [
         "alarm_without_reference",
         "18: failures.alarm.kl: needs the role reference, which the divergence is measured from",
         ("algorithm:", "failures: {alarm: {kl: 0.1}}\nalgorithm:"),
+    ),
+    case(
+        "ptx_without_texts",
+        "27: data.ptx: is required: algorithm.ptx_coef is 0.5",
+        ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),
+    ),
+    case(
+        "texts_without_ptx",
+        "30: data.ptx: has no effect without algorithm.ptx_coef above 0",
+        ("  eval:", "  ptx: {kind: jsonl, path: texts.jsonl}\n  eval:"),
+    ),
+    case(
+        "texts_longer_than_the_budget",
+        "31: data.ptx.max_tokens: 4096 is more than roles.policy.micro_batch_tokens, 2048",
+        ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),
+        ("  eval:", "  ptx: {kind: jsonl, path: texts.jsonl, max_tokens: 4096}\n  eval:"),
+    ),
+    case(
+        "fewer_texts_than_minibatches",
+        "32: data.ptx.texts_per_step: 2 texts cannot be dealt to 4 minibatches",
+        ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),
+        ("prompts_per_step: 8", "prompts_per_step: 8\n  minibatches: 4"),
+        ("  eval:", "  ptx: {kind: jsonl, path: texts.jsonl, texts_per_step: 2}\n  eval:"),
+    ),
+    case(
+        "texts_of_no_kind",
+        "30: data.ptx.kind: is required (jsonl, say)",
+        ("  eval:", "  ptx: {path: texts.jsonl}\n  eval:"),
+    ),
+    case(
+        "ptx_negative",
+        "21: algorithm.ptx_coef: must be at least 0, got -1",
+        ("group_size: 4", "group_size: 4\n  ptx_coef: -1"),
     ),
     case(
         "ppo_no_critic",

@@ -7,7 +7,15 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.batching import cut_micro_batches, minibatches, plan_ranks, plan_update, split_balanced
+from orchestrator.batching import (
+    cut_micro_batches,
+    minibatches,
+    pick_states,
+    plan_ranks,
+    plan_texts,
+    plan_update,
+    split_balanced,
+)
 from workers.messages import TrainRow
 
 lengths_lists = st.lists(st.integers(1, 200), min_size=1, max_size=60)
@@ -63,3 +71,25 @@ def test_minibatches_partition_the_rows_and_depend_on_the_seed_alone(rows: int, 
     assert cut == minibatches(rows, parts, (seed, 1, 0))
     sizes = [len(part) for part in cut]
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(lengths_lists, st.integers(1, 4), st.data())
+def test_texts_count_every_token_that_is_predicted(tokens: list[int], ranks: int, data: st.DataObject) -> None:
+    """A piece may be picked twice in a step; nothing predicts a piece's first token."""
+    rows = data.draw(st.lists(st.integers(0, len(tokens) - 1), min_size=1, max_size=20))
+    plans = plan_texts(tokens, rows, ranks, 300)
+    assert sorted(r for plan in plans for mb in plan.micro_batches for r in mb) == sorted(rows)
+    assert {plan.total_loss_tokens for plan in plans} == {sum(tokens[row] - 1 for row in rows)}
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 400), st.integers(0, 9))
+def test_states_are_as_many_as_wanted_where_there_are(loss_tokens: list[int], wanted: int, seed: int) -> None:
+    """Thinned by the stride they are at least as many as wanted, and fewer than twice that and one row more."""
+    rows = [TrainRow(10 + count, count, True) for count in loss_tokens]
+    picked, stride = pick_states(rows, wanted, (seed, 1))
+    assert (picked, stride) == pick_states(rows, wanted, (seed, 1))
+    found = sum(loss_tokens[row] for row in picked)
+    assert len(set(picked)) == len(picked) and (found >= min(wanted, sum(loss_tokens)))
+    assert wanted <= found // stride < 2 * wanted or found <= wanted
+    if not wanted:
+        assert picked == []

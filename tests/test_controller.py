@@ -24,6 +24,7 @@ from orchestrator.rollout_source import RolloutCast, RolloutPlan, RolloutSource
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.spec_sections import AlarmConfig
+from orchestrator.texts import Pieces, TextOrder
 from orchestrator.weight_sync import FileSync
 from tests.fakes import PLAN, FakeEngine, FakeHandle, FakePolicy, FakeReward, FakeTable, fake_pool, gang
 from workers.messages import GroupRequest, GroupSummary
@@ -60,6 +61,8 @@ class Theatre:
         self.rollouts = replace(ROLLOUTS, max_staleness=staleness)
         self.out = out
         self.resume = resume
+        self.texts: tuple[int, ...] = ()
+        self.texts_per_step = 6
 
     def build(self) -> Controller:
         """Made inside the running loop."""
@@ -76,6 +79,11 @@ class Theatre:
         scorer = Scorer(rewards, [TokenScorer(policy, "compute_logprobs", 1.0)])
         self.stop = asyncio.Event()
         console = Console(io.StringIO())
+        texts = None
+        if self.texts:
+            texts = TextOrder(Pieces(FakeTable("texts", ()), self.texts, "digest"), self.texts_per_step, 3)
+            if found:
+                texts.restore(found.state["source"]["texts"])
         scheduler = RolloutScheduler(schedule, pool, scorer, ledger, prompts.next, None, done)
         makers = RolloutCast(
             policy,
@@ -84,6 +92,7 @@ class Theatre:
             rewards,
             prompts,  # pyright: ignore[reportArgumentType]  (counts instead of reading data)
             ledger,
+            texts,
         )
         cast = Cast(
             policy=policy,
@@ -168,6 +177,52 @@ def test_the_kl_penalty_follows_the_divergence_of_a_steps_last_update(tmp_path: 
     assert theatre.controller.memory.kl_old_coef == 0.5
     state = json.loads((tmp_path / "checkpoints" / "step-000003" / "state.json").read_text())
     assert state["memory"]["kl_old_coef"] == 0.5
+
+
+def test_the_exact_divergence_is_measured_around_a_steps_updates(tmp_path: Path) -> None:
+    theatre = Theatre(tmp_path, replace(PLAN, kl_states=12, minibatches=2), policies=2)
+    theatre.run()
+    assert [line["policy/kl_exact"] for line in theatre.lines()] == [0.25] * 4
+    for policy in theatre.policies:
+        assert len(policy.held) == 4  # once a step, however many updates
+    first = [policy.held[0][0] for policy in theatre.policies]
+    assert sum(len(part) for plan in first for part in plan.micro_batches) == 3  # of five loss tokens each
+
+
+def test_texts_are_dealt_to_the_minibatches_and_go_on_after_a_resumption(tmp_path: Path) -> None:
+    plan = replace(PLAN, minibatches=2)
+    theatre = Theatre(tmp_path, plan, policies=2)
+    theatre.texts = (9,) * 7
+    theatre.run()
+    rows: list[int] = []
+    for one, other in zip(*(policy.updates for policy in theatre.policies), strict=True):
+        assert one.texts is not None and other.texts is not None
+        assert one.texts.total_loss_tokens == other.texts.total_loss_tokens == 8 * 3
+        rows += [row for part in (*one.texts.micro_batches, *other.texts.micro_batches) for row in part]
+    assert len(rows) == 4 * 6  # four steps of six pieces
+    assert {rows.count(piece) for piece in range(7)} <= {3, 4}
+    assert all(texts == FakeTable("texts", ()) for texts in theatre.policies[0].learnt_texts)
+    again = Theatre(tmp_path, replace(plan, steps=6), policies=2, resume=True)
+    again.texts = theatre.texts
+    again.run()
+    later = [
+        row
+        for policy in again.policies
+        for update in policy.updates
+        if update.texts is not None
+        for part in update.texts.micro_batches
+        for row in part
+    ]
+    assert sorted(rows + later) == sorted([*range(7)] * 5 + [row for row in range(7) if (rows + later).count(row) == 6])
+
+
+def test_texts_are_learnt_where_no_row_has_anything_to_teach(tmp_path: Path) -> None:
+    theatre = Theatre(tmp_path, replace(PLAN, minibatches=20))
+    theatre.texts = (9,) * 40
+    theatre.texts_per_step = 20
+    theatre.run()
+    assert len(theatre.policies[0].updates) == 4 * 20
+    assert not any("policy/empty_updates" in line for line in theatre.lines())
 
 
 def test_an_alarm_is_a_metric_and_can_stop_the_run(tmp_path: Path) -> None:

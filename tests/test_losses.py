@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from workers.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
 from workers.losses import (
     PolicyTokens,
+    exact_kl,
     importance_weights,
     kl_penalty,
     policy_loss,
@@ -291,6 +292,24 @@ def test_kl_gradients_in_expectation(estimator: str) -> None:
         assert expectation.item() == pytest.approx(reverse.item())
     exact = forward if estimator == "k3" else reverse
     torch.testing.assert_close(gradient(expectation, logits), gradient(exact, logits))
+
+
+def test_exact_kl_by_hand() -> None:
+    """ln 2 for a sure token against a fair coin; what both forbid adds nothing."""
+    old = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.25, 0.75, 0.0]]).log()
+    new = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]).log()
+    skewed = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    assert exact_kl(old, new).tolist() == pytest.approx([math.log(2), 0.0, skewed])
+
+
+def test_exact_kl_is_torchs_and_the_sampled_estimate_is_its_mean() -> None:
+    generator = torch.Generator().manual_seed(2)
+    old, new = (torch.randn(5, 9, generator=generator).log_softmax(-1) for _ in range(2))
+    found = exact_kl(old, new)
+    expected = torch.nn.functional.kl_div(new, old, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(found, expected)
+    # k3 of (old, new), averaged over the old policy's tokens, is the same number.
+    torch.testing.assert_close((old.exp() * kl_penalty(old, new, "k3")).sum(-1), found)
 
 
 def test_unknown_estimator_is_refused() -> None:

@@ -104,6 +104,28 @@ def test_logprobs_of_a_padded_batch(family: str, tmp_path: Path) -> None:
         assert not entropies.requires_grad
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_distributions_are_the_models_own(family: str, tmp_path: Path) -> None:
+    model = load_causal(save_model(FAMILIES[family], tmp_path))
+    batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))
+    module = CausalLogprobs(model, temperature=0.7, chunks=3)
+    found = module.distributions(batch.input_ids, batch.attention_mask, batch.positions)
+    assert found.shape == (len(batch.targets), 50) and not found.requires_grad
+    torch.testing.assert_close(found.exp().sum(-1), torch.ones(len(found)))
+    logprobs, entropies = one_by_one(model.eval(), 0.7)
+    torch.testing.assert_close(found.gather(-1, batch.targets[:, None])[:, 0], logprobs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(-(found.exp() * found).sum(-1), entropies, rtol=1e-4, atol=1e-5)
+
+
+def test_another_temperature_for_one_pass(llama: ModelConfig) -> None:
+    model = load_causal(llama)
+    batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))
+    module = CausalLogprobs(model, temperature=0.7, chunks=3)
+    inputs = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+    logprobs, _ = module(*inputs, temperature=1.0)
+    torch.testing.assert_close(logprobs, one_by_one(model.eval(), 1.0)[0], rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_do_not_depend_on_chunks(llama: ModelConfig) -> None:
     batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))
     model = load_causal(llama)
@@ -133,6 +155,8 @@ def test_a_head_of_its_own_kind_falls_back_to_full_logits(tmp_path: Path) -> Non
     logprobs, _ = module(ids, torch.ones_like(ids), torch.tensor([1, 2]), torch.tensor([7, 8]))
     expected = model(ids).logits.log_softmax(-1)
     torch.testing.assert_close(logprobs, torch.stack([expected[0, 1, 7], expected[0, 2, 8]]), rtol=1e-4, atol=1e-5)
+    whole = module.distributions(ids, torch.ones_like(ids), torch.tensor([1, 2]))
+    torch.testing.assert_close(whole, expected[0, 1:3], rtol=1e-4, atol=1e-5)
 
 
 def test_head_chunks_follow_from_the_configuration() -> None:

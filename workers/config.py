@@ -281,6 +281,8 @@ class PolicyConfig(Frozen):
     seed: int
     device: Literal["cpu", "cuda"]
     transfer_backend: TransferBackend = "shm"
+    ptx_coef: float = 0.0
+    """Weight of the texts' negative log-likelihood (PPO-ptx)."""
 
 
 class CriticConfig(Frozen):

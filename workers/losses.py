@@ -94,6 +94,16 @@ def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: st
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
+def exact_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """[T]: KL(old || new) = sum_v old(v) (log old(v) - log new(v)), in nats, of log-probs [T, vocabulary].
+
+    What both forbid (log-prob -inf) adds nothing. The mean over states that the old policy visits is what TRPO bounds
+    (arXiv 1502.05477, eq. 12).
+    """
+    terms = old.exp() * (old - new)
+    return terms.masked_fill(old == -torch.inf, 0.0).sum(-1)
+
+
 def importance_weights(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, sequence: torch.Tensor, config: ImportanceConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:

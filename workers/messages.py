@@ -103,6 +103,18 @@ TRAIN = pa.schema(
 """One step's batch, as the trainers read it."""
 
 
+TEXTS = pa.schema(
+    [
+        *IDENTITY,
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # the first token, which nothing predicts
+        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
+    ],
+    metadata=_META,
+)
+"""Texts in pieces: `prompt_uid` is the text's origin, `sample_index` numbers its pieces."""
+
+
 class WorkerGone(RuntimeError):
     """Raised by a worker that answers but can never work again: only a fresh one helps."""
 
@@ -206,6 +218,16 @@ class RankPlan:
     total_loss_tokens: int
     """Over all ranks, the rows without signal included: the loss does not depend on the split."""
     total_sequences: int
+    texts: RankPlan | None = None
+    """Policy: pieces of text that are learnt in the same update (PPO-ptx), as rows of the TEXTS table."""
+
+
+@dataclass(frozen=True)
+class TextSummary:
+    """What the controller knows of a TEXTS table."""
+
+    tokens: tuple[int, ...]
+    """Tokens of every piece."""
 
 
 @dataclass(frozen=True)

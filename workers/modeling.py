@@ -126,25 +126,29 @@ class CausalLogprobs(nn.Module):
         positions: torch.Tensor,
         targets: torch.Tensor,
         position_ids: torch.Tensor | None = None,
+        temperature: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies), float32 [T]; the arguments are those fields of a `TokenBatch`.
 
         With `position_ids` and no mask, sequences stand end to end in one row, and each starts where they restart at 0.
+        `temperature`: another one than the module's.
         """
+        temperature = temperature or self.temperature
         if not self.split_head:
-            arguments = _inputs(input_ids, attention_mask, position_ids)
-            logits = self.model(**arguments).logits
-            return self._measure(logits.flatten(0, 1)[positions], targets)
+            logits = self._full_logits(input_ids, attention_mask, positions, position_ids)
+            return self._measure(logits, targets, temperature)
         hidden = self.hidden(input_ids, attention_mask, position_ids)
-        return self.of_hidden(hidden.flatten(0, 1)[positions], targets)
+        return self.of_hidden(hidden.flatten(0, 1)[positions], targets, temperature)
 
-    def of_hidden(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_hidden(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies), float32 [T], of the backbone's states [T, hidden size] that predict `targets`."""
         parts = zip(hidden.tensor_split(self.chunks), targets.tensor_split(self.chunks), strict=True)
         if self.recompute and torch.is_grad_enabled():
-            results = [checkpoint(self._head, *part, use_reentrant=False) for part in parts]
+            results = [checkpoint(self._head, *part, temperature, use_reentrant=False) for part in parts]
         else:
-            results = [self._head(*part) for part in parts]
+            results = [self._head(*part, temperature) for part in parts]
         return torch.cat([logprobs for logprobs, _ in results]), torch.cat([entropies for _, entropies in results])
 
     def hidden(
@@ -165,13 +169,37 @@ class CausalLogprobs(nn.Module):
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
-    def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._measure(self.logits(hidden), targets)
+    def distributions(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Log-probs of the whole vocabulary, float32 [T, vocabulary], at the module's temperature, without gradient."""
+        with torch.no_grad():
+            if self.split_head:
+                logits = self.logits(self.hidden(input_ids, attention_mask).flatten(0, 1)[positions])
+            else:
+                logits = self._full_logits(input_ids, attention_mask, positions, None)
+            return torch.log_softmax(logits.float() / self.temperature, -1)
 
-    def _measure(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _full_logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        position_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.model(**_inputs(input_ids, attention_mask, position_ids)).logits.flatten(0, 1)[positions]
+
+    def _head(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._measure(self.logits(hidden), targets, temperature)
+
+    def _measure(
+        self, logits: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.float()
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
+        if temperature != 1.0:
+            logits = logits / temperature
         total = logits.logsumexp(-1)
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
         with torch.set_grad_enabled(self.entropy_grad and torch.is_grad_enabled()):
@@ -257,7 +285,7 @@ class RewardScores(nn.Module):
         scores = self.model.get_submodule("score")(hidden[torch.arange(len(last), device=last.device), last])[:, 0]
         if self.language is None:
             return scores, None
-        return scores, self.language.of_hidden(hidden.flatten(0, 1)[positions], targets)[0]
+        return scores, self.language.of_hidden(hidden.flatten(0, 1)[positions], targets, self.language.temperature)[0]
 
 
 def share_backbone(model: PreTrainedModel, config: ModelConfig, chunks: int) -> CausalLogprobs:

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
+from transformers import AutoTokenizer
 
 from workers.config import PolicyConfig, Rendezvous
 from workers.deepspeed_engine import TrainEngine
-from workers.losses import LossOutput, PolicyTokens, policy_loss, token_weights
-from workers.messages import PrepareRequest, RankPlan, TrainSummary, UpdateMetrics, WeightUpdate, WorkerHealth
+from workers.losses import LossOutput, PolicyTokens, exact_kl, policy_loss, token_weights
+from workers.messages import (
+    PrepareRequest,
+    RankPlan,
+    TextSummary,
+    TrainSummary,
+    UpdateMetrics,
+    WeightUpdate,
+    WorkerHealth,
+)
 from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
 from workers.prepare import prepare
 from workers.rank import TrainingRank, free_port, own_address, update_metrics
 from workers.tensors import TokenBatch, TokenTable
+from workers.texts import cut_texts, text_batches
 from workers.weight_file import WeightPublisher, read_payload, shared_directory
+
+Forward = Callable[..., Any]
 
 
 class Sender(Protocol):
@@ -72,6 +85,7 @@ class PolicyWorker(TrainingRank):
         self._publisher: WeightPublisher | None = None
         self._sender: Sender | None = None
         self._link: EngineLink | None = None
+        self._held: list[tuple[TokenBatch, torch.Tensor]] = []
 
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
         """Join the group and load the models. Raises OSError for a missing model."""
@@ -106,20 +120,59 @@ class PolicyWorker(TrainingRank):
         """See `workers.prepare.prepare`; not collective, one rank does it for all."""
         return prepare(self._config.advantage, request, tables)
 
-    def update(self, plan: RankPlan, batch: pa.Table, kl_old_coef: float = 0.0) -> UpdateMetrics:
+    def cut_texts(self, texts: pa.Table, max_tokens: int) -> tuple[TextSummary, pa.Table]:
+        """See `workers.texts.cut_texts`; not collective, one rank does it for all."""
+        model = self._config.model
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        return cut_texts(tokenizer, texts, max_tokens)
+
+    def update(
+        self, plan: RankPlan, batch: pa.Table, kl_old_coef: float = 0.0, texts: pa.Table | None = None
+    ) -> UpdateMetrics:
         """One optimizer step on the plan's rows of a TRAIN table. Collective.
 
         `kl_old_coef`: weight of KL(old || new) in this update (PPO with a KL penalty).
+        `texts`: TEXTS table that `plan.texts` counts in; their likelihood is learnt in the same step (PPO-ptx).
         """
         table = TokenTable(batch)
         outputs: list[LossOutput] = []
+        text_losses: list[torch.Tensor] = []
 
-        def loss_fn(forward: Callable[..., Any], micro_batch: TokenBatch) -> torch.Tensor:
-            outputs.append(self._loss(forward, micro_batch.to(self.engine.device), table, plan, kl_old_coef))
+        def of_rollouts(forward: Forward, micro_batch: TokenBatch) -> torch.Tensor:
+            outputs.append(self._loss(forward, micro_batch, table, plan, kl_old_coef))
             return outputs[-1].loss
 
-        step = self.engine.update(list(table.batches(plan.micro_batches)), loss_fn)
-        return update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
+        def of_texts(forward: Forward, micro_batch: TokenBatch) -> torch.Tensor:
+            loss = self._text_loss(forward, micro_batch, plan.texts.total_loss_tokens if plan.texts is not None else 0)
+            text_losses.append(loss.detach())
+            return self._config.ptx_coef * loss
+
+        # Without a row that has anything to teach, the texts still have.
+        work = [(of_rollouts, part) for part in table.batches(plan.micro_batches or ((),))]
+        if texts is not None and plan.texts is not None:
+            work += [(of_texts, part) for part in text_batches(texts, plan.texts)]
+        step = self.engine.update(work, lambda forward, part: part[0](forward, part[1].to(self.engine.device)))
+        metrics = update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
+        return _with_texts(metrics, text_losses, self._config.ptx_coef) if text_losses else metrics
+
+    def hold_distributions(self, plan: RankPlan, batch: pa.Table, stride: int) -> None:
+        """Remember what the policy as it stands makes of the plan's rows: every `stride`-th state of each micro-batch.
+
+        Collective. Memory: states times vocabulary times 4 bytes.
+        """
+        batches = [
+            _every(stride, part).to(self.engine.device) for part in TokenTable(batch).batches(plan.micro_batches)
+        ]
+        self._held = [(part, self._distributions(part)) for part in batches]
+
+    def divergence(self) -> tuple[float, int]:
+        """(sum over the states held, their number) of KL(then || now) in nats, exact over the vocabulary. Collective.
+
+        What was held is let go.
+        """
+        held, self._held = self._held, []
+        total = sum(float(exact_kl(old, self._distributions(part)).double().sum()) for part, old in held)
+        return total, sum(len(part.positions) for part, _ in held)
 
     def publish_weights(self, version: int) -> WeightUpdate | None:
         """Write the weights to shared memory as `version`. Collective; only rank 0 has a result."""
@@ -161,6 +214,7 @@ class PolicyWorker(TrainingRank):
             self._sender.shutdown()
             self._sender = None
         self._reference = None
+        self._held = []
         super().release()
 
     def _weight_publisher(self) -> WeightPublisher:
@@ -175,9 +229,23 @@ class PolicyWorker(TrainingRank):
         chunks = head_chunks(model.config.get_text_config().vocab_size, self._config.trainer.micro_batch_tokens)
         return CausalLogprobs(model, self._config.sampling.temperature, chunks, entropy_grad)
 
+    def _distributions(self, batch: TokenBatch) -> torch.Tensor:
+        module = cast(CausalLogprobs, self.engine.module)
+        training = module.training
+        module.eval()
+        found = module.distributions(batch.input_ids, batch.attention_mask, batch.positions)
+        module.train(training)
+        return found
+
+    @staticmethod
+    def _text_loss(forward: Forward, batch: TokenBatch, total_tokens: int) -> torch.Tensor:
+        """This micro-batch's share of the texts' mean negative log-likelihood per token, at temperature 1."""
+        logprobs, _ = forward(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, temperature=1.0)
+        return -logprobs.sum() / max(total_tokens, 1)
+
     def _loss(
         self,
-        forward: Callable[..., Any],
+        forward: Forward,
         micro_batch: TokenBatch,
         table: TokenTable,
         plan: RankPlan,
@@ -209,3 +277,15 @@ class PolicyWorker(TrainingRank):
             ref_logprobs=table.floats("ref_logprobs", micro_batch),
         )
         return policy_loss(tokens, self._config.loss, kl_old_coef)
+
+
+def _with_texts(metrics: UpdateMetrics, losses: Sequence[torch.Tensor], coef: float) -> UpdateMetrics:
+    """`ptx_loss`, and `loss` with it."""
+    texts = sum(float(loss) for loss in losses)
+    return replace(metrics, sums=metrics.sums | {"ptx_loss": texts, "loss": metrics.sums["loss"] + coef * texts})
+
+
+def _every(stride: int, batch: TokenBatch) -> TokenBatch:
+    """The batch with every `stride`-th of its states that the policy sampled a token in."""
+    chosen = batch.loss_mask.nonzero().flatten()[::stride]
+    return replace(batch, positions=batch.positions[chosen])

@@ -27,8 +27,7 @@ from orchestrator.controller import RunOutcome
 from orchestrator.engine_pool import Engine
 from orchestrator.handles import Gang
 from orchestrator.placement import Placement, Seat
-from orchestrator.prompts import load_pools
-from orchestrator.run import Company
+from orchestrator.run import Company, load_data
 from orchestrator.spec import Spec, load_spec
 from tests.conftest import ROOT
 from workers.config import CriticConfig, PolicyConfig, Rendezvous
@@ -85,9 +84,9 @@ class Troupe:
         out.mkdir()
         store = CheckpointStore(out / "checkpoints", keep=1)
         store.prepare()
-        pools = load_pools(spec.data, spec.failures.on_bad_row)
         console = Console(io.StringIO())
-        company = Company(spec, out, Scene(self.cluster, self.casting, stage, console, asyncio.Event()), *pools)
+        scene = Scene(self.cluster, self.casting, stage, console, asyncio.Event())
+        company = Company(spec, out, scene, load_data(spec))
         try:
             controller = await company.controller(store, None)
             assert controller.cast.sync is not None
@@ -155,6 +154,8 @@ async def test_the_shipped_spec_of_every_row_trains(
         # Every row finds something to teach in every step, and its gradient is a number.
         assert line["policy/grad_norm"] > 0 and line["policy/skipped_updates"] == 0
         assert line["policy/rollout_logprob_gap_max"] < 1e-3  # sampler and trainer hold the same policy
+        assert line["policy/kl_exact"] > 0
+        assert ("policy/ptx_loss" in line) == (spec.algorithm.ptx_coef > 0)
     if spec.roles.critic is not None:
         assert all(line["critic/grad_norm"] > 0 for line in lines)
     rows = pq.read_table(tmp_path / name / "trajectories").num_rows

@@ -12,6 +12,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from workers.config import (
 from workers.critic import CriticWorker
 from workers.deepspeed_engine import learning_rate
 from workers.losses import PolicyTokens, policy_loss, token_weights
-from workers.messages import RankPlan, UpdateMetrics
+from workers.messages import TEXTS, RankPlan, UpdateMetrics
 from workers.modeling import CHUNK_LOGITS, CausalLogprobs, load_causal, score
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceConfig, ReferenceWorker
@@ -54,6 +55,11 @@ MANY_BATCHES = [[(3, 0), (), (5,), (1, 2, 4)]]
 TWO_RANKS = [[(0, 1), (4, 5), (2,)], [(), (3,), ()]]
 LOSS_TOKENS, SEQUENCES = 21, 7
 EMA_DECAY = 0.75
+PIECES = ([11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34])
+TEXT_TOKENS = 8
+TEXT_LAYOUT = {1: [((0,), (), (2, 1))], 2: [((0, 1), ()), ((), (2,))]}
+"""Micro-batches of pieces by world size and rank."""
+PTX_COEF = 0.5
 UPDATES = 3
 
 
@@ -88,7 +94,24 @@ def poisoned() -> pa.Table:
 
 
 def plans(layout: list[list[tuple[int, ...]]], rank: int) -> RankPlan:
-    return RankPlan(tuple(layout[rank]), total_loss_tokens=LOSS_TOKENS, total_sequences=SEQUENCES)
+    pieces = RankPlan(TEXT_LAYOUT[len(layout)][rank], total_loss_tokens=TEXT_TOKENS, total_sequences=len(PIECES))
+    return RankPlan(tuple(layout[rank]), total_loss_tokens=LOSS_TOKENS, total_sequences=SEQUENCES, texts=pieces)
+
+
+def texts() -> pa.Table:
+    """Three pieces of text."""
+    rows = [
+        {
+            "prompt_uid": f"t{number}",
+            "sample_index": 0,
+            "attempt": 0,
+            "prompt_ids": piece[:1],
+            "response_ids": piece[1:],
+            "loss_mask": [True] * (len(piece) - 1),
+        }
+        for number, piece in enumerate(PIECES)
+    ]
+    return pa.Table.from_pylist(rows, schema=TEXTS)
 
 
 def trainer(stage: int) -> TrainerConfig:
@@ -120,6 +143,7 @@ def policy_config(model: str, stage: int, dtype: str) -> PolicyConfig:
         total_updates=20,
         seed=1,
         device="cpu",
+        ptx_coef=PTX_COEF,
     )
 
 
@@ -160,15 +184,18 @@ class Scenario:
         rows, scores = worker.compute_logprobs(plan, table.slice(0, 2), table.slice(2, 4))
         self.note(f"logprobs-{name}", by_uid(scores, "old_logprobs"))
         self.note(f"rows-{name}", rows)
-        metrics = [worker.update(plan, table)]
+        metrics = [worker.update(plan, table, 0.0, texts())]
         worker.save(checkpoint)
         before = weights_of(worker)
-        skipped = worker.update(plan, poisoned())
+        skipped = worker.update(plan, poisoned(), 0.0, texts())
         self.note(
             f"skip-{name}", [skipped.skipped, equal(before, weights_of(worker)), str(skipped.values["grad_norm"])]
         )
         drawn = torch.rand(3)
-        metrics += [worker.update(plan, table) for _ in range(UPDATES - 1)]
+        metrics += [worker.update(plan, table, 0.0, texts()) for _ in range(UPDATES - 2)]
+        worker.hold_distributions(plan, table, 1)
+        metrics.append(worker.update(plan, table, 0.0, texts()))
+        self.note(f"divergence-{name}", worker.divergence())
         end = weights_of(worker)
         self.keep(f"end-{name}", end)
         self.note(f"metrics-{name}", [self.flat(item) for item in metrics])
@@ -188,9 +215,9 @@ class Scenario:
         resumed.load(checkpoint)
         same_random = torch.equal(torch.rand(3), drawn)
         # The skipped update took its place in the learning-rate schedule.
-        resumed.update(plan, poisoned())
+        resumed.update(plan, poisoned(), 0.0, texts())
         for _ in range(UPDATES - 1):
-            resumed.update(plan, table)
+            resumed.update(plan, table, 0.0, texts())
         self.note(f"resume-{name}", [same_random, equal(end, weights_of(resumed))])
         resumed.export_average(str(self.out / f"average-resumed-{name}"))
 
@@ -201,10 +228,10 @@ class Scenario:
         """On one rank, all rows in one micro-batch."""
         worker = PolicyWorker(policy_config(self.model, stage, "float32"), "whole")
         worker.build()
-        worker.update(plans(ONE_BATCH, 0), batch())
-        worker.update(plans(ONE_BATCH, 0), poisoned())
+        worker.update(plans(ONE_BATCH, 0), batch(), 0.0, texts())
+        worker.update(plans(ONE_BATCH, 0), poisoned(), 0.0, texts())
         for _ in range(UPDATES - 1):
-            worker.update(plans(ONE_BATCH, 0), batch())
+            worker.update(plans(ONE_BATCH, 0), batch(), 0.0, texts())
         self.keep(f"whole-{stage}", weights_of(worker))
 
     def critic(self, stage: int) -> None:
@@ -322,8 +349,41 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
-def plain_torch(model_path: str) -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
-    """The same updates written out with torch alone: weights, gradient norms, and the weights' moving average."""
+@dataclass(frozen=True)
+class Plain:
+    """What plain torch comes to."""
+
+    weights: dict[str, torch.Tensor]
+    norms: list[float]
+    average: dict[str, torch.Tensor]
+    text_losses: list[float]
+    divergence: float
+    """KL(before the last update || after it), per token."""
+
+
+def text_loss(model: Any) -> torch.Tensor:
+    """Mean negative log-likelihood of the texts' tokens, text by text, on full logits."""
+    losses = []
+    for piece in PIECES:
+        logits = model(input_ids=torch.tensor([piece])).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits.float(), torch.tensor(piece[1:]), reduction="sum"))
+    return torch.stack(losses).sum() / TEXT_TOKENS
+
+
+@torch.no_grad()
+def distributions(model: Any, temperature: float) -> list[torch.Tensor]:
+    """Of every response token of the batch, row by row, on full logits."""
+    found = []
+    for row in batch().to_pylist():
+        prompt, response = row["prompt_ids"], row["response_ids"]
+        logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        own = torch.tensor(row["loss_mask"], dtype=torch.bool)
+        found.append(torch.log_softmax(logits.double() / temperature, -1)[own])
+    return found
+
+
+def plain_torch(model_path: str) -> Plain:
+    """The same updates written out with torch alone."""
     config = policy_config(model_path, 0, "float32")
     model = load_causal(config.model)
     module = CausalLogprobs(model, config.sampling.temperature, entropy_grad=True)
@@ -336,9 +396,13 @@ def plain_torch(model_path: str) -> tuple[dict[str, torch.Tensor], list[float], 
     )
     table = TokenTable(batch())
     tokens = table.batch(range(6))
-    norms = []
+    norms, text_losses = [], []
+    before: list[torch.Tensor] = []
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for update in (0, 2, 3):
+        before = distributions(model, config.sampling.temperature)
+        of_texts = text_loss(model)
+        text_losses.append(of_texts.item())
         logprobs, entropy = module(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)
         loss = policy_loss(
             PolicyTokens(
@@ -354,18 +418,44 @@ def plain_torch(model_path: str) -> tuple[dict[str, torch.Tensor], list[float], 
             config.loss,
         ).loss
         optimizer.zero_grad()
-        loss.backward()
+        (loss + PTX_COEF * of_texts).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.max_grad_norm)))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config.trainer, update, config.total_updates)
         optimizer.step()
         for name, parameter in model.named_parameters():
             average[name] = EMA_DECAY * average[name] + (1 - EMA_DECAY) * parameter.detach()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms, average
+    after = distributions(model, config.sampling.temperature)
+    states = [(old.exp() * (old - new)).sum(-1) for old, new in zip(before, after, strict=True)]
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return Plain(weights, norms, average, text_losses, float(torch.cat(states).mean()))
 
 
-def test_every_split_and_stage_is_plain_adamw(model: str, groups: dict[int, Path]) -> None:
-    expected, norms, average = plain_torch(model)
+@pytest.fixture(scope="module")
+def plain(model: str) -> Plain:
+    """The reference for all."""
+    return plain_torch(model)
+
+
+def test_the_divergence_of_an_update_is_exact_over_the_vocabulary(plain: Plain, groups: dict[int, Path]) -> None:
+    assert plain.divergence > 1e-3
+    for stage in range(4):
+        for world in (1, 2):
+            parts = [facts(groups[world], rank)[f"divergence-{stage}-float32"] for rank in range(world)]
+            assert sum(states for _, states in parts) == 19
+            assert sum(total for total, _ in parts) / 19 == pytest.approx(plain.divergence, rel=1e-3)
+
+
+def test_texts_are_learnt_in_the_same_update(plain: Plain, groups: dict[int, Path]) -> None:
+    for world in (1, 2):
+        metrics = [facts(groups[world], rank)["metrics-1-float32"] for rank in range(world)]
+        for update, expected in enumerate(plain.text_losses):
+            assert sum(rank[update]["sum_ptx_loss"] for rank in metrics) == pytest.approx(expected, rel=1e-4)
+    assert plain.text_losses[-1] < plain.text_losses[0]
+
+
+def test_every_split_and_stage_is_plain_adamw(model: str, plain: Plain, groups: dict[int, Path]) -> None:
+    expected, norms, average = plain.weights, plain.norms, plain.average
     start = dict(load_causal(ModelConfig(path=model, dtype="float32")).named_parameters())
     moved = max(float((expected[name] - start[name].detach()).abs().max()) for name in expected)
     assert moved > 5e-3 and min(norms) > 0.5  # the steps are real, and clipping takes part in them

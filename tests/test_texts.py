@@ -1,0 +1,95 @@
+"""The texts of PPO-ptx: read, cut into pieces, dealt to steps in an order that resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from orchestrator.prompts import DataError
+from orchestrator.spec_sections import JsonlTexts, ParquetTexts
+from orchestrator.texts import Pieces, TextOrder, load_texts
+from workers.messages import TEXTS, RankPlan
+from workers.texts import cut_texts, text_batches
+
+
+def jsonl(path: Path, *rows: dict[str, Any]) -> JsonlTexts:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return JsonlTexts(kind="jsonl", path=str(path))
+
+
+def texts(*found: str) -> pa.Table:
+    return pa.table({"text": list(found), "origin": [f"t:{number}" for number in range(1, len(found) + 1)]})
+
+
+def test_bad_rows_are_skipped_and_named_or_stop_the_run(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "texts.jsonl", {"text": "One."}, {"text": " "}, {"text": 3}, {"text": "a\ud800"})
+    pool = load_texts(source, "skip")
+    assert pool.table.to_pylist() == [{"text": "One.", "origin": "texts.jsonl:1"}]
+    assert pool.bad_rows == 3
+    assert [problem.partition(": ")[0] for problem in pool.problems] == [f"texts.jsonl:{row}" for row in (2, 3, 4)]
+    with pytest.raises(DataError, match=r"^texts.jsonl:2: the text is empty or no text$"):
+        load_texts(source, "stop")
+
+
+def test_a_source_without_texts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^data.ptx: no row can be used \(1 bad; the first: empty.jsonl:1"):
+        load_texts(jsonl(tmp_path / "empty.jsonl", {"text": ""}), "skip")
+    with pytest.raises(DataError, match=r"no column 'text' \(data.ptx.text\).*did you mean 'texts'"):
+        load_texts(jsonl(tmp_path / "other.jsonl", {"texts": "a"}), "skip")
+    with pytest.raises(DataError, match=r"data\.ptx\.path"):
+        load_texts(ParquetTexts(kind="parquet", path=str(tmp_path / "none.parquet")), "skip")
+
+
+def test_texts_become_pieces_that_hold_every_token_once(tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    found = ["Numbers add up in any order, and that is all there is to say of them.", "Short.", "Ünïcödé 🙂"]
+    summary, table = cut_texts(tokenizer, texts(*found), max_tokens=5)
+    assert table.schema.equals(TEXTS)
+    rows = table.to_pylist()
+    assert summary.tokens == tuple(1 + len(row["response_ids"]) for row in rows)
+    for number, text in enumerate(found, start=1):
+        own = [row for row in rows if row["prompt_uid"] == f"t:{number}"]
+        ids = [token for row in own for token in row["prompt_ids"] + row["response_ids"]]
+        expected = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        # A last token alone in its piece predicts nothing.
+        assert ids == (expected[:-1] if len(expected) % 5 == 1 else expected)
+        assert [row["sample_index"] for row in own] == list(range(len(own)))
+        assert all(len(row["prompt_ids"]) == 1 and len(row["response_ids"]) <= 4 for row in own)
+
+
+def test_batches_are_the_plans_pieces(tiny_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    _, table = cut_texts(tokenizer, texts("One two three four.", "Five six.", "Seven."), max_tokens=64)
+    batches = text_batches(table, RankPlan(((2, 0), (), (1, 1)), 0, 0))
+    rows = table.to_pylist()
+    for batch, expected in zip(batches, ([2, 0], [], [1, 1]), strict=True):
+        assert batch.targets.tolist() == [token for row in expected for token in rows[row]["response_ids"]]
+        firsts = [rows[row]["prompt_ids"][0] for row in expected]
+        assert batch.input_ids[: len(expected), 0].tolist() == firsts
+        assert bool(batch.loss_mask.all())
+    assert torch.equal(batches[1].input_ids, torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_the_order_goes_on_after_the_last_step_that_was_trained() -> None:
+    pieces = Pieces(None, tokens=(3, 4, 5, 6, 7), digest="d")
+    whole = TextOrder(pieces, per_step=2, seed=1)
+    picks = []
+    for _ in range(5):
+        picks.append(whole.pick())
+        whole.trained()
+    assert sorted(row for pick in picks for row in pick.rows) == sorted([*range(5)] * 2)  # two epochs
+    first = TextOrder(pieces, per_step=2, seed=1)
+    assert first.pick() == picks[0]
+    first.trained()
+    first.pick()  # of a step that is not trained
+    second = TextOrder(pieces, per_step=2, seed=1)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert [second.pick(), second.pick()] == picks[1:3]
+    with pytest.raises(DataError, match="cannot resume"):
+        TextOrder(Pieces(None, (3, 4), "other"), per_step=2, seed=1).restore(first.state())

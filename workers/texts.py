@@ -1,0 +1,49 @@
+"""Plain texts the policy goes on to learn while it is rewarded (the pretraining mix of PPO-ptx, arXiv 2203.02155)."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from workers.messages import TEXTS, RankPlan, TextSummary
+from workers.tensors import TokenBatch, TokenTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def cut_texts(tokenizer: PreTrainedTokenizerBase, texts: pa.Table, max_tokens: int) -> tuple[TextSummary, pa.Table]:
+    """(summary, TEXTS table): every text as tokens with an end-of-sequence token, in pieces of at most `max_tokens`.
+
+    `texts`: columns `text` and `origin`. A last piece of one token predicts nothing and is left out.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rows: list[dict[str, Any]] = []
+    for text in texts.to_pylist():
+        encoded: Any = tokenizer(text["text"])["input_ids"]
+        ids = [*encoded, *end]
+        pieces = [ids[start : start + max_tokens] for start in range(0, len(ids), max_tokens)]
+        rows += [
+            {
+                "prompt_uid": text["origin"],
+                "sample_index": number,
+                "attempt": 0,
+                "prompt_ids": piece[:1],
+                "response_ids": piece[1:],
+                "loss_mask": [True] * (len(piece) - 1),
+            }
+            for number, piece in enumerate(pieces)
+            if len(piece) > 1
+        ]
+    summary = TextSummary(tuple(1 + len(row["response_ids"]) for row in rows))
+    return summary, pa.Table.from_pylist(rows, schema=TEXTS)
+
+
+def text_batches(texts: pa.Table, plan: RankPlan) -> list[TokenBatch]:
+    """The plan's pieces as micro-batches, an empty one as the filler batch."""
+    rows = [row for part in plan.micro_batches for row in part]
+    table = TokenTable(texts.take(pa.array(rows, pa.int64())))
+    starts = accumulate(map(len, plan.micro_batches), initial=0)
+    return [table.batch(range(start, end)) for start, end in pairwise(starts)]
