@@ -146,8 +146,9 @@ class RewardFunctionConfig(Frozen):
     label: str = ""
     """Name in the metrics; the function's own name where empty."""
     process: bool = False
-    """The function returns steps, and each is rewarded where it ends (process supervision, GRPO and its kin). Else one
-    number counts for the whole response: of a function that returns steps, their outcome."""
+    """The function returns steps, and each is rewarded where it ends (process supervision, GRPO and its kin); a number
+    is a failed sample. Else one number counts for the whole response: of a function that returns steps, their outcome
+    (the mean, where it names none)."""
 
 
 class RewardConfig(Frozen):
