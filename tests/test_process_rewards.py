@@ -421,10 +421,16 @@ def test_a_sample_whose_steps_have_no_place_fails_alone(worker_of: Callable[...,
     assert spans_of(scored) == [[(6, 1.0)], []]
 
 
-def test_process_rewards_need_the_policy() -> None:
-    worker = RewardWorker(RewardConfig(functions=(RewardFunctionConfig(name="equations", process=True),)), "reward-0")
+def test_process_rewards_need_the_policy(tokenizer: Any) -> None:
+    functions = (RewardFunctionConfig(name="equations", process=True, timeout_s=FAR_OFF),)
+    worker = RewardWorker(RewardConfig(functions=functions), "reward-0")
     with pytest.raises(ValueError, match="need the policy's tokenizer"):
         worker.start()
+    try:
+        with pytest.raises(RuntimeError, match=r"start\(\) loads the policy's tokenizer"):
+            worker.score(rollouts(tokenizer, "1+1=2"))
+    finally:
+        worker.close()
 
 
 def test_components_are_laid_over_one_another() -> None:

@@ -119,6 +119,7 @@ class RewardWorker:
         self.weights = (*(function.weight for function in config.functions), *model_weight)
         self._processes = [RewardProcess(function, config.memory_limit_mib) for function in config.functions]
         self._model: RewardModel | None = None
+        self._gives_steps = any(function.process for function in config.functions)
         self._tokenizer: Any = None
 
     def start(self) -> WorkerHealth:
@@ -129,7 +130,7 @@ class RewardWorker:
             ValueError, OSError: the reward model or the policy's tokenizer cannot be loaded.
         """
         try:
-            if any(function.process for function in self.config.functions):
+            if self._gives_steps:
                 self._tokenizer = _load_tokenizer(self.policy)
             for process in self._processes:
                 process.start()
@@ -151,13 +152,13 @@ class RewardWorker:
 
         Raises:
             ValueError: not a rollouts table, or not of exactly one group and attempt.
-            RuntimeError: there is a reward model and `start` was not called.
+            RuntimeError: there is a reward model, or there are process rewards, and `start` was not called.
         """
         rollouts = _check_group(rollouts)
         components = self._components(rollouts)
         per_sample = list(zip(*components, strict=True))
         rewards = [combine(self.labels, self.weights, outcomes) for outcomes in per_sample]
-        if self._tokenizer is not None:
+        if self._gives_steps:
             texts = rollouts.select(["response", "response_ids"]).to_pylist()
             rewards = [self._with_spans(*parts) for parts in zip(rewards, per_sample, texts, strict=True)]
         identities = rollouts.select([field.name for field in IDENTITY]).to_pylist()
@@ -219,6 +220,8 @@ class RewardWorker:
 
     def _decode(self, ids: list[int]) -> str:
         """As the rollout worker decodes a response."""
+        if self._tokenizer is None:
+            raise RuntimeError(f"{self.name}: start() loads the policy's tokenizer and was not called")
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _loaded_model(self) -> RewardModel:

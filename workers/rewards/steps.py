@@ -76,7 +76,7 @@ def token_counts(ends: Sequence[int], text: str, ids: list[int], decode: Callabl
         pairs = enumerate(zip(part, text, strict=False))
         return next((place for place, (one, other) in pairs if one != other), len(text))
 
-    # Decoding the response's first tokens is right for every kind of tokenizer; a search needs few such parts for a step.
+    # Decoding the response's first tokens is right for every kind of tokenizer, and a search does it few times a step.
     counts: list[int] = []
     count = 0
     for end in ends:
