@@ -135,7 +135,9 @@ ALGORITHMS: dict[str, Algorithm] = {
             name="grpo",
             summary="Every reward is judged against the other samples of its group; no critic.",
             formula="A = (reward - group mean) / (group std + 1e-4); "
-            f"loss {_CLIP} + kl_coef KL, {_R_TOKEN}, mean per sequence",
+            f"loss {_CLIP} + kl_coef KL, {_R_TOKEN}, mean per sequence; process rewards "
+            "(deploy/tiny-grpo-process.yaml): A_t = sum over the steps that end at t or later of "
+            "(step reward - mean of the group's steps) / (their std + 1e-4)",
             source="DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; process rewards: sec. 4.1.3",
             group_size=8,
             min_group_size=2,

@@ -167,7 +167,7 @@ class Casting:
         if role == "reference" and (reference := spec.reference_config()) is not None:
             return ActorSpec(classes.reference, (reference, name), _env(reference.threads, reference.device))
         reward, device = spec.reward_config(), "cuda" if spec.roles.reward.gpus > 0 else "cpu"
-        return ActorSpec(classes.reward, (reward, name, device), _env(reward.threads, device))
+        return ActorSpec(classes.reward, (reward, name, device, spec.model), _env(reward.threads, device))
 
 
 def _env(threads: int, device: str) -> dict[str, str]:

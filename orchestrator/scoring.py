@@ -34,8 +34,8 @@ class ScoredGroup:
 
     @property
     def has_signal(self) -> bool:
-        """Whether its rewards differ."""
-        return len({reward for reward in self.rewards.rewards if reward is not None}) > 1
+        """Whether its rewards differ, or those of its steps."""
+        return self.rewards.steps_differ or len({reward for reward in self.rewards.rewards if reward is not None}) > 1
 
 
 class RewardPool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from orchestrator import algorithms
 from orchestrator.spec_errors import nearest
 from orchestrator.spec_sections import ReasoningGymSource, RoleName, RolloutRole, TrainerRole
-from workers.config import REWARD_FUNCTIONS, Frozen
+from workers.config import REWARD_FUNCTIONS, STEP_ESTIMATORS, STEP_FUNCTIONS, Frozen, RewardFunctionConfig
 
 if TYPE_CHECKING:
     from orchestrator.spec import Spec
@@ -214,6 +214,8 @@ def _reward(spec: Spec) -> Iterator[Finding]:
             limit = spec.schedule.score_timeout_s
             yield f"{path}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
         yield from _reward_name(spec, f"{path}.name", function.name)
+        if function.process:
+            yield from _process(spec, f"{path}.process", function)
 
 
 def _reward_name(spec: Spec, path: str, name: str) -> Iterator[Finding]:
@@ -227,6 +229,17 @@ def _reward_name(spec: Spec, path: str, name: str) -> Iterator[Finding]:
             yield path, f"scores reasoning_gym tasks only, but data.{split} is {source.kind}"
         if name in NEEDS_ANSWER and not isinstance(source, ReasoningGymSource) and source.answer is None:
             yield path, f"compares with the right answer, but data.{split}.answer is null"
+
+
+def _process(spec: Spec, path: str, function: RewardFunctionConfig) -> Iterator[Finding]:
+    row = algorithms.row_of(spec.algorithm)
+    if row.advantage.estimator not in STEP_ESTIMATORS:
+        others = [a.name for a in algorithms.ALGORITHMS.values() if a.advantage.estimator in STEP_ESTIMATORS]
+        yield path, f"{row.name} takes one reward for a response; remove it or use one of {', '.join(others)}"
+    if function.name in REWARD_FUNCTIONS and function.name not in STEP_FUNCTIONS:
+        yield path, f"{function.name} gives no steps; shipped functions that do: {', '.join(STEP_FUNCTIONS)}"
+    if function.weight == 0:
+        yield path, "has no effect with weight 0; remove it"
 
 
 def _data(spec: Spec) -> Iterator[Finding]:

@@ -334,10 +334,32 @@ CPU_CASES = [
         "reward_unknown",
         (
             "16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: exact_match, "
-            "last_number, numeric, regex, length, overlong, reasoning_gym, letter_share; your own: "
+            "last_number, numeric, regex, length, overlong, reasoning_gym, letter_share, equations; your own: "
             "package.module:function)"
         ),
         ("      - name: exact_match", "      - name: zzz"),
+    ),
+    case(
+        "process_of_one_reward",
+        (
+            "17: roles.reward.functions.0.process: reinforce takes one reward for a response; remove it or use one of "
+            "grpo, dr_grpo, dapo, gspo, gspo_token, cispo"
+        ),
+        ("      - name: exact_match\n        weight: 1.0", "      - name: mine.rewards:judge\n        process: true"),
+        ("  name: grpo", "  name: reinforce"),
+    ),
+    case(
+        "process_without_steps",
+        (
+            "17: roles.reward.functions.0.process: exact_match gives no steps; shipped functions that do: "
+            "letter_share, equations"
+        ),
+        ("        weight: 1.0", "        process: true"),
+    ),
+    case(
+        "process_without_weight",
+        "18: roles.reward.functions.1.process: has no effect with weight 0; remove it",
+        ("        weight: 1.0", "        weight: 1.0\n      - {name: equations, weight: 0.0, process: true}"),
     ),
     case(
         "failed_fraction",

@@ -25,7 +25,7 @@ from workers.rewards.loading import SHIPPED
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED_SPECS = sorted((ROOT / "deploy").glob("*.yaml"))
-RUN_HERE = ("laptop-grpo", "laptop-ppo", "tiny-grpo", "tiny-ppo")
+RUN_HERE = ("laptop-grpo", "laptop-ppo", "tiny-grpo", "tiny-grpo-process", "tiny-ppo")
 
 GRPO = """\
 name: base

@@ -123,15 +123,20 @@ REWARD_FUNCTIONS = (
     "overlong",
     "reasoning_gym",
     "letter_share",
+    "equations",
 )
 """Names of the shipped reward functions (`workers/rewards/` has one function for each)."""
+
+STEP_FUNCTIONS = ("letter_share", "equations")
+"""Those that can give process rewards."""
 
 
 class RewardFunctionConfig(Frozen):
     """One reward component."""
 
     name: str = Field(min_length=1)
-    """A shipped function (exact_match, numeric, regex, length, reasoning_gym, ...) or `package.module:function`."""
+    """A shipped function (exact_match, numeric, regex, length, reasoning_gym, equations, ...) or
+    `package.module:function`."""
     weight: float = 1.0
     """The sample's reward is the weighted sum of its components."""
     timeout_s: float = Field(default=5.0, gt=0.0)
@@ -140,6 +145,10 @@ class RewardFunctionConfig(Frozen):
     """Keyword arguments for the function."""
     label: str = ""
     """Name in the metrics; the function's own name where empty."""
+    process: bool = False
+    """The function returns steps, and each is rewarded where it ends (process supervision, GRPO and its kin); a number
+    is a failed sample. Else one number counts for the whole response: of a function that returns steps, their outcome
+    (the mean, where it names none)."""
 
 
 class RewardConfig(Frozen):
@@ -213,6 +222,10 @@ class CriticLossConfig(Frozen):
 
     value_clip: float | None = Field(default=0.2, gt=0.0)
     """New values are clipped to old values plus or minus this; none: plain squared error."""
+
+
+STEP_ESTIMATORS = frozenset({"group"})
+"""Estimators of the advantage that read process rewards; the others take one reward for a response."""
 
 
 class AdvantageConfig(Frozen):

@@ -25,7 +25,7 @@ from workers.advantages import (
     smoothed_advantages,
     whiten,
 )
-from workers.config import AdvantageConfig
+from workers.config import STEP_ESTIMATORS, AdvantageConfig
 
 SCALE_EPS = 1e-4
 """Added to the deviation that rewards are scaled by: equal rewards scale to 0 and not to noise."""
@@ -81,7 +81,7 @@ def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
 
     Raises ValueError where the batch lacks what the estimator needs, or has process rewards it does not know.
     """
-    if batch.steps is not None and config.estimator != "group":
+    if batch.steps is not None and config.estimator not in STEP_ESTIMATORS:
         raise ValueError(f"process rewards (reward_spans) are not supported by the {config.estimator} estimator")
     estimated = ESTIMATORS[config.estimator](config, batch, state)
     advantages = estimated.advantages

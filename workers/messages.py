@@ -29,7 +29,7 @@ IDENTITY = (
 
 _SPAN = pa.struct([("name", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 _VERSION_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
-_REWARD_SPAN = pa.struct([("end", pa.int32()), ("reward", pa.float64())])
+_REWARD_SPAN = pa.struct([("end", pa.int32()), ("reward", pa.float64())])  # end: response tokens up to there
 _COMPONENT = pa.struct([("name", pa.string()), ("value", pa.float64())])
 
 PROMPTS = pa.schema(
@@ -169,6 +169,8 @@ class RewardSummary:
     statuses: tuple[str, ...]
     rewards: tuple[float | None, ...]
     components: dict[str, tuple[float | None, ...]]
+    steps_differ: bool = False
+    """Whether the group's process rewards differ from each other; False where there are none."""
 
 
 @dataclass(frozen=True)

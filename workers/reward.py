@@ -1,4 +1,4 @@
-"""The reward worker: adds up reward functions and a reward model into one reward per sample."""
+"""The reward worker: adds up reward functions and a reward model into the reward of a sample and of its steps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import math
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from workers.config import RewardConfig, RewardFunctionConfig
+from workers.config import ModelConfig, RewardConfig, RewardFunctionConfig
 from workers.messages import IDENTITY, REWARDS, ROLLOUTS, RewardSummary, WorkerHealth
 from workers.rewards.runner import Outcome, RewardProcess, Sample
+from workers.rewards.steps import Step, token_counts
 from workers.trajectories import write_trajectories
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Reward:
 
     status: str
     reward: float | None
+    spans: tuple[Step, ...] = ()
+    """Process rewards: (tokens up to the step's end, reward), rising."""
 
 
 def component_labels(config: RewardConfig) -> tuple[str, ...]:
@@ -67,27 +70,68 @@ def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[
     return Reward("ok", reward) if math.isfinite(reward) else Reward(f"sum: not a finite number: {reward}", None)
 
 
+def reward_spans(
+    weights: Sequence[float],
+    outcomes: Sequence[Outcome],
+    tokens: int,
+    counts: Callable[[Sequence[int]], Sequence[int]],
+) -> tuple[Step, ...]:
+    """Process rewards of one sample whose components are all ok: the weighted sum of what ends at each token.
+
+    `counts` gives, for the character positions that steps end at, the tokens up to there. A component without steps
+    ends at the last of the `tokens`. One with weight 0 is only measured: it makes no step for others to be compared
+    with.
+
+    Raises:
+        ValueError: a sum is not finite.
+    """
+    weighted = [(weight, outcome) for weight, outcome in zip(weights, outcomes, strict=True) if weight]
+    if not tokens or not any(outcome.steps for _, outcome in weighted):
+        return ()
+    at_end: dict[int, float] = {}
+    for weight, outcome in weighted:
+        ends = counts([end for end, _ in outcome.steps]) if outcome.steps else [tokens]
+        rewards = [reward for _, reward in outcome.steps] or [outcome.value or 0.0]
+        for end, reward in zip(ends, rewards, strict=True):
+            at_end[end] = at_end.get(end, 0.0) + weight * reward
+    if wrong := [reward for reward in at_end.values() if not math.isfinite(reward)]:
+        raise ValueError(f"not a finite number: {wrong[0]}")
+    return tuple(sorted(at_end.items()))
+
+
 class RewardWorker:
     """Scores groups of samples. Every reward function runs in a process of its own."""
 
-    def __init__(self, config: RewardConfig, name: str, device: Literal["cpu", "cuda"] = "cpu") -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        name: str,
+        device: Literal["cpu", "cuda"] = "cpu",
+        policy: ModelConfig | None = None,
+    ) -> None:
+        """`policy`: whose tokens the responses are; needed for process rewards."""
         self.config = config
         self.name = name
         self.device: Literal["cpu", "cuda"] = device
+        self.policy = policy
         self.labels = component_labels(config)
         model_weight = (config.model_weight,) if config.model else ()
         self.weights = (*(function.weight for function in config.functions), *model_weight)
         self._processes = [RewardProcess(function, config.memory_limit_mib) for function in config.functions]
         self._model: RewardModel | None = None
+        self._gives_steps = any(function.process for function in config.functions)
+        self._tokenizer: Any = None
 
     def start(self) -> WorkerHealth:
         """Load every function and the model, so that what cannot work is refused before the run.
 
         Raises:
             RewardFunctionError: a function cannot be loaded.
-            ValueError, OSError: the reward model cannot be loaded.
+            ValueError, OSError: the reward model or the policy's tokenizer cannot be loaded.
         """
         try:
+            if self._gives_steps:
+                self._tokenizer = _load_tokenizer(self.policy)
             for process in self._processes:
                 process.start()
             if self.config.model is not None and self._model is None:
@@ -108,12 +152,15 @@ class RewardWorker:
 
         Raises:
             ValueError: not a rollouts table, or not of exactly one group and attempt.
-            RuntimeError: there is a reward model and `start` was not called.
+            RuntimeError: there is a reward model, or there are process rewards, and `start` was not called.
         """
         rollouts = _check_group(rollouts)
         components = self._components(rollouts)
         per_sample = list(zip(*components, strict=True))
         rewards = [combine(self.labels, self.weights, outcomes) for outcomes in per_sample]
+        if self._gives_steps:
+            texts = rollouts.select(["response", "response_ids"]).to_pylist()
+            rewards = [self._with_spans(*parts) for parts in zip(rewards, per_sample, texts, strict=True)]
         identities = rollouts.select([field.name for field in IDENTITY]).to_pylist()
         for identity, reward in zip(identities, rewards, strict=True):
             if reward.reward is None:
@@ -127,6 +174,7 @@ class RewardWorker:
                 label: tuple(outcome.value for outcome in outcomes)
                 for label, outcomes in zip(self.labels, components, strict=True)
             },
+            steps_differ=len({reward for judged in rewards for _, reward in judged.spans}) > 1,
         )
         return summary, _rewards_table(identities, self.labels, rewards, per_sample)
 
@@ -144,6 +192,7 @@ class RewardWorker:
         for process in self._processes:
             process.close()
         self._model = None
+        self._tokenizer = None
 
     def _components(self, rollouts: pa.Table) -> list[list[Outcome]]:
         """Outcomes by component, then by sample; the functions side by side, the model on this thread."""
@@ -156,10 +205,45 @@ class RewardWorker:
             model = [] if self.config.model is None else [self._loaded_model().score(rollouts)]
             return [*(future.result() for future in futures), *model]
 
+    def _with_spans(self, reward: Reward, outcomes: Sequence[Outcome], row: dict[str, Any]) -> Reward:
+        """The reward with its process rewards, or why there are none."""
+        if reward.reward is None:
+            return reward
+        text, ids = row["response"], row["response_ids"]
+        try:
+            spans = reward_spans(
+                self.weights, outcomes, len(ids), lambda ends: token_counts(ends, text, ids, self._decode)
+            )
+        except ValueError as error:
+            return Reward(f"steps: {error}", None)
+        return replace(reward, spans=spans)
+
+    def _decode(self, ids: list[int]) -> str:
+        """As the rollout worker decodes a response."""
+        if self._tokenizer is None:
+            raise RuntimeError(f"{self.name}: start() loads the policy's tokenizer and was not called")
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
     def _loaded_model(self) -> RewardModel:
         if self._model is None:
             raise RuntimeError(f"{self.name}: start() loads the reward model and was not called")
         return self._model
+
+
+def _load_tokenizer(policy: ModelConfig | None) -> Any:
+    """The policy's tokenizer, which says where in a response its tokens end.
+
+    It is the reward worker that maps steps to tokens, and not the rollout worker, which has the tokenizer at hand: only
+    the steps say which few positions are wanted, runs without process rewards pay nothing, and generation never waits.
+
+    Raises:
+        ValueError, OSError: it was not given, or cannot be loaded.
+    """
+    if policy is None:
+        raise ValueError("process rewards need the policy's tokenizer, and no policy was given")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(policy.path, trust_remote_code=policy.trust_remote_code)
 
 
 def _rewards_table(
@@ -174,7 +258,7 @@ def _rewards_table(
             "status": reward.status,
             "reward": reward.reward,
             "components": [{"name": label, "value": o.value} for label, o in zip(labels, outcomes, strict=True)],
-            "reward_spans": [],
+            "reward_spans": [{"end": end, "reward": value} for end, value in reward.spans],
         }
         for identity, reward, outcomes in zip(identities, rewards, per_sample, strict=True)
     ]

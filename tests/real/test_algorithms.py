@@ -1,7 +1,8 @@
-"""Every row of the algorithm table, by its shipped spec, on real engines and trainers that all rows share.
+"""Every row of the algorithm table, and GRPO with process rewards, by its shipped spec, on real engines and trainers
+that all rows share.
 
-What differs from `troupe run` is only who starts the workers: one cluster, one rollout engine and one reward worker for
-all rows, and trainers that become the next row's instead of being started anew.
+What differs from `troupe run` is only who starts the workers: one cluster and one rollout engine for all rows, and
+trainers and a reward worker that become the next row's instead of being started anew.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from orchestrator.placement import Placement, Seat
 from orchestrator.run import Company, load_data
 from orchestrator.spec import Spec, load_spec
 from tests.conftest import ROOT
-from workers.config import CriticConfig, PolicyConfig, Rendezvous
+from workers.config import CriticConfig, PolicyConfig, Rendezvous, RewardConfig
 from workers.critic import CriticWorker
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
@@ -42,6 +43,8 @@ SEATS = Placement(
     "understudies", ({"CPU": 1.0},), "PACK", (Seat("policy", 0, 0, 0.5, 0.0), Seat("critic", 0, 0, 0.5, 0.0))
 )
 STEPS = 2
+SPECS = {name: f"algorithms/{name}" for name in ALGORITHMS} | {"grpo_process": "tiny-grpo-process"}
+"""File of each spec in deploy/."""
 
 
 class PolicyUnderstudy(PolicyWorker):
@@ -64,6 +67,17 @@ class CriticUnderstudy(CriticWorker):
         self.build()
 
 
+class RewardUnderstudy(RewardWorker):
+    """A reward worker that can be another row's next."""
+
+    def become(self, config: RewardConfig) -> None:
+        """Judge by other functions, where they are others."""
+        if config != self.config:
+            self.close()
+            RewardWorker.__init__(self, config, self.name, self.device, self.policy)
+            self.start()
+
+
 @dataclass
 class Troupe:
     """Who stays for all rows."""
@@ -79,6 +93,8 @@ class Troupe:
         policy = await self._gang("policy", self.policy, spec.policy_config(), spec)
         critic_config = spec.critic_config()
         critic = None if critic_config is None else await self._gang("critic", self.critic, critic_config, spec)
+        for worker in self.stage.reward:
+            await worker.call("become", spec.reward_config(), timeout_s=BOUND_S)
         engines = tuple(Engine(engine.handle, engine.host) for engine in self.stage.engines)
         stage = replace(self.stage, policy=policy, critic=critic, engines=engines)
         out.mkdir()
@@ -109,7 +125,7 @@ async def troupe() -> AsyncIterator[Troupe]:
     spec, critical = shipped("dapo"), shipped("ppo")
     cluster = Cluster.connect({"CPU": 4.0, "GPU": 0.0})
     try:
-        classes = WorkerClasses(RolloutWorker, PolicyWorker, CriticWorker, ReferenceWorker, RewardWorker)
+        classes = WorkerClasses(RolloutWorker, PolicyWorker, CriticWorker, ReferenceWorker, RewardUnderstudy)
         casting = Casting(spec, cluster, classes)
         stage = await casting.open(frozenset({"rollout", "reward"}))
         await cluster.reserve([SEATS], BOUND_S)
@@ -132,11 +148,11 @@ async def troupe() -> AsyncIterator[Troupe]:
 
 def shipped(name: str) -> Spec:
     """The row's spec, made short."""
-    return load_spec(ROOT / "deploy" / "algorithms" / f"{name}.yaml", [f"schedule.steps={STEPS}"])
+    return load_spec(ROOT / "deploy" / f"{SPECS[name]}.yaml", [f"schedule.steps={STEPS}"])
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", SPECS)
 async def test_the_shipped_spec_of_every_row_trains(
     name: str, troupe: Troupe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,5 +174,7 @@ async def test_the_shipped_spec_of_every_row_trains(
         assert ("policy/ptx_loss" in line) == (spec.algorithm.ptx_coef > 0)
     if spec.roles.critic is not None:
         assert all(line["critic/grad_norm"] > 0 for line in lines)
-    rows = pq.read_table(tmp_path / name / "trajectories").num_rows
-    assert rows == STEPS * spec.samples_per_step
+    trajectories = pq.read_table(tmp_path / name / "trajectories")
+    assert trajectories.num_rows == STEPS * spec.samples_per_step
+    process = any(function.process for function in spec.roles.reward.functions)
+    assert any(trajectories["reward_spans"].to_pylist()) == process

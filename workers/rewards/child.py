@@ -2,7 +2,8 @@
 
 Requests and replies are JSON, one a line, over a socket that user code does not know of. First comes
 ``{"function", "args", "memory_limit_mib"}``, answered by ``{"ready": true}`` or ``{"failure": why}``; then samples
-``{"id", "response", "answer", "metadata", "sample"}``, each answered by ``{"id", "value"}`` or ``{"id", "failure"}``.
+``{"id", "response", "answer", "metadata", "sample"}``, each answered by ``{"id", "value"}``, for process rewards by
+``{"id", "value", "steps": [[end, reward], ...]}``, or by ``{"id", "failure"}``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from workers.rewards.loading import RewardFunctionError, load
+from workers.rewards.steps import Steps, checked_steps
 
 F_SETOWN = 8  # not in Python's fcntl module
 
@@ -58,7 +61,7 @@ def _serve(connection: socket.socket, requests: Any, function: Callable[..., Any
     for line in requests:
         request = json.loads(line)
         try:
-            reply = judge(call(function, request, args))
+            reply = judge(call(function, request, args), request["response"])
         except MemoryError:
             connection.sendall(exhausted)
             return
@@ -78,8 +81,16 @@ def call(function: Callable[..., Any], request: dict[str, Any], args: dict[str, 
     return function(request["response"], request["answer"], {**metadata, "sample": request["sample"]}, **args)
 
 
-def judge(value: object) -> dict[str, Any]:
-    """Reply for what a reward function returned: a finite real number, or why it is none."""
+def judge(value: object, response: str) -> dict[str, Any]:
+    """Reply for what a reward function returned: a finite real number, steps of the response, or why it is neither."""
+    if isinstance(value, Steps):
+        try:
+            steps = checked_steps(value.rewards, len(response))
+        except ValueError as error:
+            return {"failure": f"not steps: {error}"}
+        outcome = fmean(reward for _, reward in steps) if value.outcome is None else value.outcome
+        reply = judge(outcome, response)
+        return reply if "failure" in reply else {**reply, "steps": steps}
     if not isinstance(value, numbers.Real):
         return {"failure": f"not a number: {reprlib.repr(value)} ({type(value).__name__})"}
     number = float(value)

@@ -1,7 +1,7 @@
 """Reward functions that need only the standard library.
 
-A reward function is called as ``f(response, answer, metadata, **args) -> float``. ``metadata`` is the prompt's own
-JSON object and, under the key ``sample``, what is known of the sample: ``{"response_tokens": int, "finish_reason":
+A reward function is called as ``f(response, answer, metadata, **args) -> float | Steps``. ``metadata`` is the prompt's
+own JSON object and, under the key ``sample``, what is known of the sample: ``{"response_tokens": int, "finish_reason":
 "stop" | "length"}``. A function that cannot judge raises; it never answers 0 for that.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, overload
+
+from workers.rewards.steps import Steps
 
 # A minus right after a digit is a subtraction ("7-5"), not a sign; commas count only between groups of three.
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
@@ -91,9 +93,35 @@ def overlong(
     return -min(1.0, max(0.0, excess / buffer))
 
 
-def letter_share(response: str, answer: str, metadata: Metadata, *, letters: str, ignore_case: bool = False) -> float:
-    """Share of the response's characters that are in `letters`; 0 for an empty response. Dense: good for trials."""
-    if ignore_case:
-        response, letters = response.casefold(), letters.casefold()
-    wanted = frozenset(letters)
-    return sum(character in wanted for character in response) / len(response) if response else 0.0
+@overload
+def letter_share(
+    response: str, answer: str, metadata: Metadata, *, letters: str, ignore_case: bool = False, every: Literal[0] = 0
+) -> float: ...
+
+
+@overload
+def letter_share(
+    response: str, answer: str, metadata: Metadata, *, letters: str, ignore_case: bool = False, every: int
+) -> float | Steps: ...
+
+
+def letter_share(
+    response: str, answer: str, metadata: Metadata, *, letters: str, ignore_case: bool = False, every: int = 0
+) -> float | Steps:
+    """Share of the response's characters that are in `letters`; 0 for an empty response. Dense: good for trials.
+
+    With `every`, each stretch of so many characters is a step with its own share (the last one may be shorter), and the
+    share of the whole response is the outcome.
+    """
+    wanted = frozenset(letters.casefold() if ignore_case else letters)
+
+    def share(text: str) -> float:
+        return sum((c.casefold() if ignore_case else c) in wanted for c in text) / len(text) if text else 0.0
+
+    if not every:
+        return share(response)
+    if every < 0:
+        raise ValueError(f"every must not be negative, got {every}")
+    starts = range(0, max(1, len(response)), every)
+    steps = [(min(start + every, len(response)), share(response[start : start + every])) for start in starts]
+    return Steps(steps, outcome=share(response))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 SHIPPED = {
+    "equations": "workers.rewards.equations:equations",
     "exact_match": "workers.rewards.functions:exact_match",
     "last_number": "workers.rewards.functions:last_number",
     "length": "workers.rewards.functions:length",

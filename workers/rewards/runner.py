@@ -21,12 +21,15 @@ from typing import Any
 
 from workers.config import RewardFunctionConfig
 from workers.rewards.loading import RewardFunctionError
+from workers.rewards.steps import Step, checked_steps
 
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 120.0
 """Longest import of a reward function's module."""
-_MAX_REPLY = 2**16
+_CHUNK = 2**16
+_MAX_REPLY = 2**22
+"""Longest reply, in bytes: more than 80 000 steps."""
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from workers.rewards.child import main; main()"
 
 
@@ -48,6 +51,8 @@ class Outcome:
 
     value: float | None
     status: str = "ok"
+    steps: tuple[Step, ...] = ()
+    """Process rewards, by character positions of the response; only of a function whose steps are asked for."""
 
 
 class _Broken(Exception):
@@ -123,7 +128,7 @@ class RewardProcess:
         try:
             self.start()
             reply = self._exchange(request, self.config.timeout_s)
-            outcome = self._read(reply)
+            outcome = self._read(reply, len(sample.response))
         except TimeoutError:
             self.close()
             return Outcome(None, f"timeout after {self.config.timeout_s:g} s")
@@ -139,7 +144,7 @@ class RewardProcess:
             self.close()
         return outcome
 
-    def _read(self, reply: dict[str, Any]) -> Outcome:
+    def _read(self, reply: dict[str, Any], length: int) -> Outcome:
         """Check a reply as strictly as if a stranger had sent it."""
         if not reply.get("last") and reply.get("id") != self._requests:
             raise _Broken("the reward process replied out of turn")
@@ -148,7 +153,14 @@ class RewardProcess:
         value = reply.get("value")
         if not isinstance(value, float) or not math.isfinite(value):
             raise _Broken("the reward process replied neither a number nor a failure")
-        return Outcome(value)
+        if not self.config.process:
+            return Outcome(value)
+        if (steps := reply.get("steps")) is None:
+            return Outcome(None, f"no steps, but a number: {value}")
+        try:
+            return Outcome(value, steps=checked_steps(steps, length))
+        except (OverflowError, TypeError, ValueError) as error:
+            raise _Broken(f"the reward process replied steps that are none: {error}") from error
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -184,7 +196,7 @@ class RewardProcess:
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
             self._connection.settimeout(left)
-            if not (chunk := self._connection.recv(_MAX_REPLY)):
+            if not (chunk := self._connection.recv(_CHUNK)):
                 raise EOFError
             self._buffer += chunk
             if len(self._buffer) > _MAX_REPLY:
