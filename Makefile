@@ -29,8 +29,8 @@ setup: $(STAMP) ## make the virtual environment with the pinned versions
 models: $(STAMP) ## make the two small models of the demo and the tests
 	@$(RUN) "$(BIN)/python" deploy/demo_models.py
 
-demo: models ## train SmolLM2-135M with GRPO on this machine, results in runs/demo
-	$(RUN) "$(BIN)/troupe" run deploy/laptop-grpo.yaml --out runs/demo
+demo: models ## train SmolLM2-135M with GRPO on this machine, results in runs/demo; once more goes on there
+	$(RUN) "$(BIN)/troupe" run deploy/laptop-grpo.yaml --out runs/demo $(if $(wildcard runs/demo/checkpoints/step-*),--resume)
 
 test: models ## run the whole test suite
 	$(RUN) "$(BIN)/python" -m pytest $(ARGS)

@@ -426,12 +426,13 @@ def _set_environment(config: RolloutConfig) -> None:
 def _engine_args(config: RolloutConfig) -> Any:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     engine = config.engine
     on_cpu = config.device == "cpu"
     # A prompt that is prefilled in parts makes vLLM rewind its sampler's generator, which a CPU generator cannot: the
     # engine dies. So on the CPU prompts are prefilled whole.
-    memory: dict[str, Any] = (
+    special: dict[str, Any] = (
         {
             "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30),
             "enable_chunked_prefill": False,
@@ -440,6 +441,10 @@ def _engine_args(config: RolloutConfig) -> Any:
         if on_cpu
         else {"gpu_memory_utilization": engine.gpu_memory_utilization}
     )
+    if on_cpu and engine.tensor_parallel_size == 1:
+        # The model in the engine's own process. By default vLLM's CPU build gives it a process of its own, to set the
+        # compute threads there; they are set here for all. One process less starts sooner, and samples faster.
+        special["distributed_executor_backend"] = UniProcExecutor
     return AsyncEngineArgs(
         model=config.model.path,
         dtype=config.model.dtype,
@@ -456,7 +461,7 @@ def _engine_args(config: RolloutConfig) -> Any:
         enable_log_requests=False,
         use_tqdm_on_load=False,
         disable_log_stats=False,  # the timings of each sample come from them
-        **memory,
+        **special,
     )
 
 
