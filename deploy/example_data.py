@@ -60,12 +60,23 @@ def labelled(a: int, b: int, number: int) -> dict[str, Any]:
     return {"prompt": question(a, b), "response": right(a, b) if good else wrong(a, b, 1), "label": good}
 
 
+def answer(a: int, b: int, number: int) -> dict[str, Any]:
+    """For algorithms on rollouts: the question and the number that answers it."""
+    return {"prompt": question(a, b), "answer": str(a + b)}
+
+
 def text(a: int, b: int) -> dict[str, Any]:
     """For ppo with `ptx_coef`: plain text."""
     return {"text": f"Numbers add up in any order: {a} + {b} = {b} + {a} = {a + b}."}
 
 
-FORMATS = {"demonstrations": demonstration, "pairs": pair, "ranked": ranked, "labelled": labelled}
+FORMATS = {
+    "demonstrations": demonstration,
+    "pairs": pair,
+    "ranked": ranked,
+    "labelled": labelled,
+    "answers": answer,
+}
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

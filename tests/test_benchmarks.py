@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from benchmarks import grpo_step
+from benchmarks import grpo_step, reward_curves
 from benchmarks.bare_loop import BareStep, BareTrainer, Sampled, group_advantages
 from benchmarks.harness import NotCorrect, Report, Spread, Turn, best, in_turn, ratios, take_turns
 from benchmarks.processes import RAY_NICENESS, Child, ChildFailed, Meter, cpu_seconds, stopped
@@ -352,3 +352,21 @@ def test_steps_draw_the_products_prompts(tiny_model: Path) -> None:
 def test_phases_add_up_to_the_step() -> None:
     metrics = {"seconds/step": 10.0} | {f"seconds/{name}": 2.0 for name in grpo_step.PHASES}
     assert grpo_step.phases_of(metrics) | {"other": 2.0} == grpo_step.phases_of(metrics)
+
+
+def test_reward_curves_stand_side_by_side(tmp_path: Path) -> None:
+    for name, lines in {
+        "one": [{"step": 0, "eval/reward": 0.1}, {"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": None}],
+        "two": [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}],
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = {name: reward_curves.curve(tmp_path / name, "reward/mean") for name in ("one", "two")}
+    assert reward_curves.table(curves).splitlines() == [
+        "| step | one | two |",
+        "| ---: | ---: | ---: |",
+        "| 1 | 0.250 | 0.500 |",
+        "| 2 |  | 0.750 |",
+    ]
+    with pytest.raises(ValueError, match="no finished step has eval/loss"):
+        reward_curves.curve(tmp_path / "one", "eval/loss")

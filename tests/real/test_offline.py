@@ -1,33 +1,132 @@
-"""Whole runs of the shipped specs on given examples, and of the chain of stages, started as a user starts them."""
+"""Whole runs of the shipped specs on given examples, and of the chain of stages.
+
+Every spec runs on trainers that become the next spec's instead of being started anew; what differs from `troupe run` is
+only who starts them. Resumption, several ranks and the chain are started as a user starts them.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import io
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from orchestrator.checkpoint import verify
+from orchestrator.actor_group import ActorSpec, ActorWorker, Cluster
+from orchestrator.cast import Casting, Scene, Stage, WorkerClasses
+from orchestrator.checkpoint import CheckpointStore, verify
+from orchestrator.console import Console
+from orchestrator.examples import load_examples
+from orchestrator.handles import Gang
+from orchestrator.placement import Placement, Seat
 from orchestrator.prompts import chat_messages
+from orchestrator.run_offline import OfflineCompany
 from orchestrator.spec_chain import plan_runs, read_document
+from orchestrator.spec_offline import OfflineSpec
 from tests.conftest import ROOT
 from tests.real.helpers import Run, interrupt, running, weights
-from workers.config import ModelConfig
+from workers.config import ModelConfig, Rendezvous
+from workers.config_offline import OfflineConfig
+from workers.critic import CriticWorker
 from workers.examples import encode_response
 from workers.modeling import load_value
+from workers.offline import ExamplePolicyWorker, RewardTrainer
+from workers.policy import PolicyWorker
+from workers.reference import ReferenceWorker
+from workers.reward import RewardWorker
 from workers.reward_model import RewardModel
+from workers.rollout import RolloutWorker
 from workers.rollout_prompts import encode_prompt
 
 CHAIN = ROOT / "deploy" / "tiny-three-stage.yaml"
 DPO = ROOT / "deploy" / "tiny-dpo.yaml"
-SPECS = {"sft": "policy", "orpo": "policy", "kto": "policy", "rrhf": "policy"}
 LEARNING = ("policy/loss", "policy/grad_norm", "policy/accuracy", "policy/margin", "policy/learning_rate")
+BOUND_S = 240.0
+SEATS = Placement(
+    "trainees", ({"CPU": 1.0},), "PACK", (Seat("policy", 0, 0, 0.5, 0.0), Seat("reward_model", 0, 0, 0.5, 0.0))
+)
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class PolicyTrainee(ExamplePolicyWorker):
+    """A policy that can be another spec's next."""
+
+    def become(self, config: OfflineConfig) -> None:
+        """Forget the last spec, and stay in the group."""
+        self.release()
+        ExamplePolicyWorker.__init__(self, config, self._name)
+        torch.manual_seed(config.seed)
+        self.build()
+
+
+class RewardTrainee(RewardTrainer):
+    """A reward model that can be another spec's next."""
+
+    def become(self, config: OfflineConfig) -> None:
+        """Forget the last spec, and stay in the group."""
+        self.release()
+        RewardTrainer.__init__(self, config, self._name)
+        torch.manual_seed(config.seed)
+        self.build()
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run left."""
+
+    out: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class School:
+    """Who stays for all specs."""
+
+    cluster: Cluster
+    trainers: dict[str, ActorWorker]
+    folder: Path
+
+    async def teach(self, name: str, *overrides: str) -> Left:
+        """One run of a shipped spec."""
+        with contextlib.chdir(ROOT):
+            return await self._teach(name, overrides)
+
+    async def _teach(self, name: str, overrides: Sequence[str]) -> Left:
+        (planned,) = plan_runs(read_document(ROOT / "deploy" / f"{name}.yaml", overrides))
+        spec, out = planned.spec, self.folder / name
+        assert isinstance(spec, OfflineSpec)
+        trainer = self.trainers[spec.row.trains]
+        await trainer.call("become", spec.trainer_config(), timeout_s=BOUND_S)
+        stage = Stage(Gang("policy", [trainer], spec.roles.policy.micro_batch_tokens), None, None, (), ())
+        casting = Casting(spec, self.cluster, CLASSES)
+        out.mkdir()
+        store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
+        store.prepare()
+        company = OfflineCompany(
+            spec, out, Scene(self.cluster, casting, stage, Console(io.StringIO()), asyncio.Event())
+        )
+        outcome = await (await company.controller(load_examples(spec), store, None)).run()
+        assert outcome.steps_done == spec.schedule.steps
+        return Left(out)
+
+
+CLASSES = WorkerClasses(
+    RolloutWorker, PolicyWorker, CriticWorker, ReferenceWorker, RewardWorker, PolicyTrainee, RewardTrainee
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,39 +135,61 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("offline")
 
 
-@pytest.fixture(scope="module")
-def dpo(folder: Path) -> Iterator[Run]:
-    """The shipped spec, to its end."""
-    with running(Run(folder, DPO, "checkpoint.keep=10", "checkpoint.every_steps=1", name="dpo")) as run:
-        assert run.wait() == 0, run.told
-        yield run
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def school(folder: Path) -> AsyncIterator[School]:
+    """A cluster with two trainers that have nothing to learn yet."""
+    cluster = Cluster.connect({"CPU": 1.0, "GPU": 0.0})
+    try:
+        await cluster.reserve([SEATS], BOUND_S)
+        trainers: dict[str, ActorWorker] = {}
+        for seat, kind, name in zip(SEATS.seats, (PolicyTrainee, RewardTrainee), ("dpo", "reward-model"), strict=True):
+            (planned,) = plan_runs(read_document(ROOT / "deploy" / f"tiny-{name}.yaml"))
+            assert isinstance(planned.spec, OfflineSpec)
+            actor = ActorSpec(kind, (planned.spec.trainer_config(), f"{seat.role}-0"), ENVIRONMENT)
+            trainers[seat.role] = cluster.spawn(SEATS, seat, f"{seat.role}-0", actor)
+        for trainer in trainers.values():
+            address, port = await trainer.call("rendezvous", timeout_s=BOUND_S)
+            place = Rendezvous(address=address, port=port, rank=0, world_size=1)
+            await trainer.call("start", place, timeout_s=BOUND_S)
+        yield School(cluster, trainers, folder)
+    finally:
+        await cluster.close(10.0)
+        cluster.abandon()
 
 
-def learnt(run: Run, spec: Path, trains: str) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def dpo(school: School) -> Left:
+    """The shipped spec, to its end, with every checkpoint."""
+    return await school.teach("tiny-dpo", "checkpoint.keep=10", "checkpoint.every_steps=1")
+
+
+def learnt(left: Left, name: str) -> None:
     """What every run on given examples must leave."""
-    (planned,) = plan_runs(read_document(spec))
-    steps = planned.spec.schedule.steps
-    assert run.steps() == [0, *range(1, steps + 1)]
-    assert run.metrics[-1]["eval/loss"] < 0.9 * run.metrics[0]["eval/loss"]
-    assert run.metrics[-1].get("eval/accuracy", 1.0) >= 0.75
-    for line in run.metrics[1:]:
+    (planned,) = plan_runs(read_document(ROOT / "deploy" / f"{name}.yaml"))
+    assert isinstance(planned.spec, OfflineSpec)
+    trains = planned.spec.row.trains
+    lines = left.metrics
+    assert [line["step"] for line in lines] == [0, *range(1, planned.spec.schedule.steps + 1)]
+    assert lines[-1]["eval/loss"] < 0.9 * lines[0]["eval/loss"]
+    assert lines[-1].get("eval/accuracy", 1.0) >= 0.75
+    for line in lines[1:]:
         assert line[f"{trains}/skipped_updates"] == 0.0
         assert line["ledger/trained"] == line["ledger/dispatched"] == line["examples"] * line["step"]
-    newest = sorted((run.out / "checkpoints").iterdir())[-1]
+    newest = sorted((left.out / "checkpoints").iterdir())[-1]
     assert {trains, "model"} <= {path.name for path in verify(newest).path.iterdir()}
-    assert run.left_over() == []
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_a_shipped_spec_learns_from_its_examples(name: str, folder: Path) -> None:
-    spec = ROOT / "deploy" / f"tiny-{name}.yaml"
-    with running(Run(folder, spec, name=name)) as run:
-        assert run.wait() == 0, run.told
-        learnt(run, spec, SPECS[name])
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", ["tiny-sft", "tiny-orpo", "tiny-kto", "tiny-rrhf"])
+async def test_a_shipped_spec_learns_from_its_examples(
+    name: str, school: School
+) -> None:
+    learnt(await school.teach(name), name)
 
 
-def test_dpo_learns_from_its_examples(dpo: Run) -> None:
-    learnt(dpo, DPO, "policy")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_dpo_learns_from_its_examples(dpo: Left) -> None:
+    learnt(dpo, "tiny-dpo")
     first = dpo.metrics[1]
     # Before the first update policy and reference are one model: nothing is preferred.
     assert first["policy/preference_loss"] == pytest.approx(0.6931, abs=1e-3)
@@ -76,7 +197,22 @@ def test_dpo_learns_from_its_examples(dpo: Run) -> None:
     AutoModelForCausalLM.from_pretrained(dpo.out / "checkpoints" / "step-000010" / "model")
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(dpo: Run, folder: Path) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_reward_model_is_what_the_reward_and_critic_roles_start_from(
+    school: School,
+) -> None:
+    left = await school.teach("tiny-reward-model")
+    learnt(left, "tiny-reward-model")
+    assert 0.0 <= left.metrics[-1]["eval/calibration_error"] < 0.5
+    trained = left.out / "checkpoints" / "step-000010" / "model"
+    assert load_value(ModelConfig(path=str(trained))).get_submodule("score").state_dict()["weight"].any()
+    config = ModelConfig(path=str(trained), dtype="float32")
+    assert accuracy(RewardModel(config, 1024, "cpu")) >= 0.9
+    plain = AutoModelForSequenceClassification.from_pretrained(trained)
+    assert plain.config.num_labels == 1
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(dpo: Left, folder: Path) -> None:
     overrides = ("checkpoint.keep=10", "checkpoint.every_steps=1", "schedule.steps=5", "evaluation.at_end=false")
     with running(Run(folder, DPO, *overrides, name="resumed")) as first:
         first.until_step(2)
@@ -91,26 +227,12 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(dpo: Run, folder: Path
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
-def test_twice_the_workers_and_smaller_micro_batches_train_the_same(dpo: Run, folder: Path) -> None:
+def test_twice_the_workers_and_smaller_micro_batches_train_the_same(dpo: Left, folder: Path) -> None:
     overrides = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256", "schedule.steps=2")
     with running(Run(folder, DPO, *overrides, name="twice")) as run:
         assert run.wait() == 0, run.told
     for name in LEARNING:
         assert run.metrics[1][name] == pytest.approx(dpo.metrics[1][name], rel=1e-3, abs=1e-5), name
-
-
-def test_a_reward_model_is_what_the_reward_and_critic_roles_start_from(folder: Path) -> None:
-    spec = ROOT / "deploy" / "tiny-reward-model.yaml"
-    with running(Run(folder, spec, name="reward-model")) as run:
-        assert run.wait() == 0, run.told
-        learnt(run, spec, "reward_model")
-    assert 0.0 <= run.metrics[-1]["eval/calibration_error"] < 0.5
-    trained = run.out / "checkpoints" / "step-000010" / "model"
-    assert load_value(ModelConfig(path=str(trained))).get_submodule("score").state_dict()["weight"].any()
-    config = ModelConfig(path=str(trained), dtype="float32")
-    assert accuracy(RewardModel(config, 1024, "cpu")) >= 0.9
-    plain = AutoModelForSequenceClassification.from_pretrained(trained)
-    assert plain.config.num_labels == 1
 
 
 def accuracy(model: RewardModel) -> float:

@@ -55,6 +55,7 @@ MANY_BATCHES = [[(3, 0), (), (5,), (1, 2, 4)]]
 TWO_RANKS = [[(0, 1), (4, 5), (2,)], [(), (3,), ()]]
 LOSS_TOKENS, SEQUENCES = 21, 7
 EMA_DECAY = 0.75
+BOUND_S = 480.0
 PIECES = ([11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34])
 TEXT_TOKENS = 8
 TEXT_LAYOUT = {1: [((0,), (), (2, 1))], 2: [((0, 1), ()), ((), (2,))]}
@@ -315,18 +316,22 @@ def groups(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
     """What the group of one rank and the group of two left behind, by world size."""
     folders: dict[int, Path] = {}
     context = multiprocessing.get_context("spawn")
+    started: dict[int, list[Any]] = {}
     for world in (1, 2):
         out = folders[world] = tmp_path_factory.mktemp(f"world{world}")
         meeting = context.Queue()
-        ranks = [context.Process(target=rank_main, args=(rank, world, model, out, meeting)) for rank in range(world)]
-        for process in ranks:
+        started[world] = [
+            context.Process(target=rank_main, args=(rank, world, model, out, meeting)) for rank in range(world)
+        ]
+        for process in started[world]:
             process.start()
+    for world, ranks in started.items():
         for process in ranks:
-            process.join(timeout=240)
+            process.join(timeout=BOUND_S)
             if process.is_alive():
                 process.kill()
                 process.join()
-        errors = "\n".join(file.read_text() for file in sorted(out.glob("error-*.txt")))
+        errors = "\n".join(file.read_text() for file in sorted(folders[world].glob("error-*.txt")))
         if errors or any(process.exitcode for process in ranks):
             pytest.fail(f"world {world}: exit codes {[process.exitcode for process in ranks]}\n{errors}")
     yield folders
