@@ -153,7 +153,7 @@ class Cluster:
             context: Any = _join(joined)
         else:
             cpus = max(os.cpu_count() or 1, int(-(-needed["CPU"] // 1)))
-            context = ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
+            context = _start(cpus)
             _protect_token()
         return cls(owned=not joined, session_dir=context.address_info["session_dir"])
 
@@ -241,6 +241,14 @@ class Cluster:
         self._actors, self._groups = [], {}
         if self._owned:
             ray.shutdown()
+
+
+def _start(cpus: int) -> Any:
+    """Start a cluster of our own on this machine."""
+    try:
+        return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
+    except Exception as error:  # Ray raises a bare Exception where one of its processes does not come up
+        raise ClusterUnreachable(f"Ray could not be started on this machine: {_one_line(error)}") from error
 
 
 def _join(address: str) -> Any:

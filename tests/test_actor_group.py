@@ -15,7 +15,7 @@ import pytest_asyncio
 import ray
 
 from orchestrator.actor_group import ActorSpec, ActorWorker, Cluster
-from orchestrator.errors import DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
+from orchestrator.errors import ClusterUnreachable, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from orchestrator.placement import Placement, Seat
 from workers.messages import WorkerGone
 
@@ -178,6 +178,16 @@ async def test_closing_asks_every_worker_first_and_ends_every_process(tmp_path: 
     assert all([await gone(process) for process in processes])
     with pytest.raises(WorkerError):
         await workers[0].call("pid", timeout_s=BOUND_S)
+
+
+async def test_a_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**arguments: object) -> None:
+        raise Exception("The head node's dashboard\ndid not come up")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ClusterUnreachable, match=r"^Ray could not be started .*: The head node's dashboard did not"):
+        Cluster.connect({"CPU": 1.0, "GPU": 0.0})
 
 
 async def gone(process: psutil.Process) -> bool:
