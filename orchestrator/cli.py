@@ -29,6 +29,8 @@ SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spe
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Folder of the run (default: runs/NAME).")]
 AddressOption = Annotated[str | None, typer.Option("--address", help="Ray cluster to join (default: start one here).")]
+JobServerOption = Annotated[str, typer.Option("--address", help="The cluster's job server, http://HOST:8265.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, as `troupe submit` printed it.")]
 
 USER_ERROR = 2
 FAILURE = 1
@@ -193,19 +195,76 @@ def export(
 @app.command()
 def submit(
     spec: SpecArgument,
-    address: Annotated[str, typer.Option("--address", help="The cluster's job server, http://HOST:8265.")],
+    address: JobServerOption,
     set_: SetOption = [],  # noqa: B006
     follow: Annotated[bool, typer.Option("--follow", help="Show the job's log until it ends.")] = False,
+    job: Annotated[str | None, typer.Option("--submission-id", help="The job's id (default: Ray makes one).")] = None,
     working_dir: Annotated[Path | None, typer.Option(help="Folder to send along (your reward functions).")] = None,
+    requirements: Annotated[
+        Path | None, typer.Option(help="Requirements file with what your reward functions need, pinned.")
+    ] = None,
 ) -> None:
     """Send a spec to a cluster as a Ray job."""
     document = read_document(spec, set_)
     runs = plan_runs(document)
     loaded = ChainDocument(document.data["name"], document.data) if is_chain(document) else runs[0].spec
-    from orchestrator.jobs import submit_spec
+    for option, path in (("--working-dir", working_dir), ("--requirements", requirements)):
+        if path is not None and not path.exists():
+            _leave(f"{option}: no such {'folder' if path is working_dir else 'file'}: {path}", USER_ERROR)
+    from orchestrator.jobs import JobServer, Submission
 
-    code = submit_spec(loaded, address, follow=follow, working_dir=working_dir, echo=typer.echo)
-    sys.exit(code)
+    server = JobServer(address)
+    job = server.submit(loaded, Submission(job, working_dir, requirements))
+    typer.echo(f"submitted {job}")
+    if not follow:
+        typer.echo(f"follow it with: troupe logs {job} --address {address} --follow")
+    elif not server.follow(job, typer.echo):
+        sys.exit(FAILURE)
+
+
+@app.command()
+def jobs(address: JobServerOption) -> None:
+    """List a cluster's jobs, the newest first."""
+    from orchestrator.jobs import JobServer
+
+    for state in JobServer(address).jobs():
+        typer.echo(state.line())
+
+
+@app.command()
+def status(job: JobArgument, address: JobServerOption) -> None:
+    """Say how a job stands."""
+    from orchestrator.jobs import JobServer
+
+    typer.echo(JobServer(address).state(job).line())
+
+
+@app.command()
+def logs(
+    job: JobArgument,
+    address: JobServerOption,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
+) -> None:
+    """Show what a job prints."""
+    from orchestrator.jobs import JobServer
+
+    server = JobServer(address)
+    if not follow:
+        typer.echo(server.logs(job), nl=False)
+    elif not server.follow(job, typer.echo):
+        sys.exit(FAILURE)
+
+
+@app.command()
+def stop(
+    job: JobArgument,
+    address: JobServerOption,
+    timeout_s: Annotated[float, typer.Option(help="Longest wait for its end, in seconds.")] = 600.0,
+) -> None:
+    """Have a job save and leave, and wait for its end; submitting the spec again goes on."""
+    from orchestrator.jobs import JobServer
+
+    typer.echo(JobServer(address).stop(job, timeout_s).line())
 
 
 def _ready(path: Path, overrides: list[str], out: Path | None = None) -> tuple[PlannedRun, ...]:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from ray.job_submission import JobStatus
 
 from orchestrator.errors import TroupeError
-from orchestrator.jobs import absolute_paths, entrypoint, job_environment, submit_spec, token_header
+from orchestrator.jobs import (
+    JobServer,
+    JobState,
+    Submission,
+    absolute_paths,
+    entrypoint,
+    job_environment,
+    token_header,
+)
 from orchestrator.spec import load_spec
 from tests.conftest import ROOT
 
@@ -73,11 +84,104 @@ def test_the_entry_point_takes_the_clusters_python_where_this_one_is_not_there(
         ("ray://127.0.0.1:10001", "expected the job server's URL, as in http://HOST:8265"),
     ],
 )
-def test_a_job_server_that_does_not_answer_costs_one_line(tmp_path: Path, address: str, said: str) -> None:
+def test_a_job_server_that_does_not_answer_costs_one_line(address: str, said: str) -> None:
     with pytest.raises(TroupeError) as caught:
-        submit_spec(load_spec(GRPO), address, follow=False, working_dir=tmp_path, echo=lambda _: None)
+        JobServer(address)
     assert str(caught.value) == f"--address {address}: {said}"
-    assert list(tmp_path.iterdir()) == []
+
+
+@dataclass
+class Details:
+    """A job as Ray's client describes it."""
+
+    submission_id: str
+    status: JobStatus
+    start_time: int | None = 1_000
+    end_time: int | None = 61_000
+    message: str | None = "Driver exited\nsomewhere"
+    metadata: dict[str, str] | None = None
+
+
+class Client:
+    """Ray's job client, as far as it is used; says what it was told."""
+
+    def __init__(self, address: str, headers: dict[str, str]) -> None:
+        self.headers = headers
+        self.sent: dict[str, Any] = {}
+        self.polls = 0
+
+    def submit_job(self, **job: Any) -> str:
+        folder = Path(job["runtime_env"]["working_dir"])
+        self.sent = job | {"files": [path.read_text() for path in folder.iterdir()]}
+        return job["submission_id"] or "raysubmit_1"
+
+    def list_jobs(self) -> list[Details]:
+        found = [Details("old", JobStatus.FAILED), Details("new", JobStatus.SUCCEEDED, 70_000, 71_000, None)]
+        return [*found, Details("", JobStatus.RUNNING)]  # a driver that no job server started
+
+    def get_job_info(self, job: str) -> Details:
+        if job != "mine":
+            raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist\nat all")
+        return Details(job, JobStatus.STOPPED, metadata={"troupe": "tiny"}, message=None)
+
+    def get_job_status(self, job: str) -> JobStatus:
+        self.polls += 1
+        return JobStatus.STOPPED if self.polls > 1 else JobStatus.RUNNING
+
+    def stop_job(self, job: str) -> bool:
+        return True
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> JobServer:
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", Client)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "canary-4711")
+    return JobServer("http://head:8265")
+
+
+def client(server: JobServer) -> Client:
+    return server._client  # pyright: ignore[reportReturnType]  (the one above)
+
+
+def test_no_secret_travels_with_a_job(server: JobServer, tmp_path: Path) -> None:
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text("mine==1.0\n")
+    assert server.submit(load_spec(GRPO), Submission("tiny-1", requirements=requirements)) == "tiny-1"
+    sent = client(server).sent
+    assert "canary-4711" not in repr(sent)
+    assert client(server).headers == {"Authorization": "Bearer canary-4711"}
+    assert sent["runtime_env"]["pip"] == str(requirements)
+    assert float(sent["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > 60
+    assert not {"RAY_AUTH_TOKEN", "HOME", "PATH"} & sent["runtime_env"]["env_vars"].keys()
+    assert sent["metadata"] == {"troupe": "tiny-grpo"}
+
+
+def test_the_spec_is_taken_out_of_the_working_directory_again(server: JobServer, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("mine")
+    assert server.submit(load_spec(GRPO), Submission(working_dir=tmp_path)) == "raysubmit_1"
+    assert len(client(server).sent["files"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["rewards.py"]
+
+
+def test_jobs_are_told_in_a_line_each_the_newest_first(server: JobServer) -> None:
+    lines = [state.line() for state in server.jobs()]
+    assert lines == ["new: SUCCEEDED, 1 s", "old: FAILED, 60 s: Driver exited"]
+    assert server.state("mine") == JobState("mine", "tiny", "STOPPED", 60.0, "")
+    assert server.state("mine").line() == "mine (tiny): STOPPED, 60 s"
+
+
+def test_an_unknown_job_is_one_line(server: JobServer) -> None:
+    with pytest.raises(TroupeError) as caught:
+        server.state("other")
+    said = "Request failed with status code 404: Job other does not exist"
+    assert str(caught.value) == f"--address http://head:8265: {said}"
+
+
+def test_stopping_waits_for_the_end_within_a_bound(server: JobServer) -> None:
+    assert server.stop("mine", 5.0).status == "STOPPED"
+    client(server).polls = -1_000_000
+    with pytest.raises(TroupeError, match=r"^mine has not ended within 0 s$"):
+        server.stop("mine", 0.0)
 
 
 def test_the_token_comes_from_the_environment_or_its_file_and_changes_neither(

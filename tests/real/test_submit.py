@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint import CheckpointStore
 from tests.real.helpers import GRPO, Command, running, troupe
 
 HEAD_TIMEOUT_S = 90.0
@@ -45,6 +46,32 @@ def test_a_submitted_spec_runs_as_a_job_and_its_log_is_shown(head: str, tmp_path
     (run,) = (tmp_path / "runs").iterdir()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
     assert list(Path("/dev/shm").glob(f"troupe-{run.name}-*")) == []
+
+
+def test_a_job_is_watched_and_stopped_and_its_run_is_saved(head: str, tmp_path: Path) -> None:
+    job = f"endless-{free_port()}"
+    sets = [f"name={job}", "schedule.steps=1000", f"output.folder={tmp_path}/runs"]
+    options = [part for override in sets for part in ("--set", override)]
+    answer = ask(tmp_path, "submit", str(GRPO), "--address", head, "--submission-id", job, *options)
+    assert f"troupe logs {job} --address {head} --follow" in answer
+    metrics = tmp_path / "runs" / job / "metrics.jsonl"
+    with running(Command(tmp_path, troupe("logs", job, "--address", head, "--follow"))) as follower:
+        follower.until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 1, "training")
+        assert f"{job} ({job}): RUNNING" in ask(tmp_path, "status", job, "--address", head)
+        assert f"{job} ({job}): RUNNING" in ask(tmp_path, "jobs", "--address", head).splitlines()[0]
+        assert f"{job} ({job}): STOPPED" in ask(tmp_path, "stop", job, "--address", head)
+        assert follower.wait() == 1
+    assert "step 1/1000" in follower.stdout and follower.stdout.rstrip().endswith("STOPPED")
+    assert "step 1/1000" in ask(tmp_path, "logs", job, "--address", head)
+    found = CheckpointStore(tmp_path / "runs" / job / "checkpoints", keep=3).latest()
+    assert found is not None and found.step == metrics.read_text().count("\n")
+
+
+def ask(folder: Path, *arguments: str) -> str:
+    """What a command that succeeds prints."""
+    with running(Command(folder, troupe(*arguments))) as command:
+        assert command.wait() == 0, command.told
+        return command.stdout
 
 
 def test_a_job_that_fails_is_told_by_the_exit_code(head: str, tmp_path: Path) -> None:
