@@ -53,7 +53,10 @@ DPO = ROOT / "deploy" / "tiny-dpo.yaml"
 LEARNING = ("policy/loss", "policy/grad_norm", "policy/accuracy", "policy/margin", "policy/learning_rate")
 BOUND_S = 240.0
 SEATS = Placement(
-    "trainees", ({"CPU": 1.0},), "PACK", (Seat("policy", 0, 0, 0.5, 0.0), Seat("reward_model", 0, 0, 0.5, 0.0))
+    "trainees",
+    ({"CPU": 1.0},),
+    "PACK",
+    (Seat("policy", 0, 0, 0.4, 0.0), Seat("reward_model", 0, 0, 0.4, 0.0), Seat("reference", 0, 0, 0.2, 0.0)),
 )
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -98,6 +101,7 @@ class School:
 
     cluster: Cluster
     trainers: dict[str, ActorWorker]
+    reference: ActorWorker
     folder: Path
 
     async def teach(self, name: str, *overrides: str) -> Left:
@@ -106,12 +110,12 @@ class School:
             return await self._teach(name, overrides)
 
     async def _teach(self, name: str, overrides: Sequence[str]) -> Left:
-        (planned,) = plan_runs(read_document(ROOT / "deploy" / f"{name}.yaml", overrides))
-        spec, out = planned.spec, self.folder / name
-        assert isinstance(spec, OfflineSpec)
+        spec, out = shipped(name, *overrides), self.folder / name
         trainer = self.trainers[spec.row.trains]
         await trainer.call("become", spec.trainer_config(), timeout_s=BOUND_S)
-        stage = Stage(Gang("policy", [trainer], spec.roles.policy.micro_batch_tokens), None, None, (), ())
+        reference = spec.reference_config()
+        scorer = None if reference is None else Gang("reference", [self.reference], reference.micro_batch_tokens)
+        stage = Stage(Gang("policy", [trainer], spec.roles.policy.micro_batch_tokens), None, scorer, (), ())
         casting = Casting(spec, self.cluster, CLASSES)
         out.mkdir()
         store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
@@ -141,17 +145,21 @@ async def school(folder: Path) -> AsyncIterator[School]:
     cluster = Cluster.connect({"CPU": 1.0, "GPU": 0.0})
     try:
         await cluster.reserve([SEATS], BOUND_S)
-        trainers: dict[str, ActorWorker] = {}
-        for seat, kind, name in zip(SEATS.seats, (PolicyTrainee, RewardTrainee), ("dpo", "reward-model"), strict=True):
-            (planned,) = plan_runs(read_document(ROOT / "deploy" / f"tiny-{name}.yaml"))
-            assert isinstance(planned.spec, OfflineSpec)
-            actor = ActorSpec(kind, (planned.spec.trainer_config(), f"{seat.role}-0"), ENVIRONMENT)
-            trainers[seat.role] = cluster.spawn(SEATS, seat, f"{seat.role}-0", actor)
-        for trainer in trainers.values():
+        dpo, reward_model, kto = (shipped(f"tiny-{name}") for name in ("dpo", "reward-model", "kto"))
+        actors = (
+            ActorSpec(PolicyTrainee, (dpo.trainer_config(), "policy-0"), ENVIRONMENT),
+            ActorSpec(RewardTrainee, (reward_model.trainer_config(), "reward_model-0"), ENVIRONMENT),
+            ActorSpec(ReferenceWorker, (kto.reference_config(), "reference-0"), ENVIRONMENT),
+        )
+        policy, reward, reference = (
+            cluster.spawn(SEATS, seat, f"{seat.role}-0", actor) for seat, actor in zip(SEATS.seats, actors, strict=True)
+        )
+        for trainer in (policy, reward):
             address, port = await trainer.call("rendezvous", timeout_s=BOUND_S)
             place = Rendezvous(address=address, port=port, rank=0, world_size=1)
             await trainer.call("start", place, timeout_s=BOUND_S)
-        yield School(cluster, trainers, folder)
+        await reference.call("start", timeout_s=BOUND_S)
+        yield School(cluster, {"policy": policy, "reward_model": reward}, reference, folder)
     finally:
         await cluster.close(10.0)
         cluster.abandon()
@@ -163,13 +171,19 @@ async def dpo(school: School) -> Left:
     return await school.teach("tiny-dpo", "checkpoint.keep=10", "checkpoint.every_steps=1")
 
 
+def shipped(name: str, *overrides: str) -> OfflineSpec:
+    """A spec of deploy/."""
+    (planned,) = plan_runs(read_document(ROOT / "deploy" / f"{name}.yaml", overrides))
+    assert isinstance(planned.spec, OfflineSpec)
+    return planned.spec
+
+
 def learnt(left: Left, name: str) -> None:
     """What every run on given examples must leave."""
-    (planned,) = plan_runs(read_document(ROOT / "deploy" / f"{name}.yaml"))
-    assert isinstance(planned.spec, OfflineSpec)
-    trains = planned.spec.row.trains
+    spec = shipped(name)
+    trains = spec.row.trains
     lines = left.metrics
-    assert [line["step"] for line in lines] == [0, *range(1, planned.spec.schedule.steps + 1)]
+    assert [line["step"] for line in lines] == [0, *range(1, spec.schedule.steps + 1)]
     assert lines[-1]["eval/loss"] < 0.9 * lines[0]["eval/loss"]
     assert lines[-1].get("eval/accuracy", 1.0) >= 0.75
     for line in lines[1:]:
