@@ -148,8 +148,6 @@ class Cluster:
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         # Ray lowers the priority of its workers; here they are the ones who do the work.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # A machine that is busy starts Ray slowly; Ray itself gives up after 30 s.
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
         joined = address or os.environ.get("RAY_ADDRESS")
         if joined:
             context: Any = _join(joined)
