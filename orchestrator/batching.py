@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from workers.messages import RankPlan, TrainRow
+
+SHARED_TOKENS = 1024
+"""Widest row of a prompt with its responses: attention over it is computed whole, so its cost grows with the square."""
+_WORTH = 0.8
+"""Prompts are shared where at most this share of the tokens is left."""
 
 
 def split_balanced(lengths: Sequence[int], rows: Sequence[int], parts: int) -> list[list[int]]:
@@ -51,21 +57,66 @@ def plan_ranks(lengths: Sequence[int], rows: Sequence[int], ranks: int, budget: 
 
 
 def plan_update(
-    rows: Sequence[TrainRow], chosen: Sequence[int], ranks: int, budget: int, *, skip_silent: bool
+    rows: Sequence[TrainRow],
+    chosen: Sequence[int],
+    ranks: int,
+    budget: int,
+    *,
+    skip_silent: bool,
+    share_prompts: bool = False,
 ) -> list[RankPlan]:
     """One optimizer update over the rows `chosen`.
 
     With `skip_silent`, rows whose advantages are all zero get no forward pass; they still count in the totals, so
-    that leaving them out changes the work and not the gradient.
+    that leaving them out changes the work and not the gradient. With `share_prompts`, rows of one group stand behind
+    one copy of their prompt, where that saves enough and there are enough groups for all ranks.
     """
     lengths = [row.tokens for row in rows]
     worked = [r for r in chosen if rows[r].loss_tokens > 0 and (rows[r].has_signal or not skip_silent)]
+    totals = sum(rows[r].loss_tokens for r in chosen), len(chosen)
+    if share_prompts:
+        units = _shared_units(rows, worked, min(budget, SHARED_TOKENS))
+        widths = [_shared_width(rows, unit) for unit in units]
+        if len(units) >= ranks and sum(widths) <= _WORTH * sum(lengths[r] for r in worked):
+            parts = split_balanced(widths, range(len(units)), ranks)
+            plans = _pad([_cut_units(rows, units, widths, part, budget) for part in parts], *totals)
+            return [replace(plan, shared=True) for plan in plans]
     parts = split_balanced(lengths, worked, ranks)
-    return _pad(
-        [cut_micro_batches(lengths, part, budget) for part in parts],
-        sum(rows[r].loss_tokens for r in chosen),
-        len(chosen),
-    )
+    return _pad([cut_micro_batches(lengths, part, budget) for part in parts], *totals)
+
+
+def _shared_units(rows: Sequence[TrainRow], worked: Sequence[int], most: int) -> list[list[int]]:
+    """The rows group by group, cut where a prompt and its responses would pass `most` tokens."""
+    units: list[list[int]] = []
+    for row in sorted(worked, key=lambda r: (rows[r].group, r)):
+        last = units[-1] if units else []
+        fits = last and rows[last[0]].group == rows[row].group and _shared_width(rows, [*last, row]) <= most
+        if fits:
+            last.append(row)
+        else:
+            units.append([row])
+    return units
+
+
+def _shared_width(rows: Sequence[TrainRow], unit: Sequence[int]) -> int:
+    prompt = rows[unit[0]].prompt_tokens
+    return prompt + sum(rows[r].tokens - prompt for r in unit)
+
+
+def _cut_units(
+    rows: Sequence[TrainRow], units: Sequence[Sequence[int]], widths: Sequence[int], part: Sequence[int], budget: int
+) -> list[tuple[int, ...]]:
+    """Micro-batches of whole units, the widest first; never two units of one group, which would be laid out as one."""
+    cuts: list[list[int]] = []
+    width, groups = 0, set[int]()
+    for unit in sorted(part, key=lambda u: (-widths[u], u)):
+        group = rows[units[unit][0]].group
+        if not cuts or width * (len(groups) + 1) > budget or group in groups:
+            cuts.append([])
+            width, groups = widths[unit], set()
+        cuts[-1] += units[unit]
+        groups.add(group)
+    return [tuple(cut) for cut in cuts]
 
 
 def plan_units(rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: int, budget: int) -> list[RankPlan]:

@@ -119,6 +119,8 @@ class Casting:
         gang = Gang(role, workers, trainer.micro_batch_tokens)
         places = [Rendezvous(address=address, port=port, rank=r, world_size=gang.ranks) for r in range(gang.ranks)]
         await gang.scatter("start", places, timeout_s=bound)
+        if role == "policy" and isinstance(self._spec, Spec):
+            gang.shares_prompts = all(await gang.broadcast("shares_prompts", timeout_s=bound))
         return gang
 
     async def _reference(self) -> Gang | None:

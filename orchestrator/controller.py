@@ -243,7 +243,7 @@ class Controller:
     def _plans(self, gang: Gang, batch: Batch, chosen: Sequence[int], *, skip_silent: bool) -> list[RankPlan]:
         rows, bounds = batch.summary.rows, (gang.ranks, gang.micro_batch_tokens)
         if batch.units is None:
-            return plan_update(rows, chosen, *bounds, skip_silent=skip_silent)
+            return plan_update(rows, chosen, *bounds, skip_silent=skip_silent, share_prompts=gang.shares_prompts)
         return plan_units(rows, [batch.units[unit] for unit in chosen], *bounds)
 
     async def _update_policy(self, batch: Batch, chosen: Sequence[int], pieces: Sequence[int]) -> dict[str, float]:

@@ -62,8 +62,12 @@ Link = Callable[[Sequence[WorkerHandle]], EngineLink]
 class Gang:
     """The ranks of one role, called together and in the same order on every rank."""
 
-    def __init__(self, role: str, workers: Sequence[WorkerHandle], micro_batch_tokens: int) -> None:
+    def __init__(
+        self, role: str, workers: Sequence[WorkerHandle], micro_batch_tokens: int, shares_prompts: bool = False
+    ) -> None:
+        """`shares_prompts`: the model trains the samples of a group behind one copy of their prompt exactly."""
         self.role = role
+        self.shares_prompts = shares_prompts
         self.workers = tuple(workers)
         self.micro_batch_tokens = micro_batch_tokens
 

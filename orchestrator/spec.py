@@ -155,6 +155,7 @@ class Spec(Frozen):
             advantage=algorithms.advantage(self.algorithm),
             sampling=self.sampling,
             ptx_coef=self.algorithm.ptx_coef,
+            share_prompts=role.share_prompts,
             run_id=self.name,
             reference_model=self._reference_model() if self.reference_in_policy else None,
             total_updates=self.policy_updates,

@@ -45,6 +45,10 @@ class TrainerRole(TrainerConfig, Placement):
 class PolicyRole(TrainerRole):
     """Workers that train the policy: one DeepSpeed rank each."""
 
+    share_prompts: bool = True
+    """Train the samples of a group behind one copy of their prompt where the model can and it saves work; the result is
+    the same to float tolerance."""
+
 
 class CriticRole(TrainerRole):
     """Workers that train the critic: one DeepSpeed rank each."""

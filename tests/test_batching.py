@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, groupby
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,3 +93,49 @@ def test_states_are_as_many_as_wanted_where_there_are(loss_tokens: list[int], wa
     assert wanted <= found // stride < 2 * wanted or found <= wanted
     if not wanted:
         assert picked == []
+
+
+grouped_rows = st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(0, 40), min_size=1, max_size=6)), max_size=8)
+
+
+@given(grouped_rows, st.integers(1, 3), st.integers(100, 400), st.booleans())
+def test_shared_prompts_change_the_layout_and_nothing_else(
+    groups: list[tuple[int, list[int]]], ranks: int, budget: int, skip_silent: bool
+) -> None:
+    """Rows, totals and ranks in step as without; what stands together fits the budget, and no group stands twice."""
+    rows = [
+        TrainRow(prompt + response, response, response % 2 == 0, prompt, group)
+        for group, (prompt, responses) in enumerate(groups)
+        for response in responses
+    ]
+    chosen = range(len(rows))
+    plain = plan_update(rows, chosen, ranks, budget, skip_silent=skip_silent)
+    shared = plan_update(rows, chosen, ranks, budget, skip_silent=skip_silent, share_prompts=True)
+    worked = [sorted(r for plan in plans for mb in plan.micro_batches for r in mb) for plans in (plain, shared)]
+    assert worked[0] == worked[1]
+    assert {(p.total_loss_tokens, p.total_sequences) for p in plain} == {
+        (p.total_loss_tokens, p.total_sequences) for p in shared
+    }
+    assert len({len(plan.micro_batches) for plan in shared}) <= 1
+    for plan in shared:
+        for micro_batch in plan.micro_batches if plan.shared else ():
+            order = [rows[r].group for r in micro_batch]
+            together = [group for group, _ in groupby(order)]
+            assert len(together) == len(set(together))
+            widths = [
+                rows[unit[0]].prompt_tokens + sum(rows[r].loss_tokens for r in unit)
+                for unit in (list(part) for _, part in groupby(micro_batch, key=lambda r: rows[r].group))
+            ]
+            assert max(widths, default=0) * len(widths) <= budget or len(widths) == 1
+
+
+def test_prompts_are_shared_where_it_pays() -> None:
+    """Eight responses of 5 behind a prompt of 20: 60 tokens and not 200. Long responses behind a short prompt: no."""
+    short = [TrainRow(25, 5, True, 20, 0) for _ in range(8)]
+    (plan,) = plan_update(short, range(8), 1, 256, skip_silent=True, share_prompts=True)
+    assert plan.shared and plan.micro_batches == (tuple(range(8)),)
+    long = [TrainRow(105, 100, True, 5, 0) for _ in range(8)]
+    (plan,) = plan_update(long, range(8), 1, 256, skip_silent=True, share_prompts=True)
+    assert not plan.shared
+    # One group cannot keep two ranks busy.
+    assert not any(plan.shared for plan in plan_update(short, range(8), 2, 256, skip_silent=True, share_prompts=True))

@@ -32,6 +32,7 @@ from workers.modeling import (
     load_value,
     score,
     score_plan,
+    shares_prompts,
 )
 from workers.tensors import TokenBatch, TokenTable, ragged
 
@@ -102,6 +103,55 @@ def test_logprobs_of_a_padded_batch(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(entropies, expected_entropies, rtol=1e-4, atol=1e-5)
         assert not entropies.requires_grad
+
+
+GROUPS = [
+    *(("a", [5, 6, 7], response) for response in ([8, 9], [10, 11, 12, 13], [], [14])),
+    ("b", [17, 18], [19, 20, 21]),
+    *(("c", [22], response) for response in ([23, 24], [25])),
+]
+"""(prompt_uid, prompt, response)"""
+
+
+def grouped() -> TokenTable:
+    table = train_table([(prompt, response) for _, prompt, response in GROUPS])
+    uids = pa.array([uid for uid, _, _ in GROUPS], pa.string())
+    return TokenTable(table.set_column(table.column_names.index("prompt_uid"), "prompt_uid", uids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_behind_one_prompt_are_what_they_are_alone(family: str, tmp_path: Path) -> None:
+    model = load_causal(save_model(FAMILIES[family], tmp_path))
+    module = CausalLogprobs(model, temperature=0.7, chunks=3, entropy_grad=True)
+    assert shares_prompts(module) == (not family.startswith("gemma2"))  # which has windows of attention
+    table, rows = grouped(), [0, 1, 2, 3, 4, 6, 5]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = []
+    for batch in (table.batch(rows), table.shared_batch(rows)):
+        logprobs, entropies = module(
+            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids
+        )
+        scale = torch.arange(1.0, len(logprobs) + 1)
+        gradients = torch.autograd.grad(
+            (logprobs * scale).sum() + (entropies * scale).sum(), parameters, allow_unused=True
+        )
+        found.append((batch, logprobs, entropies, gradients))
+    (alone, *expected), (together, *actual) = found
+    assert together.input_ids.shape == (3, 10) and alone.input_ids.shape[0] == 7
+    assert torch.equal(together.targets, alone.targets) and torch.equal(together.sequence, alone.sequence)
+    for ours, theirs in zip(actual[:2], expected[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(actual[2], expected[2], strict=True):
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_that_mixes_what_stands_in_one_row_does_not_share_prompts(tmp_path: Path) -> None:
+    """A state-space layer carries one response into the next."""
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    config = FalconH1Config(**sizes, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4)
+    model = load_causal(save_model(config, tmp_path))
+    assert not shares_prompts(CausalLogprobs(model, temperature=1.0))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

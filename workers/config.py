@@ -296,6 +296,8 @@ class PolicyConfig(Frozen):
     transfer_backend: TransferBackend = "shm"
     ptx_coef: float = 0.0
     """Weight of the texts' negative log-likelihood (PPO-ptx)."""
+    share_prompts: bool = False
+    """Train the samples of a group behind one copy of their prompt, where the model can."""
 
 
 class CriticConfig(Frozen):

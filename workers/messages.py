@@ -196,6 +196,9 @@ class TrainRow:
     loss_tokens: int
     has_signal: bool
     """False: its advantages are all zero, so the policy-gradient term is zero."""
+    prompt_tokens: int = 0
+    group: int = 0
+    """Rows of one group have the same prompt."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,8 @@ class RankPlan:
     total_loss_tokens: int
     """Over all ranks, the rows without signal included: the loss does not depend on the split."""
     total_sequences: int
+    shared: bool = False
+    """Rows of a micro-batch that stand together and have one prompt are laid out behind one copy of it."""
     texts: RankPlan | None = None
     """Policy: pieces of text that are learnt in the same update (PPO-ptx), as rows of the TEXTS table."""
 

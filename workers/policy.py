@@ -25,7 +25,7 @@ from workers.messages import (
     WeightUpdate,
     WorkerHealth,
 )
-from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
+from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan, shares_prompts
 from workers.prepare import prepare
 from workers.rank import TrainingRank, free_port, own_address, update_metrics
 from workers.tensors import TokenBatch, TokenTable
@@ -116,6 +116,11 @@ class PolicyWorker(TrainingRank):
             raise RuntimeError(f"{self._name} has no colocated reference")
         return score_plan(self._reference, plan, rollouts, "ref_logprobs", self.engine.device)
 
+    def shares_prompts(self) -> bool:
+        """Whether the samples of a group may be trained behind one copy of their prompt: asked for, and exact with this
+        model. Collective."""
+        return self._config.share_prompts and shares_prompts(cast(CausalLogprobs, self.engine.module))
+
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
         """See `workers.prepare.prepare`; not collective, one rank does it for all."""
         return prepare(self._config.advantage, request, tables)
@@ -148,7 +153,7 @@ class PolicyWorker(TrainingRank):
             return self._config.ptx_coef * loss
 
         # Without a row that has anything to teach, the texts still have.
-        work = [(of_rollouts, part) for part in table.batches(plan.micro_batches or ((),))]
+        work = [(of_rollouts, part) for part in table.batches(plan.micro_batches or ((),), plan.shared)]
         if texts is not None and plan.texts is not None:
             work += [(of_texts, part) for part in text_batches(texts, plan.texts)]
         step = self.engine.update(work, lambda forward, part: part[0](forward, part[1].to(self.engine.device)))
@@ -252,7 +257,11 @@ class PolicyWorker(TrainingRank):
         kl_old_coef: float,
     ) -> LossOutput:
         logprobs, entropy = forward(
-            micro_batch.input_ids, micro_batch.attention_mask, micro_batch.positions, micro_batch.targets
+            micro_batch.input_ids,
+            micro_batch.attention_mask,
+            micro_batch.positions,
+            micro_batch.targets,
+            micro_batch.position_ids,
         )
         rollout_logprobs = table.floats("rollout_logprobs", micro_batch)
         advantages = table.floats("advantages", micro_batch)

@@ -212,7 +212,12 @@ def repetition(responses: Ragged) -> float:
 def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float], state: AdvantageState) -> TrainSummary:
     signal = torch.zeros(len(batch.lengths)).index_add(0, batch.sequence, (advantages != 0).float()) > 0
     rows = zip(
-        (batch.prompt_lengths + batch.lengths).tolist(), batch.loss_lengths.tolist(), signal.tolist(), strict=True
+        (batch.prompt_lengths + batch.lengths).tolist(),
+        batch.loss_lengths.tolist(),
+        signal.tolist(),
+        batch.prompt_lengths.tolist(),
+        batch.groups.tolist(),
+        strict=True,
     )
     return TrainSummary(rows=tuple(TrainRow(*row) for row in rows), metrics=metrics, state=state)
 

@@ -17,6 +17,7 @@ import torch
 from workers.messages import IDENTITY, SCHEMA_VERSION, TRAIN
 
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+_PROMPT, _PADDING = -1, -2
 IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
 
 
@@ -92,7 +93,7 @@ class TokenBatch:
     input_ids: torch.Tensor
     """int64 [B, L]."""
     attention_mask: torch.Tensor
-    """int64 [B, L]: 1 on tokens, 0 on padding."""
+    """int64 [B, L]: 1 on tokens, 0 on padding. Where prompts are shared: bool [rows, 1, L, L], who sees whom."""
     positions: torch.Tensor
     """int64 [T]: index into the flattened B*L tokens of the one that predicts each response token."""
     targets: torch.Tensor
@@ -105,10 +106,13 @@ class TokenBatch:
     """bool [T]: False where the policy did not sample the token."""
     rows: torch.Tensor
     """int64 [B]: row numbers in the table the batch was cut from."""
+    position_ids: torch.Tensor | None = None
+    """int64 [rows, L] where prompts are shared: every response goes on after the prompt."""
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on `device`."""
-        return TokenBatch(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
+        held = {item.name: getattr(self, item.name) for item in fields(self)}
+        return TokenBatch(**{name: None if tensor is None else tensor.to(device) for name, tensor in held.items()})
 
 
 def filler_batch() -> TokenBatch:
@@ -139,6 +143,7 @@ class TokenTable:
         if len(self.prompts.lengths) and int(self.prompts.lengths.min()) == 0:
             raise ValueError(f"{_name(table, int(self.prompts.lengths.argmin()))} has an empty prompt")
         _same_lengths(table, "loss_mask", self.loss_mask, self.responses)
+        self._prompts: torch.Tensor | None = None
         self._floats: dict[str, Ragged] = {}
         for name in FLOAT_COLUMNS:
             if name in table.column_names and table.column(name).null_count < max(1, table.num_rows):
@@ -177,9 +182,62 @@ class TokenTable:
             rows=index,
         )
 
-    def batches(self, micro_batches: Sequence[Sequence[int]]) -> Iterator[TokenBatch]:
-        """The padded micro-batches of a plan, one after the other."""
-        return (self.batch(rows) for rows in micro_batches)
+    def shared_batch(self, rows: Sequence[int]) -> TokenBatch:
+        """As `batch`, with neighbours of one prompt in one row of the model: the prompt once, then their responses.
+
+        A token sees the prompt and its own response up to itself, at the positions it would have alone, so that its
+        results are those of `batch`. Padding sees the prompt, for a softmax over nothing would be NaN.
+        """
+        if not rows:
+            return filler_batch()
+        index = torch.tensor(rows, dtype=torch.int64)
+        place, counts = torch.unique_consecutive(
+            self._prompt_numbers()[index], return_inverse=True, return_counts=True
+        )[1:]
+        firsts = counts.cumsum(0) - counts
+        prompts, responses = self.prompts.take(index[firsts]), self.responses.take(index)
+        before = (
+            responses.starts - responses.starts[firsts][place]
+        )  # responses of the same row, to the left of this one
+        widths = prompts.lengths.index_add(0, place, responses.lengths)
+        rows_, width = len(firsts), int(widths.max())
+        sequence, within = responses.sequence(), responses.within()
+        row = place[sequence]
+        columns = prompts.lengths[row] + before[sequence] + within
+        input_ids, position_ids = (torch.zeros(rows_, width, dtype=torch.int64) for _ in range(2))
+        owner = torch.full((rows_, width), _PADDING)
+        input_ids[prompts.sequence(), prompts.within()] = prompts.values
+        position_ids[prompts.sequence(), prompts.within()] = prompts.within()
+        owner[prompts.sequence(), prompts.within()] = _PROMPT
+        input_ids[row, columns] = responses.values
+        position_ids[row, columns] = prompts.lengths[row] + within
+        owner[row, columns] = sequence
+        seen = (owner[:, None, :] == _PROMPT) | (owner[:, None, :] == owner[:, :, None])
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        predicted_by = torch.where(within == 0, prompts.lengths[row] - 1, columns - 1)
+        return TokenBatch(
+            input_ids=input_ids,
+            attention_mask=(seen & causal)[:, None],
+            positions=row * width + predicted_by,
+            targets=responses.values,
+            sequence=sequence,
+            lengths=responses.lengths,
+            loss_mask=self.loss_mask.take(index).values,
+            rows=index,
+            position_ids=position_ids,
+        )
+
+    def batches(self, micro_batches: Sequence[Sequence[int]], shared: bool = False) -> Iterator[TokenBatch]:
+        """The padded micro-batches of a plan, one after the other; with `shared`, prompts once."""
+        return (self.shared_batch(rows) if shared else self.batch(rows) for rows in micro_batches)
+
+    def _prompt_numbers(self) -> torch.Tensor:
+        """int64, one per row: equal for rows of one group."""
+        if self._prompts is None:
+            uids = self.table.column("prompt_uid").to_pylist()
+            number = {uid: place for place, uid in enumerate(dict.fromkeys(uids))}
+            self._prompts = torch.tensor([number[uid] for uid in uids], dtype=torch.int64)
+        return self._prompts
 
     def floats(self, name: str, batch: TokenBatch) -> torch.Tensor | None:
         """float32 [T] of column `name` for the response tokens of `batch`, on its device; None if it is absent."""

@@ -116,7 +116,8 @@ class Troupe:
         role: Literal["policy", "critic"], worker: ActorWorker, config: PolicyConfig | CriticConfig, spec: Spec
     ) -> Gang:
         await worker.call("become", config, timeout_s=BOUND_S)
-        return Gang(role, [worker], spec.roles.trainers()[role].micro_batch_tokens)
+        shares = role == "policy" and await worker.call("shares_prompts", timeout_s=BOUND_S)
+        return Gang(role, [worker], spec.roles.trainers()[role].micro_batch_tokens, shares)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -85,6 +85,26 @@ def batch() -> pa.Table:
     )
 
 
+def grouped() -> pa.Table:
+    """Two groups of three samples, each with one prompt."""
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(3, 4096, (size,), generator=generator).tolist() for size in (9, 5)]
+    sizes = (4, 0, 6, 2, 3, 1)
+    samples = [
+        (prompts[row // 3], torch.randint(3, 4096, (size,), generator=generator).tolist())
+        for row, size in enumerate(sizes)
+    ]
+    advantages = [torch.randn(size, generator=generator).tolist() for size in sizes]
+    table = train_table(
+        samples,
+        rollout_logprobs=[[-8.0] * n for n in sizes],
+        ref_logprobs=[[-8.1] * n for n in sizes],
+        advantages=advantages,
+    )
+    uids = pa.array([f"g{row // 3}" for row in range(6)], pa.string())
+    return table.set_column(table.column_names.index("prompt_uid"), "prompt_uid", uids)
+
+
 def poisoned() -> pa.Table:
     """The same with a NaN advantage in row 5 only."""
     table = batch()
@@ -145,6 +165,7 @@ def policy_config(model: str, stage: int, dtype: str) -> PolicyConfig:
         seed=1,
         device="cpu",
         ptx_coef=PTX_COEF,
+        share_prompts=True,
     )
 
 
@@ -235,6 +256,18 @@ class Scenario:
             worker.update(plans(ONE_BATCH, 0), batch(), 0.0, texts())
         self.keep(f"whole-{stage}", weights_of(worker))
 
+    def shared_prompts(self, stage: int) -> None:
+        """Two updates on groups, with every sample alone and with the prompt of a group once."""
+        layout = [((0, 1, 2), (3, 4, 5))] if self.world == 1 else [((0, 1, 2),), ((3, 4, 5),)]
+        for shared in (False, True):
+            worker = PolicyWorker(policy_config(self.model, stage, "float32"), "grouped")
+            worker.build()
+            self.note(f"shares-{stage}", worker.shares_prompts())
+            plan = RankPlan(layout[self.rank], total_loss_tokens=16, total_sequences=6, shared=shared)
+            metrics = [worker.update(plan, grouped()) for _ in range(2)]
+            self.keep(f"grouped-{stage}-{shared}", weights_of(worker))
+            self.note(f"grouped-{stage}-{shared}", [self.flat(item) for item in metrics])
+
     def critic(self, stage: int) -> None:
         config = CriticConfig(
             model=ModelConfig(path=self.model, dtype="float32"),
@@ -265,6 +298,7 @@ class Scenario:
                 self.note("reference", by_uid(scores, "ref_logprobs"))
         for stage in (1, 3):
             self.critic(stage)
+            self.shared_prompts(stage)
         if self.world == 1:
             for stage in range(4):
                 self.whole_batch(stage)
@@ -449,6 +483,22 @@ def test_the_divergence_of_an_update_is_exact_over_the_vocabulary(plain: Plain, 
             parts = [facts(groups[world], rank)[f"divergence-{stage}-float32"] for rank in range(world)]
             assert sum(states for _, states in parts) == 19
             assert sum(total for total, _ in parts) / 19 == pytest.approx(plain.divergence, rel=1e-3)
+
+
+def test_a_groups_prompt_is_trained_once_to_the_same_result(groups: dict[int, Path]) -> None:
+    for world in (1, 2):
+        for stage in (1, 3):
+            assert facts(groups[world])[f"shares-{stage}"]
+            plain, shared = (
+                load_file(groups[world] / f"grouped-{stage}-{together}.safetensors") for together in (False, True)
+            )
+            close(shared, plain, 2e-5)
+            for one, other in zip(
+                facts(groups[world])[f"grouped-{stage}-False"],
+                facts(groups[world])[f"grouped-{stage}-True"],
+                strict=True,
+            ):
+                assert other == pytest.approx(one, rel=1e-3, abs=1e-5)
 
 
 def test_texts_are_learnt_in_the_same_update(plain: Plain, groups: dict[int, Path]) -> None:
