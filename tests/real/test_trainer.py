@@ -351,9 +351,10 @@ def groups(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
     folders: dict[int, Path] = {}
     context = multiprocessing.get_context("spawn")
     started: dict[int, list[Any]] = {}
+    meetings: dict[int, Any] = {}  # held until the end: a child opens the queue some time after its start
     for world in (1, 2):
         out = folders[world] = tmp_path_factory.mktemp(f"world{world}")
-        meeting = context.Queue()
+        meeting = meetings[world] = context.Queue()
         started[world] = [
             context.Process(target=rank_main, args=(rank, world, model, out, meeting)) for rank in range(world)
         ]
