@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ def script(name: str, command: Sequence[str], specs: Sequence[AnySpec], options:
     :param specs: every run of the file
     Raises UsageError, in the words of `troupe plan`, where the nodes have no room.
     """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
+        raise UsageError("--name: may hold letters, digits, '.', '_' and '-'")
     nodes = [
         Node(f"node-{i}", float(options.cpus_per_node), float(options.gpus_per_node)) for i in range(options.nodes)
     ]

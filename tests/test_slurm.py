@@ -133,6 +133,11 @@ def test_what_does_not_fit_is_refused(flags: dict[str, int], said: str) -> None:
         batch_script(Request(PPO), flags)
 
 
+def test_a_name_adds_no_line_to_the_script() -> None:
+    with pytest.raises(UsageError, match="--name: may hold"):
+        batch_script(Request(GRPO, name="a\n#SBATCH --uid=0"), {})
+
+
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
     answer = troupe("deploy", str(PPO), "--slurm", "--nodes", "2", "--gpus-per-node", "8", "-o", str(file))
