@@ -98,15 +98,15 @@ address_of() {
 }
 start_ray() {  # start_ray NODE ADDRESS ARGUMENT...: Ray on one node, until the job ends
   srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --nodelist="$1" \
-    ray start --block --disable-usage-stats --node-ip-address="$2" --num-cpus="$cpus" --num-gpus="$gpus" "${@:3}" &
+    ray start --block --disable-usage-stats --temp-dir="/tmp/ray-$SLURM_JOB_ID" --node-ip-address="$2" \
+    --num-cpus="$cpus" --num-gpus="$gpus" "${@:3}" &
 }
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 addresses=()
 for node in "${nodes[@]}"; do addresses+=("$(address_of "$node")"); done
 port=$((20000 + SLURM_JOB_ID % 10000))
 head="${addresses[0]}:$port"
-start_ray "${nodes[0]}" "${addresses[0]}" --head --port="$port" --include-dashboard=false \
-  --temp-dir="/tmp/ray-$SLURM_JOB_ID"
+start_ray "${nodes[0]}" "${addresses[0]}" --head --port="$port" --include-dashboard=false
 
 # Every node, or none: within the bound, all have joined.
 wait_for() {  # wait_for COUNT: that many nodes
