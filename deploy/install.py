@@ -167,7 +167,9 @@ def main() -> int:
     """Check the machine, then install; 0 if all that is pinned is installed."""
     parser = argparse.ArgumentParser(description="Make Troupe's CPU installation.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the virtual environment")
-    venv: Path = parser.parse_args().venv.absolute()
+    parser.add_argument("--pins-only", action="store_true", help="what the lock pins, without Troupe (for an image)")
+    arguments = parser.parse_args()
+    venv: Path = arguments.venv.absolute()
     started = time.monotonic()
     if found := problems(venv):
         print("[setup] this machine is not ready:", *found, sep="\n  - ", file=sys.stderr)
@@ -177,6 +179,8 @@ def main() -> int:
     if not install_pinned(environment, pins()):
         print("[setup] not complete (pip's message is above); run it again to go on from here", file=sys.stderr)
         return 1
+    if arguments.pins_only:
+        return 0
     say("installing troupe-rl, editable")
     if not environment.pip("--quiet", "--no-build-isolation", "--editable", str(ROOT)):
         return 1

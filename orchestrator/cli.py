@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from orchestrator.errors import StopRequested, TroupeError
+from orchestrator.errors import StopRequested, TroupeError, UsageError
 from orchestrator.spec_any import any_schema
-from orchestrator.spec_chain import ChainDocument, PlannedRun, is_chain, plan_runs, read_document
+from orchestrator.spec_chain import PlannedRun, plan_runs, read_document, to_send
 from orchestrator.spec_errors import SpecError
 from orchestrator.spec_offline import OfflineSpec
 
@@ -45,6 +45,8 @@ def main() -> NoReturn:
         app(standalone_mode=True)
     except SpecError as error:
         _leave(str(error), USER_ERROR)
+    except UsageError as error:
+        _leave(f"error: {error}", USER_ERROR)
     except StopRequested as error:
         _leave(str(error), STOPPED)
     except TroupeError as error:
@@ -206,8 +208,7 @@ def submit(
 ) -> None:
     """Send a spec to a cluster as a Ray job."""
     document = read_document(spec, set_)
-    runs = plan_runs(document)
-    loaded = ChainDocument(document.data["name"], document.data) if is_chain(document) else runs[0].spec
+    loaded = to_send(document, plan_runs(document))
     for option, path in (("--working-dir", working_dir), ("--requirements", requirements)):
         if path is not None and not path.exists():
             _leave(f"{option}: no such {'folder' if path is working_dir else 'file'}: {path}", USER_ERROR)
@@ -265,6 +266,74 @@ def stop(
     from orchestrator.jobs import JobServer
 
     typer.echo(JobServer(address).stop(job, timeout_s).line())
+
+
+@app.command()
+def deploy(
+    spec: SpecArgument,
+    set_: SetOption = [],  # noqa: B006
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write (default: print it).")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the run, as pods or nodes see it.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job (default: the spec's).")] = None,
+    image: Annotated[str | None, typer.Option(help="Image (default: troupe-rl:VERSION-gpu or -cpu).")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Kubernetes namespace.")] = None,
+    cluster_only: Annotated[bool, typer.Option("--cluster-only", help="A RayCluster without a job.")] = False,
+    pvc: Annotated[list[str], typer.Option("--pvc", metavar="CLAIM:/FOLDER", help="Mount a claim in all pods.")] = [],  # noqa: B006
+    root: Annotated[str | None, typer.Option(help="Start of relative paths (default: the first --pvc).")] = None,
+    env: Annotated[
+        list[str], typer.Option("--env", metavar="NAME=SECRET:KEY", help="A variable from a Secret's key.")
+    ] = [],  # noqa: B006
+    env_from_secret: Annotated[
+        list[str], typer.Option("--env-from-secret", metavar="SECRET", help="Every key of a Secret as a variable.")
+    ] = [],  # noqa: B006
+    auth_secret: Annotated[
+        str | None, typer.Option(help="Secret with Ray's token as `auth_token` (default: KubeRay makes one).")
+    ] = None,
+    shm_gib: Annotated[int | None, typer.Option(help="/dev/shm of a worker pod (default: half its memory).")] = None,
+    gib_per_cpu: Annotated[int | None, typer.Option(help="Memory of a pod for each CPU (default 4).")] = None,
+    gib_per_gpu: Annotated[int | None, typer.Option(help="Memory of a pod for each GPU (default 64).")] = None,
+    ttl_s: Annotated[int | None, typer.Option(help="Seconds a finished cluster is kept (default 300).")] = None,
+    retries: Annotated[int | None, typer.Option(help="New clusters after failures (default 1).")] = None,
+    deadline_s: Annotated[int | None, typer.Option(help="Longest life (default: the spec's bounds).")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="An sbatch script instead of a manifest.")] = False,
+    nodes: Annotated[int | None, typer.Option(help="With --slurm: nodes (default 1).")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="With --slurm: GPUs of a node (default 0).")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(help="With --slurm: CPUs of a node (default 128).")] = None,
+) -> None:
+    """Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."""
+    for_slurm = {"nodes": nodes, "gpus_per_node": gpus_per_node, "cpus_per_node": cpus_per_node}
+    for_kubernetes = {
+        "image": image,
+        "namespace": namespace,
+        "cluster_only": cluster_only or None,
+        "claims": pvc or None,
+        "root": root,
+        "variables": env or None,
+        "secrets": env_from_secret or None,
+        "auth_secret": auth_secret,
+        "shm_gib": shm_gib,
+        "gib_per_cpu": gib_per_cpu,
+        "gib_per_gpu": gib_per_gpu,
+        "ttl_s": ttl_s,
+        "retries": retries,
+        "deadline_s": deadline_s,
+    }
+    from orchestrator.deploy import Request, batch_script, manifest, refuse, write
+
+    request = Request(spec, set_, name, out)
+    if slurm:
+        refuse(for_kubernetes, "is not for --slurm")
+        text, notes = batch_script(request, for_slurm), []
+    else:
+        refuse(for_slurm, "is for --slurm")
+        text, notes = manifest(request, for_kubernetes)
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        write(output, text)
+        typer.echo(f"wrote {output}")
 
 
 def _ready(path: Path, overrides: list[str], out: Path | None = None) -> tuple[PlannedRun, ...]:

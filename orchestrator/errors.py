@@ -7,6 +7,10 @@ class TroupeError(RuntimeError):
     """Base of every error a user should read without a traceback."""
 
 
+class UsageError(TroupeError):
+    """A command line that cannot work."""
+
+
 class WorkerError(TroupeError):
     """A call to a worker did not return a result."""
 

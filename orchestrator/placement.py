@@ -70,11 +70,12 @@ class Fit:
 
 
 def place(roles: Sequence[RoleSize]) -> tuple[Placement, ...]:
-    """Placement groups for all roles, in the order in which they are reserved (trainers first)."""
+    """Placement groups for all roles, in the order in which they are reserved: those with GPUs first, or one without
+    might take the cores beside the last free GPU; trainers before engines."""
     hosts = [role for role in roles if role.colocate_with is None]
     guests = [role for role in roles if role.colocate_with is not None and not role.in_process]
     placements: list[Placement] = []
-    for host in sorted(hosts, key=lambda role: (role.separate, role.role)):
+    for host in sorted(hosts, key=lambda role: (role.gpus == 0, role.separate, role.role)):
         sharing = [host, *(guest for guest in guests if guest.colocate_with == host.role)]
         if host.separate:
             placements += [_placement(f"{host.role}-{i}", sharing, [i]) for i in range(host.workers)]

@@ -98,6 +98,11 @@ def plan_runs(document: spec_yaml.Document, out: Path | None = None) -> tuple[Pl
     return tuple(runs)
 
 
+def to_send(document: spec_yaml.Document, runs: Sequence[PlannedRun]) -> AnySpec | ChainDocument:
+    """What is sent where a file of these runs is to run elsewhere."""
+    return ChainDocument(document.data["name"], document.data) if is_chain(document) else runs[0].spec
+
+
 def _sections(document: spec_yaml.Document) -> tuple[str, Mapping[str, Any]]:
     """Name of the chain, and its stages' sections. Raises SpecError."""
     data, source = document.data, document.source

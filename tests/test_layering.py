@@ -238,7 +238,10 @@ def _says_weights_only(call: ast.Call) -> bool:
 
 @pytest.mark.parametrize(
     "module",
-    ["orchestrator", "workers", "workers.config", "orchestrator.spec", "orchestrator.plan", "orchestrator.cli"],
+    [
+        *("orchestrator", "workers", "workers.config", "orchestrator.spec", "orchestrator.plan", "orchestrator.cli"),
+        *("orchestrator.deploy", "orchestrator.kubernetes", "orchestrator.slurm"),
+    ],
 )
 def test_the_front_door_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"

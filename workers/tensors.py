@@ -8,7 +8,7 @@ Only the model itself sees a padded batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pyarrow as pa
@@ -111,8 +111,8 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on `device`."""
-        held = {item.name: getattr(self, item.name) for item in fields(self)}
-        return TokenBatch(**{name: None if tensor is None else tensor.to(device) for name, tensor in held.items()})
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
 
 
 def filler_batch() -> TokenBatch:
