@@ -1,6 +1,6 @@
 """Reward curves of finished runs as one Markdown table; docs/results.md is made of it.
 
-    python -m benchmarks.reward_curves runs/grpo runs/rloo
+python -m benchmarks.reward_curves runs/grpo runs/rloo
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.errors import ClusterUnreachable, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from orchestrator.handles import TableRef, WorkerHandle
-from orchestrator.placement import Node, Placement, Seat, demand
+from orchestrator.placement import GPU_GIB, Node, Placement, Seat, demand
 from workers.messages import WorkerGone
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ _INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False,
 _CONNECT_TIMEOUT_S = 10.0
 _LONGEST_REASON = 1000
 _ASYNC_CALLS = 100_000
+_GPU_TYPE = "accelerator_type:"  # what Ray calls the resource that names a node's GPUs
 """Calls an asynchronous actor may hold; the engine pool keeps the bound that matters."""
 
 
@@ -160,11 +161,7 @@ class Cluster:
     @staticmethod
     def nodes() -> list[Node]:
         """Live nodes with their total resources."""
-        return [
-            Node(n["NodeManagerAddress"], n["Resources"].get("CPU", 0.0), n["Resources"].get("GPU", 0.0))
-            for n in ray.nodes()
-            if n["Alive"]
-        ]
+        return [_node(n["NodeManagerAddress"], n["Resources"]) for n in ray.nodes() if n["Alive"]]
 
     @classmethod
     def look(cls, address: str) -> list[Node]:
@@ -241,6 +238,14 @@ class Cluster:
         self._actors, self._groups = [], {}
         if self._owned:
             ray.shutdown()
+
+
+def _node(name: str, resources: dict[str, float]) -> Node:
+    """A live node as Ray tells it; of a GPU it tells the type."""
+    kinds = (key.removeprefix(_GPU_TYPE) for key in resources if key.startswith(_GPU_TYPE))
+    gpu = max((GPU_GIB.get(kind, 0.0) for kind in kinds), default=0.0)
+    host = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
+    return Node(name, resources.get("CPU", 0.0), resources.get("GPU", 0.0), int(host), int(gpu * 2**30))
 
 
 def _join(address: str) -> Any:

@@ -181,9 +181,7 @@ def learnt(left: Left, name: str) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", ["tiny-sft", "tiny-orpo", "tiny-kto", "tiny-rrhf"])
-async def test_a_shipped_spec_learns_from_its_examples(
-    name: str, school: School
-) -> None:
+async def test_a_shipped_spec_learns_from_its_examples(name: str, school: School) -> None:
     learnt(await school.teach(name), name)
 
 
