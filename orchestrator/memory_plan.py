@@ -27,7 +27,7 @@ from orchestrator.placement import Node
 from orchestrator.spec import Spec
 from orchestrator.spec_any import AnySpec
 from orchestrator.spec_offline import OfflineSpec
-from workers.config import ModelConfig, TrainerConfig
+from workers.config import ModelConfig
 from workers.config_offline import RewardLossConfig
 
 TRAINER_PROCESS = 700 * MIB
@@ -364,7 +364,7 @@ def remedies(role: str, told: Training, room: int) -> Iterator[str]:
     """Changes of a training role after each of which a rank fits into `room` bytes of its GPU; the least first."""
 
     def fits(workers: int, **changes: Any) -> bool:
-        changed = replace(told, ranks=workers, trainer=TrainerConfig(**dict(told.trainer) | changes))
+        changed = replace(told, ranks=workers, trainer=told.trainer.model_copy(update=changes))
         return sum(memory.total for memory in training(role, changed) if memory.where == "gpu") <= room
 
     trainer = told.trainer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class ModelSize:
 
     def with_score(self) -> ModelSize:
         """The same backbone under a head with one score (critics, reward models)."""
-        return ModelSize(**vars(self) | {"head": self.hidden})
+        return replace(self, head=self.hidden)
 
 
 def read_size(folder: Path) -> ModelSize:
