@@ -31,17 +31,19 @@ from workers.config import ModelConfig
 from workers.config_offline import RewardLossConfig
 
 TRAINER_PROCESS = 700 * MIB
-"""Host memory of a training rank without a model. Measured: see `benchmarks/plan_memory.py --processes`."""
+"""Host memory of a training rank without a model. `benchmarks.plan_memory`: 461 MiB after the imports and the
+rendezvous; 650 to 770 are left over of the measured peaks once updates have loaded kernels and caches."""
 SCORER_PROCESS = 600 * MIB
-"""Host memory of a process with torch and transformers (reference, reward model). Measured likewise."""
+"""Host memory of a process with torch and transformers (reference, reward model): 437 MiB after the imports, and room
+for what the first pass loads, as for a trainer."""
 ENGINE_PROCESS = 1600 * MIB
-"""Host memory of an engine's two processes without the model. Measured likewise."""
-REWARD_PROCESS = 120 * MIB
-"""Host memory of a reward worker without a model. Measured likewise."""
+"""Host memory of an engine's two processes without the model. Not measured yet (`benchmarks.plan_memory --processes`)."""
+REWARD_PROCESS = 130 * MIB
+"""Host memory of a reward worker without a model: 125 MiB after importing it and Ray."""
 FUNCTION_PROCESS = 60 * MIB
-"""Host memory of one reward function's process; what the function itself loads comes on top. Measured likewise."""
+"""Host memory of one reward function's process: 15 MiB, and room for what the function imports (math-verify)."""
 RAY_PROCESSES = 700 * MIB
-"""Host memory of Ray's own processes and the controller on the first node. Measured likewise."""
+"""Host memory of Ray's own processes and the controller on the first node. Not measured."""
 
 MOST_WORKERS = 64
 
@@ -346,7 +348,7 @@ def _full_nodes(spec: AnySpec, nodes: Sequence[NodeMemory], sizes: Sizes) -> Ite
 
 def _remedy(spec: AnySpec, role: str, room: int, where: str, sizes: Sizes) -> str:
     """What to change about a role that is too large; `room`: bytes that one worker may take, where that is a GPU's."""
-    told = training_of(spec, role, sizes) if role in ("policy", "critic") else None
+    told = training_of(spec, role, sizes, first=role == "policy") if role in ("policy", "critic") else None
     if told is not None and where == "gpu":
         found = list(remedies(role, told, room))
         return ", or ".join(found[:2]) if found else "no setting makes it fit; take larger GPUs or a smaller model"

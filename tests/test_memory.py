@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,8 @@ def test_a_gpu_that_is_too_small_is_told_with_a_change_that_helps() -> None:
     seating = planned(SEVEN_B, nodes)
     assert seating.misfit.startswith("policy-0 needs ") and "GiB of a GPU's 40.0: " in seating.misfit
     assert "raise roles.policy.workers to 8" in seating.misfit
+    for change in re.findall(r"(?:lower|set) (roles\.[a-z_.]+)(?: to|:) (\w+)", seating.misfit):
+        assert planned(SEVEN_B, nodes, "=".join(change)).misfit == "", change
     assert planned(SEVEN_B, described_nodes("1x8xH100", 128)).misfit == ""
     wider = planned(SEVEN_B, described_nodes("2x8xA100-40G", 128), "roles.policy.workers=8")
     assert wider.misfit == ""
