@@ -37,7 +37,7 @@ SCORER_PROCESS = 600 * MIB
 """Host memory of a process with torch and transformers (reference, reward model): 437 MiB after the imports, and room
 for what the first pass loads, as for a trainer."""
 ENGINE_PROCESS = 1600 * MIB
-"""Host memory of an engine's two processes without the model. Not measured yet (`benchmarks.plan_memory --processes`)."""
+"""Host memory of an engine's two processes without the model. Not measured yet: `benchmarks.plan_memory` can."""
 REWARD_PROCESS = 130 * MIB
 """Host memory of a reward worker without a model: 125 MiB after importing it and Ray."""
 FUNCTION_PROCESS = 60 * MIB
