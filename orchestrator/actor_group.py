@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.errors import ClusterUnreachable, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from orchestrator.handles import TableRef, WorkerHandle
-from orchestrator.placement import Node, Placement, Seat, demand
+from orchestrator.placement import GPU_GIB, Node, Placement, Seat, demand
 from workers.messages import WorkerGone
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ _CONNECT_TIMEOUT_S = 10.0
 _LONGEST_REASON = 1000
 _ASYNC_CALLS = 100_000
 """Calls an asynchronous actor may hold; the engine pool keeps the bound that matters."""
+_GPU_TYPE = "accelerator_type:"
+"""What Ray calls the resource that names a node's GPUs."""
 
 
 class ActorWorker:
@@ -160,11 +162,7 @@ class Cluster:
     @staticmethod
     def nodes() -> list[Node]:
         """Live nodes with their total resources."""
-        return [
-            Node(n["NodeManagerAddress"], n["Resources"].get("CPU", 0.0), n["Resources"].get("GPU", 0.0))
-            for n in ray.nodes()
-            if n["Alive"]
-        ]
+        return [_node(n["NodeManagerAddress"], n["Resources"]) for n in ray.nodes() if n["Alive"]]
 
     @classmethod
     def look(cls, address: str) -> list[Node]:
@@ -249,6 +247,14 @@ def _start(cpus: int) -> Any:
         return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
     except Exception as error:  # Ray raises a bare Exception where one of its processes does not come up
         raise ClusterUnreachable(f"Ray could not be started on this machine: {_one_line(error)}") from error
+
+
+def _node(name: str, resources: dict[str, float]) -> Node:
+    """A live node as Ray tells it; of a GPU it tells the type."""
+    kinds = (key.removeprefix(_GPU_TYPE) for key in resources if key.startswith(_GPU_TYPE))
+    gpu = max((GPU_GIB.get(kind, 0.0) for kind in kinds), default=0.0)
+    host = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
+    return Node(name, resources.get("CPU", 0.0), resources.get("GPU", 0.0), int(host), int(gpu * 2**30))
 
 
 def _join(address: str) -> Any:

@@ -131,30 +131,50 @@ def plan(
     spec: SpecArgument,
     set_: SetOption = [],  # noqa: B006
     address: AddressOption = None,
-    cluster: Annotated[str | None, typer.Option(help="A described cluster: NODESxGPUS, as in 2x8.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A described cluster, NODESxGPUS[xTYPE], as in 2x8 or 2x8xH200; auto: the live one here."),
+    ] = None,
     cpus_per_node: Annotated[int, typer.Option(help="CPUs of a node of --cluster.")] = 128,
+    gib_per_node: Annotated[float, typer.Option(help="Host memory of a node of --cluster (0: not checked).")] = 0.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: seats, memory in bytes, what does not fit.")
+    ] = False,
 ) -> None:
-    """Who goes where: every worker's seat against what the cluster has."""
+    """Who goes where and how much memory it takes, part by part, against what the cluster has."""
     runs = plan_runs(read_document(spec, set_))
-    from orchestrator.plan import described_nodes, local_node, show
-    from orchestrator.plan import plan as plan_spec
+    from orchestrator import plan as plans
+    from orchestrator.memory_plan import Sizes
 
+    if cluster == "auto":
+        cluster, address = None, address or "auto"
     if cluster is not None:
-        nodes = described_nodes(cluster, cpus_per_node)
+        nodes = plans.described_nodes(cluster, cpus_per_node, gib_per_node)
     elif address is not None:
         from orchestrator.actor_group import Cluster
 
         nodes = Cluster.look(address)
     else:
         nodes = None
+    sizes, told, misfit = Sizes(), [], ""
     for planned in runs:
-        there = [local_node(os.cpu_count() or 1, planned.spec)] if nodes is None else nodes
-        seating = plan_spec(planned.spec, there)
-        if planned.stage:
-            typer.echo(f"{planned.spec.name}:")
-        show(seating)
-        if seating.misfit:
-            _leave(f"{spec}: {seating.misfit}", FAILURE)
+        there = [plans.local_node(os.cpu_count() or 1, planned.spec)] if nodes is None else nodes
+        seating = plans.plan(planned.spec, there, sizes)
+        trained = sizes.of(planned.spec.model)
+        if trained is not None:
+            sizes.known[str(planned.model)] = trained  # a later stage may start from it
+        told.append(plans.as_json(planned.spec.name, seating))
+        if not as_json:
+            if planned.stage:
+                typer.echo(f"{planned.spec.name}:")
+            plans.show(seating)
+        misfit = seating.misfit
+        if misfit:
+            break
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    if misfit:
+        _leave(f"{spec}: {misfit}", FAILURE)
 
 
 @app.command()

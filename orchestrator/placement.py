@@ -15,6 +15,23 @@ from orchestrator.spec_any import AnySpec
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK"]
 
+GPU_GIB = {
+    "T4": 15.0,
+    "L4": 22.5,
+    "A10": 22.5,
+    "A10G": 22.5,
+    "RTX4090": 24.0,
+    "V100": 32.0,
+    "A100-40G": 40.0,
+    "L40S": 45.0,
+    "A100": 80.0,
+    "A100-80G": 80.0,
+    "H100": 79.6,
+    "H200": 140.4,
+    "B200": 179.1,
+}
+"""Memory of a GPU by type, as nvidia-smi tells it. The names are Ray's."""
+
 
 @dataclass(frozen=True)
 class RoleSize:
@@ -59,6 +76,10 @@ class Node:
     name: str
     cpus: float
     gpus: float
+    memory: int = 0
+    """Host memory, bytes; 0: not known."""
+    gpu_memory: int = 0
+    """Memory of each GPU, bytes; 0: not known."""
 
 
 @dataclass(frozen=True)

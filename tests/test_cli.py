@@ -154,7 +154,34 @@ def test_a_plan_without_room_says_what_to_change() -> None:
 @pytest.mark.parametrize("cluster", ["8", "0x8", "2x", "axb"])
 def test_a_cluster_that_cannot_be_read_costs_one_line(cluster: str) -> None:
     answer = troupe("plan", str(GRPO), "--cluster", cluster)
-    assert (answer.code, answer.errors) == (1, [f"error: --cluster: '{cluster}' is not NODESxGPUS, as in 2x8"])
+    message = f"error: --cluster: '{cluster}' is not NODESxGPUS, as in 2x8, or NODESxGPUSxTYPE, as in 2x8xH200"
+    assert (answer.code, answer.errors) == (1, [message])
+
+
+def test_a_gpu_type_that_is_not_known_costs_one_line() -> None:
+    answer = troupe("plan", str(GRPO), "--cluster", "1x8xH1000")
+    assert (answer.code, len(answer.errors)) == (1, 1)
+    assert answer.errors[0].startswith("error: --cluster: no GPU type 'H1000' (there are: T4, ")
+
+
+def test_a_plan_tells_memory_for_a_terminal_of_100_columns_and_as_json(tiny_model: Path) -> None:
+    arguments = ("plan", str(ROOT / "deploy" / "node-8gpu-grpo.yaml"), "--cluster", "1x8xH100")
+    known = ("--set", f"model.path={tiny_model}", "--gib-per-node", "512")
+    answer = troupe(*arguments, *known)
+    assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
+    assert "memory of each GPU, GiB" in answer.stdout and "host memory, GiB" in answer.stdout
+    assert re.search(r"rollout-0\.\.3: a KV cache of [\d.]+ GiB holds \d+ sequences of 4096 tokens", answer.stdout)
+    assert re.search(r"node-0, host: [\d.]+ of 512.0 GiB = policy ", answer.stdout)
+    (run,) = json.loads(troupe(*arguments, *known, "--json").stdout)
+    assert run["misfit"] is None and len(run["memory"]) == 4 + 4 + 4 + 4 + 8
+    without = troupe(*arguments)
+    assert without.code == 0 and "sizes unknown of models/policy-7b-instruct" in without.stdout
+
+
+def test_a_plan_that_does_not_fit_is_json_too() -> None:
+    answer = troupe("plan", str(ROOT / "deploy" / "multinode-ppo.yaml"), "--cluster", "3x8", "--json")
+    (run,) = json.loads(answer.stdout)
+    assert answer.code == 1 and run["misfit"] in answer.errors[0]
 
 
 def test_the_schema_takes_the_shipped_spec() -> None:

@@ -29,6 +29,8 @@ PURE_ORCHESTRATOR = {
         "batching",
         "errors",
         "ledger",
+        "memory",
+        "model_size",
         "spec",
         "spec_any",
         "spec_chain",

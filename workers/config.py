@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 Dtype = Literal["bfloat16", "float32"]
 TransferBackend = Literal["shm", "ipc", "nccl"]
 
+CHUNK_LOGITS = 2**24
+"""Most logits held at once by the output head, 64 MiB in float32: as fast as any more, and the rest is recomputed."""
+
 
 class Frozen(BaseModel):
     """Base of every configuration model: immutable, and an unknown key is an error."""

@@ -16,14 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from workers.config import ModelConfig
+from workers.config import CHUNK_LOGITS, ModelConfig
 from workers.messages import RankPlan
 from workers.tensors import TokenBatch, TokenTable, score_table
 
 logger = logging.getLogger(__name__)
-
-CHUNK_LOGITS = 2**24
-"""Most logits held at once by the head, 64 MiB in float32: as fast as any more, and the rest is recomputed."""
 
 
 def load_causal(config: ModelConfig) -> PreTrainedModel:

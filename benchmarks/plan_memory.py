@@ -1,0 +1,313 @@
+"""What `troupe plan` says a training rank needs, against what real ranks take: `python -m benchmarks.plan_memory`.
+
+Every case starts a real `PolicyWorker` in processes of their own, without Ray, and makes two updates of two
+micro-batches at the full token budget. Measured is the peak resident memory (VmHWM, reset before the model is made);
+estimated is `orchestrator.memory.training`. With `--processes` it measures what processes take without a model, which
+is where the constants of `orchestrator/memory_plan.py` come from. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+from orchestrator.memory import MIB, Training, training
+from orchestrator.memory_plan import TRAINER_PROCESS
+from orchestrator.model_size import read_size
+from workers.config import Dtype, TrainerConfig
+
+MODELS = Path(".cache/models")
+BOUND_S = 1800.0
+ROW_TOKENS = 256
+PROMPT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement."""
+
+    model: str
+    """A folder of `.cache/models`, or `made`: a Llama of 30 million parameters with a head of its own."""
+    stage: int
+    dtype: Dtype
+    ranks: int
+    tokens: int
+    checkpointing: bool = False
+    ema: bool = False
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        extras = ("checkpointing",) * self.checkpointing + ("ema",) * self.ema
+        what = f"{self.model} zero {self.stage} {self.dtype} x{self.ranks} {self.tokens} tokens"
+        return " ".join([what, *extras])
+
+    def trainer(self) -> TrainerConfig:
+        """What its ranks are told."""
+        return TrainerConfig(
+            zero_stage=self.stage,  # pyright: ignore[reportArgumentType]
+            micro_batch_tokens=self.tokens,
+            gradient_checkpointing=self.checkpointing,
+            threads=1,
+            ema_decay=0.9 if self.ema else 0.0,
+        )
+
+
+CASES = (
+    *(Case("tiny-llama", stage, "float32", 1, 2048) for stage in range(4)),
+    *(Case("made", stage, "float32", ranks, 2048) for ranks in (1, 2) for stage in range(4)),
+    *(Case("made", stage, "bfloat16", ranks, 2048) for ranks in (1, 2) for stage in range(4)),
+    *(Case("smollm2-135m-instruct", stage, "float32", 1, 1024) for stage in range(4)),
+    *(Case("smollm2-135m-instruct", stage, "bfloat16", 2, 1024) for stage in range(4)),
+    Case("smollm2-135m-instruct", 1, "float32", 1, 4096, checkpointing=True),
+    Case("smollm2-135m-instruct", 1, "bfloat16", 1, 4096, checkpointing=True, ema=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of the largest rank of a case."""
+
+    process: int
+    """Resident before the model is made."""
+    built: int
+    """Peak until the model stands under DeepSpeed."""
+    peak: int
+    """Peak until the updates are done."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, default=MODELS, help="folder of the models")
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--json", type=Path, default=Path("runs/plan_memory.json"), help="where the figures go")
+    parser.add_argument("--processes", action="store_true", help="measure processes without a model instead")
+    parser.add_argument("--list", action="store_true", help="name the cases and estimates, and measure nothing")
+    options = parser.parse_args(arguments)
+    if options.processes:
+        figures: list[dict[str, Any]] = [processes(options.models)]
+    else:
+        with tempfile.TemporaryDirectory() as made:
+            folders = _folders(options.models, Path(made))
+            chosen = [case for case in CASES if options.only in case.name]
+            figures = [_row(case, folders[case.model], not options.list) for case in chosen]
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def _row(case: Case, folder: Path, measures: bool) -> dict[str, Any]:
+    (memory,) = estimate(case, folder)
+    row = asdict(case) | {"parts": {part.name: part.bytes for part in memory.parts}, "estimate": memory.total}
+    if measures:
+        found = measure(case, folder)
+        row |= asdict(found) | {"ratio": memory.total / found.peak}
+        print(
+            f"{case.name:<72} {memory.total / MIB:6.0f} estimated  {found.peak / MIB:6.0f} measured  "
+            f"{memory.total / found.peak:.2f}   (process {found.process / MIB:.0f}, built {found.built / MIB:.0f})",
+            flush=True,
+        )
+    else:
+        parts = "  ".join(f"{part.name} {part.bytes / MIB:.0f}" for part in memory.parts)
+        print(f"{case.name:<72} {memory.total / MIB:6.0f} = {parts}")
+    return row
+
+
+def estimate(case: Case, folder: Path):
+    """What the plan says of one rank."""
+    told = Training(
+        size=read_size(folder),
+        dtype=case.dtype,
+        trainer=case.trainer(),
+        ranks=case.ranks,
+        gpu=False,
+        longest=ROW_TOKENS,
+        process=TRAINER_PROCESS,
+    )
+    return training("policy-0", told)
+
+
+def measure(case: Case, folder: Path) -> Measured:
+    """Run the case's ranks. Raises RuntimeError where one of them fails."""
+    context = multiprocessing.get_context("spawn")
+    meeting, results = context.Queue(), context.Queue()
+    ranks = [
+        context.Process(target=_rank, args=(case, str(folder), rank, meeting, results)) for rank in range(case.ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        found = [results.get(timeout=BOUND_S) for _ in ranks]
+    finally:
+        for rank in ranks:
+            rank.join(timeout=30)
+            if rank.is_alive():
+                rank.kill()
+    failed = [text for text in found if isinstance(text, str)]
+    if failed:
+        raise RuntimeError(f"{case.name}:\n{failed[0]}")
+    return Measured(*(max(column) for column in zip(*found, strict=True)))
+
+
+def _rank(case: Case, folder: str, rank: int, meeting: Queue[Any], results: Queue[Any]) -> None:
+    """The process of one rank: (process, built, peak) in bytes, or what went wrong."""
+    try:
+        results.put(_updates(case, folder, rank, meeting))
+    except BaseException:
+        results.put(traceback.format_exc())
+
+
+def _updates(case: Case, folder: str, rank: int, meeting: Queue[Any]) -> tuple[int, int, int]:
+    from workers.config import AdvantageConfig, ModelConfig, PolicyConfig, PolicyLossConfig, Rendezvous, SamplingConfig
+    from workers.messages import RankPlan
+    from workers.policy import PolicyWorker
+
+    config = PolicyConfig(
+        model=ModelConfig(path=folder, dtype=case.dtype),
+        trainer=case.trainer(),
+        loss=PolicyLossConfig(),
+        advantage=AdvantageConfig(estimator="group"),
+        sampling=SamplingConfig(max_tokens=ROW_TOKENS),
+        run_id="plan-memory",
+        reference_model=None,
+        total_updates=10,
+        seed=1,
+        device="cpu",
+    )
+    worker = PolicyWorker(config, f"policy-{rank}")
+    if rank == 0:
+        place = worker.rendezvous()
+        for _ in range(case.ranks):
+            meeting.put(place)
+    address, port = meeting.get(timeout=120)
+    worker.join(Rendezvous(address=address, port=port, rank=rank, world_size=case.ranks))
+    reset_peak()
+    process = peak()
+    worker.build()
+    built = peak()
+    rows = case.tokens // ROW_TOKENS
+    table = batch(2 * rows)
+    plan = RankPlan((tuple(range(rows)), tuple(range(rows, 2 * rows))), 2 * rows * ROW_TOKENS, 2 * rows)
+    for _ in range(2):
+        worker.update(plan, table)
+    most = peak()
+    worker.close()
+    return process, built, most
+
+
+def batch(rows: int) -> Any:
+    """A TRAIN table; every second row is a little shorter, so that micro-batches have padding as real ones do."""
+    import pyarrow as pa
+
+    from workers.messages import TRAIN
+
+    def row(number: int) -> dict[str, Any]:
+        response = ROW_TOKENS - PROMPT_TOKENS - number % 2
+        return {
+            "prompt_uid": f"p{number}",
+            "sample_index": 0,
+            "attempt": 0,
+            "prompt_ids": list(range(3, 3 + PROMPT_TOKENS)),
+            "response_ids": [3 + (7 * number + 11 * place) % 4000 for place in range(response)],
+            "loss_mask": [True] * response,
+            "rollout_logprobs": [-8.0] * response,
+            "advantages": [1.0 - number % 3] * response,
+            "reward": 0.0,
+        }
+
+    return pa.Table.from_pylist([row(number) for number in range(rows)], schema=TRAIN)
+
+
+def reset_peak() -> None:
+    """Let VmHWM start again from what is resident now (proc(5), clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(pid: int | str = "self") -> int:
+    """VmHWM, bytes."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+
+
+def _folders(models: Path, made: Path) -> dict[str, Path]:
+    """Folder by name of model; the made one is made here, in a process of its own so that torch stays out of this."""
+    code = (
+        "import sys, torch; from transformers import LlamaConfig, LlamaForCausalLM; "
+        "LlamaForCausalLM(LlamaConfig(vocab_size=16384, hidden_size=512, intermediate_size=1408, num_hidden_layers=4, "
+        "num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False)).save_pretrained(sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(made)], check=True, capture_output=True)
+    names = {case.model for case in CASES} - {"made"}
+    return {"made": made} | {name: models / name for name in names}
+
+
+def processes(models: Path) -> dict[str, int]:
+    """Peak memory of processes without a model, in bytes."""
+    imports = {
+        "scorer": "import workers.reference, workers.reward_model",
+        "reward": "import workers.reward",
+        "function": "import workers.rewards.child",
+    }
+    found = {name: _peak_of(code) for name, code in imports.items()}
+    case = Case("tiny-llama", 1, "float32", 1, 256)
+    found["trainer"] = measure(case, models / case.model).process
+    found["engine"] = asyncio.run(_engine(models / case.model))
+    for name, count in found.items():
+        print(f"{name:<10} {count / MIB:6.0f} MiB")
+    return found
+
+
+def _peak_of(code: str) -> int:
+    show = "import pathlib; print(pathlib.Path('/proc/self/status').read_text())"
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{show}"], check=True, capture_output=True, text=True)
+    return next(int(line.split()[1]) * 1024 for line in done.stdout.splitlines() if line.startswith("VmHWM:"))
+
+
+async def _engine(folder: Path) -> int:
+    """An engine's processes, less its weights and its cache."""
+    import psutil
+
+    from workers.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+    from workers.rollout import RolloutWorker
+
+    cache = 0.0625
+    config = RolloutConfig(
+        model=ModelConfig(path=str(folder), dtype="float32"),
+        engine=EngineConfig(max_model_len=256, max_num_seqs=4, kv_cache_gib=cache, threads=1, enforce_eager=True),
+        sampling=SamplingConfig(max_tokens=16),
+        seed=1,
+        transfer_backend="shm",
+        device="cpu",
+    )
+    worker = RolloutWorker(config, "rollout-0")
+    await worker.start()
+    try:
+        size = read_size(folder)
+        held = 4 * (size.parameters + size.vocabulary * size.hidden) + int(cache * 2**30)
+        return peak() + sum(_peak_or_none(child.pid) for child in psutil.Process().children(recursive=True)) - held
+    finally:
+        await worker.close()
+
+
+def _peak_or_none(pid: int) -> int:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, StopIteration):
+        return peak(pid)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()

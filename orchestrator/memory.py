@@ -1,0 +1,334 @@
+"""How much memory a worker needs, part by part: pure arithmetic from a model's size and what the worker is told.
+
+Everything is in bytes. What DeepSpeed holds is read from its source (0.19: `runtime/engine.py`, `bf16_optimizer.py`,
+`fp16/unfused_optimizer.py`, `zero/stage_1_and_2.py`, `zero/stage3.py`) under the settings of
+`workers/deepspeed_engine.py`; `benchmarks/plan_memory.py` compares the sums with real processes (docs/plan.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.model_size import ModelSize
+from workers.config import CHUNK_LOGITS, Dtype, EngineConfig, TrainerConfig
+
+Where = Literal["gpu", "host"]
+Phase = Literal["always", "pass", "step"]
+
+MIB = 2**20
+GIB = 2**30
+WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
+"""Bytes of a number."""
+
+BUCKET = 500_000_000
+"""DeepSpeed's `reduce_bucket_size`: numbers whose gradients are reduced together. On a GPU it is reserved whole."""
+LIVE = 1_000_000_000
+"""DeepSpeed's `stage3_max_live_parameters`: so many are left gathered between forward and backward."""
+SUBGROUP = 1_000_000_000
+"""DeepSpeed's `sub_group_size`: ZeRO-3 makes so many numbers' gradients flat at a time."""
+CUDA_CONTEXT = 800 * MIB
+"""What CUDA, cuBLAS and NCCL take of a GPU for one process. Not measured here: from reports of nvidia-smi."""
+TRANSFER_BUFFER = GIB
+"""vLLM's `DEFAULT_PACKED_BUFFER_SIZE_BYTES`; nccl has two of them on either side, ipc one."""
+PROFILED_TOKENS = 8192
+"""Tokens of the largest batch that vLLM sets memory aside for on a GPU (`max_num_batched_tokens`)."""
+KV_BLOCK = {"gpu": 16, "host": 128}
+"""Tokens in a block of vLLM's KV cache."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that takes memory."""
+
+    name: str
+    bytes: int
+    phase: Phase = "always"
+    """When it is there: `always`; in the `pass` through the model; in the optimizer `step` and what leads to it. Pass
+    and step are never at once."""
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """What one worker needs of one kind of memory; of each of its GPUs, where it has several."""
+
+    worker: str
+    where: Where
+    parts: tuple[Part, ...]
+
+    @property
+    def total(self) -> int:
+        """The most that is there at once."""
+        phases = {phase: sum(part.bytes for part in self.parts if part.phase == phase) for phase in _PHASES}
+        return phases["always"] + max(phases["pass"], phases["step"])
+
+
+_PHASES: tuple[Phase, ...] = ("always", "pass", "step")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What decides over the memory of one rank of a training group."""
+
+    size: ModelSize
+    dtype: Dtype
+    trainer: TrainerConfig
+    ranks: int
+    gpu: bool
+    longest: int
+    """Tokens of the longest sequence."""
+    values: bool = False
+    """The head gives one value and no log-probs (critic, reward model)."""
+    scaled: bool = False
+    """Logits are divided by a temperature other than 1."""
+    entropy_grad: bool = False
+    kept_states: int = 0
+    """States whose whole distribution is remembered over a step, of all ranks together (`algorithm.kl_states`)."""
+    reference: tuple[ModelSize, Dtype] | None = None
+    """A frozen model in the same process."""
+    process: int = 0
+    """Host memory of the process with its libraries and no model."""
+    transfer: int = 0
+    """Buffers for sending weights from GPU to GPU."""
+
+
+def training(worker: str, told: Training) -> tuple[WorkerMemory, ...]:
+    """Memory of one rank, by kind."""
+    size, trainer, width = told.size, told.trainer, WIDTHS[told.dtype]
+    device: Where = "gpu" if told.gpu else "host"
+    parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
+    for where, part in zero_states(size, width, told.ranks, trainer.zero_stage, told.gpu, trainer.offload_optimizer):
+        parts[where].append(part)
+    if trainer.ema_decay:
+        held = math.ceil(size.parameters / told.ranks) if trainer.zero_stage == 3 else size.parameters
+        parts[device].append(Part("average", 4 * held))
+    if told.reference is not None:
+        parts[device].append(Part("reference", told.reference[0].parameters * WIDTHS[told.reference[1]]))
+    if told.kept_states:
+        parts[device].append(Part("kept", 4 * size.vocabulary * math.ceil(told.kept_states / told.ranks)))
+    tokens = trainer.micro_batch_tokens
+    layers = activations(size, width, tokens, told.longest, trainer.gradient_checkpointing)
+    parts[device].append(Part("activations", layers, "pass"))
+    if told.values:
+        parts[device].append(Part("head", tokens * size.hidden * (width + 4), "pass"))
+    else:
+        extra = (1 if told.scaled else 0) + (2 if told.entropy_grad else 0)
+        parts[device].append(Part("logits", head(size, width, tokens) + 4 * extra * _chunk(size, tokens), "pass"))
+    if told.gpu:
+        parts["gpu"] += [Part("transfer", told.transfer), Part("process", CUDA_CONTEXT)]
+        # Every rank makes the whole model in host memory before it goes to the GPU.
+        parts["host"].append(Part("loading", width * size.parameters, "step"))
+    parts["host"].append(Part("process", told.process))
+    return _workers(worker, parts)
+
+
+def zero_states(
+    size: ModelSize, width: int, ranks: int, stage: int, gpu: bool, offload: bool
+) -> Iterator[tuple[Where, Part]]:
+    """Weights, gradients, optimizer states and DeepSpeed's buffers of one rank.
+
+    The optimizer's 12 bytes a number are AdamW's two moments and, unless the weights themselves are trained (stage 0 in
+    float32), a float32 copy of the weights.
+    """
+    device: Where = "gpu" if gpu else "host"
+    whole, share, largest = size.parameters, math.ceil(size.parameters / ranks), size.largest
+    in_bucket = min(whole, BUCKET)
+    staged = 0 if gpu else width * in_bucket  # on the CPU a page of the bucket counts when it is written
+    accumulated = 4 if width < 4 else width
+
+    def states(weights: int, gradients: int, optimizer: int, step: int) -> Iterator[tuple[Where, Part]]:
+        yield device, Part("weights", weights)
+        yield device, Part("gradients", gradients)
+        yield device, Part("optimizer", optimizer)
+        yield device, Part("step", step, "step")
+
+    if stage == 0:
+        flattened = width * min(whole, BUCKET + largest)
+        if width == 4:
+            # torch's AdamW as it is; our own norm is taken in double, tensor by tensor.
+            yield from states(4 * whole, 4 * whole, 8 * whole, max(flattened, 8 * largest))
+        else:
+            yield from states(width * whole, width * whole, 12 * whole, max(flattened, 4 * whole))
+        return
+    if offload:
+        yield from _offloaded(size, width, ranks, stage)
+        return
+    if stage == 1 and width < 4:
+        # BF16_Optimizer: gradients in both types; what is reduced is copied together and sent in bfloat16.
+        yield from states(2 * whole, 6 * whole, 12 * share, (4 * whole if whole <= BUCKET else 0) + 2 * whole)
+        return
+    if gpu:
+        yield device, Part("buffers", width * BUCKET)
+    if stage == 1:
+        # The bucket takes the gradients over; this rank's part of them is copied out of it.
+        reduced = max(width * in_bucket if ranks > 1 else 0, 4 * share)
+        yield from states(4 * whole, 4 * whole, 12 * share, 4 * largest + reduced)
+    elif stage == 2:
+        copied = width * in_bucket if ranks > 1 or width < 4 else 0
+        new = 0 if width < 4 else 4 * share
+        yield from states(width * whole, accumulated * share, 12 * share, staged + max(copied, new))
+    else:
+        gathered = width * min(whole, LIVE) if ranks > 1 else 0
+        yield device, Part("gathered", gathered, "pass")
+        # One bucket for the whole run: on the CPU its pages stay once they are written. gloo has no reduce-scatter
+        # of its own and copies what it reduces.
+        yield device, Part("buffers", staged)
+        converted = 4 * math.ceil(in_bucket / ranks) if width < 4 else 0
+        copies = 2 if ranks > 1 and not gpu else 1
+        reduced = gathered + copies * width * in_bucket + converted
+        yield from states(width * share, 4 * share, 12 * share, max(reduced, 4 * min(share, SUBGROUP)))
+
+
+def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[tuple[Where, Part]]:
+    """ZeRO with the optimizer in host memory; what is pinned there takes a power of two."""
+    whole, share = size.parameters, math.ceil(size.parameters / ranks)
+    pinned = _power_of_two(4 * share)
+    yield "gpu", Part("weights", width * (share if stage == 3 else whole))
+    yield "gpu", Part("buffers", width * (BUCKET + size.largest))
+    if stage == 3:
+        gathered = width * min(whole, LIVE) if ranks > 1 else 0
+        yield "gpu", Part("gathered", gathered, "pass")
+        yield "gpu", Part("step", gathered + width * min(whole, BUCKET), "step")
+        yield "host", Part("gradients", 2 * pinned)
+        yield "host", Part("optimizer", 12 * share)
+        return
+    accumulated = 4 * share if width < 4 else 0
+    yield "gpu", Part("gradients", 4 * whole + accumulated if stage == 1 else accumulated)
+    yield "gpu", Part("step", width * min(whole, BUCKET), "step")
+    yield "host", Part("gradients", pinned + (0 if width < 4 else 4 * share))
+    yield "host", Part("optimizer", pinned + 8 * share + _power_of_two(width * share))
+
+
+def layer_bytes(size: ModelSize, width: int, longest: int) -> int:
+    """What one layer keeps of one token for the backward pass.
+
+    Two norms: float32 input, normed, output. Attention: query, key and value of all heads (padding keeps PyTorch from
+    sharing those of a group), output, its log-sum, a row of the mask. Feed-forward: gate, its activation, up, product.
+    """
+    queries = size.heads * size.head_dim
+    norms = 2 * size.hidden * (4 + 2 * width)
+    attention = width * 4 * queries + 4 * size.heads + width * longest
+    return norms + attention + 4 * width * size.intermediate
+
+
+def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpointing: bool) -> int:
+    """What the layers keep of `tokens` tokens, and what the backward pass through one layer adds."""
+    layer = layer_bytes(size, width, longest)
+    kept = size.layers * width * size.hidden + layer if checkpointing else size.layers * layer
+    ends = size.hidden * (4 + 3 * width)
+    at_work = width * (3 * size.intermediate + 4 * size.hidden)
+    return tokens * (kept + ends + at_work)
+
+
+def head(size: ModelSize, width: int, tokens: int) -> int:
+    """The output head at work: hidden states of `tokens` tokens, one chunk of logits with what is made of them, and the
+    gradient of the head's weight before it is added up."""
+    made = 16 + (width if width < 4 else 0)
+    return width * size.hidden * (tokens + size.vocabulary) + made * _chunk(size, tokens)
+
+
+def _chunk(size: ModelSize, tokens: int) -> int:
+    """Logits that are there at once (`workers.modeling.head_chunks`)."""
+    chunks = max(1, math.ceil(size.vocabulary * tokens / CHUNK_LOGITS))
+    return math.ceil(tokens / chunks) * size.vocabulary
+
+
+def scoring(
+    worker: str, size: ModelSize, dtype: Dtype, tokens: int, longest: int, gpu: bool, process: int, values: bool = False
+) -> tuple[WorkerMemory, ...]:
+    """A frozen model that scores (reference, reward model): weights and one layer at work."""
+    width = WIDTHS[dtype]
+    made = 0 if values else (16 + (width if width < 4 else 0)) * _chunk(size, tokens)
+    parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
+    parts["gpu" if gpu else "host"] += [
+        Part("weights", width * size.parameters),
+        Part("activations", forward(size, width, tokens, longest), "pass"),
+        Part("logits", made, "pass"),
+    ]
+    if gpu:
+        parts["gpu"].append(Part("process", CUDA_CONTEXT))
+        parts["host"].append(Part("loading", width * size.parameters, "step"))
+    parts["host"].append(Part("process", process))
+    return _workers(worker, parts)
+
+
+def forward(size: ModelSize, width: int, tokens: int, longest: int) -> int:
+    """One layer at work on `tokens` tokens without gradients: the residual, and attention or feed-forward beside it."""
+    attention = width * (4 * size.heads * size.head_dim + longest)
+    return tokens * (2 * width * size.hidden + max(8 * size.hidden, attention, 3 * width * size.intermediate))
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The KV cache of one engine."""
+
+    bytes: int
+    """Over all of the engine's GPUs."""
+    sequences: int
+    """Sequences of `max_model_len` that it holds."""
+    longest: int
+
+
+def kv_bytes(size: ModelSize, width: int) -> int:
+    """Keys and values of one token. Layers with a sliding window or a compressed cache need less."""
+    return 2 * size.layers * size.kv_heads * size.head_dim * width
+
+
+def engine(
+    worker: str, size: ModelSize, dtype: Dtype, told: EngineConfig, gpu: int | None, process: int, transfer: int = 0
+) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
+    """One vLLM engine and its cache. `gpu`: bytes of one GPU, 0 where that is not known, None on the CPU.
+
+    On a GPU vLLM takes the share `gpu_memory_utilization` and makes a cache of what it does not need; there a cache
+    without room is one of 0 sequences.
+    """
+    width, ranks = WIDTHS[dtype], told.tensor_parallel_size
+    # vLLM's CPU build packs the output head; of a tied one it keeps the embedding as well.
+    packed = width * size.vocabulary * size.hidden if gpu is None and size.head == 0 else 0
+    weights = math.ceil(width * size.parameters / ranks) + packed
+    per_token = kv_bytes(size, width) // ranks if size.kv_heads >= ranks else kv_bytes(size, width) // size.kv_heads
+    block = KV_BLOCK["host" if gpu is None else "gpu"]
+    needed = per_token * block * math.ceil(told.max_model_len / block)
+    if gpu is None:
+        cache = int(told.kv_cache_gib * GIB)
+        at_work = forward(size, width, max(told.max_model_len, 4096), told.max_model_len)
+        parts = [Part("weights", weights), Part("kv cache", cache), Part("activations", at_work, "pass")]
+        memory = WorkerMemory(worker, "host", (*parts, Part("process", process)))
+        return (memory,), Cache(cache, cache // needed, told.max_model_len)
+    host = WorkerMemory(worker, "host", (Part("process", process),))
+    at_work = forward(size, width, PROFILED_TOKENS, 0) // ranks + told.max_num_seqs * size.vocabulary * 12
+    fixed = [Part("weights", weights), Part("activations", at_work, "pass"), Part("process", CUDA_CONTEXT)]
+    sent = Part("transfer", transfer)
+    if not gpu:
+        return (WorkerMemory(worker, "gpu", (*fixed, sent)), host), None
+    cache = max(0, int(told.gpu_memory_utilization * gpu) - sum(part.bytes for part in fixed))
+    memory = WorkerMemory(worker, "gpu", (*fixed, Part("kv cache", cache), sent))
+    return (memory, host), Cache(cache * ranks, cache // needed, told.max_model_len)
+
+
+def batch_bytes(samples: int, prompt: int, response: int, steps: int) -> int:
+    """The most that one step's tables take in the object store: every prompt and response at its longest.
+
+    ROLLOUTS hold ids twice as long as text (about 4 bytes a token), log-probs and masks, once for every step under way;
+    the scores (old, reference, values) and TRAIN come once (`workers/messages.py`).
+    """
+    rollouts = samples * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8))
+    train = samples * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4))
+    return int(rollouts * steps + train)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+def _workers(worker: str, parts: dict[Where, list[Part]]) -> tuple[WorkerMemory, ...]:
+    return tuple(
+        WorkerMemory(worker, where, tuple(part for part in held if part.bytes)) for where, held in parts.items() if held
+    )
+
+
+def total(memories: Sequence[WorkerMemory]) -> int:
+    """The most that all together take: each at its own peak."""
+    return sum(memory.total for memory in memories)

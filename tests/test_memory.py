@@ -1,0 +1,327 @@
+"""The arithmetic of memory: by hand on small numbers, and how it moves with every size; plans, messages, remedies."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from orchestrator.memory import (
+    BUCKET,
+    GIB,
+    Part,
+    Training,
+    WorkerMemory,
+    activations,
+    batch_bytes,
+    engine,
+    head,
+    kv_bytes,
+    layer_bytes,
+    scoring,
+    training,
+    zero_states,
+)
+from orchestrator.memory_plan import Sizes, remedies
+from orchestrator.model_size import ModelSize
+from orchestrator.placement import Node
+from orchestrator.plan import Plan, as_json, described_nodes, local_node, notes, plan
+from orchestrator.spec_any import AnySpec
+from orchestrator.spec_chain import plan_runs, read_document
+from tests.conftest import ROOT
+from workers.config import CHUNK_LOGITS, EngineConfig, TrainerConfig
+
+SMALL = ModelSize(
+    backbone=1000,
+    head=200,
+    largest=300,
+    layers=2,
+    hidden=8,
+    intermediate=12,
+    heads=4,
+    kv_heads=2,
+    head_dim=3,
+    vocabulary=25,
+    counted=True,
+)
+SEVEN_B = ModelSize(
+    backbone=7_000_000_000,
+    head=600_000_000,
+    largest=600_000_000,
+    layers=28,
+    hidden=3584,
+    intermediate=18944,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    vocabulary=152_064,
+    counted=True,
+)
+WHOLE = SMALL.parameters
+
+
+def states(stage: int, width: int, ranks: int = 1, gpu: bool = False, offload: bool = False) -> dict[str, int]:
+    """Bytes by `where part`."""
+    found: dict[str, int] = {}
+    for where, part in zero_states(SMALL, width, ranks, stage, gpu, offload):
+        found[f"{where} {part.name}"] = found.get(f"{where} {part.name}", 0) + part.bytes
+    return found
+
+
+def told(size: ModelSize = SEVEN_B, ranks: int = 4, gpu: bool = True, **changes: Any) -> Training:
+    trainer = TrainerConfig(
+        **({"zero_stage": 3, "gradient_checkpointing": True, "micro_batch_tokens": 16384} | changes)
+    )
+    return Training(size, "bfloat16", trainer, ranks, gpu, longest=4096)
+
+
+@pytest.mark.parametrize(
+    ("stage", "width", "ranks", "weights", "gradients", "optimizer", "step"),
+    [
+        # Plain torch: weights, gradients, two moments; the gradients once more, flat, to be reduced.
+        (0, 4, 1, 4 * WHOLE, 4 * WHOLE, 8 * WHOLE, 4 * WHOLE),
+        (0, 2, 1, 2 * WHOLE, 2 * WHOLE, 12 * WHOLE, 4 * WHOLE),
+        (1, 4, 1, 4 * WHOLE, 4 * WHOLE, 12 * WHOLE, 4 * 300 + 4 * WHOLE),
+        (1, 4, 4, 4 * WHOLE, 4 * WHOLE, 3 * WHOLE, 4 * 300 + 4 * WHOLE),
+        (1, 2, 4, 2 * WHOLE, 6 * WHOLE, 3 * WHOLE, 6 * WHOLE),
+        (2, 4, 4, 4 * WHOLE, WHOLE, 3 * WHOLE, 8 * WHOLE),
+        (2, 2, 4, 2 * WHOLE, WHOLE, 3 * WHOLE, 4 * WHOLE),
+        (3, 4, 1, 4 * WHOLE, 4 * WHOLE, 12 * WHOLE, 4 * WHOLE),
+        (3, 4, 4, WHOLE, WHOLE, 3 * WHOLE, 12 * WHOLE),
+        (3, 2, 4, WHOLE // 2, WHOLE, 3 * WHOLE, 7 * WHOLE),
+    ],
+)
+def test_what_deepspeed_holds_by_hand(
+    stage: int, width: int, ranks: int, weights: int, gradients: int, optimizer: int, step: int
+) -> None:
+    found = states(stage, width, ranks)
+    names = ("weights", "gradients", "optimizer", "step")
+    assert [found[f"host {name}"] for name in names] == [weights, gradients, optimizer, step]
+
+
+def test_zero_3_holds_its_share_and_gathers_the_rest_for_a_pass() -> None:
+    for ranks in (2, 3, 8, 24):
+        found, alone = states(3, 2, ranks), states(3, 2, 1)
+        for part in ("weights", "gradients", "optimizer"):
+            assert found[f"host {part}"] == alone[f"host {part}"] // ranks
+        assert found["host gathered"] == 2 * WHOLE
+        assert alone["host gathered"] == 0
+
+
+def test_on_a_gpu_the_bucket_is_reserved_whole() -> None:
+    assert states(3, 2, 4, gpu=True)["gpu buffers"] == 2 * BUCKET
+    assert states(2, 4, 4, gpu=True)["gpu buffers"] == 4 * BUCKET
+    assert "gpu buffers" not in states(0, 2, 4, gpu=True)
+    assert "gpu buffers" not in states(1, 2, 4, gpu=True), "BF16_Optimizer has none"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("width", [2, 4])
+def test_offloading_moves_the_optimizer_to_the_host(stage: int, width: int) -> None:
+    found = states(stage, width, 4, gpu=True, offload=True)
+    assert "gpu optimizer" not in found
+    assert found["host optimizer"] >= 12 * WHOLE // 4
+    assert sum(v for k, v in found.items() if k.startswith("gpu") and "buffers" not in k) < sum(
+        v for k, v in states(stage, width, 4, gpu=True).items() if "buffers" not in k
+    )
+
+
+def test_activations_by_hand() -> None:
+    # float32: norms 2 * 8 * 12, attention 4 * 4 * 12 + 4 * 4 + 4 * 5, feed-forward 4 * 4 * 12.
+    assert layer_bytes(SMALL, 4, longest=5) == 192 + 192 + 16 + 20 + 192
+    # bfloat16: norms 2 * 8 * 8, the rest half, but for float32 log-sums.
+    assert layer_bytes(SMALL, 2, longest=5) == 128 + 96 + 16 + 10 + 96
+    at_work = 4 * (3 * 12 + 4 * 8)
+    ends = 8 * 16
+    assert activations(SMALL, 4, 10, 5, checkpointing=False) == 10 * (2 * 612 + ends + at_work)
+    assert activations(SMALL, 4, 10, 5, checkpointing=True) == 10 * (2 * 4 * 8 + 612 + ends + at_work)
+
+
+def test_logits_never_exceed_a_chunk() -> None:
+    assert head(SMALL, 4, 10) == 4 * 8 * (10 + 25) + 16 * 250
+    tokens = 100_000
+    most = 4 * SEVEN_B.hidden * (tokens + SEVEN_B.vocabulary) + 16 * CHUNK_LOGITS
+    assert most * 0.9 < head(SEVEN_B, 4, tokens) <= most + 16 * SEVEN_B.vocabulary
+
+
+def test_pass_and_step_are_never_at_once() -> None:
+    parts = (Part("weights", 10), Part("activations", 5, "pass"), Part("logits", 2, "pass"), Part("step", 6, "step"))
+    assert WorkerMemory("policy-0", "gpu", parts).total == 17
+    assert WorkerMemory("policy-0", "gpu", (*parts, Part("load", 3, "step"))).total == 19
+
+
+def test_average_reference_and_kept_distributions() -> None:
+    base = told(SMALL, ranks=4, gpu=False, zero_stage=1)
+    (plain,) = training("policy-0", base)
+    full = replace(
+        base,
+        trainer=base.trainer.model_copy(update={"ema_decay": 0.9}),
+        reference=(SMALL, "bfloat16"),
+        kept_states=10,
+    )
+    (more,) = training("policy-0", full)
+    added = {p.name: p.bytes for p in more.parts if p.name not in {q.name for q in plain.parts}}
+    assert added == {"average": 4 * WHOLE, "reference": 2 * WHOLE, "kept": 4 * 25 * 3}
+    (sharded,) = training("policy-0", replace(full, trainer=full.trainer.model_copy(update={"zero_stage": 3})))
+    assert {p.name: p.bytes for p in sharded.parts}["average"] == WHOLE
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_more_of_anything_never_needs_less(stage: int, checkpointing: bool, gpu: bool) -> None:
+    def need(told: Training) -> int:
+        return sum(memory.total for memory in training("policy-0", told))
+
+    base = told(SMALL, 2, gpu, zero_stage=stage, gradient_checkpointing=checkpointing, micro_batch_tokens=64)
+    for item in fields(SMALL):
+        if item.name != "counted":
+            larger = replace(SMALL, **{item.name: 3 * vars(SMALL)[item.name]})
+            assert need(replace(base, size=larger)) >= need(base), item.name
+    longer = base.trainer.model_copy(update={"micro_batch_tokens": 640})
+    assert need(replace(base, trainer=longer)) > need(base)
+    assert need(replace(base, longest=8192)) > need(base)
+    assert need(replace(base, dtype="float32")) > need(replace(base, dtype="bfloat16")) or stage == 0
+    assert need(replace(base, ranks=4)) <= need(base)
+
+
+def test_kv_cache_by_hand() -> None:
+    assert kv_bytes(SMALL, 2) == 2 * 2 * 2 * 3 * 2
+    config = EngineConfig(max_model_len=100, kv_cache_gib=1.0)
+    (memory,), cache = engine("rollout-0", SMALL, "bfloat16", config, None, process=7)
+    assert cache is not None
+    assert cache.sequences == GIB // (48 * 128), "blocks of 128 tokens on the CPU"
+    assert {p.name: p.bytes for p in memory.parts}["kv cache"] == GIB
+    assert {p.name: p.bytes for p in memory.parts}["weights"] == 2 * WHOLE
+    tied = replace(SMALL, head=0)
+    (packed,), _ = engine("rollout-0", tied, "bfloat16", config, None, process=7)
+    assert {p.name: p.bytes for p in packed.parts}["weights"] == 2 * (1000 + 25 * 8)
+
+
+def test_an_engine_on_a_gpu_takes_its_share_and_no_more() -> None:
+    config = EngineConfig(max_model_len=4096, gpu_memory_utilization=0.9)
+    (memory, _), cache = engine("rollout-0", SEVEN_B, "bfloat16", config, 80 * GIB, 0)
+    assert memory.total == int(0.9 * 80 * GIB)
+    assert cache is not None and 300 > cache.sequences > 100
+    pair = EngineConfig(max_model_len=4096, gpu_memory_utilization=0.9, tensor_parallel_size=2)
+    _, shared = engine("rollout-0", SEVEN_B, "bfloat16", pair, 80 * GIB, 0)
+    assert shared is not None and shared.sequences > 2 * cache.sequences
+    _, none = engine("rollout-0", SEVEN_B, "bfloat16", config, 16 * GIB, 0)
+    assert none is not None and none.sequences == 0
+    assert engine("rollout-0", SEVEN_B, "bfloat16", config, 0, 0)[1] is None, "a GPU of unknown size"
+
+
+def test_scoring_needs_weights_and_one_layer() -> None:
+    (memory,) = scoring("reference-0", SMALL, "float32", 10, 5, gpu=False, process=3)
+    parts = {part.name: part.bytes for part in memory.parts}
+    # The residual twice; feed-forward 3 * 12, attention 4 * 12 and a row of the mask of 5.
+    assert parts == {"weights": 4 * WHOLE, "activations": 10 * (64 + 4 * (48 + 5)), "logits": 16 * 250, "process": 3}
+
+
+def test_a_batch_by_hand() -> None:
+    assert batch_bytes(samples=8, prompt=10, response=16, steps=1) == 8 * (10 * 12 + 16 * (12.125 + 40.125))
+    assert batch_bytes(8, 10, 16, 3) - batch_bytes(8, 10, 16, 1) == 2 * 8 * (10 * 8 + 16 * 12.125)
+
+
+# Plans
+
+
+def spec_of(path: Path, *changes: str) -> AnySpec:
+    return plan_runs(read_document(path, changes))[0].spec
+
+
+def planned(size: ModelSize, nodes: list[Node], *changes: str, name: str = "node-8gpu-grpo.yaml") -> Plan:
+    spec = spec_of(ROOT / "deploy" / name, "model.path=given", *changes)
+    return plan(spec, nodes, Sizes({"given": size}))
+
+
+def test_a_gpu_that_is_too_small_is_told_with_a_change_that_helps() -> None:
+    nodes = described_nodes("1x8xA100-40G", 128)
+    seating = planned(SEVEN_B, nodes)
+    assert seating.misfit.startswith("policy-0 needs ") and "GiB of a GPU's 40.0: " in seating.misfit
+    assert "raise roles.policy.workers to 8" in seating.misfit
+    for change in re.findall(r"(?:lower|set) (roles\.[a-z_.]+)(?: to|:) (\w+)", seating.misfit):
+        assert planned(SEVEN_B, nodes, "=".join(change)).misfit == "", change
+    assert planned(SEVEN_B, described_nodes("1x8xH100", 128)).misfit == ""
+    wider = planned(SEVEN_B, described_nodes("2x8xA100-40G", 128), "roles.policy.workers=8")
+    assert wider.misfit == ""
+
+
+def test_every_remedy_is_one() -> None:
+    """Each is tried out before it is told; this tries the least one again."""
+    base = told(ranks=4, zero_stage=0, gradient_checkpointing=False)
+    room = 60 * GIB
+    found = list(remedies("policy", base, room))
+    assert found[0] == "set roles.policy.gradient_checkpointing: true and set roles.policy.zero_stage: 3"
+    better = replace(base, trainer=base.trainer.model_copy(update={"gradient_checkpointing": True, "zero_stage": 3}))
+    assert training("policy-0", better)[0].total <= room < training("policy-0", base)[0].total
+    assert list(remedies("policy", base, GIB)) == [], "nothing makes 7 billion fit into 1 GiB"
+
+
+def test_an_engine_without_room_for_a_sequence_is_told() -> None:
+    seating = planned(SEVEN_B, described_nodes("1x8xT4", 128), "roles.policy.workers=1")
+    assert seating.misfit.startswith("rollout-0: its KV cache of 0.00 GiB holds no sequence of 4096 tokens (a GPU has")
+    assert "tensor_parallel_size" in seating.misfit
+
+
+def test_host_memory_is_added_up_by_node() -> None:
+    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128, node_gib=48))
+    assert seating.misfit.startswith("node-0 needs ") and "of host memory and has 48.0 (policy " in seating.misfit
+    node = seating.memory.nodes[0]
+    assert [part.name for part in node.parts] == ["policy", "reward", "rollout", "batch", "ray"]
+    shm = planned(SEVEN_B, described_nodes("1x8xH100", 128), "weight_sync.backend=shm")
+    assert {p.name: p.bytes for p in shm.memory.nodes[0].parts}["weight file"] == 2 * SEVEN_B.parameters
+
+
+def test_colocated_workers_share_their_gpu() -> None:
+    changes = ("roles.rollout={colocate_with: policy, workers: 8, gpus: 0.5, max_model_len: 4096}",)
+    more = ("roles.policy.workers=8", "roles.policy.gpus=0.5", "weight_sync.backend=ipc", "schedule.max_staleness=0")
+    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128), *changes, *more)
+    assert seating.misfit.startswith("policy-0 and rollout-0 need ")
+
+
+def test_unknown_sizes_leave_the_placement() -> None:
+    spec = spec_of(ROOT / "deploy" / "node-8gpu-grpo.yaml")
+    seating = plan(spec, described_nodes("1x8xH100", 128))
+    assert seating.misfit == ""
+    assert {memory.worker.partition("-")[0] for memory in seating.memory.workers} == {"reward"}
+    assert [note for note in notes(seating.memory) if note.startswith("sizes unknown of models/policy-7b-instruct")]
+
+
+def test_every_shipped_spec_adds_up() -> None:
+    """Every kind of role and of algorithm, with all models known."""
+    for path in sorted((ROOT / "deploy").glob("**/*.yaml")):
+        if "algorithm" not in (document := yaml.safe_load(path.read_text()) or {}) and "stages" not in document:
+            continue
+        for run in plan_runs(read_document(path)):
+            folders = {model["path"] for model in _models(json.loads(run.spec.model_dump_json()))}
+            seating = plan(run.spec, [Node("n", 999, 999)], Sizes(dict.fromkeys(folders, SMALL)))
+            workers = {memory.worker for memory in seating.memory.workers}
+            assert workers == {row.worker for row in seating.rows}, path
+            assert all(memory.total > 0 for memory in seating.memory.workers)
+            assert seating.memory.unknown == {}
+
+
+def _models(node: Any) -> list[dict[str, Any]]:
+    if not isinstance(node, dict):
+        return []
+    own = [node["model"]] if isinstance(node.get("model"), dict) else []
+    return own + [model for value in node.values() for model in _models(value)]
+
+
+def test_json_says_it_all_in_bytes() -> None:
+    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128))
+    told = json.loads(json.dumps(as_json("run", seating)))
+    policy = next(row for row in told["memory"] if row["worker"] == "policy-0" and row["of"] == "gpu")
+    assert policy["parts"]["optimizer"] == 12 * SEVEN_B.parameters // 4
+    assert told["kv_caches"]["rollout-0"]["sequences"] > 100
+    assert told["misfit"] is None and told["nodes"][0]["capacity"] is None
+
+
+def test_this_machine_has_memory() -> None:
+    assert local_node(2, spec_of(ROOT / "deploy" / "tiny-grpo.yaml")).memory > GIB
