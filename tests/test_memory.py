@@ -273,7 +273,7 @@ def test_host_memory_is_added_up_by_node() -> None:
     seating = planned(SEVEN_B, described_nodes("1x8xH100", 128, node_gib=48))
     assert seating.misfit.startswith("node-0 needs ") and "of host memory and has 48.0 (policy " in seating.misfit
     node = seating.memory.nodes[0]
-    assert [part.name for part in node.parts] == ["policy", "reward", "rollout", "batch", "ray"]
+    assert [part.name for part in node.parts] == ["policy", "rollout", "reward", "batch", "ray"]
     shm = planned(SEVEN_B, described_nodes("1x8xH100", 128), "weight_sync.backend=shm")
     assert {p.name: p.bytes for p in shm.memory.nodes[0].parts}["weight file"] == 2 * SEVEN_B.parameters
 
