@@ -218,4 +218,5 @@ def test_the_commands_take_a_chain() -> None:
     ]
     planned = runner.invoke(cli.app, ["plan", chain], catch_exceptions=False)
     assert planned.exit_code == 0
-    assert [planned.stdout.count(worker) for worker in ("policy-0", "critic-0")] == [3, 1]
+    # Once among the seats and once among the memories of every stage that has it.
+    assert [planned.stdout.count(worker) for worker in ("policy-0", "critic-0")] == [6, 2]
