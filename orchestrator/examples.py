@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from orchestrator.algorithms_offline import DataFormat
-from orchestrator.prompts import MAX_REPORTED, BadRow, DataError, Pool, chat_messages
+from orchestrator.prompts import MAX_REPORTED, BadRow, DataError, Pool, chat_messages, require_whole
 from orchestrator.prompts_readers import read_table
 from orchestrator.spec_offline import ExampleSource, OfflineSpec, columns, data_format
 from workers.messages_offline import EXAMPLE_TEXTS
@@ -164,10 +164,7 @@ def _number(value: Any, what: str) -> float:
 
 def _check_texts(messages: str, example: _Example, max_chars: int) -> None:
     for text in (messages, *example.responses):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise BadRow("a text has half a surrogate pair, which no tokenizer takes") from None
+        require_whole(text, "a text")
     longest = max(map(len, example.responses))
     if longest > max_chars:
         raise BadRow(f"a response has {longest} characters, more than max_chars {max_chars}")

@@ -26,7 +26,7 @@ from orchestrator.model_size import ModelSize, SizeUnknown, read_size
 from orchestrator.placement import Node
 from orchestrator.spec import Spec
 from orchestrator.spec_any import AnySpec
-from orchestrator.spec_offline import OfflineSpec
+from orchestrator.spec_offline import OfflineRoles, OfflineSpec
 from workers.config import ModelConfig
 from workers.config_offline import RewardLossConfig
 
@@ -135,9 +135,11 @@ def memory_plan(spec: AnySpec, seats: Sequence[Seated], nodes: Sequence[Node], s
 
 
 def _models(spec: AnySpec) -> Iterator[ModelConfig]:
-    roles: dict[str, Any] = dict(spec.roles)
-    sections = [spec.model, *(getattr(role, "model", None) for role in roles.values())]
-    yield from (model for model in sections if model is not None)
+    """The models that the spec names, its own first."""
+    roles = spec.roles
+    sections = [roles.reference] if isinstance(roles, OfflineRoles) else [roles.critic, roles.reference, roles.reward]
+    yield spec.model
+    yield from (role.model for role in sections if role is not None and role.model is not None)
 
 
 def _of_worker(spec: AnySpec, seat: Seated, gpu: int, sizes: Sizes) -> tuple[tuple[WorkerMemory, ...], Cache | None]:

@@ -165,12 +165,17 @@ def _check(raw: RawRow, source: DataSource) -> tuple[str, str, str]:
         metadata = json.dumps(json_safe(raw.metadata), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"the metadata cannot be held as JSON ({error})") from None
-    for name, text in (("prompt", messages), ("answer", answer), ("metadata", metadata)):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise BadRow(f"the {name} has half a surrogate pair, which no tokenizer takes") from None
+    for name, text in (("the prompt", messages), ("the answer", answer), ("the metadata", metadata)):
+        require_whole(text, name)
     return messages, answer, metadata
+
+
+def require_whole(text: str, name: str) -> None:
+    """Raises BadRow for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"{name} has half a surrogate pair, which no tokenizer takes") from None
 
 
 def chat_messages(prompt: Any, source: PromptText) -> list[dict[str, str]]:

@@ -17,7 +17,6 @@ from orchestrator.spec_sections import (
     DatasetsFolder,
     JsonlFile,
     ParquetFile,
-    PolicyRole,
     PromptText,
     ReferenceRole,
     RoleName,
@@ -31,7 +30,7 @@ from workers.config_offline import ExampleConfig, OfflineConfig
 class OfflineRoles(Frozen):
     """The cast."""
 
-    policy: PolicyRole
+    policy: TrainerRole
     """Workers that train the model (the reward model too, where that is what is trained)."""
     reference: ReferenceRole | None = None
     """The frozen reference; needed by dpo, ipo and kto."""

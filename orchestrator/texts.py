@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from orchestrator.batch_source import TextPicks
 from orchestrator.handles import TableRef
-from orchestrator.prompts import MAX_REPORTED, BadRow, DataError, Pool, PromptSource
+from orchestrator.prompts import MAX_REPORTED, BadRow, DataError, Pool, PromptSource, require_whole
 from orchestrator.prompts_readers import read_table
 from orchestrator.spec_sections import TextSource
 
@@ -49,10 +49,7 @@ def _text(error: str, value: Any) -> str:
         raise BadRow(error)
     if not isinstance(value, str) or not value.strip():
         raise BadRow("the text is empty or no text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise BadRow("the text has half a surrogate pair, which no tokenizer takes") from None
+    require_whole(value, "the text")
     return value
 
 
