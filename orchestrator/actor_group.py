@@ -8,17 +8,27 @@ import os
 import socket
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray._private.state import available_resources_per_node
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from orchestrator.errors import ClusterUnreachable, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
+from orchestrator.errors import (
+    ClusterUnreachable,
+    DataLost,
+    DoesNotFit,
+    WorkerDied,
+    WorkerError,
+    WorkerRaised,
+    WorkerTimeout,
+)
 from orchestrator.handles import TableRef, WorkerHandle
 from orchestrator.placement import GPU_GIB, Node, Placement, Seat, demand
 from workers.messages import WorkerGone
@@ -27,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "troupe"}
 _CONNECT_TIMEOUT_S = 10.0
+_OWN_ROOM_TIMEOUT_S = 60.0
+"""Wait for room in a cluster of our own: it does not grow."""
 _LONGEST_REASON = 1000
 _ASYNC_CALLS = 100_000
 """Calls an asynchronous actor may hold; the engine pool keeps the bound that matters."""
@@ -65,12 +77,17 @@ class ActorWorker:
         except TimeoutError:
             raise WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s") from None
         except RayTaskError as error:
-            kind = WorkerDied if isinstance(error.cause, WorkerGone) else WorkerRaised
-            raise kind(self._name, method, _one_line(error.cause)) from error
+            raise _kind(error.cause)(self._name, method, _one_line(error.cause)) from error
         except RayActorError as error:
             raise WorkerDied(self._name, method, _reason(error)) from error
         except RayError as error:
-            raise WorkerRaised(self._name, method, _one_line(error)) from error
+            raise _kind(error)(self._name, method, _one_line(error)) from error
+
+
+def _kind(cause: BaseException) -> type[WorkerError]:
+    if isinstance(cause, WorkerGone):
+        return WorkerDied
+    return DataLost if isinstance(cause, ObjectLostError) else WorkerRaised
 
 
 class ActorLink:
@@ -164,6 +181,12 @@ class Cluster:
         """Live nodes with their total resources."""
         return [_node(n["NodeManagerAddress"], n["Resources"]) for n in ray.nodes() if n["Alive"]]
 
+    @staticmethod
+    def free() -> list[Node]:
+        """Live nodes with what nobody has reserved."""
+        free = available_resources_per_node()
+        return [_node(n["NodeManagerAddress"], free.get(n["NodeID"], {})) for n in ray.nodes() if n["Alive"]]
+
     @classmethod
     def look(cls, address: str) -> list[Node]:
         """Nodes of a running cluster; nothing is reserved or started. Raises ClusterUnreachable."""
@@ -188,7 +211,8 @@ class Cluster:
 
         Raises DoesNotFit with what was asked and what there is.
         """
-        deadline = time.monotonic() + timeout_s
+        bound = min(timeout_s, _OWN_ROOM_TIMEOUT_S) if self._owned else timeout_s
+        deadline = time.monotonic() + bound
         for placement in placements:
             bundles = [{k: v for k, v in bundle.items() if v > 0} for bundle in placement.bundles]
             group = placement_group(bundles, strategy=placement.strategy, name=placement.name)
@@ -197,7 +221,8 @@ class Cluster:
             try:
                 await asyncio.wait_for(ready, max(0.1, deadline - time.monotonic()))
             except TimeoutError:
-                raise DoesNotFit(_misfit(placement, placements, self.nodes(), timeout_s)) from None
+                self.give_back(placement.name)
+                raise DoesNotFit(_misfit(placement, placements, self.free(), bound)) from None
 
     def spawn(self, placement: Placement, seat: Seat, name: str, spec: ActorSpec) -> ActorWorker:
         """Start one worker in its seat (its constructor runs; nothing heavy does)."""
@@ -224,10 +249,18 @@ class Cluster:
         except WorkerError as error:
             log.debug("closing: %s", error)
         worker.kill()
+        if worker in self._actors:
+            self._actors.remove(worker)
+
+    def give_back(self, placement: str) -> None:
+        """Let others have the place reserved under this name; whoever still sits there is ended."""
+        group = self._groups.pop(placement, None)
+        if group is not None:
+            remove_placement_group(group)
 
     async def close(self, timeout_s: float) -> None:
         """End every worker in good order; give back the placements; stop Ray if we started it."""
-        await asyncio.gather(*(self.end(worker, timeout_s) for worker in self._actors))
+        await asyncio.gather(*(self.end(worker, timeout_s) for worker in list(self._actors)))
         self.abandon()
 
     def abandon(self) -> None:
@@ -280,13 +313,15 @@ def _reason(error: RayActorError) -> str:
     return lines[-1] if "creation task" in lines[0] else lines[0]
 
 
-def _misfit(placement: Placement, placements: Sequence[Placement], nodes: Sequence[Node], timeout_s: float) -> str:
-    total, asked = demand(placements), demand([placement])
-    there = ", ".join(f"{node.name}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in nodes)
+def _misfit(placement: Placement, placements: Sequence[Placement], free: Sequence[Node], timeout_s: float) -> str:
+    asked = demand([placement])
+    roles = Counter((seat.role, seat.cpus, seat.gpus) for placement in placements for seat in placement.seats)
+    wanted = ", ".join(f"{n} {role} of {cpus:g} CPU {gpus:g} GPU" for (role, cpus, gpus), n in roles.items())
+    there = ", ".join(f"{node.name}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in free)
     return (
         f"no room for {placement.name} within {timeout_s:g} s: it asks for {len(placement.bundles)} bundle(s), "
-        f"{asked['CPU']:g} CPU {asked['GPU']:g} GPU in all (the whole spec: {total['CPU']:g} CPU, "
-        f"{total['GPU']:g} GPU); the cluster has {there}; see `troupe plan`"
+        f"{asked['CPU']:g} CPU {asked['GPU']:g} GPU in all; asked for together: {wanted}; "
+        f"free now: {there or 'no node'}; see `troupe plan`"
     )
 
 

@@ -12,7 +12,7 @@ from orchestrator.console import Console
 from orchestrator.engine_pool import Engine
 from orchestrator.errors import TroupeError
 from orchestrator.handles import Gang
-from orchestrator.placement import Placement, Seat, place, role_sizes
+from orchestrator.placement import Placement, Seat, place, place_one, role_sizes
 from orchestrator.spec import Spec
 from orchestrator.spec_any import AnySpec
 from orchestrator.spec_offline import OfflineSpec
@@ -66,7 +66,10 @@ class Casting:
         self._spec = spec
         self._cluster = cluster
         self._classes = classes
-        self._seats: dict[str, list[tuple[Placement, Seat]]] = {}
+        self._sizes = {size.role: size for size in role_sizes(spec)}
+        self._seats: dict[str, tuple[Placement, Seat]] = {}
+        """By the name of the worker."""
+        self._workers: dict[str, ActorWorker] = {}
 
     async def open(self, roles: frozenset[str] | None = None) -> Stage:
         """Reserve places and start the workers of all roles (or of `roles` only), side by side.
@@ -77,8 +80,7 @@ class Casting:
         placements = [p for p in place(role_sizes(spec)) if roles is None or any(s.role in roles for s in p.seats)]
         await self._cluster.reserve(placements, bound)
         for placement in placements:
-            for seat in placement.seats:
-                self._seats.setdefault(seat.role, []).append((placement, seat))
+            self._take(placement)
         try:
             return await self._start()
         except ExceptionGroup as errors:
@@ -86,9 +88,7 @@ class Casting:
 
     async def _start(self) -> Stage:
         async with asyncio.TaskGroup() as tasks:
-            engines = [
-                tasks.create_task(self.engine(f"rollout-{i}")) for i in range(len(self._seats.get("rollout", ())))
-            ]
+            engines = [tasks.create_task(self.engine(name)) for name in self._names("rollout")]
             rewards = tasks.create_task(self._replicas("reward"))
             policy = tasks.create_task(self._gang("policy"))
             critic = tasks.create_task(self._gang("critic"))
@@ -103,17 +103,50 @@ class Casting:
 
     async def engine(self, name: str) -> Engine:
         """Start the rollout engine of this name in its seat (also to replace one that is gone)."""
-        index = int(name.rsplit("-", 1)[1])
-        worker = self._spawn("rollout", index)
+        worker = self._spawn(name)
         health: WorkerHealth = await worker.call("start", timeout_s=self._spec.schedule.start_timeout_s)
         return Engine(worker, health.host)
 
+    async def replica(self, name: str) -> ActorWorker:
+        """Start the reward or reference worker of this name in its seat."""
+        worker = self._spawn(name)
+        await worker.call("start", timeout_s=self._spec.schedule.start_timeout_s)
+        return worker
+
+    async def make_room(self, name: str) -> None:
+        """Reserve a seat for one more worker of a role whose workers are placed on their own; that of a worker which is
+        gone is taken again. Raises DoesNotFit."""
+        if name in self._seats:
+            return
+        role, index = name.rsplit("-", 1)
+        placement = place_one(self._sizes[role], int(index))
+        await self._cluster.reserve([placement], self._spec.schedule.start_timeout_s)
+        self._take(placement)
+
+    async def dismiss(self, name: str, timeout_s: float) -> None:
+        """End the worker of this name, if there is one, and give back its seat, which was its own."""
+        worker = self._workers.pop(name, None)
+        if worker is not None:
+            await self._cluster.end(worker, timeout_s)
+        if name in self._seats:
+            placement, _ = self._seats.pop(name)
+            self._cluster.give_back(placement.name)
+
+    def _take(self, placement: Placement) -> None:
+        self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in placement.seats}
+
+    def _names(self, role: str) -> list[str]:
+        """Workers of a role that have a seat, in order."""
+        indices = sorted(seat.index for _, seat in self._seats.values() if seat.role == role)
+        return [f"{role}-{index}" for index in indices]
+
     async def _gang(self, role: Literal["policy", "critic"]) -> Gang | None:
         """Ranks that train together: rank 0 names the meeting point, all join."""
-        if role not in self._seats:
+        names = self._names(role)
+        if not names:
             return None
         bound = self._spec.schedule.start_timeout_s
-        workers = [self._spawn(role, index) for index in range(len(self._seats[role]))]
+        workers = [self._spawn(name) for name in names]
         address, port = await workers[0].call("rendezvous", timeout_s=bound)
         trainer = self._spec.roles.trainers()[role]
         gang = Gang(role, workers, trainer.micro_batch_tokens)
@@ -125,19 +158,17 @@ class Casting:
 
     async def _reference(self) -> Gang | None:
         role = self._spec.roles.reference
-        if role is None or "reference" not in self._seats:
-            return None
-        return Gang("reference", await self._replicas("reference"), role.micro_batch_tokens)
+        workers = await self._replicas("reference")
+        return Gang("reference", workers, role.micro_batch_tokens) if role is not None and workers else None
 
     async def _replicas(self, role: str) -> tuple[ActorWorker, ...]:
-        workers = tuple(self._spawn(role, index) for index in range(len(self._seats.get(role, ()))))
-        await asyncio.gather(*(w.call("start", timeout_s=self._spec.schedule.start_timeout_s) for w in workers))
-        return workers
+        return tuple(await asyncio.gather(*(self.replica(name) for name in self._names(role))))
 
-    def _spawn(self, role: str, index: int) -> ActorWorker:
-        placement, seat = self._seats[role][index]
-        name = f"{role}-{index}"
-        return self._cluster.spawn(placement, seat, name, self._actor(role, name))
+    def _spawn(self, name: str) -> ActorWorker:
+        placement, seat = self._seats[name]
+        worker = self._cluster.spawn(placement, seat, name, self._actor(seat.role, name))
+        self._workers[name] = worker
+        return worker
 
     def _actor(self, role: str, name: str) -> ActorSpec:
         if isinstance(self._spec, OfflineSpec):

@@ -16,6 +16,7 @@ from orchestrator.errors import StopRequested, TroupeError, UsageError
 from orchestrator.spec_any import any_schema
 from orchestrator.spec_chain import PlannedRun, plan_runs, read_document, to_send
 from orchestrator.spec_errors import SpecError
+from orchestrator.spec_files import RESOLVED_SPEC
 from orchestrator.spec_offline import OfflineSpec
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", he
 OutOption = Annotated[Path | None, typer.Option("--out", help="Folder of the run (default: runs/NAME).")]
 AddressOption = Annotated[str | None, typer.Option("--address", help="Ray cluster to join (default: start one here).")]
 JobServerOption = Annotated[str, typer.Option("--address", help="The cluster's job server, http://HOST:8265.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+AnswerOption = Annotated[float, typer.Option("--timeout-s", help="Longest wait for the run's answer, in seconds.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, as `troupe submit` printed it.")]
 
 USER_ERROR = 2
@@ -202,7 +205,7 @@ def algorithms_(name: Annotated[str | None, typer.Argument(help="Show this one i
 
 @app.command()
 def export(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    run_folder: RunArgument,
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the Hugging Face model folder goes.")],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint (default: the newest valid one).")] = None,
     average: Annotated[bool, typer.Option("--average", help="The moving average of the weights (ema_decay).")] = False,
@@ -286,6 +289,53 @@ def stop(
     from orchestrator.jobs import JobServer
 
     typer.echo(JobServer(address).stop(job, timeout_s).line())
+
+
+@app.command()
+def scale(
+    run_folder: RunArgument,
+    workers: Annotated[
+        list[str] | None, typer.Argument(metavar="[ROLE=WORKERS]...", help="Number of workers a role should have.")
+    ] = None,
+    timeout_s: AnswerOption = 30.0,
+) -> None:
+    """Add or take away workers of a run that goes on; without ROLE=WORKERS, say how its roles stand."""
+    from orchestrator.control import ask
+    from orchestrator.live_spec import worker_changes
+
+    for state in ask(run_folder, worker_changes(workers or []), timeout_s):
+        typer.echo(state)
+
+
+@app.command()
+def apply(
+    spec: SpecArgument,
+    set_: SetOption = [],  # noqa: B006
+    out: OutOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the differences, and change nothing.")] = False,
+    timeout_s: AnswerOption = 30.0,
+) -> None:
+    """Bring a run that goes on up to a changed spec: show what differs, change what can be, refuse the rest."""
+    runs = plan_runs(read_document(spec, set_), out)
+    from orchestrator.control import ask
+    from orchestrator.live_spec import differences
+    from orchestrator.spec import Spec, load_spec
+
+    wanted = runs[0].spec
+    if runs[0].stage or not isinstance(wanted, Spec):
+        _leave(f"{spec}: a spec of one run with rollouts is needed; nothing else changes while it goes on", USER_ERROR)
+    found = differences(load_spec(runs[0].out / RESOLVED_SPEC), wanted)
+    for difference in found:
+        typer.echo(difference)
+    if not found:
+        typer.echo("nothing differs")
+    refused = [difference for difference in found if difference.refused]
+    changes = {difference.field: difference.new for difference in found if not difference.refused}
+    if not dry_run:
+        for state in ask(runs[0].out, changes, timeout_s):
+            typer.echo(state)
+    if refused:
+        _leave(f"{len(refused)} of {len(found)} difference(s) refused", USER_ERROR)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from orchestrator.handles import Gang, TableRef
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks, PhaseTimers, merge_update_metrics
 from orchestrator.rollout_metrics import mean_of
+from orchestrator.scaling import Crew
 from orchestrator.spec_sections import AlarmConfig
 from orchestrator.train_memory import TrainMemory
 from orchestrator.weight_sync import WeightSync
@@ -69,6 +70,8 @@ class Cast:
     """None: nobody but the trainers needs the weights."""
     evaluator: HeldOut | None
     ledger: Ledger
+    crew: Crew | None = None
+    """Brings in and lets go workers while the run goes on; None: nobody comes or goes."""
 
 
 @dataclass(frozen=True)
@@ -335,6 +338,8 @@ class Controller:
         metrics |= {"updates": float(len(updates))}
         metrics |= evaluation
         metrics |= self._watch(metrics)
+        if self.cast.crew is not None:
+            metrics |= self.cast.crew.after_step(timers.shares().get("generate", 0.0))
         self.sinks.write(self.version, metrics)
         self.console.step(self.version, metrics)
 

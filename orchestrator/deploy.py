@@ -12,8 +12,8 @@ from typing import Any
 
 from orchestrator import kubernetes, slurm
 from orchestrator.errors import UsageError
-from orchestrator.jobs import absolute_paths, path_fields
 from orchestrator.spec_chain import plan_runs, read_document, to_send
+from orchestrator.spec_paths import absolute_paths, path_fields
 
 Flags = Mapping[str, Any]
 """Fields of an `Options`, with what the command line gave for them; None where it gave nothing."""

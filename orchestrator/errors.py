@@ -33,6 +33,10 @@ class WorkerRaised(WorkerError):
     """The worker's method raised; the worker itself is still there."""
 
 
+class DataLost(WorkerRaised):
+    """A table that the call needs is gone, with the node that held it."""
+
+
 class EnginesLost(TroupeError):
     """No rollout engine is left and the restart budget is spent."""
 

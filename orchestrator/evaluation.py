@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from orchestrator.engine_pool import EnginePool
-from orchestrator.errors import WorkerError
+from orchestrator.errors import DataLost, WorkerError
 from orchestrator.handles import TableRef
 from orchestrator.metrics import pass_at_k
 from orchestrator.prompts import PromptPick
@@ -67,11 +67,19 @@ class Evaluator:
             top_p=sampling.top_p,
             temperature=sampling.temperature,
         )
-        summary, rollouts = await self._generate(request)
-        if summary.refused:
-            return None
-        rewards, _ = await self._rewards.score(rollouts)
-        return rewards, [sample.response_tokens for sample in summary.samples]
+        tries = 0
+        while True:
+            summary, rollouts = await self._generate(request)
+            if summary.refused:
+                return None
+            try:
+                rewards, _ = await self._rewards.score(rollouts)
+            except DataLost:
+                tries += 1
+                if tries >= _ATTEMPTS:
+                    raise
+            else:
+                return rewards, [sample.response_tokens for sample in summary.samples]
 
     async def _generate(self, request: GroupRequest) -> tuple[GroupSummary, TableRef]:
         """Generate, again on another engine where one fails; raises the last WorkerError."""

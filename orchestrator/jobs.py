@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import yaml
 
 from orchestrator.errors import TroupeError
-from orchestrator.spec_chain import STAGE
+from orchestrator.spec_paths import absolute_paths
 
 _EXCLUDES = [".git", ".venv", "venv", "__pycache__", "runs", ".cache", "*.safetensors", "*.pt"]
 """Never sent along with a working directory."""
@@ -192,37 +192,6 @@ def job_environment() -> dict[str, str]:
     return environment | ({"PYTHONPATH": str(root)} if (root / "pyproject.toml").is_file() else {})
 
 
-def absolute_paths(document: dict[str, Any], root: Path | None = None) -> dict[str, Any]:
-    """A dumped spec whose paths no longer depend on the current directory: relative ones start at `root` (default: the
-    current directory)."""
-    start = Path.cwd() if root is None else root
-
-    def walk(value: Any, key: str) -> Any:
-        if isinstance(value, dict):
-            # What stands under `args` is the user's own and never a path of ours.
-            return {k: v if k == "args" else walk(v, k) for k, v in value.items()}
-        if isinstance(value, list):
-            return [walk(v, key) for v in value]
-        if key not in _PATH_FIELDS or not isinstance(value, str) or value.startswith(STAGE):
-            return value
-        return str(start / value)
-
-    return walk(document, "")
-
-
-def path_fields(node: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted field, path) of every path that a dumped spec names."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            if key != "args":
-                yield from path_fields(value, f"{field}.{key}" if field else key)
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from path_fields(value, f"{field}.{index}")
-    elif isinstance(node, str) and field.rpartition(".")[2] in _PATH_FIELDS and not node.startswith(STAGE):
-        yield field, node
-
-
 def token_header() -> dict[str, str]:
     """Ray's token, where there is one, as the job server wants it: unlike `ray.init`, the job client has to be told.
 
@@ -253,7 +222,3 @@ def _final_status(client: Any, job: str) -> Any:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
-
-
-_PATH_FIELDS = frozenset({"path", "folder"})
-"""Names of the spec's fields that hold a path."""

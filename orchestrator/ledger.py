@@ -20,6 +20,8 @@ class _Group:
     row: int
     attempt: int
     open: set[int] = field(default_factory=set)
+    dropped: dict[int, str] = field(default_factory=dict)
+    """Samples of this attempt that were dropped, and why."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,14 @@ class Ledger:
         return 0
 
     def retry(self, prompt_uid: str) -> int:
-        """Abandon the current attempt; its late result is fenced off. Returns the new attempt number."""
+        """Abandon the current attempt; its late result is fenced off, and what was dropped of it is open again.
+
+        Returns the new attempt number.
+        """
         group = self._group(prompt_uid)
+        self._dropped -= Counter(group.dropped.values())
+        group.open |= group.dropped.keys()
+        group.dropped.clear()
         group.attempt += 1
         self._retries += 1
         return group.attempt
@@ -69,6 +77,7 @@ class Ledger:
 
     def dropped(self, prompt_uid: str, sample_index: int, reason: str) -> None:
         """The sample will not be trained, and why."""
+        self._group(prompt_uid).dropped[sample_index] = reason
         self._settle(prompt_uid, sample_index)
         self._dropped[reason] += 1
 
@@ -105,7 +114,9 @@ class Ledger:
         """JSON-ready state; groups in flight are kept by name, to be dispatched again on resume."""
         return {
             "closed": sorted(self._closed),
-            "open": [[uid, g.row, g.attempt, sorted(g.open)] for uid, g in self._groups.items()],
+            "open": [
+                [uid, g.row, g.attempt, sorted(g.open), sorted(g.dropped.items())] for uid, g in self._groups.items()
+            ],
             "dispatched": self._dispatched,
             "trained": self._trained,
             "dropped": dict(self._dropped),
@@ -117,7 +128,9 @@ class Ledger:
         """The ledger as :meth:`state` left it."""
         ledger = cls()
         ledger._closed = set(state["closed"])
-        ledger._groups = {uid: _Group(row, attempt, set(open_)) for uid, row, attempt, open_ in state["open"]}
+        ledger._groups = {
+            uid: _Group(row, attempt, set(open_), dict(dropped)) for uid, row, attempt, open_, dropped in state["open"]
+        }
         ledger._dispatched = state["dispatched"]
         ledger._trained = state["trained"]
         ledger._dropped = Counter(state["dropped"])

@@ -1,17 +1,18 @@
 """Who sits where: pure arithmetic from the spec to placement groups, and from those to nodes.
 
-One placement group per rollout engine (engines come and go without touching the trainer), one per trainer group,
-one per scoring role. A role that is colocated takes seats in the bundles of the role it is colocated with; a
+One placement group per trainer group, and one per worker of every other role (they come and go without touching the
+trainer). A role that is colocated takes seats in the bundles of the role it is colocated with; a
 reference colocated with the policy lives inside the policy's processes and takes none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from orchestrator.spec_any import AnySpec
+from orchestrator.spec_sections import ScaledRole
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK"]
 
@@ -33,6 +34,9 @@ GPU_GIB = {
 """Memory of a GPU by type, as nvidia-smi tells it. The names are Ray's."""
 
 
+_ON_THEIR_OWN = frozenset({"rollout", "reference", "reward"})
+
+
 @dataclass(frozen=True)
 class RoleSize:
     """What a role asks for."""
@@ -45,7 +49,7 @@ class RoleSize:
     in_process: bool = False
     """Lives in the processes of the role it is colocated with."""
     separate: bool = False
-    """Each worker is placed on its own (rollout engines)."""
+    """Each worker is placed on its own."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,11 @@ def place(roles: Sequence[RoleSize]) -> tuple[Placement, ...]:
     return tuple(placements)
 
 
+def place_one(role: RoleSize, index: int) -> Placement:
+    """Placement group for one more worker of a role whose workers are placed on their own."""
+    return _placement(f"{role.role}-{index}", [role], [index])
+
+
 def fit(placements: Sequence[Placement], nodes: Sequence[Node]) -> Fit:
     """First-fit packing, largest GPU demand first; tells the first placement that does not fit."""
     free = {node.name: [node.cpus, node.gpus] for node in nodes}
@@ -125,6 +134,14 @@ def fit(placements: Sequence[Placement], nodes: Sequence[Node]) -> Fit:
 def demand(placements: Sequence[Placement]) -> dict[str, float]:
     """CPUs and GPUs of all bundles together."""
     return {kind: sum(b[kind] for p in placements for b in p.bundles) for kind in ("CPU", "GPU")}
+
+
+def room(spec: AnySpec) -> dict[str, float]:
+    """CPUs and GPUs that a run may come to ask for: those of its roles at their `max_workers`."""
+    roles = spec.roles.present()
+    most = {name: role.max_workers for name, role in roles.items() if isinstance(role, ScaledRole)}
+    sizes = [replace(size, workers=most.get(size.role) or size.workers) for size in role_sizes(spec)]
+    return demand(place(sizes))
 
 
 def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -> Placement:
@@ -156,7 +173,7 @@ def role_sizes(spec: AnySpec) -> tuple[RoleSize, ...]:
             gpus=role.gpus,
             colocate_with=role.colocate_with,
             in_process=name == "reference" and spec.reference_in_policy,
-            separate=name == "rollout" and role.colocate_with is None,
+            separate=name in _ON_THEIR_OWN and role.colocate_with is None,
         )
         for name, role in roles.items()
     )

@@ -17,7 +17,7 @@ from rich.table import Table
 from orchestrator.errors import TroupeError
 from orchestrator.memory import GIB, Part, Where, WorkerMemory
 from orchestrator.memory_plan import MemoryPlan, Seated, Sizes, gib, memory_plan
-from orchestrator.placement import GPU_GIB, Node, demand, fit, place, role_sizes
+from orchestrator.placement import GPU_GIB, Node, demand, fit, place, role_sizes, room
 from orchestrator.spec_any import AnySpec
 
 COLUMNS = {
@@ -104,7 +104,7 @@ def plan(spec: AnySpec, nodes: Sequence[Node], known: Sizes | None = None) -> Pl
 
 def local_node(cpus: int, spec: AnySpec) -> Node:
     """This machine as Troupe's own local cluster would offer it: roles may take turns on its cores."""
-    return Node("this machine", max(float(cpus), demand(place(role_sizes(spec)))["CPU"]), 0.0, _own_memory())
+    return Node("this machine", max(float(cpus), room(spec)["CPU"]), 0.0, _own_memory())
 
 
 def _own_memory() -> int:

@@ -13,7 +13,7 @@ from orchestrator.batch_source import Batch, unless_stopped
 from orchestrator.batching import plan_ranks
 from orchestrator.console import Console
 from orchestrator.engine_pool import EnginePool
-from orchestrator.errors import TroupeError, WorkerError
+from orchestrator.errors import DataLost, TroupeError, WorkerError
 from orchestrator.handles import Gang, TableRef
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import PhaseTimers
@@ -78,11 +78,16 @@ class RolloutSource:
         self._cast.scheduler.start()
 
     async def next_batch(self, version: int, timers: PhaseTimers) -> Batch:
-        """Gather finished groups, then let rewards become advantages."""
-        with timers.phase("generate"):
-            self._groups = await unless_stopped(self._stop, self._cast.scheduler.next_batch(self._on_groups))
-        with timers.phase("prepare"):
-            return await self._prepare(version, self._groups)
+        """Gather finished groups, then let rewards become advantages. What a node took with it is sampled anew."""
+        while True:
+            with timers.phase("generate"):
+                self._groups = await unless_stopped(self._stop, self._cast.scheduler.next_batch(self._on_groups))
+            try:
+                with timers.phase("prepare"):
+                    return await self._prepare(version, self._groups)
+            except DataLost as error:
+                log.warning("%s; the batch is sampled anew", error)
+                self._cast.scheduler.again(self._groups)
 
     def trained(self, version: int) -> None:
         """Enter the batch in the books; the next groups may start."""
@@ -104,10 +109,8 @@ class RolloutSource:
             return
         tables = [ref for group in self._groups for ref in (group.rollouts, group.reward_table)]
         path = str(self._plan.trajectories / f"step-{version:06d}.parquet")
-        worker = self._cast.rewards.workers[0]
-        self._writing = asyncio.ensure_future(
-            worker.call("write_trajectories", path, *tables, timeout_s=self._plan.train_timeout_s)
-        )
+        writing = self._cast.rewards.write(path, tables, self._plan.train_timeout_s)
+        self._writing = asyncio.ensure_future(writing)
 
     async def flush(self) -> None:
         """Wait for the samples that are being written."""

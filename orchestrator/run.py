@@ -19,6 +19,7 @@ from orchestrator.batch_source import unless_stopped
 from orchestrator.cast import Casting, Scene, WorkerClasses
 from orchestrator.checkpoint import Checkpoint, CheckpointStore
 from orchestrator.console import Console
+from orchestrator.control import ControlServer
 from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan
 from orchestrator.engine_pool import EnginePool, PoolBounds
 from orchestrator.errors import TroupeError, WorkerError
@@ -27,15 +28,18 @@ from orchestrator.examples import load_examples
 from orchestrator.handles import Gang
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks
-from orchestrator.placement import demand, place, role_sizes
+from orchestrator.placement import role_sizes, room
 from orchestrator.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
 from orchestrator.rollout_source import RolloutCast, RolloutPlan, RolloutSource
 from orchestrator.run_offline import OfflineCompany
+from orchestrator.scaling import Crew, LeaveBounds, ScaledEngines, ScaledRewardWorkers, ScaledScorers, ScaledWorkers
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.spec import Spec
 from orchestrator.spec_any import AnySpec
+from orchestrator.spec_files import RESOLVED_SPEC
 from orchestrator.spec_offline import OfflineSpec
+from orchestrator.spec_sections import RoleName
 from orchestrator.texts import Pieces, TextOrder, TextPool, load_texts
 from orchestrator.train_memory import TrainMemory
 from orchestrator.weight_sync import DeviceSync, FileSync, WeightSync
@@ -73,7 +77,7 @@ def run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
         raise TroupeError(f"{request.out} holds a run already (step {found.step}): use --resume, or another --out")
     if request.resume and found is None:
         log.warning("nothing to resume in %s: starting from the beginning", request.out)
-    _write_resolved_spec(request)
+    _write_spec(request.spec, request.out / RESOLVED_SPEC)
     return asyncio.run(_run(request, classes, console, store, found))
 
 
@@ -101,7 +105,9 @@ async def _run(
     async with _scene(request, classes, console) as scene:
         company = Company(spec, request.out, scene, data)
         try:
-            return await (await company.controller(store, found)).run()
+            controller = await company.controller(store, found)
+            company.listen()
+            return await controller.run()
         finally:
             await company.close()
 
@@ -132,7 +138,7 @@ async def _scene(
 ) -> AsyncIterator[Scene]:
     """A cluster with the cast started on it, and all of it ended afterwards, however the run ends."""
     console.phase("start Ray", 0, 1)
-    cluster = Cluster.connect(demand(place(role_sizes(request.spec))), request.address)
+    cluster = Cluster.connect(room(request.spec), request.address)
     stop = asyncio.Event()
     try:
         with _interrupts(cluster, stop):
@@ -179,6 +185,9 @@ class Company:
         self._data = data
         self._pool = EnginePool(scene.stage.engines, scene.casting.engine, _pool_bounds(spec))
         self._rewards = RewardPool(scene.stage.reward, spec.schedule.score_timeout_s)
+        self._reference = self._reference_scorer()
+        self._crew = self._scaled_crew()
+        self._control = ControlServer(out, self._crew)
 
     async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
         """The controller, at step 0 or where the checkpoint left off."""
@@ -207,13 +216,20 @@ class Company:
             sync=self._weight_sync(policy),
             evaluator=self.evaluator(),
             ledger=ledger,
+            crew=self._crew,
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
         memory = TrainMemory.model_validate(found.state["memory"]) if found is not None else None
         return Controller(_train_plan(spec), cast, store, sinks, self._scene.console, self._scene.stop, done, memory)
 
+    def listen(self) -> None:
+        """Take changes of the spec from now on (`troupe scale`, `troupe apply`)."""
+        self._control.open()
+
     async def close(self) -> None:
-        """Bring up no more engines."""
+        """Take no more changes and bring up no more workers."""
+        await self._control.close()
+        await self._crew.close()
         await self._pool.close()
 
     def evaluator(self) -> Evaluator | None:
@@ -265,11 +281,27 @@ class Company:
         ranks = self._spec.roles.rollout.tensor_parallel_size
         return DeviceSync(policy, self._pool, lambda engines: self._scene.cluster.link(engines, ranks, bound), bound)
 
+    def _reference_scorer(self) -> TokenScorer | None:
+        reference = self._stage.reference
+        return None if reference is None else TokenScorer(reference, "score", self._spec.schedule.score_timeout_s)
+
+    def _scaled_crew(self) -> Crew:
+        """The roles of the run that scale."""
+        spec, casting = self._spec, self._scene.casting
+        bounds = LeaveBounds(finish_s=spec.schedule.generate_timeout_s, close_s=_CLOSE_TIMEOUT_S)
+        roles: dict[RoleName, ScaledWorkers] = {"reward": ScaledRewardWorkers(self._rewards, casting, bounds)}
+        if "rollout" in spec.roles.scaled():
+            roles["rollout"] = ScaledEngines(self._pool, casting, bounds)
+        if self._reference is not None:
+            roles["reference"] = ScaledScorers(self._reference, casting, bounds)
+        file = self._out / RESOLVED_SPEC
+        return Crew(spec, roles, self._scene.console, lambda changed: _write_spec(changed, file), str(file))
+
     def _token_scorers(self) -> list[TokenScorer]:
         spec, stage, bound = self._spec, self._stage, self._spec.schedule.score_timeout_s
         scorers = []
-        if stage.reference is not None:
-            scorers.append(TokenScorer(stage.reference, "score", bound))
+        if self._reference is not None:
+            scorers.append(self._reference)
         if stage.critic is not None:
             scorers.append(TokenScorer(stage.critic, "compute_values", bound))
         if stage.policy is not None and spec.reference_in_policy:
@@ -359,6 +391,6 @@ def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _write_resolved_spec(request: RunRequest) -> None:
-    text = yaml.safe_dump(request.spec.model_dump(mode="json"), sort_keys=False)
-    (request.out / "spec.yaml").write_text(text)
+def _write_spec(spec: AnySpec, file: Path) -> None:
+    """Resolved: every default written out."""
+    file.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.engine_pool import EnginePool
-from orchestrator.errors import BatchFailed, WorkerError
+from orchestrator.engine_pool import EnginePool, EngineState
+from orchestrator.errors import BatchFailed, DataLost, WorkerError
 from orchestrator.handles import TableRef, together
 from orchestrator.ledger import Ledger, OpenGroup
 from orchestrator.prompts import PromptPick
@@ -131,6 +131,12 @@ class RolloutScheduler:
             self._progress.clear()
             await self._progress.wait()
 
+    def again(self, groups: Sequence[ScoredGroup]) -> None:
+        """Sample these groups of the last batch anew; their data were lost before they could be trained on."""
+        for group in groups:
+            uid = group.summary.prompt_uid
+            self._launch(PromptPick(uid, group.row), self._ledger.retry(uid))
+
     def advance(self, version: int) -> None:
         """The engines serve `version`: open the slots this frees."""
         self.version = version
@@ -174,14 +180,24 @@ class RolloutScheduler:
     async def _guard(self, group: _Open) -> None:
         try:
             await self._run(group)
-        except ExceptionGroup as errors:
-            self._failure = self._failure or errors.exceptions[0]
         except Exception as error:
             self._failure = self._failure or error
         finally:
             self._progress.set()
 
     async def _run(self, group: _Open) -> None:
+        for _ in range(self.plan.max_attempts):
+            try:
+                await self._attempt(group)
+                return
+            except DataLost as error:
+                log.warning("%s is sampled anew: %s", group.pick.prompt_uid, error)
+                group.attempt = self._ledger.retry(group.pick.prompt_uid)
+                group.started_at_version = None
+        self._replace(group, f"its data were lost {self.plan.max_attempts} times", failed=True)
+
+    async def _attempt(self, group: _Open) -> None:
+        """Generate, score, settle. Raises DataLost where a node took the samples with it."""
         try:
             (summary, rollouts), *greedy = await self._generate(group)
         except WorkerError as error:
@@ -200,7 +216,8 @@ class RolloutScheduler:
         self._settle_failures(group, scored)
 
     async def _generate(self, group: _Open) -> list[tuple[GroupSummary, TableRef]]:
-        """Generate on the engine with least to do; an engine's failure costs an attempt, not the group.
+        """Generate on the engine with least to do; an engine's failure costs an attempt, not the group. An engine that
+        leaves and hands its groups back has not failed.
 
         Returns the group, and after it the greedy response where there is to be one. Raises the last WorkerError when
         the attempts are used up.
@@ -223,8 +240,8 @@ class RolloutScheduler:
             except WorkerError as error:
                 group.started_at_version = None
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
+                tries += engine.state is not EngineState.LEAVING
                 await self._pool.report_failure(engine, error)
-                tries += 1
                 if tries >= self.plan.max_attempts:
                     raise
                 continue

@@ -2,19 +2,24 @@
 
 Reward workers are independent: the least busy one takes the group. Models that score tokens (reference, critic,
 the policy's own old log-probs) are gangs whose ranks work together: while one wave of groups is being scored the
-next one gathers, so batches grow by themselves when scoring is the slower part.
+next one gathers, so batches grow by themselves when scoring is the slower part. Reward and reference workers may come
+and go.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from orchestrator.batching import plan_ranks
 from orchestrator.errors import WorkerDied, WorkerError
 from orchestrator.handles import Gang, TableRef, WorkerHandle
 from workers.messages import GroupSummary, RewardSummary
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,21 +50,61 @@ class RewardPool:
         self.workers = tuple(workers)
         self._timeout_s = timeout_s
         self._busy = dict.fromkeys(self.workers, 0)
+        self._changed = asyncio.Condition()
+
+    @property
+    def names(self) -> list[str]:
+        """Workers that are given groups."""
+        return [worker.name for worker in self.workers]
+
+    def join(self, worker: WorkerHandle) -> None:
+        """Give groups to this worker too."""
+        self._busy[worker] = 0
+        self.workers = (*self.workers, worker)
+
+    async def retire(self, name: str) -> None:
+        """Give the worker nothing more, and wait until it has done what it has."""
+        leaving = [worker for worker in self.workers if worker.name == name]
+        self.workers = tuple(worker for worker in self.workers if worker.name != name)
+        async with self._changed:
+            await self._changed.wait_for(lambda: not any(self._busy[worker] for worker in leaving))
 
     async def score(self, rollouts: TableRef) -> tuple[RewardSummary, TableRef]:
-        """Score one group on the least busy worker; a worker that fails is tried once more elsewhere."""
+        """Score one group on the least busy worker; where a worker died, on another one if there is any, and else once
+        more on the same."""
         tried: set[WorkerHandle] = set()
         while True:
             worker = min(self.workers, key=lambda w: (w in tried, self._busy[w]))
-            self._busy[worker] += 1
             try:
-                return await worker.call_for_table("score", rollouts, timeout_s=self._timeout_s)
-            except WorkerDied:
-                if len(tried) + 1 >= max(2, len(self.workers)):
+                async with self._at_work(worker):
+                    return await worker.call_for_table("score", rollouts, timeout_s=self._timeout_s)
+            except WorkerDied as error:
+                if worker in tried:
                     raise
                 tried.add(worker)
-            finally:
-                self._busy[worker] -= 1
+                if len(self.workers) > 1 and worker in self.workers:
+                    log.warning("%s is given nothing more: %s", worker.name, error)
+                    self.workers = tuple(other for other in self.workers if other is not worker)
+
+    async def write(self, path: str, tables: Sequence[TableRef], timeout_s: float) -> None:
+        """Have the least busy worker write a step's samples. Raises WorkerError."""
+        worker = min(self.workers, key=lambda w: self._busy[w])
+        async with self._at_work(worker):
+            await worker.call("write_trajectories", path, *tables, timeout_s=timeout_s)
+
+    @asynccontextmanager
+    async def _at_work(self, worker: WorkerHandle) -> AsyncIterator[None]:
+        self._busy[worker] += 1
+        try:
+            yield
+        finally:
+            self._busy[worker] -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+
+_Waiting = tuple[list[int], TableRef, asyncio.Future[tuple[TableRef, ...]]]
+"""Lengths of a group's samples, their table, and where the scores go."""
 
 
 class TokenScorer:
@@ -69,9 +114,15 @@ class TokenScorer:
         self.gang = gang
         self._method = method
         self._timeout_s = timeout_s
-        self._waiting: list[tuple[list[int], TableRef, asyncio.Future[tuple[TableRef, ...]]]] = []
+        self._waiting: list[_Waiting] = []
         self._runner: asyncio.Task[None] | None = None
-        self.busy_s = 0.0
+        self._at_work = asyncio.Lock()
+        """Held by a wave."""
+
+    async def resize(self, change: Callable[[Sequence[WorkerHandle]], Sequence[WorkerHandle]]) -> None:
+        """Have other workers score from the next wave on; nobody else is at work when this returns."""
+        async with self._at_work:
+            self.gang.workers = tuple(change(self.gang.workers))
 
     async def score(self, lengths: list[int], rollouts: TableRef) -> tuple[TableRef, ...]:
         """Score one group whose samples have `lengths` tokens; returns the tables of the wave it was in."""
@@ -85,24 +136,26 @@ class TokenScorer:
         # One turn of the loop lets groups that finished together join the first wave.
         await asyncio.sleep(0)
         while self._waiting:
-            wave, self._waiting = self._waiting, []
-            lengths = [length for group, _, _ in wave for length in group]
-            plans = plan_ranks(lengths, range(len(lengths)), self.gang.ranks, self.gang.micro_batch_tokens)
-            started = asyncio.get_running_loop().time()
-            try:
-                results = await self.gang.scatter_for_tables(
-                    self._method, plans, *(ref for _, ref, _ in wave), timeout_s=self._timeout_s
-                )
-            except WorkerError as error:
-                for _, _, future in wave:
-                    if not future.done():
-                        future.set_exception(error)
-                continue
-            self.busy_s += asyncio.get_running_loop().time() - started
-            tables = tuple(table for _, table in results)
+            async with self._at_work:
+                wave, self._waiting = self._waiting, []
+                await self._score(wave)
+
+    async def _score(self, wave: Sequence[_Waiting]) -> None:
+        lengths = [length for group, _, _ in wave for length in group]
+        plans = plan_ranks(lengths, range(len(lengths)), self.gang.ranks, self.gang.micro_batch_tokens)
+        try:
+            results = await self.gang.scatter_for_tables(
+                self._method, plans, *(ref for _, ref, _ in wave), timeout_s=self._timeout_s
+            )
+        except WorkerError as error:
             for _, _, future in wave:
                 if not future.done():
-                    future.set_result(tables)
+                    future.set_exception(error)
+            return
+        tables = tuple(table for _, table in results)
+        for _, _, future in wave:
+            if not future.done():
+                future.set_result(tables)
 
 
 class Scorer:
@@ -113,11 +166,14 @@ class Scorer:
         self.token_scorers = tuple(token_scorers)
 
     async def score(self, summary: GroupSummary, rollouts: TableRef) -> ScoredGroup:
-        """Score one group with all of them, side by side."""
+        """Score one group with all of them, side by side. Raises the first WorkerError."""
         lengths = [sample.prompt_tokens + sample.response_tokens for sample in summary.samples]
-        async with asyncio.TaskGroup() as tasks:
-            reward = tasks.create_task(self.rewards.score(rollouts))
-            tokens = [tasks.create_task(scorer.score(lengths, rollouts)) for scorer in self.token_scorers]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reward = tasks.create_task(self.rewards.score(rollouts))
+                tokens = [tasks.create_task(scorer.score(lengths, rollouts)) for scorer in self.token_scorers]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         rewards, reward_table = reward.result()
         token_scores = tuple(ref for task in tokens for ref in task.result())
         return ScoredGroup(summary, rewards, rollouts, reward_table, token_scores)

@@ -137,9 +137,29 @@ def _colocation(spec: Spec) -> Iterator[Finding]:
         elif name == "rollout":
             yield from _shared_gpus(spec)
         else:
-            for field in ("workers", "cpus", "gpus", "micro_batch_tokens", "threads"):
+            for field in ("workers", "min_workers", "max_workers", "cpus", "gpus", "micro_batch_tokens", "threads"):
                 if _changed(role, field):
                     yield f"roles.{name}.{field}", f"has no effect inside the {other}'s workers; remove it"
+
+
+def _scaling(spec: Spec) -> Iterator[Finding]:
+    scaled = spec.roles.scaled()
+    for name, role in scaled.items():
+        path, most = f"roles.{name}", role.max_workers
+        if role.min_workers > role.workers:
+            yield f"{path}.min_workers", f"{role.min_workers} is more than workers, {role.workers}"
+        if most is not None and most < role.workers:
+            yield f"{path}.max_workers", f"{most} is less than workers, {role.workers}"
+    rollout = spec.roles.rollout
+    if "rollout" not in scaled:
+        for field in ("min_workers", "max_workers", "autoscale"):
+            if _changed(rollout, field):
+                yield f"roles.rollout.{field}", "an engine for each policy worker is all there can be; remove it"
+    elif rollout.autoscale is not None:
+        if rollout.max_workers is None:
+            yield "roles.rollout.max_workers", "is required with autoscale: the most engines there may be"
+        if rollout.autoscale.min_wait >= rollout.autoscale.max_wait:
+            yield "roles.rollout.autoscale.min_wait", f"must be less than max_wait, {rollout.autoscale.max_wait:g}"
 
 
 def _changed(section: Frozen, field: str) -> bool:
@@ -321,6 +341,7 @@ _CHECKS = (
     _schedule,
     _lengths,
     _colocation,
+    _scaling,
     _devices,
     _weight_sync,
     _reward,

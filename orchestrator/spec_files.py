@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from orchestrator.spec import Spec
     from orchestrator.spec_offline import OfflineSpec
 
+RESOLVED_SPEC = "spec.yaml"
+"""What a run's folder holds of its spec, every default written out, as it is now."""
+
 
 class _Kind(Protocol):
     @property

@@ -28,8 +28,31 @@ class Placement(Frozen):
     """Live with another role: `reference` inside the policy's workers, `rollout` on the policy's GPUs."""
 
 
-class RolloutRole(EngineConfig, Placement):
+class ScaledRole(Placement):
+    """A role whose workers may come and go while the run goes on (`troupe scale`)."""
+
+    min_workers: int = Field(default=1, ge=1)
+    """Fewest workers a running run may be scaled to."""
+    max_workers: int | None = Field(default=None, ge=1)
+    """Most workers a running run may be scaled to; null: as many as the cluster holds."""
+
+
+class AutoscaleConfig(Frozen):
+    """Engines come and go by how long the trainer waits for them."""
+
+    max_wait: float = Field(gt=0.0, lt=1.0)
+    """Share of a step the trainer may wait for samples; above it an engine is added, up to `max_workers`."""
+    min_wait: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Below this share an engine leaves, down to `min_workers`; 0: none ever does."""
+    steps: int = Field(default=3, ge=1)
+    """Steps in a row that must agree. Counting begins anew once an engine has come or gone."""
+
+
+class RolloutRole(EngineConfig, ScaledRole):
     """Workers that sample: one vLLM engine each."""
+
+    autoscale: AutoscaleConfig | None = None
+    """Add and take away engines by how long the trainer waits for them; null: only `troupe scale` does."""
 
 
 class TrainerRole(TrainerConfig, Placement):
@@ -70,7 +93,11 @@ class ReferenceRole(Placement):
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
 
 
-class RewardRole(RewardConfig, Placement):
+class ScaledReferenceRole(ReferenceRole, ScaledRole):
+    """The frozen model the policy is held close to."""
+
+
+class RewardRole(RewardConfig, ScaledRole):
     """Workers that judge responses, by functions, by a reward model or by both."""
 
 
@@ -83,7 +110,7 @@ class RolesConfig(Frozen):
     """Workers that train the policy."""
     critic: CriticRole | None = None
     """Workers that train the critic; only where the algorithm has one."""
-    reference: ReferenceRole | None = None
+    reference: ScaledReferenceRole | None = None
     """The frozen reference; needed where `algorithm.kl.coef` is above 0."""
     reward: RewardRole
     """Workers that judge responses."""
@@ -98,6 +125,15 @@ class RolesConfig(Frozen):
             "reward": self.reward,
         }
         return {name: role for name, role in roles.items() if role is not None}
+
+    def scaled(self) -> dict[RoleName, ScaledRole]:
+        """The roles whose workers may come and go, by name: those that live with no other."""
+        roles: dict[RoleName, ScaledRole | None] = {
+            "rollout": self.rollout,
+            "reference": self.reference,
+            "reward": self.reward,
+        }
+        return {name: role for name, role in roles.items() if role is not None and role.colocate_with is None}
 
     def trainers(self) -> dict[RoleName, TrainerRole]:
         """The roles that train, by name."""

@@ -46,7 +46,6 @@ class FileSync:
         self._policy = policy
         self._pool = pool
         self._timeout_s = timeout_s
-        self._lock = asyncio.Lock()
         self._current: WeightUpdate | None = None
         self._hosts_written: set[str] = set()
         pool.bring_up = self.bring_up
@@ -57,7 +56,7 @@ class FileSync:
         Raises WeightsNotVerified when an engine acknowledges something else, EnginesLost when none is left.
         """
         clock = asyncio.get_running_loop().time
-        async with self._lock:
+        async with self._pool.moving:
             started = clock()
             published = await self._policy.broadcast("publish_weights", version, timeout_s=self._timeout_s)
             update = next(p for p in published if p is not None)
@@ -70,11 +69,10 @@ class FileSync:
             return SyncReport(version, published_at - started, clock() - published_at, update.nbytes, len(engines))
 
     async def bring_up(self, engine: Engine) -> None:
-        """Give a fresh engine the current weights before its first token."""
-        async with self._lock:
-            if self._current is not None:
-                await self._reach_other_hosts(self._current, [engine])
-                self._verify(await self._update(self._current, engine), self._current, engine)
+        """Give a fresh engine the current weights before its first token (the pool holds `moving`)."""
+        if self._current is not None:
+            await self._reach_other_hosts(self._current, [engine])
+            self._verify(await self._update(self._current, engine), self._current, engine)
 
     async def _apply(self, update: WeightUpdate, engine: Engine) -> None:
         try:
@@ -83,7 +81,7 @@ class FileSync:
             await self._pool.report_failure(engine, error)
             if engine in self._pool.engines:  # it answers, but its update did not: it must not serve
                 raise WeightsNotVerified(f"{engine.name} did not take version {update.version}: {error}") from error
-            if not self._pool.engines and not self._pool.replacing:
+            if not self._pool.engines and not self._pool.awaited:
                 raise EnginesLost(f"no rollout engine is left after version {update.version}: {error}") from error
             return
         self._verify(ack, update, engine)
@@ -127,7 +125,6 @@ class DeviceSync:
         self._pool = pool
         self._link = link
         self._timeout_s = timeout_s
-        self._lock = asyncio.Lock()
         self._joined: tuple[Engine, ...] = ()
         self._version = 0
         pool.bring_up = self.bring_up
@@ -137,15 +134,14 @@ class DeviceSync:
 
         Raises WorkerError when the transfer fails, WeightsNotVerified when an engine serves another version.
         """
-        async with self._lock:
+        async with self._pool.moving:
             self._version = version
             return await self._send(tuple(self._pool.engines))
 
     async def bring_up(self, engine: Engine) -> None:
-        """Give a fresh engine the current weights before its first token."""
-        async with self._lock:
-            if self._version:
-                await self._send((*self._pool.engines, engine))
+        """Give a fresh engine the current weights before its first token (the pool holds `moving`)."""
+        if self._version:
+            await self._send((*self._pool.engines, engine))
 
     async def _send(self, engines: tuple[Engine, ...]) -> SyncReport:
         clock = asyncio.get_running_loop().time

@@ -21,6 +21,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks
 from orchestrator.prompts import PromptPick
 from orchestrator.rollout_source import RolloutCast, RolloutPlan, RolloutSource
+from orchestrator.scaling import Crew
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.spec_sections import AlarmConfig
@@ -72,9 +73,9 @@ class Theatre:
         done = found.step if found else 0
         ledger = Ledger.restore(found.state["ledger"]) if found else Ledger()
         prompts = _Prompts(found.state["source"]["prompts"]["position"] if found else 0)
-        pool = fake_pool(self.engines)
+        pool = self.pool = fake_pool(self.engines)
         policy = gang(*self.policies)
-        rewards = RewardPool([FakeHandle("reward-0", self.reward)], 1.0)
+        rewards = self.rewards = RewardPool([FakeHandle("reward-0", self.reward)], 1.0)
         schedule = SchedulePlan(5, 4, self.rollouts.max_staleness, self.plan.steps, 3, 0.5, 2, 17)
         scorer = Scorer(rewards, [TokenScorer(policy, "compute_logprobs", 1.0)])
         self.stop = asyncio.Event()
@@ -101,10 +102,15 @@ class Theatre:
             sync=FileSync(policy, pool, 1.0),
             evaluator=None,
             ledger=ledger,
+            crew=self.crew(console),
         )
         sinks = MetricSinks.open(self.out, tensorboard=False, resume_at=done)
         self.controller = Controller(self.plan, cast, store, sinks, console, self.stop, done)
         return self.controller
+
+    def crew(self, console: Console) -> Crew | None:
+        """Whoever lets workers come and go; here nobody does."""
+        return None
 
     def run(self) -> RunOutcome:
         """The whole run."""

@@ -16,11 +16,11 @@ import yaml
 from orchestrator import deploy, kubernetes
 from orchestrator.deploy import Request, manifest
 from orchestrator.errors import UsageError
-from orchestrator.jobs import path_fields
 from orchestrator.kubernetes import Claim, Options, PodGroup, parse_claim, parse_variable, pod_groups, pod_nodes
 from orchestrator.placement import Node, fit, place, role_sizes
 from orchestrator.spec_any import AnySpec
 from orchestrator.spec_chain import plan_runs, read_document
+from orchestrator.spec_paths import path_fields
 from tests.conftest import ROOT
 from tests.test_cli import troupe
 

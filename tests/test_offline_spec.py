@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from orchestrator import cli, spec_yaml
 from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
-from orchestrator.jobs import absolute_paths
 from orchestrator.spec import Spec
 from orchestrator.spec_any import AnySpec, parse_any
 from orchestrator.spec_chain import ChainDocument, plan_runs
 from orchestrator.spec_errors import SpecError
 from orchestrator.spec_offline import OfflineSpec, columns, data_format
+from orchestrator.spec_paths import absolute_paths
 from tests.conftest import ROOT
 from workers.config_offline import DpoLossConfig, KtoLossConfig
 
