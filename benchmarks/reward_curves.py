@@ -1,6 +1,6 @@
 """Reward curves of finished runs as one Markdown table; docs/results.md is made of it.
 
-python -m benchmarks.reward_curves runs/grpo runs/rloo
+python -m benchmarks.reward_curves runs/grpo runs/rloo chain=runs/three-stage/ppo
 """
 
 from __future__ import annotations
@@ -33,10 +33,16 @@ def table(curves: dict[str, dict[int, float]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def named(text: str) -> tuple[str, Path]:
+    """`NAME=RUN`, or the folder of a run, which then names it."""
+    name, equals, folder = text.rpartition("=")
+    return (name, Path(folder)) if equals else (Path(text).name, Path(text))
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reward_curves", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="folders of runs, and what to call them")
     parser.add_argument("--figure", default=FIGURE, help="a name in metrics.jsonl")
     return parser.parse_args(arguments)
 
@@ -44,7 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Print the table."""
     given = parse(sys.argv[1:])
-    sys.stdout.write(table({run.name: curve(run, given.figure) for run in given.runs}) + "\n")
+    sys.stdout.write(table({name: curve(run, given.figure) for name, run in map(named, given.runs)}) + "\n")
 
 
 if __name__ == "__main__":
