@@ -111,7 +111,7 @@ def place(roles: Sequence[RoleSize]) -> tuple[Placement, ...]:
 
 def place_one(role: RoleSize, index: int) -> Placement:
     """Placement group for one more worker of a role whose workers are placed on their own."""
-    return _placement(f"{role.role}-{index}", [role], [index])
+    return _placement(f"{role.role}-{index}", [replace(role, workers=index + 1)], [index])
 
 
 def fit(placements: Sequence[Placement], nodes: Sequence[Node]) -> Fit:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator.placement import Node, RoleSize, demand, fit, place
+from dataclasses import replace
+
+from orchestrator.placement import Node, RoleSize, demand, fit, place, place_one, room
+from orchestrator.spec import load_spec
+from tests.conftest import ROOT
 
 
 def test_engines_are_placed_one_by_one_and_trainers_as_gangs() -> None:
@@ -37,3 +41,15 @@ def test_first_misfit_is_named() -> None:
     assert seating.missing is not None
     assert seating.missing.name == "rollout-2"
     assert seating.node_of == {("rollout-0", 0): "a", ("rollout-1", 0): "b"}
+
+
+def test_one_more_worker_sits_as_those_before_it() -> None:
+    role = RoleSize("rollout", 2, 1.5, 1, separate=True)
+    assert place_one(role, 1) == place([role])[1]
+    assert place_one(role, 7) == place([replace(role, workers=8)])[7]
+
+
+def test_room_is_for_the_most_workers_there_may_be() -> None:
+    sets = ("roles.rollout.max_workers=4", "roles.reward.max_workers=3")
+    spec = load_spec(ROOT / "deploy" / "tiny-grpo.yaml", sets)
+    assert room(spec) == {"CPU": 4 * 0.5 + 0.5 + 3 * 0.25, "GPU": 0}
