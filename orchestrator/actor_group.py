@@ -179,13 +179,13 @@ class Cluster:
     @staticmethod
     def nodes() -> list[Node]:
         """Live nodes with their total resources."""
-        return [_node(n["NodeManagerAddress"], n["Resources"]) for n in ray.nodes() if n["Alive"]]
+        return [_node(n, n["Resources"]) for n in ray.nodes() if n["Alive"]]
 
     @staticmethod
     def free() -> list[Node]:
         """Live nodes with what nobody has reserved."""
         free = available_resources_per_node()
-        return [_node(n["NodeManagerAddress"], free.get(n["NodeID"], {})) for n in ray.nodes() if n["Alive"]]
+        return [_node(n, free.get(n["NodeID"], {})) for n in ray.nodes() if n["Alive"]]
 
     @classmethod
     def look(cls, address: str) -> list[Node]:
@@ -215,7 +215,11 @@ class Cluster:
         deadline = time.monotonic() + bound
         for placement in placements:
             bundles = [{k: v for k, v in bundle.items() if v > 0} for bundle in placement.bundles]
-            group = placement_group(bundles, strategy=placement.strategy, name=placement.name)
+            # A group whose bundles ask for no label is given none: Ray takes an empty selector for one more rule.
+            labels = [dict(placement.labels)] * len(bundles) if placement.labels else None
+            group = placement_group(
+                bundles, strategy=placement.strategy, name=placement.name, bundle_label_selector=labels
+            )
             self._groups[placement.name] = group
             ready = group.ready()
             try:
@@ -282,12 +286,13 @@ def _start(cpus: int) -> Any:
         raise ClusterUnreachable(f"Ray could not be started on this machine: {_one_line(error)}") from error
 
 
-def _node(name: str, resources: dict[str, float]) -> Node:
-    """A live node as Ray tells it; of a GPU it tells the type."""
+def _node(node: dict[str, Any], resources: dict[str, float]) -> Node:
+    """A live node as Ray tells it, with all of its resources or those that are free; of a GPU it tells the type."""
     kinds = (key.removeprefix(_GPU_TYPE) for key in resources if key.startswith(_GPU_TYPE))
     gpu = max((GPU_GIB.get(kind, 0.0) for kind in kinds), default=0.0)
     host = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
-    return Node(name, resources.get("CPU", 0.0), resources.get("GPU", 0.0), int(host), int(gpu * 2**30))
+    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    return Node(node["NodeManagerAddress"], cpus, gpus, int(host), int(gpu * 2**30), node["Labels"])
 
 
 def _join(address: str) -> Any:
@@ -320,9 +325,13 @@ def _misfit(placement: Placement, placements: Sequence[Placement], free: Sequenc
     there = ", ".join(f"{node.name}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in free)
     return (
         f"no room for {placement.name} within {timeout_s:g} s: it asks for {len(placement.bundles)} bundle(s), "
-        f"{asked['CPU']:g} CPU {asked['GPU']:g} GPU in all; asked for together: {wanted}; "
+        f"{asked['CPU']:g} CPU {asked['GPU']:g} GPU in all{_labelled(placement)}; asked for together: {wanted}; "
         f"free now: {there or 'no node'}; see `troupe plan`"
     )
+
+
+def _labelled(placement: Placement) -> str:
+    return f" on nodes with {', '.join(f'{k}={v}' for k, v in placement.labels)}" if placement.labels else ""
 
 
 def _protect_token() -> None:

@@ -18,8 +18,9 @@ from typing import Any
 import yaml
 
 from orchestrator.errors import UsageError
-from orchestrator.placement import Node, place, role_sizes
+from orchestrator.placement import ACCELERATOR, Node, place, role_sizes
 from orchestrator.spec_any import AnySpec
+from orchestrator.spec_sections import ScaledRole
 
 SPEC_FOLDER = "/etc/troupe"
 SPEC_FILE = "spec.yaml"
@@ -77,6 +78,8 @@ class PodGroup:
     max_replicas: int
     cpus: int
     gpus: int
+    labels: tuple[tuple[str, str], ...] = ()
+    """Ray's labels of these pods: what the role's spec asks of its nodes."""
 
     def __post_init__(self) -> None:
         if not self.min_replicas <= self.replicas <= self.max_replicas:
@@ -172,19 +175,28 @@ def pod_groups(specs: Sequence[AnySpec]) -> tuple[PodGroup, ...]:
             max(group.max_replicas, other.max_replicas),
             max(group.cpus, other.cpus),
             max(group.gpus, other.gpus),
+            tuple(dict((*other.labels, *group.labels)).items()),
         )
     return tuple(largest.values())
 
 
 def _groups(spec: AnySpec) -> Iterator[PodGroup]:
     bundles: dict[str, list[dict[str, float]]] = {}
+    labels: dict[str, tuple[tuple[str, str], ...]] = {}
     for placement in place(role_sizes(spec)):
-        bundles.setdefault(placement.seats[0].role, []).extend(placement.bundles)
+        role = placement.seats[0].role
+        bundles.setdefault(role, []).extend(placement.bundles)
+        # Ray itself names the type of a pod's GPUs.
+        labels[role] = tuple(pair for pair in placement.labels if pair[0] != ACCELERATOR)
+    scaled = {name: role for name, role in spec.roles.present().items() if isinstance(role, ScaledRole)}
     for role, asked in bundles.items():
         cpus, gpus = max(bundle["CPU"] for bundle in asked), max(bundle["GPU"] for bundle in asked)
         shared = min(len(asked), int(round(1 / gpus, 6))) if 0 < gpus < 1 else 1
-        pods = math.ceil(len(asked) / shared)
-        yield PodGroup(role, pods, pods, pods, _whole(shared * cpus), _whole(gpus))
+        scales = role in scaled and scaled[role].max_workers is not None
+        fewest = scaled[role].min_workers if scales else len(asked)
+        most = (scaled[role].max_workers if scales else None) or len(asked)
+        pods, least, greatest = (math.ceil(workers / shared) for workers in (len(asked), fewest, most))
+        yield PodGroup(role, pods, least, greatest, _whole(shared * cpus), _whole(gpus), labels[role])
 
 
 def pod_nodes(groups: Sequence[PodGroup]) -> list[Node]:
@@ -271,7 +283,10 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _cluster(groups: Sequence[PodGroup], options: Options, config: str | None) -> Document:
+    """Where a role scales, Ray's autoscaler brings the pods that `troupe scale` asks for, and takes away idle ones."""
+    elastic = any(group.min_replicas < group.max_replicas for group in groups)
     return {
+        **({"enableInTreeAutoscaling": True} if elastic else {}),
         "rayVersion": options.ray_version,
         # KubeRay gives the token to every container, the submitter's too, and uses it itself.
         "authOptions": {"mode": "token", **({"secretName": options.auth_secret} if options.auth_secret else {})},
@@ -297,9 +312,13 @@ def _worker_group(group: PodGroup, options: Options) -> Document:
         "replicas": group.replicas,
         "minReplicas": group.min_replicas,
         "maxReplicas": group.max_replicas,
-        "rayStartParams": {} if group.gpus else {"num-gpus": "0"},
+        "rayStartParams": ({} if group.gpus else {"num-gpus": "0"}) | _ray_labels(group),
         "template": {"spec": _pod("ray-worker", options, group.cpus, group.gpus, memory, shared)},
     }
+
+
+def _ray_labels(group: PodGroup) -> dict[str, str]:
+    return {"labels": ",".join(f"{key}={value}" for key, value in group.labels)} if group.labels else {}
 
 
 def _pod(container: str, options: Options, cpus: int, gpus: int, memory_gib: int, shm_gib: int) -> Document:

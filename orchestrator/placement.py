@@ -7,14 +7,17 @@ reference colocated with the policy lives inside the policy's processes and take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from orchestrator import spec_sections
 from orchestrator.spec_any import AnySpec
-from orchestrator.spec_sections import ScaledRole
+from orchestrator.spec_sections import ScaledRole, TrainerRole
 
-Strategy = Literal["PACK", "SPREAD", "STRICT_PACK"]
+Strategy = Literal["PACK", "SPREAD"]
+ACCELERATOR = "ray.io/accelerator-type"
+"""Ray's own label of a node with GPUs."""
 
 GPU_GIB = {
     "T4": 15.0,
@@ -48,6 +51,9 @@ class RoleSize:
     colocate_with: str | None = None
     in_process: bool = False
     """Lives in the processes of the role it is colocated with."""
+    strategy: Strategy = "PACK"
+    labels: tuple[tuple[str, str], ...] = ()
+    """Labels of the nodes it may sit on."""
     separate: bool = False
     """Each worker is placed on its own."""
 
@@ -71,6 +77,8 @@ class Placement:
     bundles: tuple[dict[str, float], ...]
     strategy: Strategy
     seats: tuple[Seat, ...]
+    labels: tuple[tuple[str, str], ...] = ()
+    """Labels of the nodes that its bundles may lie on."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,16 @@ class Node:
     """Host memory, bytes; 0: not known."""
     gpu_memory: int = 0
     """Memory of each GPU, bytes; 0: not known."""
+    labels: Mapping[str, str] | None = None
+    """Ray's labels of the node; None: not known."""
+    accelerator: str | None = None
+    """Type of its GPUs, where that is all that is known."""
+
+    def may_have(self, labels: Sequence[tuple[str, str]]) -> bool:
+        """Whether it has these labels, as far as is known."""
+        if self.labels is not None:
+            return all(self.labels.get(key) == value for key, value in labels)
+        return self.accelerator is None or dict(labels).get(ACCELERATOR, self.accelerator) == self.accelerator
 
 
 @dataclass(frozen=True)
@@ -115,13 +133,19 @@ def place_one(role: RoleSize, index: int) -> Placement:
 
 
 def fit(placements: Sequence[Placement], nodes: Sequence[Node]) -> Fit:
-    """First-fit packing, largest GPU demand first; tells the first placement that does not fit."""
+    """First-fit packing, first what only some nodes take, then by GPUs; tells the first placement that does not fit."""
     free = {node.name: [node.cpus, node.gpus] for node in nodes}
     node_of: dict[tuple[str, int], str] = {}
-    order = sorted(placements, key=lambda p: -sum(b["GPU"] for b in p.bundles))
+    order = sorted(placements, key=lambda p: (not p.labels, -sum(b["GPU"] for b in p.bundles)))
     for placement in order:
         for index, bundle in enumerate(placement.bundles):
-            room = (n for n, (cpus, gpus) in free.items() if cpus >= bundle["CPU"] and gpus >= bundle["GPU"])
+            room = (
+                node.name
+                for node in nodes
+                if node.may_have(placement.labels)
+                and free[node.name][0] >= bundle["CPU"]
+                and free[node.name][1] >= bundle["GPU"]
+            )
             name = next(room, None)
             if name is None:
                 return Fit(node_of, placement)
@@ -144,6 +168,11 @@ def room(spec: AnySpec) -> dict[str, float]:
     return demand(place(sizes))
 
 
+def _labels(role: spec_sections.Placement) -> tuple[tuple[str, str], ...]:
+    accelerator = {} if role.accelerator is None else {ACCELERATOR: role.accelerator}
+    return tuple(sorted((role.node_labels | accelerator).items()))
+
+
 def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -> Placement:
     """Bundles for the host's workers `indices`; each guest worker joins the host worker of its number."""
     seats = tuple(
@@ -159,7 +188,8 @@ def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -
         }
         for bundle in range(len(indices))
     )
-    return Placement(name, bundles, "PACK", seats)
+    labels = dict(pair for role in sharing for pair in role.labels)
+    return Placement(name, bundles, sharing[0].strategy, seats, tuple(labels.items()))
 
 
 def role_sizes(spec: AnySpec) -> tuple[RoleSize, ...]:
@@ -173,6 +203,8 @@ def role_sizes(spec: AnySpec) -> tuple[RoleSize, ...]:
             gpus=role.gpus,
             colocate_with=role.colocate_with,
             in_process=name == "reference" and spec.reference_in_policy,
+            strategy="SPREAD" if isinstance(role, TrainerRole) and role.strategy == "spread" else "PACK",
+            labels=_labels(role),
             separate=name in _ON_THEIR_OWN and role.colocate_with is None,
         )
         for name, role in roles.items()

@@ -94,7 +94,9 @@ def plan(spec: AnySpec, nodes: Sequence[Node], known: Sizes | None = None) -> Pl
         role = seating.missing.seats[0].role
         misfit = (
             f"no room for {seating.missing.name}: it asks for {len(seating.missing.bundles)} bundle(s), "
-            f"{need['CPU']:g} CPU {need['GPU']:g} GPU in all; lower roles.{role}.workers, .cpus or .gpus, or add nodes"
+            f"{need['CPU']:g} CPU {need['GPU']:g} GPU in all"
+            + "".join(f", on nodes with {key}={value}" for key, value in seating.missing.labels)
+            + f"; lower roles.{role}.workers, .cpus or .gpus, or add nodes"
         )
     in_process = tuple((size.role, size.colocate_with or "") for size in sizes if size.in_process)
     seated = [Seated(row.worker, row.group, row.bundle, row.gpus, row.node) for row in rows]
@@ -124,8 +126,10 @@ def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
     if match[3] is not None and match[3].upper() not in GPU_GIB:
         raise TroupeError(f"--cluster: no GPU type '{match[3][:60]}' (there are: {', '.join(GPU_GIB)})")
     gpu = int(GPU_GIB[match[3].upper()] * GIB) if match[3] is not None else 0
-    nodes = range(int(match[1]))
-    return [Node(f"node-{i}", float(cpus), float(match[2]), int(node_gib * GIB), gpu) for i in nodes]
+    # Of a described cluster the type of GPU may be known, and no other label.
+    kind = match[3].upper() if match[3] is not None else None
+    size = (float(cpus), float(match[2]), int(node_gib * GIB), gpu)
+    return [Node(f"node-{i}", *size, accelerator=kind) for i in range(int(match[1]))]
 
 
 def render(seating: Plan) -> Table:

@@ -51,7 +51,12 @@ class ScaledWorkers(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """Those that are to stay."""
+        """Those that are to stay, and those on their way."""
+        ...
+
+    @property
+    def at_work(self) -> int:
+        """How many take part now."""
         ...
 
     async def add(self, name: str) -> None:
@@ -84,6 +89,11 @@ class ScaledEngines:
         """Engines that serve, or will."""
         return self._pool.names
 
+    @property
+    def at_work(self) -> int:
+        """Engines that are given groups."""
+        return len(self._pool.serving)
+
     async def add(self, name: str) -> None:
         """An engine serves once it has the current weights."""
         async with _seat(self._seats, name, self._bounds):
@@ -107,6 +117,11 @@ class ScaledRewardWorkers:
     def names(self) -> list[str]:
         """Workers that are given groups."""
         return self._pool.names
+
+    @property
+    def at_work(self) -> int:
+        """All of them."""
+        return len(self.names)
 
     async def add(self, name: str) -> None:
         """It is given groups as soon as it has started."""
@@ -134,6 +149,11 @@ class ScaledScorers:
     def names(self) -> list[str]:
         """Workers that take part in every wave."""
         return [worker.name for worker in self._scorer.gang.workers]
+
+    @property
+    def at_work(self) -> int:
+        """All of them."""
+        return len(self.names)
 
     async def add(self, name: str) -> None:
         """It takes part from the next wave on."""
@@ -165,7 +185,7 @@ class RoleState:
     role: str
     wanted: int
     there: int
-    """Workers that take part, or are on their way."""
+    """Workers that take part now."""
     moving: bool
     """Some are starting or leaving."""
     min_workers: int
@@ -224,7 +244,7 @@ class Crew:
             RoleState(
                 role,
                 self._wanted[role],
-                len(self._roles[role].names),
+                self._roles[role].at_work,
                 self._moving(role),
                 config.min_workers,
                 config.max_workers,

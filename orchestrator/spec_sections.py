@@ -13,6 +13,9 @@ from pydantic import Field
 from workers.config import EngineConfig, EvalSampling, Frozen, ModelConfig, RewardConfig, TrainerConfig
 
 RoleName = Literal["rollout", "policy", "critic", "reference", "reward"]
+_LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
+LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
+LabelValue = Annotated[str, Field(pattern=_LABEL)]
 
 
 class Placement(Frozen):
@@ -24,6 +27,10 @@ class Placement(Frozen):
     """CPU cores booked for each worker (may be a fraction)."""
     gpus: float = Field(default=0.0, ge=0.0)
     """GPUs booked for each worker (may be a fraction); 0 runs the role on the CPU."""
+    accelerator: str | None = Field(default=None, pattern=_LABEL)
+    """Only on nodes with GPUs of this type, by Ray's name of it, as in `H200`."""
+    node_labels: dict[LabelKey, LabelValue] = Field(default_factory=dict)
+    """Only on nodes with all of these labels, as in `{zone: a}` (`ray start --labels`)."""
     colocate_with: RoleName | None = None
     """Live with another role: `reference` inside the policy's workers, `rollout` on the policy's GPUs."""
 
@@ -57,6 +64,9 @@ class RolloutRole(EngineConfig, ScaledRole):
 
 class TrainerRole(TrainerConfig, Placement):
     """Workers that train a model: one DeepSpeed rank each."""
+
+    strategy: Literal["pack", "spread"] = "pack"
+    """Put the ranks on as few nodes as they fit on, or on as many as there are."""
 
     def trainer_config(self) -> TrainerConfig:
         """What a rank is told of its training."""

@@ -504,6 +504,26 @@ CPU_CASES = [
     ),
     case("empty_stop", "26: sampling.stop.0: may not be empty", ("  max_tokens: 32", "  max_tokens: 32\n  stop: ['']")),
     case(
+        "fewest_workers",
+        "9: roles.rollout.min_workers: 2 is more than workers, 1",
+        ("    cpus: 1\n", "    cpus: 1\n    min_workers: 2\n"),
+    ),
+    case(
+        "most_workers",
+        "10: roles.rollout.max_workers: 2 is less than workers, 3",
+        ("    workers: 1\n    cpus: 1\n", "    workers: 3\n    cpus: 1\n    min_workers: 1\n    max_workers: 2\n"),
+    ),
+    case(
+        "autoscale_to_where",
+        "6: roles.rollout.max_workers: is required with autoscale: the most engines there may be",
+        ("    cpus: 1\n", "    cpus: 1\n    autoscale: {max_wait: 0.5}\n"),
+    ),
+    case(
+        "autoscale_both_ways",
+        "10: roles.rollout.autoscale.min_wait: must be less than max_wait, 0.5",
+        ("    cpus: 1\n", "    cpus: 1\n    max_workers: 2\n    autoscale: {max_wait: 0.5, min_wait: 0.5}\n"),
+    ),
+    case(
         "self",
         "12: roles.policy.colocate_with: a role cannot live with itself",
         ("    learning_rate: 1e-5", "    colocate_with: policy"),

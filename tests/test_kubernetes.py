@@ -189,6 +189,20 @@ def test_one_group_per_role_with_the_workers_of_the_spec() -> None:
     }
 
 
+def test_a_role_that_scales_is_a_group_with_its_bounds_and_labels() -> None:
+    sets = ("roles.rollout.min_workers=1", "roles.rollout.max_workers=6", "roles.rollout.node_labels={zone: a}")
+    (document,) = documents(NODE, *sets, cluster_only=True)
+    spec = cluster_of(document)
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    rollout, policy = groups["rollout"], groups["policy"]
+    assert (rollout["minReplicas"], rollout["maxReplicas"]) == (1, 6)
+    assert rollout["rayStartParams"]["labels"] == "zone=a"
+    assert policy["minReplicas"] == policy["maxReplicas"] == policy["replicas"]
+    assert "labels" not in policy["rayStartParams"]
+    assert spec["enableInTreeAutoscaling"] is True
+    assert not list(validator(document["kind"]).iter_errors(document))
+
+
 def test_colocated_roles_share_the_hosts_pods() -> None:
     shared = ["roles.rollout.colocate_with=policy", "roles.rollout.gpus=0.5", "roles.policy.gpus=0.5"]
     shared += ["schedule.max_staleness=0", "weight_sync.backend=ipc"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.placement import Node, RoleSize, demand, fit, place, place_one, room
+from orchestrator.placement import ACCELERATOR, Node, RoleSize, demand, fit, place, place_one, role_sizes, room
 from orchestrator.spec import load_spec
 from tests.conftest import ROOT
 
@@ -53,3 +53,29 @@ def test_room_is_for_the_most_workers_there_may_be() -> None:
     sets = ("roles.rollout.max_workers=4", "roles.reward.max_workers=3")
     spec = load_spec(ROOT / "deploy" / "tiny-grpo.yaml", sets)
     assert room(spec) == {"CPU": 4 * 0.5 + 0.5 + 3 * 0.25, "GPU": 0}
+
+
+def test_a_role_sits_only_where_its_labels_are() -> None:
+    sets = ("roles.rollout.node_labels={part: engine}", "roles.policy.accelerator=H200", "roles.policy.strategy=spread")
+    placements = place(role_sizes(load_spec(ROOT / "deploy" / "tiny-grpo.yaml", sets)))
+    asked = {p.name: (p.strategy, dict(p.labels)) for p in placements}
+    assert asked == {
+        "policy": ("SPREAD", {ACCELERATOR: "H200"}),
+        "reward-0": ("PACK", {}),
+        "rollout-0": ("PACK", {"part": "engine"}),
+    }
+    here, there = Node("here", 8, 0, labels={"part": "engine"}), Node("there", 8, 0, labels={ACCELERATOR: "H200"})
+    assert fit(placements, [here, there]).node_of == {
+        ("policy", 0): "there",
+        ("reward-0", 0): "here",
+        ("rollout-0", 0): "here",
+    }
+    missing = fit(placements, [here]).missing
+    assert missing is not None and missing.name == "policy"
+
+
+def test_what_is_not_known_of_a_described_node_does_not_keep_a_role_away() -> None:
+    placements = place([RoleSize("policy", 1, 1, 1, labels=(("zone", "a"), (ACCELERATOR, "H200")))])
+    assert fit(placements, [Node("node-0", 8, 8, accelerator="H200")]).missing is None
+    assert fit(placements, [Node("node-0", 8, 8)]).missing is None
+    assert fit(placements, [Node("node-0", 8, 8, accelerator="H100")]).missing is not None

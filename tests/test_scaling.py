@@ -405,6 +405,10 @@ class _Still:
     def names(self) -> list[str]:
         return sorted(self._workers)
 
+    @property
+    def at_work(self) -> int:
+        return len(self._workers)
+
     async def add(self, name: str) -> None:
         self._workers.add(name)
 
