@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 from transformers import PreTrainedModel
@@ -266,10 +266,11 @@ class TrainEngine:
         anew = len(files) != dist.get_world_size()
         # All ranks start from one seed: one that was not there goes on with the random state of one that was.
         own = files[self.rank % len(files)]
-        state = _rank_state(own)
+        with _opened(own) as saved:
+            state = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
         if self._average and "average.0" not in state:
             raise ValueError(f"{own} holds no moving average of the weights: ema_decay was 0 when it was written")
-        if anew and self._stage == 3:
+        if anew:
             averages = self._relaid_average(files)
         else:
             averages = [state[f"average.{number}"] for number in range(len(self._average))]
@@ -321,29 +322,26 @@ class TrainEngine:
         self._engine.skipped_steps = model["skipped_steps"]
 
     def _relaid_average(self, files: Sequence[Path]) -> list[torch.Tensor]:
-        """This rank's shares of the moving average under ZeRO-3, read one parameter at a time."""
+        """What this rank holds of the moving average that other ranks wrote, read one parameter at a time."""
         with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
-            parameters = list(self._model.parameters()) if self._average else []
+            opened = [stack.enter_context(_opened(file)) for file in files]
+            names = [f"average.{number}" for number in range(len(self._average))]
+            if self._stage < 3:
+                return [opened[0].get_tensor(name) for name in names]
+            sizes = [getattr(parameter, "ds_numel") for parameter in self._model.parameters()]  # noqa: B009
             return [
-                share(
-                    [file.get_tensor(f"average.{number}") for file in opened],
-                    getattr(parameter, "ds_numel"),  # noqa: B009
-                    self.rank,
-                    average.numel(),
-                )
-                for number, (average, parameter) in enumerate(zip(self._average, parameters, strict=True))
+                share([file.get_tensor(name) for file in opened], size, self.rank, average.numel())
+                for name, size, average in zip(names, sizes, self._average, strict=False)  # none, or all of them
             ]
 
     def _read(self, file: Path) -> dict[str, Any]:
         """A file of DeepSpeed's, tensors mapped from disk. Raises ValueError where it cannot be read."""
-        ours = [
-            self._deepspeed.utils.tensor_fragment.fragment_address,
-            self._deepspeed.runtime.fp16.loss_scaler.LossScaler,
-            self._deepspeed.runtime.zero.config.ZeroStageEnum,
-        ]
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
         try:
-            with torch.serialization.safe_globals(ours):
+            with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
                 return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # torch has no one error for a file that is damaged
             raise ValueError(f"{file} cannot be read: {error}") from error
@@ -398,10 +396,10 @@ def _rank_files(directory: str) -> list[Path]:
     return files
 
 
-def _rank_state(file: Path) -> dict[str, torch.Tensor]:
-    """What our own file holds. Raises ValueError where it cannot be read."""
+def _opened(file: Path) -> safe_open:
+    """A file of ours. Raises ValueError where it is cut off or something else."""
     try:
-        return load_file(file)
+        return safe_open(file, "pt")
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
 
