@@ -57,7 +57,7 @@ MANY_BATCHES = [[(3, 0), (), (5,), (1, 2, 4)]]
 TWO_RANKS = [[(0, 1), (4, 5), (2,)], [(), (3,), ()]]
 LOSS_TOKENS, SEQUENCES = 21, 7
 EMA_DECAY = 0.75
-BOUND_S = 1200.0
+BOUND_S = 480.0
 PIECES = ([11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34])
 TEXT_TOKENS = 8
 TEXT_LAYOUT = {1: [((0,), (), (2, 1))], 2: [((0, 1), ()), ((), (2,))]}
@@ -664,7 +664,8 @@ def test_a_checkpoint_of_another_number_of_ranks_loses_nothing(groups: dict[int,
 def test_one_rank_then_two_then_one_train_as_one(groups: dict[int, Path]) -> None:
     for stage, dtype in CASES:
         name = f"{stage}-{dtype}"
-        relative, absolute, tolerance = (1e-3, 1e-5, 2e-5) if dtype == "float32" else (5e-2, 1e-2, 6e-3)
+        # A weight near 1 may be rounded to the next bfloat16.
+        relative, absolute, tolerance = (1e-3, 1e-5, 2e-5) if dtype == "float32" else (5e-2, 1e-2, 8e-3)
         whole = facts(groups[1])[f"metrics-{name}"]
         between = [facts(groups[2], rank)[f"between-{name}"] for rank in range(2)]
         for metric, value in whole[1].items():
