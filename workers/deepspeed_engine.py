@@ -266,8 +266,8 @@ class TrainEngine:
         anew = len(files) != dist.get_world_size()
         # All ranks start from one seed: one that was not there goes on with the random state of one that was.
         own = files[self.rank % len(files)]
-        with _opened(own) as saved:
-            state = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
+        with _opened(own) as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if self._average and "average.0" not in state:
             raise ValueError(f"{own} holds no moving average of the weights: ema_decay was 0 when it was written")
         if anew:
@@ -409,9 +409,9 @@ def _require(file: Path, world: int) -> None:
         raise FileNotFoundError(f"{file} is missing from a checkpoint of {world} rank(s)")
 
 
-def _all(groups: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter by name."""
-    return {name: tuple(shape) for group in groups for name, shape in group.items()}
+def _all(groups: Sequence[Mapping[str, Sequence[int]]]) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every parameter, in the order they are flattened in."""
+    return [(name, tuple(shape)) for group in groups for name, shape in group.items()]
 
 
 def _adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
