@@ -7,6 +7,7 @@ newest checkpoint of which every byte is as it was written.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import hashlib
@@ -15,13 +16,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import TroupeError
+from orchestrator.handles import Gang
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +206,17 @@ def verify(path: Path) -> Checkpoint:
     if STATE not in listed or step is None:
         raise Refused(f"{STATE} is not in {MANIFEST}")
     return Checkpoint(step, path, _read_json(path / STATE))
+
+
+async def take_up(found: Checkpoint, gangs: Sequence[Gang], timeout_s: float) -> list[str]:
+    """Every rank loads its role's part of a checkpoint; what to tell of roles that have another number of workers."""
+    parts = [gang.broadcast("load", str(found.path / gang.role), timeout_s=timeout_s) for gang in gangs]
+    saved_by = await asyncio.gather(*parts)
+    return [
+        f"{gang.role}: {ranks[0]} worker(s) in the checkpoint, {gang.ranks} now: states are laid out anew"
+        for gang, ranks in zip(gangs, saved_by, strict=True)
+        if ranks[0] != gang.ranks
+    ]
 
 
 def export_model(directory: Path, target: Path, step: int | None = None, model: str = MODEL) -> Path:

@@ -17,7 +17,7 @@ from orchestrator import algorithms
 from orchestrator.actor_group import Cluster
 from orchestrator.batch_source import unless_stopped
 from orchestrator.cast import Casting, Scene, WorkerClasses
-from orchestrator.checkpoint import Checkpoint, CheckpointStore
+from orchestrator.checkpoint import Checkpoint, CheckpointStore, take_up
 from orchestrator.console import Console
 from orchestrator.control import ControlServer
 from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan
@@ -313,8 +313,8 @@ class Company:
 
     async def _load(self, found: Checkpoint) -> None:
         gangs = [gang for gang in (self._stage.policy, self._stage.critic) if gang is not None]
-        bound = self._spec.schedule.train_timeout_s
-        await asyncio.gather(*(gang.broadcast("load", str(found.path / gang.role), timeout_s=bound) for gang in gangs))
+        for line in await take_up(found, gangs, self._spec.schedule.train_timeout_s):
+            self._scene.console.message(line)
 
 
 def _needs_old_logprobs(spec: Spec) -> bool:

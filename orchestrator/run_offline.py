@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from orchestrator.cast import Scene
-from orchestrator.checkpoint import Checkpoint, CheckpointStore
+from orchestrator.checkpoint import Checkpoint, CheckpointStore, take_up
 from orchestrator.controller import Cast, Controller, TrainPlan
 from orchestrator.errors import TroupeError
 from orchestrator.examples import ExamplePool
@@ -52,8 +52,8 @@ class OfflineCompany:
         ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
         if found is not None:
             order.restore(found.state["source"])
-            bound = spec.schedule.train_timeout_s
-            await self._trainer.broadcast("load", str(found.path / self._trainer.role), timeout_s=bound)
+            for line in await take_up(found, [self._trainer], spec.schedule.train_timeout_s):
+                self._scene.console.message(line)
         makers = OfflineCast(self._maker(train), order, ledger, spec.schedule.examples_per_step)
         cast = Cast(
             policy=self._trainer,

@@ -229,6 +229,10 @@ class FakePolicy:
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / f"rank-{self.rank}").write_text(str(len(self.updates)))
 
+    async def load(self, directory: str) -> int:
+        """How many ranks saved."""
+        return len(list(Path(directory).iterdir()))
+
     async def export(self, directory: str) -> None:
         """As save."""
         await self.save(directory)

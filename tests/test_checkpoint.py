@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import logging
@@ -23,9 +24,12 @@ from orchestrator.checkpoint import (
     CheckpointStore,
     Refused,
     export_model,
+    take_up,
     verify,
 )
 from orchestrator.errors import TroupeError
+from orchestrator.handles import Gang
+from tests.fakes import FakeHandle, FakePolicy
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,6 +63,23 @@ def test_what_was_saved_comes_back(store: CheckpointStore) -> None:
     assert (found.path / "policy" / "rank1.safetensors").read_bytes() == bytes([10, 1]) * 500
     manifest = json.loads((found.path / MANIFEST).read_text())
     assert set(manifest["files"]) == {STATE, "policy/rank0.safetensors", "policy/rank1.safetensors"}
+
+
+def test_a_role_with_another_number_of_workers_is_told_of(store: CheckpointStore) -> None:
+    save(store, 10)
+    found = store.latest()
+    assert found is not None
+    (found.path / "critic").mkdir()
+    (found.path / "critic" / "rank0").touch()
+
+    def gang(role: str, ranks: int) -> Gang:
+        return Gang(role, [FakeHandle(f"{role}-{rank}", FakePolicy(rank)) for rank in range(ranks)], 256)
+
+    async def told(workers: int) -> list[str]:
+        return await take_up(found, [gang("policy", workers), gang("critic", 1)], 5.0)
+
+    assert asyncio.run(told(2)) == []
+    assert asyncio.run(told(3)) == ["policy: 2 worker(s) in the checkpoint, 3 now: states are laid out anew"]
 
 
 def test_the_newest_are_kept(store: CheckpointStore) -> None:

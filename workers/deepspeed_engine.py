@@ -11,6 +11,7 @@ import io
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 from transformers import PreTrainedModel
 
 from workers.config import OptimizerConfig, Rendezvous, TrainerConfig
+from workers.shards import ZERO_1_2, ZERO_3, cut_groups, cut_parameters, relaid, share
 
 Batch = TypeVar("Batch")
 Device = Literal["cpu", "cuda"]
@@ -34,6 +37,7 @@ Device = Literal["cpu", "cuda"]
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A rank that waits longer for another fails: no collective waits for ever."""
 _TAG = "state"
+_RANK_FILE = re.compile(r"rank-\d{5}-of-(\d{5})\.safetensors")
 _UNCOPIED = {"config.json", "generation_config.json"}
 
 logger = logging.getLogger(__name__)
@@ -247,28 +251,100 @@ class TrainEngine:
         state |= {f"average.{number}": average for number, average in enumerate(self._average)}
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state()
-        save_file(state, self._state_file(directory))
+        save_file(state, _rank_file(directory, dist.get_rank(), dist.get_world_size()))
         dist.barrier()
 
-    def load(self, directory: str) -> None:
-        """Take up what `save` wrote, with the same number of ranks and ZeRO stage.
+    def load(self, directory: str) -> int:
+        """Take up what `save` wrote, with the same ZeRO stage; returns the number of ranks that wrote it.
 
-        The files are unpickled: load only what you wrote yourself and have verified. Raises FileNotFoundError where
-        nothing is there.
+        Another number of ranks than this group's is laid anew: every rank reads what it will hold from all of their
+        files. The same number goes on bit by bit. The files are unpickled: load only what you wrote yourself and have
+        verified. Raises FileNotFoundError where a file is missing, ValueError for one that cannot be read or holds
+        something else, in both cases before anything is changed where states are laid anew.
         """
-        state_file = self._state_file(directory)
-        if not state_file.is_file():
-            raise FileNotFoundError(f"{state_file} is missing: not a checkpoint of {dist.get_world_size()} ranks")
-        path, _ = self._engine.load_checkpoint(directory, tag=_TAG)
-        if path is None:
-            raise FileNotFoundError(f"{directory} holds no DeepSpeed checkpoint")
-        state = load_file(state_file)
+        files = _rank_files(directory)
+        anew = len(files) != dist.get_world_size()
+        # All ranks start from one seed: one that was not there goes on with the random state of one that was.
+        own = files[self.rank % len(files)]
+        with _opened(own) as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if self._average and "average.0" not in state:
+            raise ValueError(f"{own} holds no moving average of the weights: ema_decay was 0 when it was written")
+        if anew:
+            averages = self._relaid_average(files)
+        else:
+            averages = [state[f"average.{number}"] for number in range(len(self._average))]
+        if anew and self._stage > 0:
+            self._load_relaid(Path(directory) / _TAG, len(files))
+        else:  # under ZeRO-0 every rank holds, and rank 0 wrote, the whole
+            path, _ = self._engine.load_checkpoint(directory, tag=_TAG)
+            if path is None:
+                raise FileNotFoundError(f"{directory} holds no DeepSpeed checkpoint")
         self._updates = int(state["updates"])
         torch.set_rng_state(state["torch_rng"])
-        for number, average in enumerate(self._average):
-            average.copy_(state[f"average.{number}"])
+        for average, saved in zip(self._average, averages, strict=True):
+            average.copy_(saved)
         if "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"])
+        return len(files)
+
+    def _load_relaid(self, folder: Path, ranks: int) -> None:
+        """Take up the weights, the optimizer and the counters that another number of ranks wrote under ZeRO 1 to 3."""
+        zero, rank, world = self._engine.optimizer, dist.get_rank(), dist.get_world_size()
+        keys = ZERO_3 if self._stage == 3 else ZERO_1_2
+        kind = "bf16_" if self._dtype == torch.bfloat16 else ""
+        of_model = folder / f"{'zero_pp_rank_0_' if self._stage == 3 else ''}mp_rank_00_model_states.pt"
+        of_optimizer = [folder / f"{kind}zero_pp_rank_{saved}_mp_rank_00_optim_states.pt" for saved in range(ranks)]
+        for file in (of_model, *of_optimizer):
+            _require(file, ranks)
+        model = self._read(of_model)
+        before, now = model["param_shapes"], self._engine._get_zero_param_shapes()
+        if _all(before) != _all(now):
+            raise ValueError(f"{of_model} holds other parameters than the model has")
+        if self._stage == 3:
+            cut = cut_parameters(before, now, rank, world)
+        else:
+            cut = cut_groups(before, [group["params"][0].numel() for group in zero.param_groups], rank)
+        saved = [self._read(file)["optimizer_state_dict"] for file in of_optimizer]
+        try:
+            state = relaid(saved, keys, cut, zero.state_dict()[keys.adam]["param_groups"])
+        except ValueError as error:
+            raise ValueError(f"{folder} cannot be laid anew for {world} rank(s): {error}") from error
+        # What follows is what DeepSpeed's own loading does.
+        if self._stage == 3:
+            zero.checkpoint_event_prologue()
+        self._engine.load_module_state_dict(model)
+        zero.load_state_dict([state] * world, load_from_fp32_weights=True)
+        if self._stage == 3:
+            zero.checkpoint_event_epilogue()
+        self._engine.global_steps = model["global_steps"]
+        self._engine.global_samples = model["global_samples"]
+        self._engine.skipped_steps = model["skipped_steps"]
+
+    def _relaid_average(self, files: Sequence[Path]) -> list[torch.Tensor]:
+        """What this rank holds of the moving average that other ranks wrote, read one parameter at a time."""
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(_opened(file)) for file in files]
+            names = [f"average.{number}" for number in range(len(self._average))]
+            if self._stage < 3:
+                return [opened[0].get_tensor(name) for name in names]
+            sizes = [getattr(parameter, "ds_numel") for parameter in self._model.parameters()]  # noqa: B009
+            return [
+                share([file.get_tensor(name) for file in opened], size, self.rank, average.numel())
+                for name, size, average in zip(names, sizes, self._average, strict=False)  # none, or all of them
+            ]
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        """A file of DeepSpeed's, tensors mapped from disk. Raises ValueError where it cannot be read."""
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        try:
+            with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+                return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # torch has no one error for a file that is damaged
+            raise ValueError(f"{file} cannot be read: {error}") from error
 
     def export(self, directory: str, source: str) -> None:
         """Write a Hugging Face folder (safetensors, configuration) with the tokenizer files of the folder `source`."""
@@ -302,8 +378,40 @@ class TrainEngine:
         """Let go of the engine's memory."""
         self._engine.destroy()
 
-    def _state_file(self, directory: str) -> Path:
-        return Path(directory) / f"rank-{dist.get_rank():05d}-of-{dist.get_world_size():05d}.safetensors"
+
+def _rank_file(directory: str, rank: int, world: int) -> Path:
+    return Path(directory) / f"rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def _rank_files(directory: str) -> list[Path]:
+    """Our own file of every rank that saved. Raises FileNotFoundError where one is missing."""
+    found = [_RANK_FILE.fullmatch(path.name) for path in Path(directory).glob("rank-*")]
+    worlds = {int(match[1]) for match in found if match}
+    if len(worlds) != 1:
+        raise FileNotFoundError(f"{directory} is not a checkpoint of one training group")
+    world = worlds.pop()
+    files = [_rank_file(directory, rank, world) for rank in range(world)]
+    for file in files:
+        _require(file, world)
+    return files
+
+
+def _opened(file: Path) -> safe_open:
+    """A file of ours. Raises ValueError where it is cut off or something else."""
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def _require(file: Path, world: int) -> None:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing from a checkpoint of {world} rank(s)")
+
+
+def _all(groups: Sequence[Mapping[str, Sequence[int]]]) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every parameter, in the order they are flattened in."""
+    return [(name, tuple(shape)) for group in groups for name, shape in group.items()]
 
 
 def _adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:

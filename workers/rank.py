@@ -65,9 +65,9 @@ class TrainingRank:
         """Write this rank's part of a resumable checkpoint."""
         self.engine.save(directory)
 
-    def load(self, directory: str) -> None:
-        """Take up a checkpoint of the same number of ranks. It is unpickled: verify it before."""
-        self.engine.load(directory)
+    def load(self, directory: str) -> int:
+        """Take up a checkpoint; returns the number of ranks that wrote it. It is unpickled: verify it before."""
+        return self.engine.load(directory)
 
     def export(self, directory: str) -> None:
         """Write a Hugging Face folder with the current weights."""

@@ -1,6 +1,7 @@
 """The trainers on real DeepSpeed: ZeRO 0-3, one rank and two, float32 and bfloat16, against plain torch.
 
-All scenarios run in two groups of processes, one of one rank and one of two; the tests compare what they wrote.
+All scenarios run in two groups of processes, one of one rank and one of two; the tests compare what they wrote. At the
+end the groups take up each other's checkpoints, from one rank to two and back.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,7 +57,7 @@ MANY_BATCHES = [[(3, 0), (), (5,), (1, 2, 4)]]
 TWO_RANKS = [[(0, 1), (4, 5), (2,)], [(), (3,), ()]]
 LOSS_TOKENS, SEQUENCES = 21, 7
 EMA_DECAY = 0.75
-BOUND_S = 480.0
+BOUND_S = 600.0
 PIECES = ([11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34])
 TEXT_TOKENS = 8
 TEXT_LAYOUT = {1: [((0,), (), (2, 1))], 2: [((0, 1), ()), ((), (2,))]}
@@ -186,8 +188,9 @@ def by_uid(table: pa.Table, column: str) -> dict[str, list[float]]:
 class Scenario:
     """One rank's run through all scenarios; rank 0 writes what the tests read."""
 
-    def __init__(self, rank: int, world: int, model: str, out: Path) -> None:
-        self.rank, self.world, self.model, self.out = rank, world, model, out
+    def __init__(self, rank: int, world: int, model: str, out: Path, other: Path) -> None:
+        """`other`: what the group of the other size writes."""
+        self.rank, self.world, self.model, self.out, self.other = rank, world, model, out, other
         self.facts: dict[str, Any] = {}
         self.layout = TWO_RANKS if world == 2 else MANY_BATCHES
 
@@ -287,6 +290,82 @@ class Scenario:
         self.keep(f"critic-{stage}", weights_of(worker))
         worker.export(str(self.out / f"critic-export-{stage}"))
 
+    def until_other(self, name: str) -> None:
+        """Wait until rank 0 of the other group has got so far."""
+        bound = time.monotonic() + BOUND_S
+        while not (self.other / name).exists():
+            if time.monotonic() > bound or list(self.other.glob("error-*")):
+                raise TimeoutError(f"the other group did not come to {name}")
+            time.sleep(0.1)
+
+    def reached(self, name: str) -> None:
+        if self.rank == 0:
+            (self.out / name).touch()
+
+    def fresh(self, stage: int, dtype: str, checkpoint: Path) -> PolicyWorker:
+        worker = PolicyWorker(policy_config(self.model, stage, dtype), "fresh")
+        worker.build()
+        self.note(f"saved-by-{checkpoint.name}", worker.load(str(checkpoint)))
+        return worker
+
+    def two_ranks_between(self) -> None:
+        """In the group of two: what one rank saved after the first update, as it is, and one update later."""
+        self.until_other("scenarios-done")
+        plan, table = plans(self.layout, self.rank), batch()
+        for stage, dtype in CASES:
+            name = f"{stage}-{dtype}"
+            worker = self.fresh(stage, dtype, self.other / f"checkpoint-{name}")
+            worker.save(str(self.out / f"relaid-{name}"))
+            worker.update(plan, poisoned(), 0.0, texts())
+            self.note(f"between-{name}", self.flat(worker.update(plan, table, 0.0, texts())))
+            worker.save(str(self.out / f"between-{name}"))
+        self.reached("between-done")
+
+    def one_rank_again(self) -> None:
+        """In the group of one: from what two ranks saved, to the end."""
+        self.until_other("between-done")
+        plan, table = plans(self.layout, 0), batch()
+        for stage, dtype in CASES:
+            name = f"{stage}-{dtype}"
+            if stage in (1, 3) and dtype == "float32":
+                self.note(f"damaged-{name}", self.damaged(stage, dtype))
+            worker = self.fresh(stage, dtype, self.other / f"relaid-{name}")
+            worker.update(plan, poisoned(), 0.0, texts())
+            for _ in range(UPDATES - 1):
+                worker.update(plan, table, 0.0, texts())
+            self.keep(f"relaid-{name}", weights_of(worker))
+            worker.export_average(str(self.out / f"average-relaid-{name}"))
+            worker = self.fresh(stage, dtype, self.other / f"between-{name}")
+            self.note(f"again-{name}", self.flat(worker.update(plan, table, 0.0, texts())))
+            self.keep(f"again-{name}", weights_of(worker))
+            worker.export_average(str(self.out / f"average-again-{name}"))
+
+    def damaged(self, stage: int, dtype: str) -> list[tuple[str, bool]]:
+        """What is said of each file of two ranks that is missing or cut off, and whether nothing was changed."""
+        worker = PolicyWorker(policy_config(self.model, stage, dtype), "damaged")
+        worker.build()
+        before = weights_of(worker)
+        copy = self.out / f"damaged-{stage}"
+        shutil.copytree(self.other / f"relaid-{stage}-{dtype}", copy)
+        said = []
+        # Under ZeRO-3 every rank writes the same of the model, and one of these files is read.
+        files = [file for file in copy.rglob("*rank*") if file.name != "zero_pp_rank_1_mp_rank_00_model_states.pt"]
+        for file in files:
+            content = file.read_bytes()
+            for damage in (None, content[: len(content) // 2]):
+                file.unlink()
+                if damage is not None:
+                    file.write_bytes(damage)
+                try:
+                    worker.load(str(copy))
+                    said.append((f"{file.name} was not missed", False))
+                except (FileNotFoundError, ValueError) as error:
+                    said.append(
+                        (f"{type(error).__name__} {file.name in str(error)}", equal(before, weights_of(worker)))
+                    )
+                file.write_bytes(content)
+        return said
+
     def run(self, worker: PolicyWorker) -> None:
         for stage, dtype in CASES:
             if (stage, dtype) != CASES[0]:
@@ -302,9 +381,14 @@ class Scenario:
         if self.world == 1:
             for stage in range(4):
                 self.whole_batch(stage)
+        self.reached("scenarios-done")
+        if self.world == 2:
+            self.two_ranks_between()
+        else:
+            self.one_rank_again()
 
 
-def rank_main(rank: int, world: int, model: str, out: Path, meeting: Any) -> None:
+def rank_main(rank: int, world: int, model: str, out: Path, other: Path, meeting: Any) -> None:
     """The process of one rank."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
     try:
@@ -315,7 +399,7 @@ def rank_main(rank: int, world: int, model: str, out: Path, meeting: Any) -> Non
                 meeting.put(place)
         address, port = meeting.get(timeout=60)
         worker.start(Rendezvous(address=address, port=port, rank=rank, world_size=world))
-        scenario = Scenario(rank, world, model, out)
+        scenario = Scenario(rank, world, model, out, other)
         scenario.run(worker)
         worker.close()
         (out / f"facts-{rank}.json").write_text(json.dumps(scenario.facts))
@@ -353,10 +437,12 @@ def groups(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
     started: dict[int, list[Any]] = {}
     meetings: dict[int, Any] = {}  # held until the end: a child opens the queue some time after its start
     for world in (1, 2):
-        out = folders[world] = tmp_path_factory.mktemp(f"world{world}")
+        folders[world] = tmp_path_factory.mktemp(f"world{world}")
+    for world, out in folders.items():
         meeting = meetings[world] = context.Queue()
         started[world] = [
-            context.Process(target=rank_main, args=(rank, world, model, out, meeting)) for rank in range(world)
+            context.Process(target=rank_main, args=(rank, world, model, out, folders[3 - world], meeting))
+            for rank in range(world)
         ]
         for process in started[world]:
             process.start()
@@ -562,6 +648,42 @@ def test_bfloat16_follows_float32(groups: dict[int, Path]) -> None:
 def test_a_checkpoint_continues_bit_by_bit(groups: dict[int, Path], world: int) -> None:
     for stage, dtype in CASES:
         assert facts(groups[world])[f"resume-{stage}-{dtype}"] == [True, True], (stage, dtype)
+
+
+def test_a_checkpoint_of_another_number_of_ranks_loses_nothing(groups: dict[int, Path]) -> None:
+    """One rank's state, laid anew for two ranks and back, goes on bit by bit."""
+    for stage, dtype in CASES:
+        name = f"{stage}-{dtype}"
+        assert facts(groups[2])[f"saved-by-checkpoint-{name}"] == 1
+        assert facts(groups[1])[f"saved-by-relaid-{name}"] == 2
+        end = load_file(groups[1] / f"end-{name}.safetensors")
+        assert equal(load_file(groups[1] / f"relaid-{name}.safetensors"), end), name
+        close(exported(groups[1] / f"average-relaid-{name}"), exported(groups[1] / f"average-{name}"), 0.0)
+
+
+def test_one_rank_then_two_then_one_train_as_one(groups: dict[int, Path]) -> None:
+    for stage, dtype in CASES:
+        name = f"{stage}-{dtype}"
+        # A weight near 1 may be rounded to the next bfloat16.
+        relative, absolute, tolerance = (1e-3, 1e-5, 2e-5) if dtype == "float32" else (5e-2, 1e-2, 8e-3)
+        whole = facts(groups[1])[f"metrics-{name}"]
+        between = [facts(groups[2], rank)[f"between-{name}"] for rank in range(2)]
+        for metric, value in whole[1].items():
+            found = sum(part[metric] for part in between) if metric.startswith("sum_") else between[0][metric]
+            assert found == pytest.approx(value, rel=relative, abs=absolute), (name, metric)
+        again = facts(groups[1])[f"again-{name}"]
+        assert again == pytest.approx(whole[2], rel=relative, abs=absolute), name
+        end = load_file(groups[1] / f"end-{name}.safetensors")
+        close(load_file(groups[1] / f"again-{name}.safetensors"), end, tolerance)
+        average = exported(groups[1] / f"average-{name}")
+        close(exported(groups[1] / f"average-again-{name}"), average, tolerance)
+
+
+def test_a_missing_or_damaged_file_of_any_rank_is_named_and_nothing_is_loaded(groups: dict[int, Path]) -> None:
+    for stage in (1, 3):
+        said = facts(groups[1])[f"damaged-{stage}-float32"]
+        # Two ranks, of each our own file and the optimizer's, and the model's.
+        assert said == [["FileNotFoundError True", True], ["ValueError True", True]] * 5
 
 
 @pytest.mark.parametrize("world", [1, 2])
