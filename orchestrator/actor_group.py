@@ -215,8 +215,7 @@ class Cluster:
         deadline = time.monotonic() + bound
         for placement in placements:
             bundles = [{k: v for k, v in bundle.items() if v > 0} for bundle in placement.bundles]
-            # A group whose bundles ask for no label is given none: Ray takes an empty selector for one more rule.
-            labels = [dict(placement.labels)] * len(bundles) if placement.labels else None
+            labels = [dict(placement.labels)] * len(bundles)
             group = placement_group(
                 bundles, strategy=placement.strategy, name=placement.name, bundle_label_selector=labels
             )
