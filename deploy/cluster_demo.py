@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -44,6 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where the run is written")
     given = parser.parse_args()
+    # One token for all nodes and commands; nobody else on this machine gets in.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ.pop("RAY_ADDRESS", None)
     try:
         demonstrate(given.runs.resolve(), f"cluster-demo-{os.getpid()}")
     except Stuck as error:
@@ -138,9 +142,8 @@ def node(part: str, *arguments: str) -> Iterator[psutil.Process]:
     # Nodes on one machine must not want the same ports: 0 and free ones instead of Ray's fixed ones.
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
     command += [f"--labels=part={part}", f"--object-store-memory={OBJECT_STORE_BYTES}", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **quiet) as process:
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **quiet) as process:
         found = psutil.Process(process.pid)
         try:
             yield found
