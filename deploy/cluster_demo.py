@@ -34,6 +34,7 @@ WAIT_S = 600.0
 STEPS_BETWEEN = 3
 """Steps trained before every change."""
 OBJECT_STORE_BYTES = 200_000_000
+_STARTED = "Ray runtime started."
 
 
 class Stuck(RuntimeError):
@@ -66,7 +67,8 @@ def demonstrate(runs: Path, name: str) -> None:
         head = ("--head", f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={scratch}", "--num-cpus=2")
         nodes.enter_context(node("keep", *head))
         until(lambda: answers(url), "the head's job server")
-        started = [nodes.enter_context(node("engine", f"--address=127.0.0.1:{port}", "--num-cpus=1")) for _ in range(3)]
+        further = (f"--address=127.0.0.1:{port}", "--num-cpus=1")
+        started = [nodes.enter_context(node("engine", *further)) for _ in range(3)]
         submit(url, runs, name)
         until(lambda: len(lines(out)) >= STEPS_BETWEEN, "the first steps")
         tell(out)
@@ -137,15 +139,22 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def node(part: str, *arguments: str) -> Iterator[psutil.Process]:
-    """A Ray node with a label `part`; killed at the end, if it is still there."""
+    """A Ray node with a label `part`, once it is up; killed at the end, if it is still there. Raises Stuck."""
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
     # Nodes on one machine must not want the same ports: 0 and free ones instead of Ray's fixed ones.
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
     command += [f"--labels=part={part}", f"--object-store-memory={OBJECT_STORE_BYTES}", *arguments]
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
-    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **quiet) as process:
+    with (
+        tempfile.NamedTemporaryFile("w+") as told,
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=told, stderr=told, stdin=subprocess.DEVNULL, start_new_session=True
+        ) as process,
+    ):
         found = psutil.Process(process.pid)
         try:
+            until(lambda: process.poll() is not None or _STARTED in Path(told.name).read_text(), "a node to start")
+            if process.poll() is not None:
+                raise Stuck(f"a node did not start:\n{Path(told.name).read_text()}")
             yield found
         finally:
             end(found)
