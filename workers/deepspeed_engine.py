@@ -17,16 +17,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
-from transformers import PreTrainedModel
 
 from workers.config import OptimizerConfig, Rendezvous, TrainerConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Batch = TypeVar("Batch")
 Device = Literal["cpu", "cuda"]

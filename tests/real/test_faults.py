@@ -96,6 +96,7 @@ def test_one_version_of_lag_is_used_and_never_passed(judged: Run) -> None:
     assert swapped > 0  # weights changed in the middle of a response
 
 
+@pytest.mark.xdist_group("real/test_faults:engine")
 def test_a_dead_engine_is_replaced_until_the_budget_is_spent(folder: Path) -> None:
     with running(Run(folder, GRPO, *SLOW, "failures.engine_restarts=1", name="engines")) as run:
         run.until_step(1)
@@ -114,6 +115,7 @@ def test_a_dead_engine_is_replaced_until_the_budget_is_spent(folder: Path) -> No
     assert run.weight_files == []
 
 
+@pytest.mark.xdist_group("real/test_faults:policy")
 def test_a_dead_policy_rank_ends_the_run_and_leaves_the_last_checkpoint(folder: Path) -> None:
     with running(Run(folder, GRPO, *SLOW, "checkpoint.every_steps=1", name="policy")) as run:
         run.until_step(2)

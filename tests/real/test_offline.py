@@ -263,6 +263,7 @@ def accuracy(model: RewardModel) -> float:
     return fmean(better > worse for better, worse in zip(scores[::2], scores[1::2], strict=True))
 
 
+@pytest.mark.xdist_group("real/test_offline:chain")
 def test_three_stages_follow_one_another_and_go_on_where_they_were_stopped(folder: Path) -> None:
     overrides = ("checkpoint.every_steps=1", "stages.ppo.schedule.steps=2")
     with running(Run(folder, CHAIN, *overrides, name="chain")) as first:

@@ -173,6 +173,7 @@ def test_twice_the_workers_train_the_same(grpo: Run, resumed: Run, folder: Path,
         assert (two[name] - tensor).norm() < 0.05 * moved, name
 
 
+@pytest.mark.xdist_group("real/test_runs:ppo")
 def test_ppo_learns_with_all_four_models(folder: Path) -> None:
     with running(Run(folder, PPO, name="ppo")) as run:
         assert run.wait() == 0, run.told
