@@ -13,8 +13,8 @@ PROCESSES ?= 2
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 # Extensions are compiled at first use, and the tools for that (ninja) are in the environment.
-# Tests that share an engine or a cluster stay in one process, and tests/conftest.py says which of them begin.
-SPREAD := -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+# A file stays in one process, because its tests share engines and clusters; tests/conftest.py says which files begin.
+SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help

@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
 REAL_TIMEOUT_S = 1200
 LONG_FIRST = (
-    *("real/test_offline", "real/test_runs", "real/test_algorithms", "real/test_offline:chain", "real/test_rollout"),
-    *("real/test_trainer", "real/test_submit", "real/test_faults", "real/test_weight_sync", "real/test_runs:ppo"),
+    *("test_runs.py", "test_offline.py", "test_algorithms.py", "test_rollout.py", "test_chain.py", "test_trainer.py"),
+    *("test_deaths.py", "test_submit.py", "test_faults.py", "test_ppo.py", "test_weight_sync.py"),
 )
-"""Groups of real tests by what they take, the longest first; those that are not here are short."""
+"""Files of real tests by what they take; the others are short."""
 
 # Before any library reads them: nothing asks a hub, nothing reports usage, and what is compiled finds ninja.
 os.environ |= {
@@ -31,7 +31,7 @@ os.environ |= {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Who runs when, and in several processes what stays together; GPU tests only where there is a GPU."""
+    """Cheap tests first, real stacks last; GPU tests only where there is a GPU."""
     for item in items:
         if ROOT / "tests" / "real" in item.path.parents:
             item.add_marker(pytest.mark.real)
@@ -39,31 +39,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(REAL_TIMEOUT_S))
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if not item.get_closest_marker("xdist_group"):
-            # A file shares its engines and clusters: one process runs all of it.
-            item.add_marker(pytest.mark.xdist_group(_file(item)))
-    items.sort(key=_turn if getattr(config.option, "loadgroup", False) else _is_real)
+    items.sort(key=_place)
+    if hasattr(config, "workerinput"):
+        # One of several processes, which take whole files in this order: the longest file goes first, so that one of
+        # them begins with it while the others do the cheap tests.
+        items.sort(key=lambda item: _place(item) != 0)
 
 
-def _file(item: pytest.Item) -> str:
-    """As in `real/test_runs`."""
-    return item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
-
-
-def _is_real(item: pytest.Item) -> bool:
-    """Order in one process: cheap tests first, real stacks last."""
-    return item.get_closest_marker("real") is not None
-
-
-def _turn(item: pytest.Item) -> int:
-    """Order in several processes: one begins with the longest of the real stacks while others do the cheap tests; then
-    the other real ones, long before short, so that all end at about the same time."""
-    if not _is_real(item):
-        return 1
-    mark = item.get_closest_marker("xdist_group")
-    group = str(mark.args[0]) if mark else ""
-    place = LONG_FIRST.index(group) if group in LONG_FIRST else len(LONG_FIRST)
-    return place if place == 0 else place + 1
+def _place(item: pytest.Item) -> int:
+    """Real tests after the others; long files before short ones, so that all processes end at about one time."""
+    if item.get_closest_marker("real") is None:
+        return -1
+    return LONG_FIRST.index(item.path.name) if item.path.name in LONG_FIRST else len(LONG_FIRST)
 
 
 @cache
