@@ -150,6 +150,8 @@ class Cluster:
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         # Ray lowers the priority of its workers; here they are the ones who do the work.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Nor are workers started ahead: each of ours has an environment, and gets a process of its own.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         joined = address or os.environ.get("RAY_ADDRESS")
         if joined:
             context: Any = _join(joined)

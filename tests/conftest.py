@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,15 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Ray makes its token at its first start on a machine; two clusters that start side by side would make two."""
+    token = Path.home() / ".ray" / "auth_token"
+    if not hasattr(config, "workerinput") and not token.exists():
+        token.parent.mkdir(exist_ok=True)
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
 
 
 @pytest.hookimpl(tryfirst=True)
