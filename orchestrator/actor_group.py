@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "troupe"}
 _CONNECT_TIMEOUT_S = 10.0
+_SLOW_START = "timed out during startup"
+"""Ray gives its processes 30 s, and cannot be told to give them more."""
 _LONGEST_REASON = 1000
 _ASYNC_CALLS = 100_000
 """Calls an asynchronous actor may hold; the engine pool keeps the bound that matters."""
@@ -243,11 +245,15 @@ class Cluster:
             ray.shutdown()
 
 
-def _start(cpus: int) -> Any:
+def _start(cpus: int, tries: int = 3) -> Any:
     """Start a cluster of our own on this machine."""
     try:
         return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
     except Exception as error:  # Ray raises a bare Exception where one of its processes does not come up
+        if _SLOW_START in str(error) and tries > 1:
+            log.warning("Ray did not come up within its own bound, the machine is busy: once more")
+            ray.shutdown()
+            return _start(cpus, tries - 1)
         raise ClusterUnreachable(f"Ray could not be started on this machine: {_one_line(error)}") from error
 
 
