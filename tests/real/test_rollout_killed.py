@@ -18,6 +18,16 @@ import pytest
 from tests.conftest import ROOT
 
 
+def engines(pid: int) -> list[psutil.Process]:
+    """Engine processes below this one; they have that title from when they begin to load."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if "EngineCore" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
 def living(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that have not ended."""
     found = []
@@ -80,16 +90,17 @@ async def test_no_process_and_no_file_outlives_a_killed_worker(tiny_model: Path,
             assert any(line.strip() == "started" for line in parent.stdout)
             await asyncio.sleep(0.3)
         else:
-            while len(psutil.Process(parent.pid).children(recursive=True)) < 4:  # each has a resource tracker
+            while not engines(parent.pid):
                 await asyncio.sleep(0.2)
                 assert parent.poll() is None
         below = psutil.Process(parent.pid).children(recursive=True)
         assert len(below) >= 2
         held = shared_memory_of([psutil.Process(parent.pid), *below])
-        assert held
+        assert held or phase == "starting"  # it may have made none yet
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        deadline = time.monotonic() + 10
+        # An engine that is still importing notices when it is done with that.
+        deadline = time.monotonic() + (60 if phase == "starting" else 10)
         while (alive := living(below)) and time.monotonic() < deadline:
             held |= shared_memory_of(alive)
             await asyncio.sleep(0.02)
