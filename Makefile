@@ -2,15 +2,19 @@
 # small models under .cache/models. Both are made once. Needed: Linux, Python 3.11 to 3.14, make, a C++ compiler.
 #   make PYTHON=/path/to/python3.12 demo     another interpreter than the first one that is new enough
 #   make ARGS="-m 'not real'" test           arguments for pytest
+#   make PROCESSES=4 test                    tests side by side, where there are cores and memory (5 GiB each); 0: one by one
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 ARGS ?=
+PROCESSES ?= 2
 
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 # Extensions are compiled at first use, and the tools for that (ninja) are in the environment.
+# A file stays in one process, because its tests share engines and clusters; tests/conftest.py says which files begin.
+SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
@@ -36,7 +40,7 @@ cluster-demo: models ## start four Ray nodes here, scale a run on them while it 
 	$(RUN) "$(BIN)/python" deploy/cluster_demo.py
 
 test: models ## run the whole test suite
-	$(RUN) "$(BIN)/python" -m pytest $(ARGS)
+	$(RUN) "$(BIN)/python" -m pytest $(SPREAD) $(ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(RUN) "$(BIN)/ruff" check .

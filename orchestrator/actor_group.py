@@ -39,6 +39,8 @@ _INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False,
 _CONNECT_TIMEOUT_S = 10.0
 _OWN_ROOM_TIMEOUT_S = 60.0
 """Wait for room in a cluster of our own: it does not grow."""
+_SLOW_START = "timed out during startup"
+"""Ray gives its processes 30 s, and cannot be told to give them more."""
 _LONGEST_REASON = 1000
 _ASYNC_CALLS = 100_000
 """Calls an asynchronous actor may hold; the engine pool keeps the bound that matters."""
@@ -167,6 +169,8 @@ class Cluster:
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         # Ray lowers the priority of its workers; here they are the ones who do the work.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Nor are workers started ahead: each of ours has an environment, and gets a process of its own.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         joined = address or os.environ.get("RAY_ADDRESS")
         if joined:
             context: Any = _join(joined)
@@ -277,11 +281,15 @@ class Cluster:
             ray.shutdown()
 
 
-def _start(cpus: int) -> Any:
+def _start(cpus: int, tries: int = 3) -> Any:
     """Start a cluster of our own on this machine."""
     try:
         return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
     except Exception as error:  # Ray raises a bare Exception where one of its processes does not come up
+        if _SLOW_START in str(error) and tries > 1:
+            log.warning("Ray did not come up within its own bound, the machine is busy: once more")
+            ray.shutdown()
+            return _start(cpus, tries - 1)
         raise ClusterUnreachable(f"Ray could not be started on this machine: {_one_line(error)}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
 REAL_TIMEOUT_S = 1200
+LONG_FIRST = (
+    *("test_runs.py", "test_offline.py", "test_algorithms.py", "test_rollout.py", "test_chain.py", "test_trainer.py"),
+    *("test_deaths.py", "test_submit.py", "test_faults.py", "test_ppo.py", "test_weight_sync.py"),
+)
+"""Files of real tests by what they take; the others are short."""
 
 # Before any library reads them: nothing asks a hub, nothing reports usage, and what is compiled finds ninja.
 os.environ |= {
@@ -24,8 +30,17 @@ os.environ |= {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Ray makes its token at its first start on a machine; two clusters that start side by side would make two."""
+    token = Path.home() / ".ray" / "auth_token"
+    if not hasattr(config, "workerinput") and not token.exists():
+        token.parent.mkdir(exist_ok=True)
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cheap tests first, real stacks last; GPU tests only where there is a GPU."""
     for item in items:
         if ROOT / "tests" / "real" in item.path.parents:
@@ -34,7 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(REAL_TIMEOUT_S))
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    items.sort(key=lambda item: item.get_closest_marker("real") is not None)
+    items.sort(key=_place)
+    if hasattr(config, "workerinput"):
+        # One of several processes, which take whole files in this order: the longest file goes first, so that one of
+        # them begins with it while the others do the cheap tests.
+        items.sort(key=lambda item: _place(item) != 0)
+
+
+def _place(item: pytest.Item) -> int:
+    """Real tests after the others; long files before short ones, so that all processes end at about one time."""
+    if item.get_closest_marker("real") is None:
+        return -1
+    return LONG_FIRST.index(item.path.name) if item.path.name in LONG_FIRST else len(LONG_FIRST)
 
 
 @cache

@@ -190,6 +190,21 @@ async def test_a_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyP
         Cluster.connect({"CPU": 1.0, "GPU": 0.0})
 
 
+async def test_a_ray_that_is_slow_to_start_gets_three_chances(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def slow(**arguments: object) -> None:
+        asked.append(arguments)
+        raise Exception("The current node timed out during startup. This could happen because")
+
+    monkeypatch.setattr(ray, "init", slow)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ClusterUnreachable, match=r"^Ray could not be started .*: The current node timed out"):
+        Cluster.connect({"CPU": 1.0, "GPU": 0.0})
+    assert len(asked) == 3
+
+
 async def gone(process: psutil.Process) -> bool:
     """Whether the process ends within the bound."""
     deadline = time.monotonic() + BOUND_S

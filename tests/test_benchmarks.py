@@ -25,6 +25,7 @@ from benchmarks.workload import Group, Settings, encoded, group, spec, without_e
 from orchestrator.batching import plan_update
 from orchestrator.prompts import PromptPool, load_pools
 from orchestrator.scheduler import sampling_seed
+from tests.child_server import Server
 from workers.advantages import group_advantages as product_advantages
 from workers.losses import PolicyTokens, policy_loss, token_weights
 from workers.messages import ROLLOUTS, TrainRow
@@ -103,31 +104,6 @@ def test_report_shows_and_writes_every_figure(tmp_path: Path) -> None:
     report.show(console)
     text = console.export_text()
     assert "0.950 (0.900 .. 1.000)" in text and "checked: tokens: equal" in text and "update" in text
-
-
-class Server:
-    """What runs in the child."""
-
-    def __init__(self, start: int) -> None:
-        self._value = start
-
-    def add(self, amount: int) -> int:
-        self._value += amount
-        return self._value
-
-    def niceness(self) -> int:
-        return os.nice(0)
-
-    def fail(self) -> None:
-        raise KeyError("no such thing")
-
-    def burn(self, seconds: float) -> None:
-        until = time.process_time() + seconds
-        while time.process_time() < until:
-            pass
-
-    def leave_child(self) -> int:
-        return psutil.Popen(["sleep", "1000"]).pid
 
 
 @pytest.fixture(scope="module")

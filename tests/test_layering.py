@@ -254,6 +254,15 @@ def test_the_front_door_imports_nothing_heavy(module: str) -> None:
     assert done.stdout.split() == []
 
 
+def test_naming_the_worker_classes_imports_no_model_library() -> None:
+    """The driver names them before Ray starts; what a model or an engine needs is imported where one is loaded."""
+    later = {"transformers", "vllm", "deepspeed", "datasets", "pandas"}
+    named = "from orchestrator.cli import _worker_classes; _worker_classes()"
+    code = f"import sys; {named}; print(*sorted({later!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
 def test_a_broken_rule_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules above are only as good as what they can see: lazy, aliased and type-checking imports."""
     source = (

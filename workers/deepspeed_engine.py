@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
-from transformers import PreTrainedModel
 
 from workers.config import OptimizerConfig, Rendezvous, TrainerConfig
 from workers.shards import ZERO_1_2, ZERO_3, cut_groups, cut_parameters, relaid, share
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Batch = TypeVar("Batch")
 Device = Literal["cpu", "cuda"]

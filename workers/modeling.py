@@ -1,4 +1,7 @@
-"""Hugging Face models as the trainers need them: log-probs or values of response tokens, nothing more."""
+"""Hugging Face models as the trainers need them: log-probs or values of response tokens, nothing more.
+
+transformers is imported once a model is loaded: the driver names the classes of workers, and would wait for it in vain.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,20 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from workers.config import CHUNK_LOGITS, ModelConfig
 from workers.messages import RankPlan
 from workers.tensors import TokenBatch, TokenTable, score_table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,8 @@ def load_causal(config: ModelConfig) -> PreTrainedModel:
 
     Raises OSError where the folder or its weights are missing.
     """
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(config.path, **_load_arguments(config))
     return _prepared(model)
 
@@ -39,6 +45,8 @@ def load_value(config: ModelConfig) -> PreTrainedModel:
     the first update. From a saved critic or reward model the head comes along. Raises ValueError for a head that is
     not a linear layer named `score`.
     """
+    from transformers import AutoModelForSequenceClassification
+
     model, info = AutoModelForSequenceClassification.from_pretrained(
         config.path, num_labels=1, output_loading_info=True, **_load_arguments(config)
     )
@@ -66,6 +74,8 @@ class Float32Head(nn.Linear):
 def _load_arguments(config: ModelConfig) -> dict[str, Any]:
     if not Path(config.path).is_dir():
         raise FileNotFoundError(f"model folder {config.path} does not exist")
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()
     return {
         "dtype": torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,

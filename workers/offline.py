@@ -7,11 +7,10 @@ algorithms is the objective (`workers.objectives`), looked up once by the config
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from workers.config import Rendezvous
 from workers.config_offline import OfflineConfig, RewardLossConfig
@@ -32,6 +31,9 @@ from workers.modeling import (
 from workers.objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
 from workers.preference_losses import kto_reference_point
 from workers.rank import TrainingRank
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Forward = Callable[..., Any]
 
@@ -132,9 +134,11 @@ class ExampleTrainer(TrainingRank):
 
     def _tokens(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
             model = self._config.model
             found = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-            self._tokenizer = cast(PreTrainedTokenizerBase, found)
+            self._tokenizer = cast("PreTrainedTokenizerBase", found)
         return self._tokenizer
 
     def _chunks(self, model: Any) -> int:

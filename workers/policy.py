@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
-from transformers import AutoTokenizer
 
 from workers.config import PolicyConfig, Rendezvous
 from workers.deepspeed_engine import TrainEngine
@@ -127,6 +126,8 @@ class PolicyWorker(TrainingRank):
 
     def cut_texts(self, texts: pa.Table, max_tokens: int) -> tuple[TextSummary, pa.Table]:
         """See `workers.texts.cut_texts`; not collective, one rank does it for all."""
+        from transformers import AutoTokenizer
+
         model = self._config.model
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         return cut_texts(tokenizer, texts, max_tokens)

@@ -421,6 +421,9 @@ def _set_environment(config: RolloutConfig) -> None:
         if config.engine.threads:
             os.environ["OMP_NUM_THREADS"] = str(config.engine.threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        if config.engine.enforce_eager:
+            # vLLM compiles one small function all the same, in the first `generate`: seconds, and it needs a compiler.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def _engine_args(config: RolloutConfig) -> Any:

@@ -30,6 +30,21 @@ SAMPLES = 64
 """Samples of a step in both."""
 RUN_TIMEOUT_S = 480.0
 LEFT_BY_S = 10.0
+SLOW = (
+    *("schedule.steps=1000", "schedule.prompts_per_step=2", "algorithm.group_size=8", "sampling.max_tokens=64"),
+    *("roles.policy.learning_rate=1e-4", "checkpoint.every_steps=0"),
+)
+"""Endless, with long responses, and a policy that stays as it is."""
+SLOW_SAMPLES = 16
+"""Samples of a step of these."""
+EXPECTED = (
+    *("reward/mean", "reward/std", "reward/letter_share/mean", "groups/mixed", "failed_samples", "truncated"),
+    *("response_tokens/mean", "response_tokens/max", "response_tokens_per_s", "tokens", "staleness/max"),
+    *("seconds/step", "seconds/generate", "seconds/prepare", "seconds/update", "seconds/sync"),
+    *("ledger/dispatched", "ledger/trained", "ledger/dropped", "ledger/in_flight", "ledger/retries"),
+)
+"""Figures that every step of every run has."""
+POLICY = ("policy/loss", "policy/grad_norm", "policy/learning_rate", "policy/entropy", "policy/skipped_updates")
 
 
 class Command:
@@ -175,6 +190,11 @@ def running(command: Command) -> Iterator[Any]:
 def interrupt(command: Command) -> None:
     """Ctrl-C in the terminal: SIGINT to the whole foreground process group."""
     os.killpg(command.process.pid, signal.SIGINT)
+
+
+def absent(line: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    """Names of figures that a line of the metrics has not."""
+    return [name for name in names if not isinstance(line.get(name), float)]
 
 
 def balanced(metrics: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
-"""Whole runs of the shipped specs on given examples, and of the chain of stages.
+"""Whole runs of the shipped specs on given examples.
 
 Every spec runs on trainers that become the next spec's instead of being started anew; what differs from `troupe run` is
-only who starts them. Resumption, several ranks and the chain are started as a user starts them.
+only who starts them. Resumption and several ranks are started as a user starts them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from workers.reward_model import RewardModel
 from workers.rollout import RolloutWorker
 from workers.rollout_prompts import encode_prompt
 
-CHAIN = ROOT / "deploy" / "tiny-three-stage.yaml"
 DPO = ROOT / "deploy" / "tiny-dpo.yaml"
 LEARNING = ("policy/loss", "policy/grad_norm", "policy/accuracy", "policy/margin", "policy/learning_rate")
 BOUND_S = 240.0
@@ -261,33 +260,3 @@ def accuracy(model: RewardModel) -> float:
             rows.append({"messages": messages, "response": response, "prompt_ids": prompt, "response_ids": ids})
     scores = [outcome.value or 0.0 for outcome in model.score(pa.Table.from_pylist(rows))]
     return fmean(better > worse for better, worse in zip(scores[::2], scores[1::2], strict=True))
-
-
-def test_three_stages_follow_one_another_and_go_on_where_they_were_stopped(folder: Path) -> None:
-    overrides = ("checkpoint.every_steps=1", "stages.ppo.schedule.steps=2")
-    with running(Run(folder, CHAIN, *overrides, name="chain")) as first:
-        first.until(lambda: (first.out / "reward_model" / "checkpoints" / "step-000001").exists(), "in stage 2")
-        interrupt(first)
-        assert first.wait() == 130, first.told
-        assert not (first.out / "ppo").exists()
-    before = (first.out / "sft" / "metrics.jsonl").read_text()
-    with running(Run(folder, CHAIN, *overrides, name="chain", resume=True)) as second:
-        assert second.wait() == 0, second.told
-        assert "done before" in second.stdout
-        assert second.left_over() == []
-    assert second.weight_files == []
-    assert (second.out / "sft" / "metrics.jsonl").read_text() == before
-    lines = {stage: steps(second.out / stage) for stage in ("sft", "reward_model", "ppo")}
-    assert [line["step"] for line in lines["reward_model"]] == [1, 2, 3, 4, 5, 6]
-    assert lines["reward_model"][-1]["eval/accuracy"] >= 0.9
-    for line in lines["ppo"]:
-        assert isinstance(line["reward/reward_model/mean"], float)
-        assert line["critic/skipped_updates"] == line["policy/skipped_updates"] == 0.0
-    # The reward model learnt from the fine-tuned model, and not from the one the chain began with.
-    told = (second.out / "reward_model" / "spec.yaml").read_text()
-    assert str(second.out / "sft" / "checkpoints" / "step-000008" / "model") in told
-
-
-def steps(out: Path) -> list[dict[str, Any]]:
-    """Lines of the metrics of finished steps."""
-    return [line for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if line["step"]]

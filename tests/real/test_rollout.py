@@ -6,11 +6,7 @@ import asyncio
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,61 +191,3 @@ async def test_a_dead_engine_process_is_a_clear_error(tiny_model: Path) -> None:
     with pytest.raises(EngineDead):
         await asyncio.wait_for(worker.health(), 30)
     await worker.close()
-
-
-CHILD = """
-import asyncio, sys
-from pathlib import Path
-from tests.real.rollout_kit import chat, pool, rollout_config
-from workers.messages import GroupRequest
-from workers.rollout import RolloutWorker
-
-async def main():
-    worker = RolloutWorker(rollout_config(Path(sys.argv[1]), max_tokens=900), "rollout-0")
-    await worker.start()
-    print("started", flush=True)
-    await worker.generate(GroupRequest("p", 0, 0, 16, 1), pool(chat("Go on.")))
-    await asyncio.sleep(600)
-
-if __name__ == "__main__":
-    asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("phase", ["starting", "generating"])
-async def test_no_process_and_no_file_outlives_a_killed_worker(tiny_model: Path, tmp_path: Path, phase: str) -> None:
-    """kill -9 of the worker while its engine loads or generates: all below it end by themselves."""
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
-    root = Path(__file__).resolve().parents[2]
-    before = set(os.listdir("/dev/shm"))
-    below: list[psutil.Process] = []
-    parent = subprocess.Popen(
-        [sys.executable, str(script), str(tiny_model)],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        cwd=root,
-        text=True,
-    )
-    try:
-        assert parent.stdout is not None
-        if phase == "generating":
-            assert any(line.strip() == "started" for line in parent.stdout)
-            await asyncio.sleep(0.3)
-        else:
-            while len(psutil.Process(parent.pid).children(recursive=True)) < 4:  # each has a resource tracker
-                await asyncio.sleep(0.2)
-                assert parent.poll() is None
-        below = psutil.Process(parent.pid).children(recursive=True)
-        assert len(below) >= 2
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-        _, alive = psutil.wait_procs(below, timeout=10)
-        assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
-        await asyncio.sleep(1)
-        assert {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("troupe-")} == set()
-    finally:
-        parent.kill()
-        for process in below:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()

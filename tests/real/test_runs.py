@@ -1,4 +1,4 @@
-"""Whole runs of the shipped tiny specs, started as a user starts them: real Ray, vLLM and DeepSpeed."""
+"""Whole runs of the shipped tiny GRPO spec, started as a user starts them: real Ray, vLLM and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from orchestrator.checkpoint import verify
 from orchestrator.spec import load_spec
 from tests.conftest import ROOT
 from tests.real.helpers import (
+    EXPECTED,
     GRPO,
-    PPO,
+    POLICY,
     RUN_TIMEOUT_S,
     SAMPLES,
     Command,
     Run,
+    absent,
     balanced,
     interrupt,
     running,
@@ -33,15 +35,6 @@ from tests.real.helpers import (
     weights,
 )
 
-EXPECTED = (
-    *("reward/mean", "reward/std", "reward/letter_share/mean", "groups/mixed", "failed_samples", "truncated"),
-    *("response_tokens/mean", "response_tokens/max", "response_tokens_per_s", "tokens", "staleness/max"),
-    *("seconds/step", "seconds/generate", "seconds/prepare", "seconds/update", "seconds/sync"),
-    *("ledger/dispatched", "ledger/trained", "ledger/dropped", "ledger/in_flight", "ledger/retries"),
-)
-"""Figures that every step of every run has."""
-POLICY = ("policy/loss", "policy/grad_norm", "policy/learning_rate", "policy/entropy", "policy/skipped_updates")
-CRITIC = ("critic/loss", "critic/grad_norm", "critic/learning_rate", "critic/skipped_updates")
 LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "response_tokens/mean", "policy/entropy")
 """Figures that are the same in every run of one spec and seed."""
 CHAIN_STEPS = 5
@@ -173,22 +166,6 @@ def test_twice_the_workers_train_the_same(grpo: Run, resumed: Run, folder: Path,
         assert (two[name] - tensor).norm() < 0.05 * moved, name
 
 
-def test_ppo_learns_with_all_four_models(folder: Path) -> None:
-    with running(Run(folder, PPO, name="ppo")) as run:
-        assert run.wait() == 0, run.told
-        assert run.left_over() == []
-    assert run.weight_files == []
-    spec = load_spec(PPO)
-    assert run.steps() == list(range(1, spec.schedule.steps + 1))
-    for line in run.metrics:
-        assert absent(line, EXPECTED + POLICY + CRITIC) == []
-        assert balanced(line)
-    rewards = [line["reward/mean"] for line in run.metrics]
-    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.05, rewards  # eight standard errors of a step
-    found = sorted((run.out / "checkpoints").iterdir())
-    assert {"policy", "critic", "model"} <= {path.name for path in verify(found[-1]).path.iterdir()}
-
-
 def test_a_model_is_evaluated_alone(grpo: Run, folder: Path) -> None:
     spec = folder / "eval.yaml"
     document = json.loads(load_spec(GRPO).model_dump_json(exclude_unset=True))
@@ -207,11 +184,6 @@ def test_a_model_is_evaluated_alone(grpo: Run, folder: Path) -> None:
     assert figures["eval/failed_samples"] == figures["eval/refused"] == 0
     assert figures["eval/reward"] > 2 * grpo.metrics[0]["reward/mean"]
     assert {"eval/pass@2", "eval/pass@4"} <= figures.keys()
-
-
-def absent(line: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    """Names of figures that a line of the metrics has not."""
-    return [name for name in names if not isinstance(line.get(name), float)]
 
 
 def roles_seen(command: Command, seen: set[str]) -> bool:

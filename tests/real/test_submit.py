@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import tempfile
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.checkpoint import CheckpointStore
+from tests.conftest import ROOT
 from tests.real.helpers import GRPO, Command, running, troupe
 
+SFT = ROOT / "deploy" / "tiny-sft.yaml"
 HEAD_TIMEOUT_S = 90.0
 
 
@@ -37,15 +40,15 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_a_submitted_spec_runs_as_a_job_and_its_log_is_shown(head: str, tmp_path: Path) -> None:
     sets = [f"name=submitted-{free_port()}", "schedule.steps=2", f"output.folder={tmp_path}/runs"]
     options = [part for override in sets for part in ("--set", override)]
-    with running(Command(tmp_path, troupe("submit", str(GRPO), "--address", head, "--follow", *options))) as command:
+    with running(Command(tmp_path, troupe("submit", str(SFT), "--address", head, "--follow", *options))) as command:
         assert command.wait() == 0, command.told
     assert "submitted " in command.stdout
     assert "step 2/2" in command.stdout
-    assert "128 dispatched, 128 trained, 0 dropped" in command.stdout
+    assert "32 dispatched, 32 trained, 0 dropped" in command.stdout
     assert command.stdout.rstrip().endswith("SUCCEEDED")
     (run,) = (tmp_path / "runs").iterdir()
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
-    assert list(Path("/dev/shm").glob(f"troupe-{run.name}-*")) == []
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2]  # the first line is the evaluation before it
 
 
 def test_a_job_is_watched_and_stopped_and_its_run_is_saved(head: str, tmp_path: Path) -> None:
@@ -65,6 +68,7 @@ def test_a_job_is_watched_and_stopped_and_its_run_is_saved(head: str, tmp_path: 
     assert "step 1/1000" in ask(tmp_path, "logs", job, "--address", head)
     found = CheckpointStore(tmp_path / "runs" / job / "checkpoints", keep=3).latest()
     assert found is not None and found.step == metrics.read_text().count("\n")
+    assert list(Path("/dev/shm").glob(f"troupe-{job}-*")) == []
 
 
 def ask(folder: Path, *arguments: str) -> str:

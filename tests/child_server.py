@@ -1,0 +1,33 @@
+"""What the tests of the benchmarks run in a child: a module of its own, which a fresh process imports at once."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+
+
+class Server:
+    """What runs in the child."""
+
+    def __init__(self, start: int) -> None:
+        self._value = start
+
+    def add(self, amount: int) -> int:
+        self._value += amount
+        return self._value
+
+    def niceness(self) -> int:
+        return os.nice(0)
+
+    def fail(self) -> None:
+        raise KeyError("no such thing")
+
+    def burn(self, seconds: float) -> None:
+        until = time.process_time() + seconds
+        while time.process_time() < until:
+            pass
+
+    def leave_child(self) -> int:
+        return psutil.Popen(["sleep", "1000"]).pid
