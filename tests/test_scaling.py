@@ -37,7 +37,15 @@ from orchestrator.spec_sections import AutoscaleConfig, RoleName
 from tests.conftest import ROOT
 from tests.fakes import PLAN, FakeEngine, FakeHandle, FakePolicy, FakeReward, FakeTable, fake_pool
 from tests.test_controller import Theatre
-from workers.messages import GroupRequest, GroupSummary, PrepareRequest, RewardSummary, TrainSummary
+from workers.messages import (
+    GroupRequest,
+    GroupSummary,
+    PrepareRequest,
+    RankPlan,
+    RewardSummary,
+    TrainSummary,
+    UpdateMetrics,
+)
 
 BOUNDS = LeaveBounds(finish_s=1.0, close_s=0.1)
 
@@ -90,22 +98,38 @@ class Scaled(Theatre):
         return self.company
 
     def run(self) -> RunOutcome:
-        async def follow() -> None:
-            for version, changes in sorted(self.script.items()):
-                while self.controller.version < version:
-                    await asyncio.sleep(0.0005)
-                self.company.change(changes)
+        self.policies[0] = _Paced(self)
 
         async def go() -> RunOutcome:
             controller = self.build()
-            following = asyncio.create_task(follow())
+            if 0 in self.script:
+                self.company.change(self.script[0])
             try:
                 return await controller.run()
             finally:
-                await following
                 await self.company.close()
 
         return asyncio.run(go())
+
+
+class _Paced(FakePolicy):
+    """Makes the script's changes while it trains. What one asked for is there before the next one, and before the end;
+    the steps between go on meanwhile."""
+
+    def __init__(self, theatre: Scaled) -> None:
+        super().__init__()
+        self._theatre = theatre
+
+    async def update(
+        self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0, texts: FakeTable | None = None
+    ) -> UpdateMetrics:
+        theatre, version = self._theatre, self._theatre.controller.version
+        if version + 1 in {*theatre.script, theatre.plan.steps} or theatre.spec.roles.rollout.autoscale is not None:
+            while any(state.moving for state in theatre.company.states()):
+                await asyncio.sleep(0.0005)
+        if version > 0 and version in theatre.script:
+            theatre.company.change(theatre.script[version])
+        return await super().update(plan, batch, kl_old_coef, texts)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -266,7 +290,6 @@ def test_engines_follow_the_trainers_wait(tmp_path: Path) -> None:
     """Steps that are all waiting add engines up to the bound; the rule starts counting anew after each change."""
     rule = "roles.rollout.autoscale={max_wait: 0.01, steps: 2}"
     theatre = Scaled(tmp_path, {}, spec=tiny(rule), plan=replace(PLAN, steps=16))
-    theatre.policies[0].update_s = 0.01  # an engine is there before the next step ends
     assert theatre.run().steps_done == 16
     assert [spec.roles.rollout.workers for spec in theatre.saved] == [3, 4]
     assert theatre.lines()[-1]["workers/rollout"] == 4
