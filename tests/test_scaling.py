@@ -288,8 +288,8 @@ def test_scorers_change_between_two_waves() -> None:
 
 def test_engines_follow_the_trainers_wait(tmp_path: Path) -> None:
     """Steps that are all waiting add engines up to the bound; the rule starts counting anew after each change."""
-    rule = "roles.rollout.autoscale={max_wait: 0.01, steps: 2}"
-    theatre = Scaled(tmp_path, {}, spec=tiny(rule), plan=replace(PLAN, steps=16))
+    rule = "roles.rollout.autoscale={max_wait: 0.0001, steps: 2}"  # every step waits for more than that
+    theatre = Scaled(tmp_path, {}, spec=tiny(rule), plan=replace(PLAN, steps=16, checkpoint_every=0))
     assert theatre.run().steps_done == 16
     assert [spec.roles.rollout.workers for spec in theatre.saved] == [3, 4]
     assert theatre.lines()[-1]["workers/rollout"] == 4
