@@ -30,7 +30,7 @@ from orchestrator.errors import (
     WorkerTimeout,
 )
 from orchestrator.handles import TableRef, WorkerHandle
-from orchestrator.placement import GPU_GIB, Node, Placement, Seat, demand
+from orchestrator.placement import GPU_GIB, Node, Placement, Seat
 from workers.messages import WorkerGone
 
 log = logging.getLogger(__name__)
@@ -326,19 +326,14 @@ def _reason(error: RayActorError) -> str:
 
 
 def _misfit(placement: Placement, placements: Sequence[Placement], free: Sequence[Node], timeout_s: float) -> str:
-    asked = demand([placement])
     roles = Counter((seat.role, seat.cpus, seat.gpus) for placement in placements for seat in placement.seats)
     wanted = ", ".join(f"{n} {role} of {cpus:g} CPU {gpus:g} GPU" for (role, cpus, gpus), n in roles.items())
     there = ", ".join(f"{node.name}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in free)
     return (
-        f"no room for {placement.name} within {timeout_s:g} s: it asks for {len(placement.bundles)} bundle(s), "
-        f"{asked['CPU']:g} CPU {asked['GPU']:g} GPU in all{_labelled(placement)}; asked for together: {wanted}; "
+        f"no room for {placement.name} within {timeout_s:g} s: it asks for {placement.request}; "
+        f"asked for together: {wanted}; "
         f"free now: {there or 'no node'}; see `troupe plan`"
     )
-
-
-def _labelled(placement: Placement) -> str:
-    return f" on nodes with {', '.join(f'{k}={v}' for k, v in placement.labels)}" if placement.labels else ""
 
 
 def _protect_token() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from orchestrator.errors import UsageError
-from orchestrator.placement import ACCELERATOR, Node, place, role_sizes
+from orchestrator.placement import ACCELERATOR, place, role_sizes
 from orchestrator.spec_any import AnySpec
 from orchestrator.spec_sections import ScaledRole
 
@@ -197,12 +197,6 @@ def _groups(spec: AnySpec) -> Iterator[PodGroup]:
         most = (scaled[role].max_workers if scales else None) or len(asked)
         pods, least, greatest = (math.ceil(workers / shared) for workers in (len(asked), fewest, most))
         yield PodGroup(role, pods, least, greatest, _whole(shared * cpus), _whole(gpus), labels[role])
-
-
-def pod_nodes(groups: Sequence[PodGroup]) -> list[Node]:
-    """The worker pods as nodes for `placement.fit`, the smallest first: no bundle takes a larger one than needed."""
-    ordered = sorted(groups, key=lambda group: (group.gpus, group.cpus))
-    return [Node(f"{g.role}-{i}", g.cpus, g.gpus) for g in ordered for i in range(g.replicas)]
 
 
 def manifests(sent: Document, specs: Sequence[AnySpec], options: Options) -> list[Document]:

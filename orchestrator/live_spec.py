@@ -12,8 +12,7 @@ from orchestrator.spec_errors import Place, Source, parse_path
 from orchestrator.spec_paths import absolute_paths
 from orchestrator.spec_yaml import Document
 
-SCALED_ROLES = ("rollout", "reference", "reward")
-_AT_THE_START = "is read when a run starts: stop this one, which saves it, and go on with --resume"
+_AT_THE_START = "it is read when a run starts: stop this one, which saves it, and go on with --resume"
 _WITH_THE_POLICY = "rollout lives with the policy: there is an engine for each policy worker"
 
 
@@ -29,7 +28,7 @@ class Difference:
 
     def __str__(self) -> str:
         told = f"{self.field}: {_shown(self.old)} -> {_shown(self.new)}"
-        return f"{told}: refused: it {self.refused}" if self.refused else told
+        return f"{told}: refused: {self.refused}" if self.refused else told
 
 
 def live_fields(spec: Spec) -> frozenset[str]:
@@ -71,10 +70,8 @@ def worker_changes(texts: Sequence[str]) -> dict[str, int]:
     changes = {}
     for text in texts:
         role, _, number = text.partition("=")
-        if role not in SCALED_ROLES:
-            raise UsageError(f"{text[:60]}: no role '{role[:60]}' that scales ({', '.join(SCALED_ROLES)})")
-        if not (number.isascii() and number.isdecimal()):
-            raise UsageError(f"{text[:60]}: expected {role}=WORKERS, a whole number")
+        if not (role.isidentifier() and number.isascii() and number.isdecimal()):
+            raise UsageError(f"{text[:60]}: expected ROLE=WORKERS, a role and a whole number")
         changes[f"roles.{role}.workers"] = int(number)
     return changes
 

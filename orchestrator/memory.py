@@ -8,7 +8,7 @@ Everything is in bytes. What DeepSpeed holds is read from its source (0.19: `run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -327,8 +327,3 @@ def _workers(worker: str, parts: dict[Where, list[Part]]) -> tuple[WorkerMemory,
     return tuple(
         WorkerMemory(worker, where, tuple(part for part in held if part.bytes)) for where, held in parts.items() if held
     )
-
-
-def total(memories: Sequence[WorkerMemory]) -> int:
-    """The most that all together take: each at its own peak."""
-    return sum(memory.total for memory in memories)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from orchestrator import spec_sections
 from orchestrator.spec_any import AnySpec
+from orchestrator.spec_sections import Placement as RolePlacement
 from orchestrator.spec_sections import ScaledRole, TrainerRole
 
 Strategy = Literal["PACK", "SPREAD"]
@@ -35,9 +35,6 @@ GPU_GIB = {
     "B200": 179.1,
 }
 """Memory of a GPU by type, as nvidia-smi tells it. The names are Ray's."""
-
-
-_ON_THEIR_OWN = frozenset({"rollout", "reference", "reward"})
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,13 @@ class Placement:
     seats: tuple[Seat, ...]
     labels: tuple[tuple[str, str], ...] = ()
     """Labels of the nodes that its bundles may lie on."""
+
+    @property
+    def request(self) -> str:
+        """What it asks for, in words."""
+        asked, on = demand([self]), ", ".join(f"{key}={value}" for key, value in self.labels)
+        size = f"{len(self.bundles)} bundle(s), {asked['CPU']:g} CPU {asked['GPU']:g} GPU in all"
+        return f"{size}, on nodes with {on}" if on else size
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def room(spec: AnySpec) -> dict[str, float]:
     return demand(place(sizes))
 
 
-def _labels(role: spec_sections.Placement) -> tuple[tuple[str, str], ...]:
+def _labels(role: RolePlacement) -> tuple[tuple[str, str], ...]:
     accelerator = {} if role.accelerator is None else {ACCELERATOR: role.accelerator}
     return tuple(sorted((role.node_labels | accelerator).items()))
 
@@ -205,7 +209,7 @@ def role_sizes(spec: AnySpec) -> tuple[RoleSize, ...]:
             in_process=name == "reference" and spec.reference_in_policy,
             strategy="SPREAD" if isinstance(role, TrainerRole) and role.strategy == "spread" else "PACK",
             labels=_labels(role),
-            separate=name in _ON_THEIR_OWN and role.colocate_with is None,
+            separate=not isinstance(role, TrainerRole) and role.colocate_with is None,
         )
         for name, role in roles.items()
     )

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.errors import TroupeError
+from orchestrator.errors import UsageError
 from orchestrator.memory import GIB, Part, Where, WorkerMemory
 from orchestrator.memory_plan import MemoryPlan, Seated, Sizes, gib, memory_plan
 from orchestrator.placement import GPU_GIB, Node, demand, fit, place, role_sizes, room
@@ -90,13 +90,10 @@ def plan(spec: AnySpec, nodes: Sequence[Node], known: Sizes | None = None) -> Pl
     there = {"CPU": sum(n.cpus for n in nodes), "GPU": sum(n.gpus for n in nodes)}
     misfit = ""
     if seating.missing is not None:
-        need = demand([seating.missing])
         role = seating.missing.seats[0].role
         misfit = (
-            f"no room for {seating.missing.name}: it asks for {len(seating.missing.bundles)} bundle(s), "
-            f"{need['CPU']:g} CPU {need['GPU']:g} GPU in all"
-            + "".join(f", on nodes with {key}={value}" for key, value in seating.missing.labels)
-            + f"; lower roles.{role}.workers, .cpus or .gpus, or add nodes"
+            f"no room for {seating.missing.name}: it asks for {seating.missing.request}; "
+            f"lower roles.{role}.workers, .cpus or .gpus, or add nodes"
         )
     in_process = tuple((size.role, size.colocate_with or "") for size in sizes if size.in_process)
     seated = [Seated(row.worker, row.group, row.bundle, row.gpus, row.node) for row in rows]
@@ -122,9 +119,9 @@ def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
     `cpus` cores and `node_gib` GiB of host memory (0: not known)."""
     match = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,3})(?:x(.+))?", text)
     if match is None:
-        raise TroupeError(f"--cluster: '{text}' is not NODESxGPUS, as in 2x8, or NODESxGPUSxTYPE, as in 2x8xH200")
+        raise UsageError(f"--cluster: '{text}' is not NODESxGPUS, as in 2x8, or NODESxGPUSxTYPE, as in 2x8xH200")
     if match[3] is not None and match[3].upper() not in GPU_GIB:
-        raise TroupeError(f"--cluster: no GPU type '{match[3][:60]}' (there are: {', '.join(GPU_GIB)})")
+        raise UsageError(f"--cluster: no GPU type '{match[3][:60]}' (there are: {', '.join(GPU_GIB)})")
     gpu = int(GPU_GIB[match[3].upper()] * GIB) if match[3] is not None else 0
     # Of a described cluster the type of GPU may be known, and no other label.
     kind = match[3].upper() if match[3] is not None else None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,28 +46,6 @@ class Seats(Protocol):
         ...
 
 
-class ScaledWorkers(Protocol):
-    """The workers of one role, which come and go."""
-
-    @property
-    def names(self) -> list[str]:
-        """Those that are to stay, and those on their way."""
-        ...
-
-    @property
-    def at_work(self) -> int:
-        """How many take part now."""
-        ...
-
-    async def add(self, name: str) -> None:
-        """Start one more. Raises TroupeError or TimeoutError where it does not come up; nothing of it is left then."""
-        ...
-
-    async def remove(self, name: str) -> None:
-        """Let one finish what it has, within a bound, and end it."""
-        ...
-
-
 @dataclass(frozen=True)
 class LeaveBounds:
     """How long a worker that leaves may take, in seconds."""
@@ -76,13 +54,53 @@ class LeaveBounds:
     close_s: float
 
 
-class ScaledEngines:
-    """Rollout engines."""
+class ScaledWorkers(ABC):
+    """The workers of one role, which come and go."""
 
-    def __init__(self, pool: EnginePool, seats: Seats, bounds: LeaveBounds) -> None:
-        self._pool = pool
+    def __init__(self, seats: Seats, bounds: LeaveBounds) -> None:
         self._seats = seats
         self._bounds = bounds
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Those that are to stay, and those on their way."""
+
+    @property
+    def at_work(self) -> int:
+        """How many take part now."""
+        return len(self.names)
+
+    async def add(self, name: str) -> None:
+        """Start one more. Raises TroupeError or TimeoutError where it does not come up; nothing of it is left then."""
+        await self._seats.make_room(name)
+        try:
+            await self._join(name)
+        except _FAILURES:
+            await self._seats.dismiss(name, self._bounds.close_s)
+            raise
+
+    async def remove(self, name: str) -> None:
+        """Let one finish what it has, within a bound, and end it."""
+        await self._leave(name)
+        await self._seats.dismiss(name, self._bounds.close_s)
+
+    @abstractmethod
+    async def _join(self, name: str) -> None:
+        """Start a worker in its seat and have it take part."""
+
+    @abstractmethod
+    async def _leave(self, name: str) -> None:
+        """Return when the worker has finished, or may not take longer."""
+
+
+class ScaledEngines(ScaledWorkers):
+    """Rollout engines: one serves once it has the current weights; what a leaving one does not finish in time goes to
+    the others."""
+
+    def __init__(self, pool: EnginePool, seats: Seats, bounds: LeaveBounds) -> None:
+        super().__init__(seats, bounds)
+        self._pool = pool
 
     @property
     def names(self) -> list[str]:
@@ -94,88 +112,53 @@ class ScaledEngines:
         """Engines that are given groups."""
         return len(self._pool.serving)
 
-    async def add(self, name: str) -> None:
-        """An engine serves once it has the current weights."""
-        async with _seat(self._seats, name, self._bounds):
-            await self._pool.join(name)
+    async def _join(self, name: str) -> None:
+        await self._pool.join(name)
 
-    async def remove(self, name: str) -> None:
-        """What the engine does not finish in time goes to the others."""
+    async def _leave(self, name: str) -> None:
         await self._pool.retire(name, self._bounds.finish_s)
-        await self._seats.dismiss(name, self._bounds.close_s)
 
 
-class ScaledRewardWorkers:
-    """Reward workers."""
+class ScaledRewardWorkers(ScaledWorkers):
+    """Reward workers: what a leaving one does not finish in time goes to the others."""
 
     def __init__(self, pool: RewardPool, seats: Seats, bounds: LeaveBounds) -> None:
+        super().__init__(seats, bounds)
         self._pool = pool
-        self._seats = seats
-        self._bounds = bounds
 
     @property
     def names(self) -> list[str]:
         """Workers that are given groups."""
         return self._pool.names
 
-    @property
-    def at_work(self) -> int:
-        """All of them."""
-        return len(self.names)
+    async def _join(self, name: str) -> None:
+        self._pool.join(await self._seats.replica(name))
 
-    async def add(self, name: str) -> None:
-        """It is given groups as soon as it has started."""
-        async with _seat(self._seats, name, self._bounds):
-            self._pool.join(await self._seats.replica(name))
-
-    async def remove(self, name: str) -> None:
-        """What the worker does not finish in time goes to the others."""
+    async def _leave(self, name: str) -> None:
         try:
             await asyncio.wait_for(self._pool.retire(name), self._bounds.finish_s)
         except TimeoutError:
             log.warning("%s leaves without having finished within %g s", name, self._bounds.finish_s)
-        await self._seats.dismiss(name, self._bounds.close_s)
 
 
-class ScaledScorers:
-    """Workers of a frozen model that scores tokens wave by wave."""
+class ScaledScorers(ScaledWorkers):
+    """Workers of a frozen model that scores tokens wave by wave: they come and go between two waves."""
 
     def __init__(self, scorer: TokenScorer, seats: Seats, bounds: LeaveBounds) -> None:
+        super().__init__(seats, bounds)
         self._scorer = scorer
-        self._seats = seats
-        self._bounds = bounds
 
     @property
     def names(self) -> list[str]:
         """Workers that take part in every wave."""
         return [worker.name for worker in self._scorer.gang.workers]
 
-    @property
-    def at_work(self) -> int:
-        """All of them."""
-        return len(self.names)
+    async def _join(self, name: str) -> None:
+        worker = await self._seats.replica(name)
+        await self._scorer.resize(lambda workers: [*workers, worker])
 
-    async def add(self, name: str) -> None:
-        """It takes part from the next wave on."""
-        async with _seat(self._seats, name, self._bounds):
-            worker = await self._seats.replica(name)
-            await self._scorer.resize(lambda workers: [*workers, worker])
-
-    async def remove(self, name: str) -> None:
-        """It leaves between two waves."""
+    async def _leave(self, name: str) -> None:
         await self._scorer.resize(lambda workers: [worker for worker in workers if worker.name != name])
-        await self._seats.dismiss(name, self._bounds.close_s)
-
-
-@asynccontextmanager
-async def _seat(seats: Seats, name: str, bounds: LeaveBounds) -> AsyncIterator[None]:
-    """A seat for a worker that is to start, given back where it does not."""
-    await seats.make_room(name)
-    try:
-        yield
-    except _FAILURES:
-        await seats.dismiss(name, bounds.close_s)
-        raise
 
 
 @dataclass(frozen=True)

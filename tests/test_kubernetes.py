@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import yaml
 from orchestrator import deploy, kubernetes
 from orchestrator.deploy import Request, manifest
 from orchestrator.errors import UsageError
-from orchestrator.kubernetes import Claim, Options, PodGroup, parse_claim, parse_variable, pod_groups, pod_nodes
+from orchestrator.kubernetes import Claim, Options, PodGroup, parse_claim, parse_variable, pod_groups
 from orchestrator.placement import Node, fit, place, role_sizes
 from orchestrator.spec_any import AnySpec
 from orchestrator.spec_chain import plan_runs, read_document
@@ -150,6 +150,12 @@ def test_the_manifest_of_every_shipped_spec_holds(path: Path, flags: dict[str, A
         for bundle in (bundle for placement in placements for bundle in placement.bundles):
             assert any(pod.cpus >= bundle["CPU"] and pod.gpus >= bundle["GPU"] for pod in pods)
     assert [document["kind"] for document in rest] == ([] if cluster_only else ["ConfigMap"])
+
+
+def pod_nodes(groups: Sequence[PodGroup]) -> list[Node]:
+    """The worker pods as nodes for `placement.fit`, the smallest first: no bundle takes a larger one than needed."""
+    ordered = sorted(groups, key=lambda group: (group.gpus, group.cpus))
+    return [Node(f"{g.role}-{i}", g.cpus, g.gpus) for g in ordered for i in range(g.replicas)]
 
 
 def test_a_typo_would_be_found_by_the_schema() -> None:

@@ -7,11 +7,13 @@ import io
 import os
 import random
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import yaml
 
 from orchestrator import control
 from orchestrator.console import Console
@@ -33,9 +35,11 @@ from orchestrator.scaling import (
 from orchestrator.scoring import RewardPool, TokenScorer
 from orchestrator.spec import Spec, load_spec
 from orchestrator.spec_errors import SpecError
+from orchestrator.spec_files import RESOLVED_SPEC
 from orchestrator.spec_sections import AutoscaleConfig, RoleName
 from tests.conftest import ROOT
 from tests.fakes import PLAN, FakeEngine, FakeHandle, FakePolicy, FakeReward, FakeTable, fake_pool
+from tests.test_cli import troupe
 from tests.test_controller import Theatre
 from workers.messages import (
     GroupRequest,
@@ -47,6 +51,7 @@ from workers.messages import (
     UpdateMetrics,
 )
 
+T = TypeVar("T")
 BOUNDS = LeaveBounds(finish_s=1.0, close_s=0.1)
 
 
@@ -388,7 +393,7 @@ def test_a_changed_spec_is_held_to_every_rule(changes: dict[str, Any], why: str)
     assert str(caught.value).startswith(why)
 
 
-@pytest.mark.parametrize("text", ["rollouts=3", "rollout", "rollout=", "rollout=-1", "rollout=two", "policy=2"])
+@pytest.mark.parametrize("text", ["rollout", "rollout=", "rollout=-1", "rollout=two", "=2", "roles.rollout=2"])
 def test_workers_are_given_by_role_and_number(text: str) -> None:
     with pytest.raises(UsageError):
         worker_changes([text])
@@ -406,11 +411,16 @@ class _Office:
         self.crew = Crew(tiny(), roles, Console(io.StringIO()), _ignore, "spec.yaml")
 
     def ask(self, changes: dict[str, Any]) -> tuple[RoleState, ...]:
-        async def go() -> tuple[RoleState, ...]:
+        return self.during(lambda: ask(self.folder, changes, 10.0))
+
+    def during(self, action: Callable[[], T]) -> T:
+        """Do something in another thread while the server answers."""
+
+        async def go() -> T:
             server = ControlServer(self.folder, self.crew)
             server.open()
             try:
-                return await asyncio.to_thread(ask, self.folder, changes, 10.0)
+                return await asyncio.to_thread(action)
             finally:
                 await server.close()
                 await self.crew.close()
@@ -418,24 +428,21 @@ class _Office:
         return asyncio.run(go())
 
 
-class _Still:
+class _Still(ScaledWorkers):
     """A role whose workers are there at once."""
 
     def __init__(self, workers: int) -> None:
+        super().__init__(FakeSeats(), BOUNDS)
         self._workers = {f"x-{i}" for i in range(workers)}
 
     @property
     def names(self) -> list[str]:
         return sorted(self._workers)
 
-    @property
-    def at_work(self) -> int:
-        return len(self._workers)
-
-    async def add(self, name: str) -> None:
+    async def _join(self, name: str) -> None:
         self._workers.add(name)
 
-    async def remove(self, name: str) -> None:
+    async def _leave(self, name: str) -> None:
         self._workers.discard(name)
 
 
@@ -459,6 +466,8 @@ def test_a_run_takes_a_change(tmp_path: Path) -> None:
     [
         ({"roles.rollout.workers": 9}, "max_workers: 4 is less than workers, 9"),
         ({"seed": 5}, "seed: 7 -> 5: refused: it is read when a run starts"),
+        (worker_changes(["policy=2"]), "roles.policy.workers: 1 -> 2: refused: it is read when a run starts"),
+        (worker_changes(["rollouts=2"]), "spec.yaml: roles.rollouts: "),
         ({"roles.rollout.autoscale": {"max_wait": 2.0}}, "roles.rollout.autoscale.max_wait: "),
     ],
 )
@@ -466,6 +475,31 @@ def test_a_run_refuses_what_cannot_be(tmp_path: Path, changes: dict[str, Any], w
     with pytest.raises(UsageError) as caught:
         _Office(tmp_path).ask(changes)
     assert why in str(caught.value)
+
+
+def test_the_commands_show_and_change_a_run(tmp_path: Path) -> None:
+    """`troupe scale` and `troupe apply`, as a user types them, beside a run that answers."""
+    office = _Office(tmp_path)
+    (tmp_path / RESOLVED_SPEC).write_text(yaml.safe_dump(tiny().model_dump(mode="json")))
+    scaled = office.during(lambda: troupe("scale", str(tmp_path), "rollout=3"))
+    assert (scaled.code, scaled.errors) == (0, [])
+    assert scaled.stdout.splitlines()[0].startswith("rollout: 3 workers")
+
+    sets = ("roles.rollout.workers=1", "roles.rollout.max_workers=4", "roles.reward.max_workers=3", "seed=9")
+    spec = [str(ROOT / "deploy" / "tiny-grpo.yaml"), *(word for text in sets for word in ("--set", text))]
+    applied = office.during(lambda: troupe("apply", *spec, "--out", str(tmp_path)))
+    assert applied.stdout.splitlines()[:2] == [
+        "roles.rollout.workers: 2 -> 1",
+        "seed: 7 -> 9: refused: it is read when a run starts: stop this one, which saves it, and go on with --resume",
+    ]
+    assert office.crew.spec.roles.rollout.workers == 1 and office.crew.spec.seed == 7
+    assert (applied.code, applied.errors) == (2, ["1 of 2 difference(s) refused"])
+
+
+@pytest.mark.parametrize(("word", "why"), [("rollout", "expected ROLE=WORKERS"), ("rollout=2", "no run goes on there")])
+def test_the_command_refuses_in_one_line(tmp_path: Path, word: str, why: str) -> None:
+    answer = troupe("scale", str(tmp_path), word)
+    assert answer.code == 2 and len(answer.errors) == 1 and why in answer.errors[0]
 
 
 def test_a_request_that_is_none_is_answered_too(tmp_path: Path) -> None:
