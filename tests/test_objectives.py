@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.algorithm_table import ALGORITHMS
@@ -405,13 +405,15 @@ def test_raft_is_the_likelihood_of_the_best() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["ppo", "dapo", "dcpo"]), st.floats(-3, 3), st.floats(0.002, 1), st.floats(-2, 2))
+@example("dcpo", 3.0, 0.01, -1.0)  # dual clip
 def test_no_gradient_beyond_a_bound(name: str, log_ratio: float, q: float, advantage: float) -> None:
     config, old = config_of(name), math.log(q)
     tokens = tokens_of([old + log_ratio], [old], [advantage])
     low, high = (float(bound) for bound in clip_bounds(torch.tensor([old], dtype=torch.double), config))
     output = policy_loss(tokens, config)
     slope, ratio = float(gradient(output.loss, tokens.logprobs)), math.exp(log_ratio)
-    outside = (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low)
+    highest = high if advantage > 0 else config.dual_clip or math.inf
+    outside = ratio > highest or (advantage < 0 and ratio < low)
     assert slope == pytest.approx(0.0 if outside else -advantage * ratio, rel=1e-9, abs=1e-12)
     assert bool(output.sums["clip_fraction"]) == (outside and advantage != 0)
 
