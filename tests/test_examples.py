@@ -22,7 +22,7 @@ from workers.modeling import CausalLogprobs, packs
 from workers.rollout_prompts import encode_prompt
 from workers.tensors import score_table
 
-CONFIG = ExampleConfig(max_length=64)
+CONFIG = ExampleConfig(max_length=64, micro_batch_tokens=128)
 
 
 def spec(path: Path, algorithm: str, *, on_bad_row: str = "skip", **source: Any) -> OfflineSpec:
@@ -146,6 +146,40 @@ def test_examples_that_do_not_fit_are_named(tokenizer: Any, tmp_path: Path) -> N
     assert (summary.usable, summary.refused, table.num_rows) == (1, 2, 2)
     assert "texts.jsonl:2: prompt and response have" in summary.problems[0]
     assert "texts.jsonl:3: " in summary.problems[1]
+
+
+@pytest.mark.parametrize("algorithm", ["reward_model", "rrhf"])
+def test_ranked_answers_that_do_not_go_into_one_micro_batch_are_named(
+    tokenizer: Any, tmp_path: Path, algorithm: str
+) -> None:
+    """Padded to the longest, as they are computed; to the token."""
+    scores = {"scores": "s"} if algorithm == "rrhf" else {}
+    rows = [
+        {"prompt": "1?", "answers": ["a", "b", "c", "word " * length][:count], "s": [4, 3, 2, 1][:count]}
+        for count, length in ((3, 1), (4, 12), (4, 1))
+    ]
+    loaded = texts(tmp_path, rows, algorithm, answers="answers", **scores)
+    lengths = [
+        max(len(row["prompt_ids"] + row["response_ids"]) for row in example)
+        for example in by_example(
+            tokenize(tokenizer, loaded, CONFIG.model_copy(update={"micro_batch_tokens": 4096}))[1]
+        )
+    ]
+    assert lengths[1] > lengths[2] >= lengths[0]
+    budget = 4 * lengths[1] - 1
+    summary, table = tokenize(tokenizer, loaded, CONFIG.model_copy(update={"micro_batch_tokens": budget}))
+    assert (summary.usable, summary.refused, len(by_example(table))) == (2, 1, 2)
+    assert summary.problems == (
+        f"texts.jsonl:2: 4 answers, {lengths[1]} tokens the longest with its prompt, take {budget + 1}, more than "
+        f"roles.policy.micro_batch_tokens, {budget}",
+    )
+    assert tokenize(tokenizer, loaded, CONFIG.model_copy(update={"micro_batch_tokens": budget + 1}))[0].refused == 0
+
+
+def by_example(table: pa.Table) -> list[list[dict[str, Any]]]:
+    """Rows of an EXAMPLES table, example by example."""
+    rows = table.to_pylist()
+    return [[row for row in rows if row["example"] == number] for number in range(rows[-1]["example"] + 1)]
 
 
 def test_a_batch_keeps_the_rows_of_an_example_together(tokenizer: Any, tmp_path: Path) -> None:
