@@ -192,16 +192,15 @@ def algorithms_(name: Annotated[str | None, typer.Argument(help="Show this one i
     """List the algorithms, or show one with its formula, source and defaults."""
     from orchestrator.algorithm_reference import description, listing
     from orchestrator.algorithm_table import ALGORITHMS
+    from orchestrator.algorithms import unknown_algorithm
     from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
-    from orchestrator.spec_errors import nearest
 
     if name is None:
         typer.echo(listing())
     elif name in ALGORITHMS or name in OFFLINE_ALGORITHMS:
         typer.echo(description(name))
     else:
-        hint = nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS]) or "`troupe algorithms` lists them"
-        _leave(f"error: no algorithm '{name[:60]}' ({hint})", USER_ERROR)
+        _leave(f"error: {unknown_algorithm(name)}", USER_ERROR)
 
 
 @app.command()
