@@ -36,7 +36,8 @@ def load_causal(config: ModelConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     arguments = _load_arguments(config)
-    model, info = AutoModelForCausalLM.from_pretrained(config.path, output_loading_info=True, **arguments)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(config.path, output_loading_info=True, **arguments)
+    model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{config.path}: not a language model: it has no weights for {', '.join(missing[:5])}")
     return _prepared(model)
@@ -321,9 +322,9 @@ def share_backbone(model: PreTrainedModel, config: ModelConfig, chunks: int) -> 
     setattr(causal, causal.base_model_prefix, model.base_model)
     causal.tie_weights()
     language = CausalLogprobs(causal, temperature=1.0, chunks=chunks)
-    if not language.split_head:
-        raise ValueError(f"{config.path}: {type(causal).__name__} has no output head apart from its backbone")
     head = causal.get_output_embeddings()
+    if head is None or not language.split_head:
+        raise ValueError(f"{config.path}: {type(causal).__name__} has no output head apart from its backbone")
     model.set_submodule(next(name for name, module in causal.named_modules() if module is head), head)
     return language
 
