@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from orchestrator.algorithm_table import ALGORITHMS, Algorithm, KlPenalty
+from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
 from orchestrator.spec_errors import nearest
 from workers.config import AdvantageConfig, CriticLossConfig, Frozen, ImportanceConfig, PolicyLossConfig
 
@@ -37,6 +38,12 @@ OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
 CRITIC_OPTIONS = frozenset({"value_clip"})
 COMPARES = frozenset({"group", "smooth_group", "best_of_group"})
 """Estimators for which a group of equal rewards may carry no signal, so that replacing it makes sense."""
+
+
+def unknown_algorithm(name: str) -> str:
+    """What to say of a name that no algorithm has, of neither kind."""
+    lists = "`troupe algorithms` lists those on rollouts, as grpo, and on given examples, as dpo"
+    return f"no algorithm '{name[:60]}' ({nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS]) or lists})"
 
 
 class KlConfig(Frozen):
@@ -121,8 +128,7 @@ class AlgorithmConfig(Frozen):
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in ALGORITHMS:
-            hint = nearest(name, ALGORITHMS) or "`troupe algorithms` lists them"
-            raise ValueError(f"no algorithm '{name[:60]}' ({hint})")
+            raise ValueError(unknown_algorithm(name))
         return name
 
     @field_validator("dual_clip")

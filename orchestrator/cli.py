@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from orchestrator.errors import StopRequested, TroupeError, UsageError
-from orchestrator.spec_any import any_schema
+from orchestrator.spec_any import AnySpec, any_schema
 from orchestrator.spec_chain import PlannedRun, plan_runs, read_document, to_send
 from orchestrator.spec_errors import SpecError
 from orchestrator.spec_files import RESOLVED_SPEC
@@ -102,12 +102,13 @@ def evaluate(
     set_: SetOption = [],  # noqa: B006
     address: AddressOption = None,
 ) -> None:
-    """Evaluate a model on the spec's held-out prompts: engines and reward workers only."""
-    overrides = [*set_, f"model.path={json.dumps(str(model))}"] if model is not None else set_
-    runs = _ready(spec, overrides)
+    """Evaluate a model on the spec's held-out data: on prompts with engines and reward workers only, on given examples
+    with the loss and the figures of its algorithm."""
+    runs = plan_runs(read_document(spec, set_))
     if any(planned.stage for planned in runs):
         _leave(f"{spec}: has stages; evaluate with the spec.yaml that a stage's run has written", USER_ERROR)
-    loaded = next(planned.spec for planned in runs)
+    overrides = set_ if model is None else [*set_, *_other_model(runs[0].spec, model)]
+    loaded = _ready(spec, overrides)[0].spec
     from orchestrator.console import Console
     from orchestrator.run import RunRequest
     from orchestrator.run import evaluate as evaluate_spec
@@ -191,16 +192,15 @@ def algorithms_(name: Annotated[str | None, typer.Argument(help="Show this one i
     """List the algorithms, or show one with its formula, source and defaults."""
     from orchestrator.algorithm_reference import description, listing
     from orchestrator.algorithm_table import ALGORITHMS
+    from orchestrator.algorithms import unknown_algorithm
     from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
-    from orchestrator.spec_errors import nearest
 
     if name is None:
         typer.echo(listing())
     elif name in ALGORITHMS or name in OFFLINE_ALGORITHMS:
         typer.echo(description(name))
     else:
-        hint = nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS]) or "`troupe algorithms` lists them"
-        _leave(f"error: no algorithm '{name[:60]}' ({hint})", USER_ERROR)
+        _leave(f"error: {unknown_algorithm(name)}", USER_ERROR)
 
 
 @app.command()
@@ -413,6 +413,15 @@ def _ready(path: Path, overrides: list[str], out: Path | None = None) -> tuple[P
     if problems:
         raise SpecError(problems)
     return runs
+
+
+def _other_model(spec: AnySpec, model: Path) -> list[str]:
+    """Overrides that put another model in the place of the spec's."""
+    overrides = [f"model.path={json.dumps(str(model))}"]
+    if isinstance(spec, OfflineSpec) and spec.roles.reference is not None and spec.roles.reference.model is None:
+        # What it is compared with stays the model that training started from.
+        overrides.append(f"roles.reference.model={spec.model.model_dump_json()}")
+    return overrides
 
 
 def _worker_classes() -> WorkerClasses:

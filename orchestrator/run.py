@@ -22,7 +22,7 @@ from orchestrator.console import Console
 from orchestrator.control import ControlServer
 from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan
 from orchestrator.engine_pool import EnginePool, PoolBounds
-from orchestrator.errors import TroupeError, WorkerError
+from orchestrator.errors import TroupeError, UsageError, WorkerError
 from orchestrator.evaluation import EvalPlan, Evaluator
 from orchestrator.examples import load_examples
 from orchestrator.handles import Gang
@@ -88,8 +88,11 @@ def newest_step(request: RunRequest) -> int | None:
 
 
 def evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[str, float]:
-    """Evaluate the spec's model alone: engines and reward workers, no trainer."""
-    return asyncio.run(_evaluate(request, classes, console))
+    """Evaluate the spec's model alone: on prompts with engines and reward workers, no trainer; on given examples with
+    the trainers, which know its loss, and the reference. Raises UsageError where the spec names no held-out data."""
+    if isinstance(request.spec, OfflineSpec):
+        return asyncio.run(_evaluate_examples(request, request.spec, classes, console))
+    return asyncio.run(_evaluate_prompts(request, request.spec, classes, console))
 
 
 async def _run(
@@ -112,12 +115,21 @@ async def _run(
             await company.close()
 
 
-async def _evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[str, float]:
-    spec = request.spec
-    if isinstance(spec, OfflineSpec):
-        raise TroupeError("`troupe eval` generates; a run on given examples is evaluated as it trains (evaluation)")
+async def _evaluate_examples(
+    request: RunRequest, spec: OfflineSpec, classes: Classes, console: Console
+) -> dict[str, float]:
+    held_out = None if spec.data.eval is None else load_examples(spec)[1]
+    if held_out is None:
+        raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
+    async with _scene(request, classes, console) as scene:
+        company = OfflineCompany(spec, request.out, scene)
+        evaluator = await unless_stopped(scene.stop, company.evaluator(held_out))
+        return await unless_stopped(scene.stop, evaluator.run(lambda done, of: console.phase("evaluate", done, of)))
+
+
+async def _evaluate_prompts(request: RunRequest, spec: Spec, classes: Classes, console: Console) -> dict[str, float]:
     if spec.evaluation is None:
-        raise TroupeError("the spec has no evaluation section: there is nothing to evaluate on")
+        raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
     data = load_data(spec)
     roles = frozenset({"rollout", "reward"})
     async with _scene(request, classes, console, roles) as scene:

@@ -23,7 +23,7 @@ from orchestrator.offline_source import (
     Tokenized,
 )
 from orchestrator.prompts import DataError, PromptSource, evaluation_picks
-from orchestrator.spec_offline import OfflineSpec
+from orchestrator.spec_offline import OfflineEvaluation, OfflineSpec
 from workers.messages_offline import ExampleSummary
 
 log = logging.getLogger(__name__)
@@ -54,22 +54,22 @@ class OfflineCompany:
             order.restore(found.state["source"])
             for line in await take_up(found, [self._trainer], spec.schedule.train_timeout_s):
                 self._scene.console.message(line)
+        held_out = pools[1] if spec.evaluation is not None else None
         makers = OfflineCast(self._maker(train), order, ledger, spec.schedule.examples_per_step)
         cast = Cast(
             policy=self._trainer,
             critic=None,
             source=OfflineSource(makers, self._scene.console, self._scene.stop),
             sync=None,
-            evaluator=await self._evaluator(pools[1]),
+            evaluator=None if held_out is None else await self.evaluator(held_out),
             ledger=ledger,
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
         return Controller(_train_plan(spec), cast, store, sinks, self._scene.console, self._scene.stop, done)
 
-    async def _evaluator(self, pool: ExamplePool | None) -> ExampleEvaluator | None:
-        evaluation = self._spec.evaluation
-        if evaluation is None or pool is None:
-            return None
+    async def evaluator(self, pool: ExamplePool) -> ExampleEvaluator:
+        """Held-out figures of the model as it stands, on `data.eval`; on all of it where the spec says nothing else."""
+        evaluation = self._spec.evaluation or OfflineEvaluation()
         examples, table = await self._tokenize(pool, "data.eval")
         picks = evaluation_picks(examples, self._spec.seed, evaluation.examples)
         return ExampleEvaluator(self._trainer, self._maker(table), picks, self._spec.schedule.train_timeout_s)

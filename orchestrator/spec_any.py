@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from orchestrator import spec_files, spec_yaml
-from orchestrator.algorithms import ALGORITHMS
+from orchestrator.algorithms import ALGORITHMS, unknown_algorithm
 from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
 from orchestrator.spec import Spec, parse_spec
 from orchestrator.spec_errors import Problem, Source, SpecError, from_validation, nearest
@@ -22,10 +22,10 @@ def parse_any(document: spec_yaml.Document) -> AnySpec:
     """Validate a document. Raises SpecError."""
     name = _algorithm(document.data)
     if name not in OFFLINE_ALGORITHMS:
-        hint = nearest(name, {*ALGORITHMS, *OFFLINE_ALGORITHMS}) if name not in ALGORITHMS else ""
-        if any(f"'{known}'" in hint for known in OFFLINE_ALGORITHMS):
-            # Read as a spec of the other kind it would be wrong from top to bottom, and it is one letter.
-            raise SpecError([document.source.problem("algorithm.name", f"no algorithm '{name[:60]}' ({hint})")])
+        hint = nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS])
+        if name and not any(f"'{known}'" in hint for known in ALGORITHMS):
+            # Read as a spec of the wrong kind it would be wrong from top to bottom, and it is one name.
+            raise SpecError([document.source.problem("algorithm.name", unknown_algorithm(name))])
         return parse_spec(document)
     try:
         return OfflineSpec.model_validate_json(json.dumps(document.data), strict=True)

@@ -215,6 +215,7 @@ class OfflineSpec(Frozen):
             loss=self.algorithm.loss_config(),
             examples=ExampleConfig(
                 max_length=self.data.max_length,
+                micro_batch_tokens=self.roles.policy.micro_batch_tokens,
                 from_divergence=bool(self.algorithm.from_divergence),
                 mismatched="labelled" in self.row.formats,
             ),

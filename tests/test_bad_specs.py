@@ -322,7 +322,10 @@ CPU_CASES = [
     ),
     case(
         "algorithm_unknown",
-        "19: algorithm.name: no algorithm 'zzz' (`troupe algorithms` lists them)",
+        (
+            "19: algorithm.name: no algorithm 'zzz' (`troupe algorithms` lists those on rollouts, as grpo, and on "
+            "given examples, as dpo)"
+        ),
         ("  name: grpo", "  name: zzz"),
     ),
     case(

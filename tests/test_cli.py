@@ -12,12 +12,17 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from orchestrator.checkpoint import CheckpointStore
+from orchestrator.cli import app
+from orchestrator.run import RunRequest
 from orchestrator.spec import load_spec
+from orchestrator.spec_offline import OfflineSpec
 from tests.conftest import ROOT
 
 GRPO = ROOT / "deploy" / "tiny-grpo.yaml"
+DPO = ROOT / "deploy" / "tiny-dpo.yaml"
 
 PROBE = """
 import sys
@@ -203,5 +208,37 @@ def test_exporting_from_a_folder_without_a_run_costs_one_line(tmp_path: Path) ->
 
 def test_evaluating_a_spec_without_held_out_prompts_costs_one_line(spec: Path) -> None:
     answer = troupe("eval", str(spec))
-    assert (answer.code, len(answer.errors)) == (1, 1)
+    assert (answer.code, len(answer.errors)) == (2, 1)
     assert "no evaluation section" in answer.errors[0]
+
+
+def test_evaluating_given_examples_without_held_out_ones_costs_one_line(spec: Path) -> None:
+    document = yaml.safe_load(DPO.read_text())
+    del document["data"]["eval"], document["evaluation"]
+    document["model"]["path"] = str(spec.parent / "model")
+    offline = spec.parent / "dpo.yaml"
+    offline.write_text(yaml.safe_dump(document))
+    answer = troupe("eval", str(offline))
+    assert (answer.code, len(answer.errors), answer.stdout) == (2, 1, "")
+    assert answer.errors[0] == "error: the spec has no data.eval: there are no held-out examples to evaluate on"
+
+
+def test_another_model_is_compared_with_the_reference_of_its_training(
+    spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[RunRequest] = []
+
+    def evaluated(request: RunRequest, *_: object) -> dict[str, float]:
+        asked.append(request)
+        return {"eval/loss": 0.5}
+
+    monkeypatch.setattr("orchestrator.run.evaluate", evaluated)
+    monkeypatch.chdir(ROOT)
+    (base := spec.parent / "base").symlink_to(trained := spec.parent / "model")
+    arguments = ["eval", str(DPO), "--set", f"model.path={base}", "--model", str(trained)]
+    answer = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert json.loads(answer.stdout) == {"eval/loss": 0.5}
+    config = asked[0].spec.trainer_config() if isinstance(asked[0].spec, OfflineSpec) else None
+    assert config is not None and config.reference_model is not None
+    assert (config.model.path, config.reference_model.path) == (str(trained), str(base))
+    assert config.reference_model.dtype == config.model.dtype == "float32"

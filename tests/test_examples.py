@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -12,9 +17,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from orchestrator.cast import Scene
+from orchestrator.console import Console
 from orchestrator.examples import load_examples, load_pool
+from orchestrator.handles import Gang
+from orchestrator.offline_source import ExampleEvaluator
 from orchestrator.prompts import DataError
+from orchestrator.run_offline import OfflineCompany
 from orchestrator.spec_offline import OfflineSpec
+from tests.fakes import FakeHandle
 from workers.config_offline import ExampleConfig
 from workers.examples import ExampleTable, assemble, attach, encode_response, pack, tokenize
 from workers.messages_offline import EXAMPLE_BATCH, EXAMPLES
@@ -22,7 +33,7 @@ from workers.modeling import CausalLogprobs, packs
 from workers.rollout_prompts import encode_prompt
 from workers.tensors import score_table
 
-CONFIG = ExampleConfig(max_length=64)
+CONFIG = ExampleConfig(max_length=64, micro_batch_tokens=128)
 
 
 def spec(path: Path, algorithm: str, *, on_bad_row: str = "skip", **source: Any) -> OfflineSpec:
@@ -146,6 +157,73 @@ def test_examples_that_do_not_fit_are_named(tokenizer: Any, tmp_path: Path) -> N
     assert (summary.usable, summary.refused, table.num_rows) == (1, 2, 2)
     assert "texts.jsonl:2: prompt and response have" in summary.problems[0]
     assert "texts.jsonl:3: " in summary.problems[1]
+
+
+@pytest.mark.parametrize("algorithm", ["reward_model", "rrhf"])
+def test_ranked_answers_that_do_not_go_into_one_micro_batch_are_named(
+    tokenizer: Any, tmp_path: Path, algorithm: str
+) -> None:
+    """Padded to the longest, as they are computed; to the token."""
+    scores = {"scores": "s"} if algorithm == "rrhf" else {}
+    rows = [
+        {"prompt": "1?", "answers": ["a", "b", "c", "word " * length][:count], "s": [4, 3, 2, 1][:count]}
+        for count, length in ((3, 1), (4, 12), (4, 1))
+    ]
+    loaded = texts(tmp_path, rows, algorithm, answers="answers", **scores)
+    lengths = [
+        max(len(row["prompt_ids"] + row["response_ids"]) for row in example)
+        for example in by_example(
+            tokenize(tokenizer, loaded, CONFIG.model_copy(update={"micro_batch_tokens": 4096}))[1]
+        )
+    ]
+    assert lengths[1] > lengths[2] >= lengths[0]
+    budget = 4 * lengths[1] - 1
+    summary, table = tokenize(tokenizer, loaded, CONFIG.model_copy(update={"micro_batch_tokens": budget}))
+    assert (summary.usable, summary.refused, len(by_example(table))) == (2, 1, 2)
+    assert summary.problems == (
+        f"texts.jsonl:2: 4 answers, {lengths[1]} tokens the longest with its prompt, take {budget + 1}, more than "
+        f"roles.policy.micro_batch_tokens, {budget}",
+    )
+    assert tokenize(tokenizer, loaded, CONFIG.model_copy(update={"micro_batch_tokens": budget + 1}))[0].refused == 0
+
+
+@pytest.mark.parametrize("on_bad_row", ["skip", "stop"])
+def test_a_run_counts_or_refuses_what_does_not_fit_into_its_micro_batches(
+    tokenizer: Any, tmp_path: Path, on_bad_row: str
+) -> None:
+    rows = [{"prompt": "1?", "answers": [f"answer {n}" for n in range(count)]} for count in (2, 9)]
+    loaded = spec(rows_of(tmp_path / "d.jsonl", rows), "reward_model", on_bad_row=on_bad_row, answers="answers")
+    roles = loaded.roles.model_copy(
+        update={"policy": loaded.roles.policy.model_copy(update={"micro_batch_tokens": 256})}
+    )
+    loaded = loaded.model_copy(update={"roles": roles})
+    said = io.StringIO()
+    problem = r"d\.jsonl:2: 9 answers, \d+ tokens the longest with its prompt, take \d+, more than roles\.policy\."
+    refused = pytest.raises(DataError, match=f"^{problem}") if on_bad_row == "stop" else nullcontext()
+    with refused:
+        asyncio.run(evaluator_of(loaded, tokenizer, said))
+    counted = re.search(rf"data\.eval: 1 bad rows skipped; the first: {problem}", said.getvalue())
+    assert bool(counted) == (on_bad_row == "skip")
+
+
+async def evaluator_of(loaded: OfflineSpec, tokenizer: Any, said: io.StringIO) -> ExampleEvaluator:
+    """A company's, with a worker that only tokenises."""
+
+    class Worker:
+        async def tokenize(self, found: pa.Table) -> Any:
+            return tokenize(tokenizer, found, loaded.trainer_config().examples)
+
+    stage: Any = SimpleNamespace(policy=Gang("policy", [FakeHandle("policy-0", Worker())], 256), reference=None)
+    cluster: Any = SimpleNamespace(put=lambda table: table)
+    casting: Any = None
+    scene = Scene(cluster, casting, stage, Console(said), asyncio.Event())
+    return await OfflineCompany(loaded, Path(), scene).evaluator(pool(loaded))
+
+
+def by_example(table: pa.Table) -> list[list[dict[str, Any]]]:
+    """Rows of an EXAMPLES table, example by example."""
+    rows = table.to_pylist()
+    return [[row for row in rows if row["example"] == number] for number in range(rows[-1]["example"] + 1)]
 
 
 def test_a_batch_keeps_the_rows_of_an_example_together(tokenizer: Any, tmp_path: Path) -> None:

@@ -154,6 +154,12 @@ def test_columns_follow_from_what_the_rows_are() -> None:
     assert columns("ranked", ranked) == {"prompt": "prompt", "answers": "best_first"}
 
 
+def test_a_name_of_neither_kind_costs_one_line() -> None:
+    """Not one for every field that a spec of the other kind has."""
+    lists = "`troupe algorithms` lists those on rollouts, as grpo, and on given examples, as dpo"
+    assert refused(DPO.replace("name: dpo", "name: zzz")) == [f"9: algorithm.name: no algorithm 'zzz' ({lists})"]
+
+
 # Chains
 
 

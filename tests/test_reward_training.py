@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from workers.config import ModelConfig
 from workers.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
@@ -60,6 +61,60 @@ def test_the_language_head_stands_on_the_very_backbone_that_is_scored(tiny_model
     assert embeddings.grad is not None and embeddings.grad.any()
     assert sum(p is embeddings for p in module.parameters()) == 1
     assert scores.shape == (3,)
+
+
+def base_model(folder: Path, *, tied: bool) -> ModelConfig:
+    """A tiny causal language model, written down."""
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+    )
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return ModelConfig(path=str(folder), dtype="float32")
+
+
+def test_an_untied_language_head_is_kept_with_the_score(tmp_path: Path, batch: TokenBatch) -> None:
+    """What is saved holds both heads as they were trained, for whoever loads either."""
+    config = base_model(tmp_path / "base", tied=False)
+    module = RewardScores(model := with_head(config), share_backbone(model, config, chunks=1))
+    inputs = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scores, logprobs = module(*inputs)
+    assert logprobs is not None
+    (scores.sum() + logprobs.sum()).backward()
+    optimizer.step()
+    trained = ModelConfig(path=str(tmp_path / "trained"), dtype="float32")
+    model.save_pretrained(trained.path, state_dict=dict(model.named_parameters()))
+
+    weights, head = module.state_dict(), "lm_head.weight"
+    assert torch.equal(load_causal(trained).state_dict()[head], weights[f"language.model.{head}"])
+    assert torch.equal(load_value(trained).state_dict()["score.weight"], weights["model.score.weight"])
+    assert not torch.equal(load_causal(config).state_dict()[head], weights[f"language.model.{head}"])
+    again = RewardScores(model := load_value(trained), share_backbone(model, trained, chunks=1))
+    with torch.no_grad():
+        assert all(torch.equal(one, two) for one, two in zip(again(*inputs), module(*inputs), strict=True))
+
+
+def test_a_tied_language_head_is_no_weight_of_its_own(tmp_path: Path) -> None:
+    config = base_model(tmp_path / "base", tied=True)
+    model = load_value(config)
+    share_backbone(model, config, chunks=1)
+    model.save_pretrained(tmp_path / "trained", state_dict=dict(model.named_parameters()))
+    saved = load_file(tmp_path / "trained" / "model.safetensors")
+    assert saved.keys() == load_file(tmp_path / "base" / "model.safetensors").keys() | {"score.weight"}
+
+
+def test_a_folder_without_its_language_head_is_refused(tmp_path: Path) -> None:
+    config = base_model(tmp_path / "base", tied=False)
+    load_value(config).save_pretrained(tmp_path / "trained")
+    with pytest.raises(ValueError, match=r"not a language model: it has no weights for lm_head\.weight"):
+        load_causal(ModelConfig(path=str(tmp_path / "trained"), dtype="float32"))
 
 
 def test_no_token_that_ends_a_turn_is_taken_for_padding() -> None:

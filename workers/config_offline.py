@@ -80,6 +80,8 @@ class ExampleConfig(Frozen):
 
     max_length: int = Field(ge=8)
     """Longest prompt plus response, in tokens; a longer example is a bad row."""
+    micro_batch_tokens: int = Field(ge=8)
+    """Largest example, in tokens: all its rows, padded to the longest; a larger one is a bad row."""
     from_divergence: bool = False
     """Pairs: only tokens from the first one on that differs between the two answers carry the loss."""
     mismatched: bool = False

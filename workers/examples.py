@@ -133,6 +133,12 @@ def _encode(
     longest = len(prompt_ids) + max(map(len, responses))
     if longest > config.max_length:
         raise ExampleRefused(f"prompt and response have {longest} tokens, more than {config.max_length}")
+    if len(responses) * longest > config.micro_batch_tokens:
+        # They are compared with one another, so they stay together; pairs fit by what the spec is checked for.
+        raise ExampleRefused(
+            f"{len(responses)} answers, {longest} tokens the longest with its prompt, take {len(responses) * longest}, "
+            f"more than roles.policy.micro_batch_tokens, {config.micro_batch_tokens}"
+        )
     if len({tuple(ids) for ids in responses}) < len(responses):
         raise ExampleRefused("two responses have the same tokens, so there is nothing to tell them apart by")
     return prompt_ids, responses

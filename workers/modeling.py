@@ -30,11 +30,16 @@ logger = logging.getLogger(__name__)
 def load_causal(config: ModelConfig) -> PreTrainedModel:
     """A causal language model from a local folder: safetensors only, no remote code unless asked for, no dropout.
 
-    Raises OSError where the folder or its weights are missing.
+    Raises OSError where the folder or its weights are missing, ValueError where it lacks some of them (a reward model's
+    has no output head): they would be random.
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(config.path, **_load_arguments(config))
+    arguments = _load_arguments(config)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(config.path, output_loading_info=True, **arguments)
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{config.path}: not a language model: it has no weights for {', '.join(missing[:5])}")
     return _prepared(model)
 
 
@@ -308,14 +313,19 @@ class RewardScores(nn.Module):
 def share_backbone(model: PreTrainedModel, config: ModelConfig, chunks: int) -> CausalLogprobs:
     """The causal language model that `model` (from `load_value`) was made of, on the very same backbone.
 
+    Its output head becomes a part of `model`, under the name it has in the causal model: it is saved, averaged and
+    exported with it, and who loads the folder as a causal language model finds it. A tied one adds no weights.
+
     Raises ValueError for an architecture whose output head does not stand apart from its backbone.
     """
     causal = load_causal(config)
     setattr(causal, causal.base_model_prefix, model.base_model)
     causal.tie_weights()
     language = CausalLogprobs(causal, temperature=1.0, chunks=chunks)
-    if not language.split_head:
+    head = causal.get_output_embeddings()
+    if head is None or not language.split_head:
         raise ValueError(f"{config.path}: {type(causal).__name__} has no output head apart from its backbone")
+    model.set_submodule(next(name for name, module in causal.named_modules() if module is head), head)
     return language
 
 

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import io
 import json
-from collections.abc import AsyncIterator, Sequence
+import shutil
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,7 @@ import pyarrow as pa
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from orchestrator.actor_group import ActorSpec, ActorWorker, Cluster
 from orchestrator.cast import Casting, Scene, Stage, WorkerClasses
@@ -34,12 +35,12 @@ from orchestrator.run_offline import OfflineCompany
 from orchestrator.spec_chain import plan_runs, read_document
 from orchestrator.spec_offline import OfflineSpec
 from tests.conftest import ROOT
-from tests.real.helpers import Run, interrupt, running, weights
+from tests.real.helpers import Command, Run, interrupt, running, troupe, weights
 from workers.config import ModelConfig, Rendezvous
 from workers.config_offline import OfflineConfig
 from workers.critic import CriticWorker
 from workers.examples import encode_response
-from workers.modeling import load_value
+from workers.modeling import load_causal, load_value
 from workers.offline import ExamplePolicyWorker, RewardTrainer
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
@@ -103,28 +104,37 @@ class School:
     reference: ActorWorker
     folder: Path
 
-    async def teach(self, name: str, *overrides: str) -> Left:
+    async def teach(self, name: str, *overrides: str, folder: str = "") -> Left:
         """One run of a shipped spec."""
         with contextlib.chdir(ROOT):
-            return await self._teach(name, overrides)
+            return await self._teach(shipped(name, *overrides), self.folder / (folder or name))
 
-    async def _teach(self, name: str, overrides: Sequence[str]) -> Left:
-        spec, out = shipped(name, *overrides), self.folder / name
+    async def examine(self, name: str, *overrides: str) -> dict[str, float]:
+        """The held-out figures of a shipped spec's model, with no training."""
+        with contextlib.chdir(ROOT):
+            spec = shipped(name, *overrides)
+            company = await self._company(spec, self.folder)
+            held_out = load_examples(spec)[1]
+            assert held_out is not None
+            return await (await company.evaluator(held_out)).run()
+
+    async def _teach(self, spec: OfflineSpec, out: Path) -> Left:
+        company = await self._company(spec, out)
+        out.mkdir()
+        store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
+        store.prepare()
+        outcome = await (await company.controller(load_examples(spec), store, None)).run()
+        assert outcome.steps_done == spec.schedule.steps
+        return Left(out)
+
+    async def _company(self, spec: OfflineSpec, out: Path) -> OfflineCompany:
         trainer = self.trainers[spec.row.trains]
         await trainer.call("become", spec.trainer_config(), timeout_s=BOUND_S)
         reference = spec.reference_config()
         scorer = None if reference is None else Gang("reference", [self.reference], reference.micro_batch_tokens)
         stage = Stage(Gang("policy", [trainer], spec.roles.policy.micro_batch_tokens), None, scorer, (), ())
         casting = Casting(spec, self.cluster, CLASSES)
-        out.mkdir()
-        store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
-        store.prepare()
-        company = OfflineCompany(
-            spec, out, Scene(self.cluster, casting, stage, Console(io.StringIO()), asyncio.Event())
-        )
-        outcome = await (await company.controller(load_examples(spec), store, None)).run()
-        assert outcome.steps_done == spec.schedule.steps
-        return Left(out)
+        return OfflineCompany(spec, out, Scene(self.cluster, casting, stage, Console(io.StringIO()), asyncio.Event()))
 
 
 CLASSES = WorkerClasses(
@@ -162,6 +172,16 @@ async def school(folder: Path) -> AsyncIterator[School]:
     finally:
         await cluster.close(10.0)
         cluster.abandon()
+
+
+@pytest.fixture(scope="module")
+def untied(folder: Path, tiny_model: Path) -> Path:
+    """The tiny model with an output head of its own."""
+    shutil.copytree(tiny_model, path := folder / "untied")
+    config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=False)
+    torch.manual_seed(5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -221,6 +241,30 @@ async def test_a_reward_model_is_what_the_reward_and_critic_roles_start_from(
     assert accuracy(RewardModel(config, 1024, "cpu")) >= 0.9
     plain = AutoModelForSequenceClassification.from_pretrained(trained)
     assert plain.config.num_labels == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("stage", [0, 3])
+async def test_a_reward_model_leaves_both_heads_as_they_were_trained(school: School, untied: Path, stage: int) -> None:
+    """Evaluated alone, what is exported has the very figures that the run itself had at its end."""
+    zero = f"roles.policy.zero_stage={stage}"
+    overrides = (f"model.path={untied}", "schedule.steps=2", zero)
+    left = await school.teach("tiny-reward-model", *overrides, folder=f"untied-{stage}")
+    trained = left.out / "checkpoints" / "step-000002" / "model"
+    base, exported = (load_causal(ModelConfig(path=str(path))).state_dict() for path in (untied, trained))
+    assert not torch.equal(base["lm_head.weight"], exported["lm_head.weight"])
+    alone = await school.examine("tiny-reward-model", f"model.path={trained}", zero)
+    assert {"eval/loss", "eval/lm_loss", "eval/accuracy"} <= alone.keys()
+    assert alone == {name: value for name, value in left.metrics[-1].items() if name.startswith("eval/")}
+
+
+def test_what_was_trained_is_evaluated_alone_as_in_its_run(dpo: Left, folder: Path) -> None:
+    trained = dpo.out / "checkpoints" / "step-000005" / "model"
+    with running(Command(folder, troupe("eval", str(DPO), "--model", str(trained)))) as command:
+        assert command.wait() == 0, command.told
+    figures = {name: value for name, value in dpo.metrics[5].items() if name.startswith("eval/")}
+    assert json.loads(command.stdout) == pytest.approx(figures, rel=1e-5)
+    assert figures["eval/accuracy"] > 0.5
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(dpo: Left, folder: Path) -> None:
