@@ -99,7 +99,10 @@ class Gang:
 
 async def together(calls: Iterable[Awaitable[T]]) -> list[T]:
     """Gather that submits every call in order, and on the first error lets no other call run unwatched."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
+    first, *others = calls
+    if not others:
+        return [await first]
+    tasks = [asyncio.ensure_future(call) for call in (first, *others)]
     try:
         return await asyncio.gather(*tasks)
     finally:
