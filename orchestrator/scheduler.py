@@ -210,7 +210,7 @@ class RolloutScheduler:
         if summary.refused:
             self._replace(group, f"prompt refused: {summary.refused}", failed=False)
             return
-        scored = replace(await self._scorer.score(summary, rollouts), row=group.pick.row)
+        scored = await self._scorer.score(summary, rollouts, group.pick.row)
         if greedy:
             rewards, _ = await self._scorer.rewards.score(greedy[0][1])
             if rewards.rewards[0] is None:
