@@ -2,7 +2,7 @@
 
     python -m benchmarks.controller_scale --engines 1000 4000 16000
 
-A step has one group for every engine. Two runs a turn and size. In the first, engines answer at once, so that the
+Two runs a turn and size. In the first, engines answer at once, so that the
 controller is all there is to wait for: its sequences per second. In the second, engines take so long that all of them
 together finish `--load` groups a second, whatever their number: how long an engine whose group is done then waits for
 its next one, though one is there. In both, engines die and are replaced while the run goes on.
@@ -94,24 +94,22 @@ class Load:
     """What a turn of one size is made of."""
 
     samples: int
-    saturated_groups: int
-    """Groups measured in the run whose engines answer at once, at least."""
-    paced_groups: int
-    """Groups in the run whose engines take their time, but for each engine's first."""
+    groups: int
+    """Groups measured in each of the two runs, at least."""
     groups_per_s: float
     """What all engines of that run finish together."""
     fault_every: int
 
     def saturated(self, engines: int) -> Shape:
-        """One step is being sampled while the one before is trained."""
-        steps = max(2, -(-self.saturated_groups // engines))
-        return Shape(engines, 1, engines, self.samples, 1, steps + WARM_STEPS + 1, restarts=engines)
+        """A group of every step for each engine; one step is sampled while the one before is trained."""
+        measured = -(-self.groups // engines)
+        return Shape(engines, 1, engines, self.samples, 1, WARM_STEPS + measured + 1, restarts=engines)
 
     def paced(self, engines: int) -> Shape:
-        """So many steps open that a group always waits for an engine."""
-        groups = engines // 2
-        steps = -(-(engines + self.paced_groups) // groups)
-        return Shape(engines, 1, groups, self.samples, 4, steps, restarts=engines)
+        """Smaller steps, so many of them open that there is always a group that waits for an engine."""
+        groups, staleness = engines // 4, 6
+        measured = max(4, -(-self.groups // groups))
+        return Shape(engines, 1, groups, self.samples, staleness, staleness + 1 + measured, restarts=engines)
 
 
 async def simulate(shape: Shape, seconds: Callable[[], float], faults: Faults) -> tuple[Waits, Clock]:
@@ -198,7 +196,7 @@ def main() -> None:
     given = parse(sys.argv[1:])
     began = time.monotonic()
     logging.getLogger("orchestrator").setLevel(logging.CRITICAL)  # it reports every engine that dies
-    load = Load(given.samples, given.groups, given.groups, given.load, given.fault_every)
+    load = Load(given.samples, given.groups, given.load, given.fault_every)
     report = asyncio.run(measure(given.engines, load, given.turns))
     report.show()
     print(f"wrote {report.write(given.json)} after {time.monotonic() - began:.0f} s")

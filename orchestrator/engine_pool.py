@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 from orchestrator.errors import EnginesLost, WorkerDied, WorkerError
-from orchestrator.handles import TableRef, WorkerHandle
+from orchestrator.handles import TableRef, WorkerHandle, together
 from workers.messages import GroupRequest, GroupSummary
 
 log = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class EnginePool:
             else:
                 engine.missed_probes = 0
 
-        await asyncio.gather(*(probe(engine) for engine in self.serving))
+        await together(probe(engine) for engine in self.serving)
 
     async def join(self, name: str) -> None:
         """Start one more engine and let it serve once it has the current weights.

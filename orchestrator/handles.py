@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -97,13 +98,24 @@ class Gang:
         )
 
 
+_SUBMITTED_AT_ONCE = 16
+
+
 async def together(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Gather that submits every call in order, and on the first error lets no other call run unwatched."""
-    first, *others = calls
-    if not others:
-        return [await first]
-    tasks = [asyncio.ensure_future(call) for call in (first, *others)]
+    """Gather that submits every call in order, and on the first error lets no other call run unwatched.
+
+    Calls to thousands of workers hold up nothing else: after every few of them whatever is ready has its turn.
+    """
+    rest = iter(calls)
+    first = list(itertools.islice(rest, 2))
+    if len(first) == 1:
+        return [await first[0]]  # needs no task of its own
+    tasks: list[asyncio.Future[T]] = []
     try:
+        for call in itertools.chain(first, rest):
+            if tasks and len(tasks) % _SUBMITTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            tasks.append(asyncio.ensure_future(call))
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
