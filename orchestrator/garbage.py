@@ -11,8 +11,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_THRESHOLDS = (50_000, 20, 100)
-"""More objects made than freed before the youngest are looked through; how many such rounds before the older ones."""
+_THRESHOLDS = (10_000, 5, 1_000)
+"""More objects made than freed before the young ones are looked through; how many such rounds before those that were
+left are, too (a few milliseconds); and how many of these before all are."""
 
 
 @contextmanager
