@@ -160,14 +160,16 @@ class Copies:
     def of(cls, table: pa.Table, got: pa.Table) -> Copies:
         """`got`: the table as it came out of the store.
 
-        Put: a buffer is written to shared memory from where it is (1); the rest goes into a pickle first (2). Get:
-        buffers that lie in shared memory are not copied (0); the pickle is read (1), and so is any other buffer.
+        Put: a buffer of the table is written to shared memory from where it is (1); what goes into a stream or a pickle
+        first is copied there, too (2). Get: buffers that lie in shared memory are not copied (0); others are (1).
         """
-        outside: list[pickle.PickleBuffer] = []
-        inside = len(pickle.dumps(table, protocol=5, buffer_callback=outside.append))
-        direct = sum(buffer.raw().nbytes for buffer in outside)
+        moved: list[pickle.PickleBuffer] = []
+        inside = len(pickle.dumps(table, protocol=5, buffer_callback=moved.append))
+        own = {buffer.address for buffer in buffers(table)}
+        sizes = [(np.frombuffer(one, np.uint8).ctypes.data in own, one.raw().nbytes) for one in moved]
+        put = sum(size if direct else 2 * size for direct, size in sizes) + 2 * inside
         size = sum(buffer.size for buffer in buffers(table))
-        return cls((direct + 2 * inside) / size, (size - bytes_in_place(got) + inside) / size)
+        return cls(put / size, (size - bytes_in_place(got) + inside) / size)
 
 
 class Contenders:
