@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_THRESHOLDS = (10_000, 5, 100)
+_THRESHOLDS = (5_000, 2, 500)
 """More objects made than freed before the young ones are looked through; how many such rounds before those that were
 left are, too (a few milliseconds); and how many of these before all are."""
 
