@@ -1,6 +1,6 @@
 """How close a step comes to the slower of generation and training, by staleness.
 
-    python -m benchmarks.pipeline_bubble --groups 16 --train-ms 200
+    python -m benchmarks.pipeline_bubble --groups 32 --train-ms 300
 
 Stages only wait: a group takes its engine a time drawn from a distribution with a long tail, an update always the same
 time. Whatever is lost against max(R, T) is lost by the order in which the real controller runs them. R of a step is the
@@ -124,9 +124,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--groups", type=int, default=32, help="prompts of a step")
     add("--engines", type=int, default=4)
     add("--slots", type=int, default=4, help="groups that an engine holds")
-    add("--mean-ms", type=float, default=100.0, help="mean time of a group on its engine")
-    add("--train-ms", type=float, default=150.0, help="time of an update")
-    add("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    add("--mean-ms", type=float, default=200.0, help="mean time of a group on its engine")
+    add("--train-ms", type=float, default=300.0, help="time of an update")
+    add("--staleness", type=int, nargs="+", default=[0, 1, 4])
     add(
         "--steps",
         type=int,

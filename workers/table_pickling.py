@@ -34,4 +34,4 @@ def read_stream(stream: pa.Buffer) -> pa.Table:
     return pa.ipc.open_stream(stream).read_all()
 
 
-copyreg.pickle(pa.Table, reduce_table)  # pyright: ignore[reportArgumentType]  (tuples of two are fine)
+copyreg.pickle(pa.Table, reduce_table)
