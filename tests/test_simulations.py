@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 
 import pyarrow as pa
@@ -17,7 +16,6 @@ from benchmarks.simulated import Shape, SimPolicy, Simulation, Stage, Table, che
 from orchestrator.controller import RunOutcome
 from orchestrator.prompts import PromptPick
 from workers.messages import GroupRequest, PrepareRequest, RankPlan, TrainSummary, UpdateMetrics
-from workers.table_pickling import STREAM_BYTES
 
 SHAPE = Shape(engines=3, slots=2, groups=6, samples=4, staleness=1, steps=5)
 
@@ -114,31 +112,9 @@ def test_an_engine_waits_for_a_group_that_is_there() -> None:
     assert 0.0 <= waits.seconds[0] <= waits.seconds[1] < 100.0
 
 
-@pytest.mark.parametrize("table", [data_plane.rollouts_table(3, 40, 1), data_plane.train_table(16, 40, 1)])
-def test_a_small_table_is_pickled_as_one_stream_and_read_in_place(table: pa.Table) -> None:
-    moved: list[pickle.PickleBuffer] = []
-    text = pickle.dumps(table, protocol=5, buffer_callback=moved.append)
-    assert len(moved) == 1 and len(text) < 200
-    back = pickle.loads(text, buffers=moved)
-    assert back.equals(table, check_metadata=True)
-    whole = pa.py_buffer(moved[0])
-    assert all(whole.address <= b.address < whole.address + whole.size for b in data_plane.buffers(back) if b.size)
-    for protocol in (2, 5):
-        assert pickle.loads(pickle.dumps(table.slice(1, 2), protocol)).equals(table.slice(1, 2), check_metadata=True)
-
-
-def test_a_large_table_is_pickled_from_where_it_lies() -> None:
-    table = data_plane.train_table(64, 1 + STREAM_BYTES // (64 * 16), 1)
-    moved: list[pickle.PickleBuffer] = []
-    text = pickle.dumps(table, protocol=5, buffer_callback=moved.append)
-    own = {buffer.address for buffer in data_plane.buffers(table)}
-    assert {pa.py_buffer(one).address for one in moved} <= own
-    assert pickle.loads(text, buffers=moved).equals(table, check_metadata=True)
-
-
-def test_copies_are_counted_by_what_is_written_twice() -> None:
+def test_what_is_pickled_is_copied_twice() -> None:
     small, large = data_plane.rollouts_table(8, 2000, 1), data_plane.train_table(64, 5000, 1)
-    assert 2.0 < data_plane.Copies.of(small, small).put < 2.5
+    assert 1.0 < data_plane.Copies.of(small, small).put < 1.2  # its pickle counts
     assert 1.0 <= data_plane.Copies.of(large, large).put < 1.01
     assert data_plane.bytes_in_place(large) == 0 and data_plane.Copies.of(large, large).get > 1.0
 

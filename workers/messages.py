@@ -16,7 +16,6 @@ from typing import Literal
 
 import pyarrow as pa
 
-from workers import table_pickling as table_pickling  # every process that holds tables pickles them so
 from workers.advantage_state import AdvantageState
 
 SCHEMA_VERSION = "1"
