@@ -21,11 +21,16 @@ _WORTH = 0.8
 """Prompts are shared where at most this share of the tokens is left."""
 
 
+def longest_first(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
+    """`rows` by descending length; rows of one length in ascending order."""
+    return sorted(sorted(rows), key=lengths.__getitem__, reverse=True)
+
+
 def split_balanced(lengths: Sequence[int], rows: Sequence[int], parts: int) -> list[list[int]]:
     """Assign `rows` to `parts` so that sums of `lengths[row]` are near equal (longest first, to the lightest)."""
     heap = [(0, 0, part) for part in range(parts)]
     out: list[list[int]] = [[] for _ in range(parts)]
-    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
+    for row in longest_first(lengths, rows):
         load, count, part = heapq.heappop(heap)
         out[part].append(row)
         heapq.heappush(heap, (load + lengths[row], count + 1, part))
@@ -40,7 +45,7 @@ def cut_micro_batches(lengths: Sequence[int], rows: Sequence[int], budget: int) 
     batches: list[tuple[int, ...]] = []
     current: list[int] = []
     longest = 0
-    for row in sorted(rows, key=lambda r: (-lengths[r], r)):
+    for row in longest_first(lengths, rows):
         longest = longest if current else lengths[row]
         if current and longest * (len(current) + 1) > budget:
             batches.append(tuple(current))

@@ -14,6 +14,7 @@ from orchestrator.batching import minibatches, pick_states, plan_ranks, plan_tex
 from orchestrator.checkpoint import AVERAGE, MODEL, CheckpointStore
 from orchestrator.console import Console
 from orchestrator.errors import StopRequested, TrainingDiverged, TroupeError
+from orchestrator.garbage import rare_collections
 from orchestrator.handles import Gang, TableRef
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks, PhaseTimers, merge_update_metrics
@@ -131,6 +132,10 @@ class Controller:
 
     async def run(self) -> RunOutcome:
         """Train to the last step, or to the step during which a stop was asked for (then saved and left)."""
+        with rare_collections():
+            return await self._run()
+
+    async def _run(self) -> RunOutcome:
         heartbeat = asyncio.create_task(self._heartbeat())
         first_eval: dict[str, float] = {}
         last_eval: dict[str, float] = {}

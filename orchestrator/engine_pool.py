@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from orchestrator.errors import EnginesLost, WorkerDied, WorkerError
-from orchestrator.handles import TableRef, WorkerHandle
+from orchestrator.handles import TableRef, WorkerHandle, together
 from workers.messages import GroupRequest, GroupSummary
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class EngineState(Enum):
     GONE = "gone"
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     """One engine and what is known of it."""
 
@@ -70,6 +71,35 @@ BringUp = Callable[[Engine], Awaitable[None]]
 """Give a fresh engine the current weights."""
 
 
+class _Loads:
+    """Engines by what they hold: the one with least to do is found without a look at the others.
+
+    Among engines that hold as much, the one that has held it for longest comes first.
+    """
+
+    def __init__(self) -> None:
+        self._by_load: dict[int, dict[Engine, None]] = {}
+        self._load: dict[Engine, int] = {}
+
+    def least(self) -> Engine | None:
+        """An engine that holds least; None where there is no engine."""
+        return next(iter(self._by_load[min(self._by_load)])) if self._by_load else None
+
+    def note(self, engine: Engine) -> None:
+        """The engine is to be found by what it holds now."""
+        self.forget(engine)
+        self._load[engine] = engine.outstanding
+        self._by_load.setdefault(engine.outstanding, {})[engine] = None
+
+    def forget(self, engine: Engine) -> None:
+        """The engine is not to be found; harmless where it was not before."""
+        load = self._load.pop(engine, None)
+        if load is not None:
+            del self._by_load[load][engine]
+            if not self._by_load[load]:
+                del self._by_load[load]
+
+
 class EnginePool:
     """Least-outstanding dispatch over engines that come and go."""
 
@@ -83,8 +113,14 @@ class EnginePool:
         self._spawn = spawn
         self._last_loss = ""
         self._changed = asyncio.Condition()
+        self._loads = _Loads()
+        """Of the engines that serve."""
+        self._waiting: deque[tuple[int, asyncio.Future[Engine]]] = deque()
+        """Who waits for room, in order of arrival: how many samples, and where the engine goes."""
         self._replacing: set[asyncio.Task[None]] = set()
         self._on_the_way: list[str] = []
+        for engine in self.engines:
+            self._loads.note(engine)
 
     @property
     def serving(self) -> list[Engine]:
@@ -110,26 +146,26 @@ class EnginePool:
     async def acquire(self, samples: int) -> Engine:
         """Wait for a serving engine with room for `samples`, and book them on the one with least to do.
 
-        Raises EnginesLost when no engine is left to wait for.
+        First come, first served. Raises EnginesLost when no engine is left to wait for.
         """
-        async with self._changed:
-            while True:
-                engine = self._least_outstanding(samples)
-                if engine is not None:
-                    engine.outstanding += samples
-                    return engine
-                if not self.engines and not self.awaited:
-                    raise EnginesLost(
-                        f"no rollout engine is left ({self.restarts_used} of {self.bounds.restarts} restarts used: "
-                        f"failures.engine_restarts); the last one lost: {self._last_loss}"
-                    )
-                await self._changed.wait()
+        waiter: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        self._waiting.append((samples, waiter))
+        self._serve_waiting()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                await self.release(waiter.result(), samples)  # given in the very moment
+            raise
 
     async def release(self, engine: Engine, samples: int) -> None:
         """Give back what :meth:`acquire` booked."""
-        async with self._changed:
-            engine.outstanding -= samples
-            self._changed.notify_all()
+        engine.outstanding -= samples
+        if engine.state is EngineState.SERVING:
+            self._loads.note(engine)
+            self._serve_waiting()
+        else:
+            await self._notify()
 
     async def report_failure(self, engine: Engine, error: WorkerError) -> None:
         """A call failed: probe the engine, and replace it unless it answers as healthy."""
@@ -138,7 +174,7 @@ class EnginePool:
             return
         if engine.state is not EngineState.SERVING:
             return
-        engine.state = EngineState.SUSPECT
+        self._turn(engine, EngineState.SUSPECT)
         log.warning("%s; probing the engine", error)
         try:
             await engine.handle.call("health", timeout_s=self.bounds.probe_timeout_s)
@@ -147,7 +183,7 @@ class EnginePool:
             await self._take_out(engine, probe)
         else:
             if engine.state is EngineState.SUSPECT:
-                engine.state = EngineState.SERVING
+                self._turn(engine, EngineState.SERVING)
                 await self._notify()
 
     async def probe_all(self) -> None:
@@ -165,7 +201,7 @@ class EnginePool:
             else:
                 engine.missed_probes = 0
 
-        await asyncio.gather(*(probe(engine) for engine in self.serving))
+        await together(probe(engine) for engine in self.serving)
 
     async def join(self, name: str) -> None:
         """Start one more engine and let it serve once it has the current weights.
@@ -185,7 +221,7 @@ class EnginePool:
         engine = next((engine for engine in self.engines if engine.name == name), None)
         if engine is None:
             return
-        engine.state = EngineState.LEAVING
+        self._turn(engine, EngineState.LEAVING)
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: not engine.outstanding)
@@ -202,13 +238,41 @@ class EnginePool:
             task.cancel()
         await asyncio.gather(*self._replacing, return_exceptions=True)
 
-    def _least_outstanding(self, samples: int) -> Engine | None:
-        free = [
-            engine
-            for engine in self.serving
-            if engine.outstanding == 0 or engine.outstanding + samples <= self.bounds.max_outstanding
-        ]
-        return min(free, key=lambda engine: engine.outstanding, default=None)
+    def _turn(self, engine: Engine, state: EngineState) -> None:
+        """The engine is in this state from now on."""
+        engine.state = state
+        if state is EngineState.SERVING:
+            self._loads.note(engine)
+        else:
+            self._loads.forget(engine)
+
+    def _serve_waiting(self) -> None:
+        """Give room to those who wait, as far as there is any; nobody waits for engines that are all lost."""
+        while self._waiting:
+            samples, waiter = self._waiting[0]
+            if not waiter.done():
+                engine = self._with_room(samples)
+                if engine is not None:
+                    engine.outstanding += samples
+                    self._loads.note(engine)
+                    waiter.set_result(engine)
+                elif not self.engines and not self.awaited:
+                    waiter.set_exception(
+                        EnginesLost(
+                            f"no rollout engine is left ({self.restarts_used} of {self.bounds.restarts} restarts "
+                            f"used: failures.engine_restarts); the last one lost: {self._last_loss}"
+                        )
+                    )
+                else:
+                    return
+            self._waiting.popleft()
+
+    def _with_room(self, samples: int) -> Engine | None:
+        """The engine with least to do if it has room; if not, no other one has."""
+        engine = self._loads.least()
+        if engine is None or (engine.outstanding and engine.outstanding + samples > self.bounds.max_outstanding):
+            return None
+        return engine
 
     async def _take_out(self, engine: Engine, error: WorkerError) -> None:
         """Drop the engine, and unless it was leaving have a fresh one take its place while the budget lasts."""
@@ -223,7 +287,7 @@ class EnginePool:
     async def _drop(self, engine: Engine, error: WorkerError) -> None:
         if engine.state is EngineState.GONE:
             return
-        engine.state = EngineState.GONE
+        self._turn(engine, EngineState.GONE)
         self._last_loss = str(error)
         engine.handle.kill()
         if engine in self.engines:
@@ -237,6 +301,7 @@ class EnginePool:
                 if self.bring_up is not None:
                     await self.bring_up(engine)
                 self.engines.append(engine)
+                self._loads.note(engine)
         finally:
             self._on_the_way.remove(name)
             await self._notify()
@@ -255,5 +320,7 @@ class EnginePool:
             log.error("replacing an engine failed: %s", task.exception())
 
     async def _notify(self) -> None:
+        """Engines came, went or are idle."""
+        self._serve_waiting()
         async with self._changed:
             self._changed.notify_all()

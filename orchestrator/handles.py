@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -97,11 +98,25 @@ class Gang:
         )
 
 
-async def together(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Gather that submits every call in order, and on the first error lets no other call run unwatched."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
+_SUBMITTED_AT_ONCE = 16
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run calls side by side, submitted in order; the first error ends the others and is raised.
+
+    Calls to thousands of workers hold up nothing else: after every few of them whatever is ready has its turn.
+    """
+    rest = iter(calls)
+    first = list(itertools.islice(rest, 2))
+    if len(first) == 1:
+        return [await first[0]]  # needs no task of its own
+    tasks: list[asyncio.Task[T]] = []
     try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+        async with asyncio.TaskGroup() as group:
+            for call in itertools.chain(first, rest):
+                tasks.append(group.create_task(call))
+                if len(tasks) % _SUBMITTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

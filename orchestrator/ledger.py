@@ -40,6 +40,7 @@ class Ledger:
         self._groups: dict[str, _Group] = {}
         self._closed: set[str] = set()
         self._dispatched = 0
+        self._in_flight = 0
         self._trained = 0
         self._dropped: Counter[str] = Counter()
         self._retries = 0
@@ -50,6 +51,7 @@ class Ledger:
             raise LedgerError(f"{prompt_uid} was dispatched before")
         self._groups[prompt_uid] = _Group(row, 0, set(range(samples)))
         self._dispatched += samples
+        self._in_flight += samples
         return 0
 
     def retry(self, prompt_uid: str) -> int:
@@ -59,6 +61,7 @@ class Ledger:
         """
         group = self._group(prompt_uid)
         self._dropped -= Counter(group.dropped.values())
+        self._in_flight += len(group.dropped)
         group.open |= group.dropped.keys()
         group.dropped.clear()
         group.attempt += 1
@@ -96,7 +99,7 @@ class Ledger:
             "dispatched": self._dispatched,
             "trained": self._trained,
             "dropped": self._dropped.total(),
-            "in_flight": sum(len(group.open) for group in self._groups.values()),
+            "in_flight": self._in_flight,
             "retries": self._retries,
         }
 
@@ -107,7 +110,9 @@ class Ledger:
     def check(self) -> None:
         """Raise :class:`LedgerError` unless every dispatched sample is accounted for."""
         counts = self.counts()
-        if counts["dispatched"] != counts["trained"] + counts["dropped"] + counts["in_flight"]:
+        in_flight = sum(len(group.open) for group in self._groups.values())
+        ends = counts["trained"] + counts["dropped"]
+        if counts["in_flight"] != in_flight or counts["dispatched"] != ends + in_flight:
             raise LedgerError(f"the books do not balance: {counts}")
 
     def state(self) -> dict[str, Any]:
@@ -132,6 +137,7 @@ class Ledger:
             uid: _Group(row, attempt, set(open_), dict(dropped)) for uid, row, attempt, open_, dropped in state["open"]
         }
         ledger._dispatched = state["dispatched"]
+        ledger._in_flight = sum(len(group.open) for group in ledger._groups.values())
         ledger._trained = state["trained"]
         ledger._dropped = Counter(state["dropped"])
         ledger._retries = state["retries"]
@@ -149,6 +155,7 @@ class Ledger:
         if sample_index not in group.open:
             raise LedgerError(f"sample {sample_index} of {prompt_uid} has reached its end before")
         group.open.remove(sample_index)
+        self._in_flight -= 1
         if not group.open:
             del self._groups[prompt_uid]
             self._closed.add(prompt_uid)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 
+from orchestrator.metrics import std
 from orchestrator.scoring import ScoredGroup
 
 
@@ -16,7 +17,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
     staleness = [version - sample.oldest_version for sample in samples]
     metrics = {
         "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
+        "reward/std": std(rewards),
         "groups/mixed": fmean(len({r for r in group.rewards.rewards if r is not None}) > 1 for group in groups),
         "response_tokens/mean": fmean(responses),
         "response_tokens/max": float(max(responses)),
@@ -30,7 +31,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
     for name in groups[0].rewards.components:
         values = [v for group in groups for v in group.rewards.components[name] if v is not None]
         if values:
-            metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": pstdev(values)}
+            metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": std(values)}
     return metrics
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,7 +66,10 @@ class _Open:
     order: int
     pick: PromptPick
     attempt: int
-    started_at_version: int | None = None
+    running: bool = False
+    """An engine has it, or it is being scored."""
+    started_at_version: int = 0
+    """Of the engine that has it or had it last."""
     scored: ScoredGroup | None = None
 
 
@@ -92,6 +96,10 @@ class RolloutScheduler:
         self._opened = version * plan.groups_per_step
         self._order = 0
         self._groups: dict[str, _Open] = {}
+        self._finished = 0
+        """Of these groups, those that are scored."""
+        self._running: Counter[int] = Counter()
+        """Groups that are running, by the version they were started at; no version has 0 of them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._progress = asyncio.Event()
         self._failure: BaseException | None = None
@@ -118,12 +126,12 @@ class RolloutScheduler:
                 raise self._failure
             ready = self._ready()
             if progress is not None:
-                finished = sum(group.scored is not None for group in self._groups.values())
-                progress(min(finished, self.plan.groups_per_step), self.plan.groups_per_step)
+                progress(min(self._finished, self.plan.groups_per_step), self.plan.groups_per_step)
             if ready is not None:
                 batch = [group.scored for group in ready if group.scored is not None]
                 for group in ready:
                     del self._groups[group.pick.prompt_uid]
+                self._finished -= len(ready)
                 self._failed_samples = 0
                 self._refused = 0
                 self._silent = 0
@@ -151,16 +159,12 @@ class RolloutScheduler:
     def _ready(self) -> list[_Open] | None:
         """The next batch if it can be formed now: the groups at the bound first, then the oldest finished ones."""
         oldest_allowed = self.version - self.plan.max_staleness
-        due = [g for g in self._groups.values() if (v := g.started_at_version) is not None and v <= oldest_allowed]
-        if any(group.scored is None for group in due):
+        # Asked whenever a group finishes: what is not ready is found out without a look at every group.
+        if self._finished < self.plan.groups_per_step or any(v <= oldest_allowed for v in self._running):
             return None
-        spare = sorted(
-            (g for g in self._groups.values() if g.scored is not None and g not in due), key=lambda g: g.order
-        )
-        batch = due + spare[: self.plan.groups_per_step - len(due)]
-        if len(batch) < self.plan.groups_per_step:
-            return None
-        return sorted(batch, key=lambda group: group.order)
+        finished = [group for group in self._groups.values() if group.scored is not None]
+        finished.sort(key=lambda group: (group.started_at_version > oldest_allowed, group.order))
+        return sorted(finished[: self.plan.groups_per_step], key=lambda group: group.order)
 
     def _dispatch(self) -> None:
         allowed = (self.version + self.plan.max_staleness + 1) * self.plan.groups_per_step
@@ -193,7 +197,7 @@ class RolloutScheduler:
             except DataLost as error:
                 log.warning("%s is sampled anew: %s", group.pick.prompt_uid, error)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
-                group.started_at_version = None
+                self._stop(group)
         self._replace(group, f"its data were lost {self.plan.max_attempts} times", failed=True)
 
     async def _attempt(self, group: _Open) -> None:
@@ -206,7 +210,7 @@ class RolloutScheduler:
         if summary.refused:
             self._replace(group, f"prompt refused: {summary.refused}", failed=False)
             return
-        scored = replace(await self._scorer.score(summary, rollouts), row=group.pick.row)
+        scored = await self._scorer.score(summary, rollouts, group.pick.row)
         if greedy:
             rewards, _ = await self._scorer.rewards.score(greedy[0][1])
             if rewards.rewards[0] is None:
@@ -226,7 +230,7 @@ class RolloutScheduler:
         tries = 0
         while True:
             engine = await self._pool.acquire(samples)
-            group.started_at_version = engine.version
+            self._start(group, engine.version)
             request = GroupRequest(
                 prompt_uid=group.pick.prompt_uid,
                 row=group.pick.row,
@@ -238,7 +242,7 @@ class RolloutScheduler:
             try:
                 results = await together(self._pool.generate(asked, self._prompt_pool, engine) for asked in requests)
             except WorkerError as error:
-                group.started_at_version = None
+                self._stop(group)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 tries += engine.state is not EngineState.LEAVING
                 await self._pool.report_failure(engine, error)
@@ -264,7 +268,23 @@ class RolloutScheduler:
             self._drop(group, "no signal: all rewards of the group are equal")
             self._dispatch()
             return
+        self._stop(group)
         group.scored = scored
+        self._finished += 1
+
+    def _start(self, group: _Open, version: int) -> None:
+        """The group runs on an engine of this version."""
+        self._stop(group)
+        group.running, group.started_at_version = True, version
+        self._running[version] += 1
+
+    def _stop(self, group: _Open) -> None:
+        """The group no longer runs: it is scored, dropped, or to be started anew."""
+        if group.running:
+            group.running = False
+            self._running[group.started_at_version] -= 1
+            if not self._running[group.started_at_version]:
+                del self._running[group.started_at_version]
 
     def _replace(self, group: _Open, reason: str, *, failed: bool, detail: str = "") -> None:
         log.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
@@ -278,6 +298,7 @@ class RolloutScheduler:
     def _drop(self, group: _Open, reason: str) -> None:
         """Drop what is left of the group; its slot is free again."""
         del self._groups[group.pick.prompt_uid]
+        self._stop(group)
         self._ledger.drop_group(group.pick.prompt_uid, reason)
         self._opened -= 1
 

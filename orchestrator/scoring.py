@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from orchestrator.batching import plan_ranks
 from orchestrator.errors import WorkerDied, WorkerError
-from orchestrator.handles import Gang, TableRef, WorkerHandle
+from orchestrator.handles import Gang, TableRef, WorkerHandle, together
 from workers.messages import GroupSummary, RewardSummary
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RewardPool:
         self.workers = tuple(workers)
         self._timeout_s = timeout_s
         self._busy = dict.fromkeys(self.workers, 0)
-        self._changed = asyncio.Condition()
+        self._one_is_done = asyncio.Event()
 
     @property
     def names(self) -> list[str]:
@@ -66,8 +66,9 @@ class RewardPool:
         """Give the worker nothing more, and wait until it has done what it has."""
         leaving = [worker for worker in self.workers if worker.name == name]
         self.workers = tuple(worker for worker in self.workers if worker.name != name)
-        async with self._changed:
-            await self._changed.wait_for(lambda: not any(self._busy[worker] for worker in leaving))
+        while any(self._busy[worker] for worker in leaving):
+            self._one_is_done.clear()
+            await self._one_is_done.wait()
 
     async def score(self, rollouts: TableRef) -> tuple[RewardSummary, TableRef]:
         """Score one group on the least busy worker; where a worker died, on another one if there is any, and else once
@@ -76,7 +77,7 @@ class RewardPool:
         while True:
             worker = min(self.workers, key=lambda w: (w in tried, self._busy[w]))
             try:
-                async with self._at_work(worker):
+                with self._at_work(worker):
                     return await worker.call_for_table("score", rollouts, timeout_s=self._timeout_s)
             except WorkerDied as error:
                 if worker in tried:
@@ -89,18 +90,17 @@ class RewardPool:
     async def write(self, path: str, tables: Sequence[TableRef], timeout_s: float) -> None:
         """Have the least busy worker write a step's samples. Raises WorkerError."""
         worker = min(self.workers, key=lambda w: self._busy[w])
-        async with self._at_work(worker):
+        with self._at_work(worker):
             await worker.call("write_trajectories", path, *tables, timeout_s=timeout_s)
 
-    @asynccontextmanager
-    async def _at_work(self, worker: WorkerHandle) -> AsyncIterator[None]:
+    @contextmanager
+    def _at_work(self, worker: WorkerHandle) -> Iterator[None]:
         self._busy[worker] += 1
         try:
             yield
         finally:
             self._busy[worker] -= 1
-            async with self._changed:
-                self._changed.notify_all()
+            self._one_is_done.set()
 
 
 _Waiting = tuple[list[int], TableRef, asyncio.Future[tuple[TableRef, ...]]]
@@ -165,15 +165,10 @@ class Scorer:
         self.rewards = rewards
         self.token_scorers = tuple(token_scorers)
 
-    async def score(self, summary: GroupSummary, rollouts: TableRef) -> ScoredGroup:
-        """Score one group with all of them, side by side. Raises the first WorkerError."""
+    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int) -> ScoredGroup:
+        """Score one group, on a prompt of this row, with all of them, side by side. Raises the first WorkerError."""
         lengths = [sample.prompt_tokens + sample.response_tokens for sample in summary.samples]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                reward = tasks.create_task(self.rewards.score(rollouts))
-                tokens = [tasks.create_task(scorer.score(lengths, rollouts)) for scorer in self.token_scorers]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        rewards, reward_table = reward.result()
-        token_scores = tuple(ref for task in tokens for ref in task.result())
-        return ScoredGroup(summary, rewards, rollouts, reward_table, token_scores)
+        (rewards, reward_table), *tokens = await together(
+            [self.rewards.score(rollouts), *(scorer.score(lengths, rollouts) for scorer in self.token_scorers)]
+        )
+        return ScoredGroup(summary, rewards, rollouts, reward_table, tuple(ref for refs in tokens for ref in refs), row)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from orchestrator.engine_pool import Engine, EnginePool
 from orchestrator.errors import EnginesLost, WeightsNotVerified, WorkerDied, WorkerTimeout
-from orchestrator.handles import Gang, Link, TableRef
+from orchestrator.handles import Gang, Link, TableRef, together
 from workers.messages import WeightAck, WeightUpdate, WorkerHealth
 
 
@@ -65,7 +65,7 @@ class FileSync:
             # Engines under suspicion too: one that answers again must not serve the version before.
             engines = list(self._pool.engines)
             await self._reach_other_hosts(update, engines)
-            await asyncio.gather(*(self._apply(update, engine) for engine in engines))
+            await together(self._apply(update, engine) for engine in engines)
             return SyncReport(version, published_at - started, clock() - published_at, update.nbytes, len(engines))
 
     async def bring_up(self, engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import itertools
 import json
@@ -28,7 +29,7 @@ from orchestrator.spec_sections import AlarmConfig
 from orchestrator.texts import Pieces, TextOrder
 from orchestrator.weight_sync import FileSync
 from tests.fakes import PLAN, FakeEngine, FakeHandle, FakePolicy, FakeReward, FakeTable, fake_pool, gang
-from workers.messages import GroupRequest, GroupSummary
+from workers.messages import GroupRequest, GroupSummary, WeightUpdate
 
 ROLLOUTS = RolloutPlan(old_logprobs_at_batch=False, max_staleness=0, train_timeout_s=5.0, trajectories=None)
 
@@ -329,3 +330,19 @@ def test_tokens_older_than_the_bound_are_never_trained(tmp_path: Path) -> None:
     with pytest.raises(TroupeError, match=r"tokens of version 0; the policy is at 1 and schedule.max_staleness is 0"):
         theatre.run()
     assert len(theatre.policies[0].updates) == 1
+
+
+def test_the_collectors_settings_are_back_after_a_run(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    class Looking(FakePolicy):
+        async def publish_weights(self, version: int) -> WeightUpdate | None:
+            seen.append(gc.get_threshold())
+            return await super().publish_weights(version)
+
+    before = gc.get_threshold()
+    theatre = Theatre(tmp_path)
+    theatre.policies[0] = Looking()
+    theatre.run()
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    assert set(seen) != {before} and len(set(seen)) == 1

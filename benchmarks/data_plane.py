@@ -1,0 +1,310 @@
+"""How fast the product's tables go through the object store, and how often their bytes are copied.
+
+    python -m benchmarks.data_plane --table train
+    python -m benchmarks.data_plane --table rollouts
+
+`put` is `Cluster.put`, as the product places its tables; it ends when the bytes are in shared memory. `get` copies
+nothing: it maps the table where it lies, in no time that depends on its size. GB/s of a `get` alone would mean nothing,
+so here every byte is read after it, and the same reading of a table that is in private memory stands beside it.
+Baseline: `memcpy` between two warm buffers of the same size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+import torch
+
+from benchmarks.harness import GIGABYTES, NotCorrect, Report, Turn, take_turns
+from benchmarks.processes import Meter
+from orchestrator.actor_group import Cluster
+from workers.messages import ROLLOUTS, TRAIN
+from workers.tensors import Ragged, list_column, ragged
+
+MEMCPY = "memcpy"
+PROMPT_TOKENS = 256
+CHARACTERS = 4
+"""Of text for each response token."""
+HELD_BYTES = 2**26
+"""What a turn keeps in the store before it drops it, so that memory there is in use already, as it is in a long run."""
+FREE_S = 0.02
+"""Wait, out of the measurement, for the store to take back what was dropped."""
+
+
+def rollouts_table(samples: int, tokens: int, seed: int) -> pa.Table:
+    """A group as a rollout worker returns it: ROLLOUTS, one row a sample, made from rows as there."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(0, 50_000, PROMPT_TOKENS).tolist()
+    rows = [
+        {
+            "prompt_uid": "e0-r7",
+            "sample_index": index,
+            "attempt": 0,
+            "prompt_ids": prompt,
+            "response_ids": rng.integers(0, 50_000, tokens).tolist(),
+            "rollout_logprobs": (-rng.exponential(1.0, tokens)).tolist(),
+            "loss_mask": [True] * tokens,
+            "weight_versions": [{"version": 3, "start": 0, "end": tokens}],
+            "turns": [{"name": "assistant", "start": 0, "end": tokens}],
+            "finish_reason": "length",
+            "response": bytes(rng.integers(97, 123, CHARACTERS * tokens, dtype=np.uint8)).decode(),
+            "messages": "[]",
+            "answer": "12",
+            "metadata": "{}",
+            "engine": "rollout-0",
+            "generate_s": 1.5,
+            "first_token_s": 0.25,
+        }
+        for index in range(samples)
+    ]
+    return pa.Table.from_pylist(rows, schema=ROLLOUTS)
+
+
+def train_table(samples: int, tokens: int, seed: int) -> pa.Table:
+    """A step's batch as the trainers read it: TRAIN, with the columns of GRPO."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(each: int) -> pa.Array:
+        values = torch.randint(0, 50_000, (samples * each,), generator=generator, dtype=torch.int32)
+        return list_column(values, torch.full((samples,), each), pa.int32())
+
+    def floats() -> pa.Array:
+        values = torch.randn(samples * tokens, generator=generator)
+        return list_column(values, torch.full((samples,), tokens), pa.float32())
+
+    columns: dict[str, pa.Array] = {
+        "prompt_uid": pa.array([f"e0-r{index // 8}" for index in range(samples)]),
+        "sample_index": pa.array([index % 8 for index in range(samples)], pa.int32()),
+        "attempt": pa.array([0] * samples, pa.int32()),
+        "prompt_ids": ids(PROMPT_TOKENS),
+        "response_ids": ids(tokens),
+        "loss_mask": list_column(
+            torch.ones(samples * tokens, dtype=torch.bool), torch.full((samples,), tokens), pa.bool_()
+        ),
+        "rollout_logprobs": floats(),
+        "old_logprobs": floats(),
+        "advantages": floats(),
+        "reward": pa.array(torch.rand(samples, generator=generator).double().numpy()),
+    }
+    arrays = [columns.get(field.name, pa.nulls(samples, field.type)) for field in TRAIN]
+    return pa.Table.from_arrays(arrays, schema=TRAIN)
+
+
+def tensors_of(table: pa.Table) -> dict[str, Ragged]:
+    """What the tokens of a table are as torch tensors, which others move in its place."""
+    columns = [
+        name
+        for name in table.column_names
+        if pa.types.is_list(table.schema.field(name).type)
+        and not pa.types.is_struct(table.schema.field(name).type.value_type)
+        and not table[name].null_count
+    ]
+    return {name: ragged(table[name]) for name in columns}
+
+
+def buffers(table: pa.Table) -> list[pa.Buffer]:
+    """Every buffer of a table."""
+    return [b for column in table.columns for chunk in column.chunks for b in chunk.buffers() if b is not None]
+
+
+def tensor_bytes(tensors: dict[str, Ragged]) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for one in tensors.values() for tensor in (one.values, one.lengths))
+
+
+def read(table: pa.Table) -> int:
+    """Read every byte once; the result depends on all of them (64-bit words xored, and what is left over)."""
+    total = 0
+    for buffer in buffers(table):
+        whole = buffer.size // 8 * 8
+        total ^= int(np.bitwise_xor.reduce(np.frombuffer(buffer, np.uint64, whole // 8))) if whole else 0
+        total ^= sum(buffer.slice(whole).to_pybytes())
+    return total
+
+
+def shared_ranges() -> list[tuple[int, int]]:
+    """Where shared memory is mapped into this process."""
+    ranges: list[tuple[int, int]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions = line.split()[:2]
+        if permissions[3] == "s":
+            start, _, end = span.partition("-")
+            ranges.append((int(start, 16), int(end, 16)))
+    return ranges
+
+
+def bytes_in_place(table: pa.Table) -> int:
+    """Bytes of the table that lie in shared memory."""
+    ranges = shared_ranges()
+    return sum(b.size for b in buffers(table) if any(start <= b.address < end for start, end in ranges))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How often a byte of a table is copied on its way."""
+
+    put: float
+    get: float
+
+    @classmethod
+    def of(cls, table: pa.Table, got: pa.Table) -> Copies:
+        """`got`: the table as it came out of the store.
+
+        Put: a buffer of the table is written to shared memory from where it is (1); what goes into a stream or a pickle
+        first is copied there, too (2). Get: buffers that lie in shared memory are not copied (0); others are (1).
+        """
+        moved: list[pickle.PickleBuffer] = []
+        inside = len(pickle.dumps(table, protocol=5, buffer_callback=moved.append))
+        own = {buffer.address for buffer in buffers(table)}
+        sizes = [(pa.py_buffer(one).address in own, one.raw().nbytes) for one in moved]
+        put = sum(size if direct else 2 * size for direct, size in sizes) + 2 * inside
+        size = sum(buffer.size for buffer in buffers(table))
+        return cls(put / size, (size - bytes_in_place(got) + inside) / size)
+
+
+class Contenders:
+    """Every way to move the same content; a turn does it `repeat` times."""
+
+    def __init__(self, table: pa.Table, repeat: int) -> None:
+        self._table = table
+        self._repeat = repeat
+        self._size = sum(buffer.size for buffer in buffers(table))
+        self._tensors = tensors_of(table)
+        self._source = np.frombuffer(np.random.default_rng(0).bytes(self._size), np.uint8)
+        self._target = np.ones_like(self._source)
+        self._ref = Cluster.put(table)
+        self.copies = self._checked()
+
+    def all(self) -> dict[str, Callable[[], Iterator[float]]]:
+        """Seconds of every repetition, by contender."""
+        return {
+            MEMCPY: self._memcpy,
+            "troupe put": lambda: self._put(self._table),
+            "ray.put of torch tensors": lambda: self._put(self._tensors),
+            "pickle and unpickle": self._pickle,
+            "read where it is": lambda: self._read(lambda: self._table),
+            "troupe get, then read": lambda: self._read(lambda: ray.get(self._ref)),
+        }
+
+    def turn(self, name: str) -> Turn:
+        """One turn of a contender."""
+        size = tensor_bytes(self._tensors) if "torch" in name else self._size
+        copies = {"troupe put": self.copies.put, "troupe get, then read": self.copies.get}
+        figures = {"copies per byte": copies[name]} if name in copies else {}
+        if name.startswith("troupe get"):
+            began = time.perf_counter()
+            ray.get(self._ref)
+            figures["get alone, ms"] = 1e3 * (time.perf_counter() - began)
+        meter = Meter([os.getpid()])
+        seconds = sum(self.all()[name]())
+        cpu_s, foreign = meter.read()
+        return Turn(seconds, self._repeat * size / 1e9, cpu_s, foreign, figures=figures)
+
+    def _checked(self) -> Copies:
+        """Whatever went in comes out. Raises NotCorrect."""
+        got: pa.Table = ray.get(self._ref)
+        if not got.equals(self._table) or got.schema.metadata != self._table.schema.metadata:
+            raise NotCorrect("the table that came out of the store is not the one that went in")
+        if read(got) != read(self._table):
+            raise NotCorrect("the digests of the table in the store and of the one that went in differ")
+        if not pickle.loads(pickle.dumps(self._table)).equals(self._table):  # noqa: S301 (its own bytes)
+            raise NotCorrect("the table that was unpickled is not the one that was pickled")
+        tensors = ray.get(ray.put(self._tensors))
+        for name, one in self._tensors.items():
+            if not torch.equal(one.values, tensors[name].values) or not torch.equal(one.lengths, tensors[name].lengths):
+                raise NotCorrect(f"the tensors of {name} that came out of the store are not those that went in")
+        return Copies.of(self._table, got)
+
+    def _memcpy(self) -> Iterator[float]:
+        for _ in range(self._repeat):
+            began = time.perf_counter()
+            np.copyto(self._target, self._source)
+            yield time.perf_counter() - began
+
+    def _put(self, what: Any) -> Iterator[float]:
+        held: list[Any] = []
+        for _ in range(self._repeat):
+            began = time.perf_counter()
+            held.append(Cluster.put(what))
+            yield time.perf_counter() - began
+            if len(held) * self._size > HELD_BYTES:
+                held.clear()
+                time.sleep(FREE_S)
+
+    def _pickle(self) -> Iterator[float]:
+        for _ in range(self._repeat):
+            began = time.perf_counter()
+            pickle.loads(pickle.dumps(self._table))  # noqa: S301
+            yield time.perf_counter() - began
+
+    def _read(self, table: Callable[[], pa.Table]) -> Iterator[float]:
+        for _ in range(self._repeat):
+            began = time.perf_counter()
+            read(table())
+            yield time.perf_counter() - began
+
+
+async def measure(kind: str, samples: int, tokens: int, repeat: int, turns: int) -> Report:
+    """Start Ray, check, take turns. Raises NotCorrect."""
+    table = {"rollouts": rollouts_table, "train": train_table}[kind](samples, tokens, 17)
+    cluster = Cluster.connect({"CPU": 1.0})
+    try:
+        contenders = Contenders(table, repeat)
+
+        def contender(name: str) -> Callable[[int], Any]:
+            async def take(turn: int) -> Turn:
+                return contenders.turn(name)
+
+            return take
+
+        taken = await take_turns({name: contender(name) for name in contenders.all()}, turns)
+    finally:
+        cluster.abandon()
+    size = sum(buffer.size for buffer in buffers(table))
+    checks = {
+        "content": f"{table.num_rows} rows, {size} bytes equal after the store, digests of all bytes too",
+        "copies": f"{contenders.copies.put:.4f} a byte at put, {contenders.copies.get:.4f} at get",
+    }
+    arguments = {"table": kind, "samples": samples, "tokens": tokens, "repeat": repeat, "turns": turns, "bytes": size}
+    return Report("data_plane", arguments, taken, MEMCPY, checks, GIGABYTES)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_plane", description=__doc__)
+    add = parser.add_argument
+    add("--table", choices=("train", "rollouts"), default="train", help="a step's batch, or one group")
+    add("--samples", type=int, default=0, help="rows of the table (0: 1024 of a batch, 8 of a group)")
+    add("--tokens", type=int, default=4096, help="response tokens of a row")
+    add("--repeat", type=int, default=0, help="times that the table is moved in a turn (0: 8 batches, 64 groups)")
+    add("--turns", type=int, default=9, help="turns of each contender, after a warm-up turn")
+    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    given = parse(sys.argv[1:])
+    samples, repeat = {"train": (1024, 8), "rollouts": (8, 64)}[given.table]
+    began = time.monotonic()
+    report = asyncio.run(
+        measure(given.table, given.samples or samples, given.tokens, given.repeat or repeat, given.turns)
+    )
+    report.show()
+    print(f"wrote {report.write(given.json)} after {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""How close a step comes to the slower of generation and training, by staleness.
+
+    python -m benchmarks.pipeline_bubble --groups 32 --train-ms 300
+
+Stages only wait: a group takes its engine a time drawn from a distribution with a long tail, an update always the same
+time. Whatever is lost against max(R, T) is lost by the order in which the real controller runs them. R of a step is the
+time its groups take on all slots of all engines, kept busy without a gap; T is the update's. No schedule is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import NotCorrect, Report, Turn, Unit, take_turns
+from benchmarks.processes import Meter
+from benchmarks.simulated import Shape, SimPolicy, Simulation, Stage, check
+from workers.messages import GroupRequest
+
+BOUND = "bound"
+UNIT = Unit("max(R, T) seconds", "second", digits=3)
+SAMPLES = 8
+TAIL = 0.8
+"""Sigma of the lognormal lengths: the longest of 16 groups is about three times the mean."""
+LONGEST = 6.0
+"""Lengths are cut there, in means, as `max_tokens` cuts responses."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What the stages take."""
+
+    mean_s: float
+    """Of a group on its engine."""
+    train_s: float
+    seed: int
+
+    def of(self, row: int) -> float:
+        """Seconds of the group of this prompt: the same in every run."""
+        draw = random.Random(f"{self.seed}-{row}").lognormvariate(-TAIL * TAIL / 2, TAIL)
+        return self.mean_s * min(draw, LONGEST)
+
+
+def measured_steps(shape: Shape) -> range:
+    """Steps (from 0) in the steady state: the pipeline is full before them, and not yet drained after them."""
+    edge = shape.staleness + 1
+    return range(edge, shape.steps - edge)
+
+
+def stages_s(shape: Shape, times: Times, rows: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """(R, T) in seconds of steps with these prompts."""
+    slots = shape.engines * shape.slots
+    generate = sum(times.of(row) for step in rows for row in step) / slots
+    return generate, times.train_s * len(rows)
+
+
+async def pipeline_turn(shape: Shape, times: Times) -> Turn:
+    """One run; measured are its steady steps, against the bound for the groups trained in them. Raises NotCorrect."""
+    policy = SimPolicy(times.train_s)
+    taken: list[tuple[str, float]] = []
+
+    def work(request: GroupRequest) -> float:
+        seconds = times.of(request.row)
+        taken.append((request.prompt_uid, seconds))
+        return seconds
+
+    simulation = Simulation(shape, Stage.local(shape, policy, work))
+    meter = Meter([])
+    began = time.process_time()
+    outcome, _ = await simulation.run()
+    cpu_s = time.process_time() - began
+    _, foreign = meter.read()
+    check(shape, outcome, policy)
+    if len(dict(taken)) != len(taken) or len(taken) != shape.steps * shape.groups:
+        raise NotCorrect(f"engines were asked for {len(taken)} groups, not {shape.steps * shape.groups}")
+    steps = measured_steps(shape)
+    ticks = simulation.clock.ticks
+    wall_s = ticks[steps.stop - 1].wall - ticks[steps.start - 1].wall
+    rows = [[row_of(uid) for uid in dict.fromkeys(uid for uid, _ in policy.kept[step])] for step in steps]
+    generate_s, train_s = stages_s(shape, times, rows)
+    parts = {"step, s": wall_s, "R of a step, s": generate_s, "T of a step, s": train_s}
+    figures = {name: seconds / len(steps) for name, seconds in parts.items()}
+    return Turn(wall_s, max(generate_s, train_s), cpu_s, foreign, figures=figures)
+
+
+def row_of(uid: str) -> int:
+    """The row of a prompt by the name of its visit, `e<epoch>-r<row>`."""
+    return int(uid.rpartition("r")[2])
+
+
+async def measure(shape: Shape, staleness: Sequence[int], times: Times, turns: int) -> Report:
+    """All contenders by turns. Raises NotCorrect."""
+
+    def contender(bound: int) -> Callable[[int], Any]:
+        async def take(turn: int) -> Turn:
+            return await pipeline_turn(replace(shape, staleness=bound), replace(times, seed=times.seed + turn))
+
+        return take
+
+    async def ideal(turn: int) -> Turn:
+        return Turn(1.0, 1.0, 0.0, 0.0)
+
+    everyone = {BOUND: ideal} | {f"staleness {bound}": contender(bound) for bound in staleness}
+    taken = await take_turns(everyone, turns)
+    checks = {
+        "ledger": f"every turn dispatched and trained {shape.steps} x {shape.sequences} sequences, none twice",
+        "engines": f"every turn sampled its {shape.steps * shape.groups} groups once",
+    }
+    arguments = asdict(shape) | asdict(times) | {"staleness": list(staleness), "turns": turns}
+    return Report("pipeline_bubble", arguments, taken, BOUND, checks, UNIT)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_bubble", description=__doc__)
+    add = parser.add_argument
+    add("--groups", type=int, default=32, help="prompts of a step")
+    add("--engines", type=int, default=4)
+    add("--slots", type=int, default=4, help="groups that an engine holds")
+    add("--mean-ms", type=float, default=200.0, help="mean time of a group on its engine")
+    add("--train-ms", type=float, default=300.0, help="time of an update")
+    add("--staleness", type=int, nargs="+", default=[0, 1, 4])
+    add(
+        "--steps",
+        type=int,
+        default=30,
+        help="steps of a turn; those in which the pipeline fills and drains not measured",
+    )
+    add("--turns", type=int, default=5, help="turns of each contender, after a warm-up turn")
+    add("--seed", type=int, default=17)
+    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    given = parse(sys.argv[1:])
+    began = time.monotonic()
+    shape = Shape(given.engines, given.slots, given.groups, SAMPLES, 0, given.steps)
+    times = Times(given.mean_ms / 1e3, given.train_ms / 1e3, given.seed)
+    report = asyncio.run(measure(shape, given.staleness, times, given.turns))
+    report.show()
+    print(f"wrote {report.write(given.json)} after {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
