@@ -18,10 +18,10 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo test lint bench clean distclean
+.PHONY: help setup models demo cluster-demo test lint bench clean distclean
 
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): deploy/cpu.lock deploy/install.py pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.14 found: install one, or name it: make PYTHON=/path/to/python3.12 ..."; exit 1; }
@@ -36,7 +36,10 @@ models: $(STAMP) ## make the two small models of the demo and the tests
 demo: models ## train SmolLM2-135M with GRPO on this machine, results in runs/demo; once more goes on there
 	$(RUN) "$(BIN)/troupe" run deploy/laptop-grpo.yaml --out runs/demo $(if $(wildcard runs/demo/checkpoints/step-*),--resume)
 
-test: models ## run the whole test suite
+cluster-demo: models ## start four Ray nodes here, scale a run on them while it trains, and kill a node
+	$(RUN) "$(BIN)/python" deploy/cluster_demo.py
+
+test: models ## run the test suite (the cluster of several nodes apart: ARGS="-m cluster")
 	$(RUN) "$(BIN)/python" -m pytest $(SPREAD) $(ARGS)
 
 lint: $(STAMP) ## check style and types

@@ -151,9 +151,11 @@ class JobServer:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
+        from ray.exceptions import RayError
+
         try:
             yield
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, RayError) as error:
             if isinstance(error, TroupeError):
                 raise
             raise TroupeError(f"--address {self._address}: {_first_line(error)}") from error

@@ -86,6 +86,15 @@ def test_a_job_that_fails_is_told_by_the_exit_code(head: str, tmp_path: Path) ->
     assert "FAILED" in command.stdout
 
 
+def test_a_wrong_token_is_told_in_one_line(head: str, tmp_path: Path) -> None:
+    wrong = {"RAY_AUTH_TOKEN": "0" * 64}
+    with running(Command(tmp_path, troupe("jobs", "--address", head), wrong)) as command:
+        assert command.wait() == 1, command.told
+    assert command.stderr.count("\n") == 1, command.stderr
+    line = command.stderr
+    assert line.startswith(f"error: --address {head}: ") and "token" in line
+
+
 def free_port() -> int:
     """A port that nobody listens on."""
     with socket.socket() as probe:

@@ -1,0 +1,219 @@
+"""A cluster of four Ray nodes on this machine, and a run that scales on it: `make cluster-demo`.
+
+Starts a head and three nodes with room for one engine each, submits deploy/tiny-grpo.yaml as a job, scales its engines
+from 1 to 3 while it trains, kills one of the nodes with the engine on it, and scales the two that are left back to 1.
+Training goes on all the time. Then the job is stopped, which saves it, and how every sample ended is printed. Nothing
+is left running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEC = ROOT / "deploy" / "tiny-grpo.yaml"
+WAIT_S = 600.0
+"""Longest wait for anything."""
+STEPS_BETWEEN = 3
+"""Steps trained before every change."""
+OBJECT_STORE_BYTES = 200_000_000
+_STARTED = "Ray runtime started."
+
+
+class Stuck(RuntimeError):
+    """Something did not come about."""
+
+
+def main() -> None:
+    """Run the demo; exit code 1 where something does not come about."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where the run is written")
+    given = parser.parse_args()
+    # One token for all nodes and commands; nobody else on this machine gets in.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ.pop("RAY_ADDRESS", None)
+    try:
+        demonstrate(given.runs.resolve(), f"cluster-demo-{os.getpid()}")
+    except Stuck as error:
+        sys.exit(f"error: {error}")
+
+
+def demonstrate(runs: Path, name: str) -> None:
+    """All of it. Raises Stuck."""
+    out = runs / name
+    with ExitStack() as nodes:
+        say("starting a Ray head and three nodes")
+        port, dashboard = free_port(), free_port()
+        url = f"http://127.0.0.1:{dashboard}"
+        head = ("--head", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2")
+        nodes.enter_context(node("keep", *head))
+        until(lambda: answers(url), "the head's job server")
+        further = (f"--address=127.0.0.1:{port}", "--num-cpus=1")
+        started = [nodes.enter_context(node("engine", *further)) for _ in range(3)]
+        submit(url, runs, name)
+        until(lambda: len(lines(out)) >= STEPS_BETWEEN, "the first steps")
+        tell(out)
+        scale(out, 3)
+        say("a node is killed, with the engine on it")
+        end(started[-1])
+        until(lambda: lines(out)[-1]["workers/rollout"] == 2, "the loss to be noticed")
+        train_on(out)
+        scale(out, 1)
+        say(troupe("stop", name, "--address", url))
+    last = lines(out)[-1]
+    if last["ledger/dispatched"] != last["ledger/trained"] + last["ledger/dropped"] + last["ledger/in_flight"]:
+        raise Stuck(f"the books do not balance: {books(last)}")
+    say(f"{len(lines(out))} steps, {books(last)}; the run: {out}")
+
+
+def submit(url: str, runs: Path, name: str) -> None:
+    """The spec as a job. Engines have nodes of their own, the others sit on the head's."""
+    overrides = (
+        f"name={name}",
+        f"output.folder={runs}",
+        "schedule.steps=100000",  # it is stopped at the end
+        "roles.rollout.cpus=1",
+        "roles.rollout.max_workers=3",
+        "roles.rollout.node_labels={part: engine}",
+        "roles.policy.node_labels={part: keep}",
+        "roles.reward.node_labels={part: keep}",
+        "failures.engine_restarts=0",  # there is no node to put another engine on
+        "failures.health_interval_s=5",
+    )
+    sets = [part for override in overrides for part in ("--set", override)]
+    say(troupe("submit", str(SPEC), "--address", url, "--submission-id", name, *sets).splitlines()[0])
+
+
+def scale(out: Path, engines: int) -> None:
+    """Have so many engines, and train on with them."""
+    say(f"troupe scale {out.name} rollout={engines}")
+    troupe("scale", str(out), f"rollout={engines}")
+    until(lambda: lines(out)[-1]["workers/rollout"] == engines, f"{engines} engine(s)")
+    train_on(out)
+
+
+def train_on(out: Path) -> None:
+    """Let some steps pass, and tell how the run stands."""
+    before = len(lines(out))
+    until(lambda: len(lines(out)) >= before + STEPS_BETWEEN, "further steps")
+    tell(out)
+
+
+def tell(out: Path) -> None:
+    """How the run stands."""
+    last = lines(out)[-1]
+    say(f"step {last['step']}: {last['workers/rollout']:.0f} engine(s); {books(last)}")
+
+
+def books(line: dict[str, Any]) -> str:
+    """The ledger of a line of metrics."""
+    names = ("dispatched", "trained", "dropped", "in_flight", "retries")
+    return ", ".join(f"{line[f'ledger/{name}']:.0f} {name.replace('_', ' ')}" for name in names)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl so far."""
+    file = out / "metrics.jsonl"
+    whole = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in whole if line.endswith("\n")]
+
+
+@contextmanager
+def node(part: str, *arguments: str) -> Iterator[psutil.Process]:
+    """A Ray node with a label `part`, once it is up; killed at the end, if it is still there. Raises Stuck."""
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+    # Nodes on one machine must not want the same ports: 0 and free ones instead of Ray's fixed ones.
+    command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
+    command += [f"--labels=part={part}", f"--object-store-memory={OBJECT_STORE_BYTES}", *arguments]
+    with (
+        # A folder for each node, as on machines of their own: each unpacks a job's files anew, and would take them from
+        # under the others' feet. Sockets live there, and the path of a socket is short.
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch,
+        tempfile.NamedTemporaryFile("w+") as told,
+        subprocess.Popen(
+            [*command, f"--temp-dir={scratch}"],
+            cwd=ROOT,
+            stdout=told,
+            stderr=told,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as process,
+    ):
+        found = psutil.Process(process.pid)
+        try:
+            until(lambda: process.poll() is not None or _STARTED in Path(told.name).read_text(), "a node to start")
+            if process.poll() is not None:
+                raise Stuck(f"a node did not start:\n{Path(told.name).read_text()}")
+            yield found
+        finally:
+            end(found)
+
+
+def end(node: psutil.Process) -> None:
+    """Kill a node and everything it started, as when a machine fails."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [node, *node.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def troupe(*arguments: str) -> str:
+    """What a troupe command prints. Raises Stuck where it fails."""
+    command = [sys.executable, "-m", "orchestrator.cli", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    if done.returncode:
+        raise Stuck(done.stderr.strip())
+    return done.stdout.strip()
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """Wait. Raises Stuck."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise Stuck(f"waited {WAIT_S:g} s for {what}")
+        time.sleep(0.2)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    """Whether the job server is up (it wants a token, and says so)."""
+    try:
+        urllib.request.urlopen(f"{url}/api/version", timeout=2).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def say(text: str) -> None:
+    """A line of the transcript."""
+    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
