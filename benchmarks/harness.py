@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from rich.console import Console
@@ -38,19 +38,45 @@ class Turn:
     """One contender's turn."""
 
     wall_s: float
-    tokens: int
-    """Response tokens sampled (and, where the benchmark trains, trained)."""
+    amount: float
+    """How much was done, in the report's unit: tokens sampled (and, where the benchmark trains, trained), GB, ..."""
     cpu_s: float
     """CPU seconds of all the contender's processes."""
     foreign_cores: float
     """Cores that everything else on the machine kept busy meanwhile, on average."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Whatever else was measured, by name and unit (`p99 dispatch, ms`)."""
 
     @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second of wall time."""
-        return self.tokens / self.wall_s
+    def rate(self) -> float:
+        """Amount per second of wall time."""
+        return self.amount / self.wall_s
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What the turns of a benchmark count, and how it is shown."""
+
+    amount: str
+    """As in `tokens` per second."""
+    each: str
+    """As in CPU time per `token`."""
+    digits: int = 1
+    """Of the rate, after the point."""
+    cpu: Literal["ms", "us"] = "ms"
+    """Unit of CPU time per `each`."""
+
+    @property
+    def cpu_scale(self) -> float:
+        """`cpu` in a second."""
+        return {"ms": 1e3, "us": 1e6}[self.cpu]
+
+
+TOKENS = Unit("tokens", "token")
+GIGABYTES = Unit("GB", "GB", digits=2)
+SEQUENCES = Unit("sequences", "sequence", digits=0, cpu="us")
 
 
 @dataclass(frozen=True)
@@ -91,16 +117,16 @@ async def take_turns(contenders: Mapping[str, Callable[[int], Awaitable[Turn]]],
 
 
 def ratios(turns: Sequence[Turn], baseline: Sequence[Turn]) -> list[float]:
-    """Tokens per second against the baseline's in the same turn; above 1 is faster than the baseline.
+    """Rates against the baseline's in the same turn; above 1 is faster than the baseline.
 
     Raises ValueError where the numbers of turns differ.
     """
-    return [own.tokens_per_s / other.tokens_per_s for own, other in zip(turns, baseline, strict=True)]
+    return [own.rate / other.rate for own, other in zip(turns, baseline, strict=True)]
 
 
 def best(taken: Mapping[str, Sequence[Turn]], names: Sequence[str]) -> str:
-    """Which of `names` has the highest median throughput."""
-    return max(names, key=lambda name: median(turn.tokens_per_s for turn in taken[name]))
+    """Which of `names` has the highest median rate."""
+    return max(names, key=lambda name: median(turn.rate for turn in taken[name]))
 
 
 @dataclass(frozen=True)
@@ -113,19 +139,28 @@ class Report:
     baseline: str
     checks: dict[str, str]
     """What was verified before anything was reported."""
+    unit: Unit = TOKENS
+
+    @property
+    def _rate(self) -> str:
+        return f"{self.unit.amount}_per_s"
+
+    @property
+    def _cpu(self) -> str:
+        return f"cpu_{self.unit.cpu}_per_{self.unit.each}"
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """For each contender: the spread of its throughput, CPU cost, seconds by phase, and ratio to the baseline."""
+        """For each contender: the spread of its rate, CPU cost, ratio to the baseline, and all that has a name."""
         summary: dict[str, dict[str, Any]] = {}
         for name, turns in self.taken.items():
-            phases = dict.fromkeys(phase for turn in turns for phase in turn.phases)
             summary[name] = {
-                "tokens_per_s": Spread.of([turn.tokens_per_s for turn in turns]),
+                self._rate: Spread.of([turn.rate for turn in turns]),
                 "wall_s": Spread.of([turn.wall_s for turn in turns]),
-                "cpu_ms_per_token": Spread.of([1e3 * turn.cpu_s / turn.tokens for turn in turns]),
+                self._cpu: Spread.of([self.unit.cpu_scale * turn.cpu_s / turn.amount for turn in turns]),
                 "ratio": Spread.of(ratios(turns, self.taken[self.baseline])),
                 "foreign_cores": Spread.of([turn.foreign_cores for turn in turns]),
-                "phases": {phase: Spread.of([turn.phases.get(phase, 0.0) for turn in turns]) for phase in phases},
+                "phases": _spreads([turn.phases for turn in turns]),
+                "figures": _spreads([turn.figures for turn in turns]),
             }
         return summary
 
@@ -135,14 +170,17 @@ class Report:
         table = Table(
             title=f"{self.name}: median (least .. greatest) of {self._turns()} turns; ratio to {self.baseline}"
         )
-        titles = ("contender", "tokens/s", "ratio", "seconds", "CPU ms/token", "other load, cores")
+        unit = self.unit
+        cost = f"CPU {unit.cpu}/{unit.each}"
+        titles = ("contender", f"{unit.amount}/s", "ratio", "seconds", cost, "other load, cores")
         for number, title in enumerate(titles):
             table.add_column(title, justify="right" if number else "left")
         for name, figures in self.summary().items():
-            columns = (("tokens_per_s", 1), ("ratio", 3), ("wall_s", 2), ("cpu_ms_per_token", 2), ("foreign_cores", 2))
+            columns = ((self._rate, unit.digits), ("ratio", 3), ("wall_s", 2), (self._cpu, 2), ("foreign_cores", 2))
             table.add_row(name, *(figures[key].text(digits) for key, digits in columns))
         console.print(table)
-        self._show_phases(console)
+        self._show_more(console, "phases", "seconds by phase", 2)
+        self._show_more(console, "figures", "other figures", 3)
         for check, outcome in self.checks.items():
             console.print(f"checked: {check}: {outcome}", highlight=False)
 
@@ -157,6 +195,7 @@ class Report:
             "machine": machine(),
             "versions": versions(),
             "arguments": self.arguments,
+            "unit": self.unit.amount,
             "baseline": self.baseline,
             "checks": self.checks,
             "summary": self.summary(),
@@ -168,19 +207,26 @@ class Report:
     def _turns(self) -> int:
         return len(self.taken[self.baseline])
 
-    def _show_phases(self, console: Console) -> None:
+    def _show_more(self, console: Console, key: str, title: str, digits: int) -> None:
+        """A table of what has a name of its own in each turn: a row each, a column for each contender."""
         summary = self.summary()
-        phases = dict.fromkeys(phase for figures in summary.values() for phase in figures["phases"])
-        if not phases:
+        names = dict.fromkeys(name for contender in summary.values() for name in contender[key])
+        if not names:
             return
-        table = Table(title="seconds by phase")
-        table.add_column("phase")
-        for name in summary:
-            table.add_column(name, justify="right")
-        for phase in phases:
-            cells = (figures["phases"].get(phase) for figures in summary.values())
-            table.add_row(phase, *("-" if cell is None else cell.text(2) for cell in cells))
+        table = Table(title=title)
+        table.add_column(key.removesuffix("s"))
+        for contender in summary:
+            table.add_column(contender, justify="right")
+        for name in names:
+            cells = (contender[key].get(name) for contender in summary.values())
+            table.add_row(name, *("-" if cell is None else cell.text(digits) for cell in cells))
         console.print(table)
+
+
+def _spreads(turns: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """By name; a turn without one counts as 0."""
+    names = dict.fromkeys(name for turn in turns for name in turn)
+    return {name: Spread.of([turn.get(name, 0.0) for turn in turns]) for name in names}
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,18 @@ from transformers import AutoTokenizer
 
 from benchmarks import grpo_step, reward_curves
 from benchmarks.bare_loop import BareStep, BareTrainer, Sampled, group_advantages
-from benchmarks.harness import NotCorrect, Report, Spread, Turn, best, in_turn, ratios, take_turns
+from benchmarks.harness import (
+    GIGABYTES,
+    SEQUENCES,
+    NotCorrect,
+    Report,
+    Spread,
+    Turn,
+    best,
+    in_turn,
+    ratios,
+    take_turns,
+)
 from benchmarks.processes import RAY_NICENESS, Child, ChildFailed, Meter, cpu_seconds, stopped
 from benchmarks.rollout_throughput import PRODUCT, Gate
 from benchmarks.workload import Group, Settings, encoded, group, spec, without_end
@@ -79,7 +90,7 @@ async def test_turns_are_interleaved_and_the_first_is_thrown_away() -> None:
 
     taken = await take_turns({name: contender(name) for name in "ab"}, 2)
     assert seen == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
-    assert [figures.tokens for figures in taken["a"]] == [1, 2]
+    assert [figures.amount for figures in taken["a"]] == [1, 2]
 
 
 def test_ratios_compare_turns_of_the_same_round() -> None:
@@ -95,7 +106,7 @@ def test_report_shows_and_writes_every_figure(tmp_path: Path) -> None:
     taken = {"bare": [turn(100, update=0.5), turn(120, update=0.7)], "troupe": [turn(90), turn(120)]}
     report = Report("name", {"model": Path("m")}, taken, "bare", {"tokens": "equal"})
     written = json.loads(report.write(tmp_path / "results" / "one.json").read_text())
-    assert [figures["tokens"] for figures in written["turns"]["troupe"]] == [90, 120]
+    assert [figures["amount"] for figures in written["turns"]["troupe"]] == [90, 120]
     assert written["summary"]["troupe"]["ratio"] == {"median": 0.95, "low": 0.9, "high": 1.0}
     assert written["summary"]["bare"]["phases"]["update"]["median"] == pytest.approx(0.6)
     assert written["checks"] == {"tokens": "equal"} and written["arguments"] == {"model": "m"}
@@ -104,6 +115,19 @@ def test_report_shows_and_writes_every_figure(tmp_path: Path) -> None:
     report.show(console)
     text = console.export_text()
     assert "0.950 (0.900 .. 1.000)" in text and "checked: tokens: equal" in text and "update" in text
+    assert "tokens/s" in text and "CPU ms/token" in text and "other figures" not in text
+
+
+def test_report_counts_in_the_benchmarks_unit() -> None:
+    taken = {"memcpy": [Turn(0.5, 4.0, 0.5, 0.0)], "put": [Turn(1.0, 4.0, 2.0, 0.0, figures={"copies per byte": 1.25})]}
+    report = Report("name", {}, taken, "memcpy", {}, GIGABYTES)
+    assert report.summary()["put"]["GB_per_s"].median == 4.0
+    assert report.summary()["put"]["cpu_ms_per_GB"].median == 500.0
+    assert Report("name", {}, taken, "memcpy", {}, SEQUENCES).summary()["put"]["cpu_us_per_sequence"].median == 5e5
+    console = Console(width=200, record=True, file=io.StringIO())
+    report.show(console)
+    text = console.export_text()
+    assert "GB/s" in text and "4.00 (4.00 .. 4.00)" in text and "1.250 (1.250 .. 1.250)" in text
 
 
 @pytest.fixture(scope="module")
