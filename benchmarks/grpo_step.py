@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +81,25 @@ class Turns(Console):
         return Meter([os.getpid()], [other.pid for other in self._others.values()])
 
 
-def measure(settings: Settings, turns: int, learning_rate: float, trl: bool) -> Report:
-    """Run all, check, report. Raises NotCorrect, and TroupeError where the run fails."""
+@dataclass(frozen=True)
+class Steps:
+    """What all contenders did, step by step, the first one included."""
+
+    taken: dict[str, list[Turn]]
+    rewards: dict[str, list[float]]
+    """Mean reward of what was sampled in a step, before it was learnt from."""
+    checks: dict[str, str]
+
+
+def take_steps(settings: Settings, steps: int, learning_rate: float, trl: bool) -> Steps:
+    """Let all train for so many steps, and check. Raises NotCorrect, and TroupeError where the run fails."""
     from benchmarks.streaming import CLASSES  # every engine's process imports this module, and needs no Ray
     from orchestrator.run import RunRequest, run
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = without_end(settings.model, folder / "model") if settings.lengths == "fixed" else settings.model
-        plan = spec(settings, model, turns + 1, settings.groups * (turns + 1), learning_rate)
+        plan = spec(settings, model, steps, settings.groups * steps, learning_rate)
         pool, _ = load_pools(plan.data)
         work = steps_of(settings, plan, pool, model)
         others = {BARE: Child(BARE, BareLoop, plan.rollout_config(), plan.policy_config())}
@@ -104,25 +114,30 @@ def measure(settings: Settings, turns: int, learning_rate: float, trl: bool) -> 
         run(RunRequest(plan, folder / "run", False, None), lambda: CLASSES, console)
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         metrics: list[dict[str, float]] = [json.loads(line) for line in lines]
-        sampled = [trajectory(folder / "run" / "trajectories" / f"step-{n + 1:06d}.parquet") for n in range(turns + 1)]
-    checks = check(settings, work, metrics, sampled, [figures for figures, _, _ in console.taken[BARE]])
+        sampled = [trajectory(folder / "run" / "trajectories" / f"step-{n + 1:06d}.parquet") for n in range(steps)]
+    figures = {name: [step for step, _, _ in taken] for name, taken in console.taken.items()}
+    checks = check(settings, work, metrics, sampled, figures[BARE])
     if trl:
-        steps = [figures for figures, _, _ in console.taken[TRL]]
-        checks[TRL] = check_steps(steps, settings.sequences, settings.max_tokens)
+        checks[TRL] = check_steps(figures[TRL], settings.sequences, settings.max_tokens)
+    product = [
+        Turn(line["seconds/step"], sum(map(len, ids.values())), cpu_s, foreign, phases_of(line))
+        for line, ids, (cpu_s, foreign) in zip(metrics, sampled, console.product, strict=True)
+    ]
     taken = {
-        name: [
-            Turn(figures.wall_s, figures.tokens, cpu_s, foreign, figures.phases)
-            for figures, cpu_s, foreign in steps[1:]
-        ]
-        for name, steps in console.taken.items()
-    } | {
-        PRODUCT: [
-            Turn(line["seconds/step"], sum(map(len, ids.values())), cpu_s, foreign, phases_of(line))
-            for line, ids, (cpu_s, foreign) in zip(metrics[1:], sampled[1:], console.product[1:], strict=True)
-        ]
+        name: [Turn(one.wall_s, one.tokens, cpu_s, foreign, one.phases) for one, cpu_s, foreign in turns]
+        for name, turns in console.taken.items()
     }
+    rewards = {name: [one.figures["reward"] for one in own] for name, own in figures.items()}
+    rewards[PRODUCT] = [line["reward/mean"] for line in metrics]
+    return Steps(taken | {PRODUCT: product}, rewards, checks)
+
+
+def measure(settings: Settings, turns: int, learning_rate: float, trl: bool) -> Report:
+    """Steps after a warm-up step. Raises what :func:`take_steps` raises."""
+    steps = take_steps(settings, turns + 1, learning_rate, trl)
+    taken = {name: own[1:] for name, own in steps.taken.items()}
     arguments = asdict(settings) | {"turns": turns, "learning_rate": learning_rate}
-    return Report("grpo_step", arguments, taken, BARE, checks)
+    return Report("grpo_step", arguments, taken, BARE, steps.checks)
 
 
 def steps_of(settings: Settings, plan: Spec, pool: PromptPool, model: Path) -> list[list[Group]]:

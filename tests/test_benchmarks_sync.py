@@ -1,4 +1,4 @@
-"""Pure parts of the benchmarks of weight sync, of TRL's step and of the PPO step."""
+"""Pure parts of the benchmarks of weight sync, of TRL's step, of the PPO step and of the time to a reward."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pydantic import ValidationError
 
 from benchmarks import timing
 from benchmarks.bare_loop import BareStep
+from benchmarks.grpo_step import Steps
 from benchmarks.grpo_step import parse as parse_grpo
-from benchmarks.harness import NotCorrect
+from benchmarks.harness import NotCorrect, Turn
 from benchmarks.ppo_step import check, critical_path, four_models, phases_of
+from benchmarks.time_to_reward import steps_to, to_target
 from benchmarks.timing import Parts
 from benchmarks.trl_loop import check_steps, micro_batch_rows
 from benchmarks.weight_sync import Gate, on_device
@@ -173,3 +175,22 @@ def test_ppo_phases_add_up_to_the_step() -> None:
 def test_ppo_leaves_the_rest_of_the_work_as_it_was() -> None:
     plan = spec(replace(SETTINGS, samples=4), Path("m"), 3, 8)
     assert four_models(plan).sampling == plan.sampling and four_models(plan).data == plan.data
+
+
+def training(rewards: list[float]) -> Steps:
+    turns = [Turn(2.0, 10, 3.0, 0.5) for _ in rewards]
+    return Steps({"bare loop": turns}, {"bare loop": rewards}, {})
+
+
+def test_steps_are_counted_until_the_mean_of_the_last_ones_is_the_target() -> None:
+    rewards = [0.1, 0.5, 0.1, 0.3, 0.4, 0.4]
+    assert steps_to(rewards, 0.35, 2) == 5
+    assert steps_to(rewards, 0.5, 1) == 2
+    assert steps_to(rewards, 0.5, 2) is None
+
+
+def test_time_to_a_reward_is_that_of_the_steps_it_took() -> None:
+    turn = to_target("bare loop", training([0.1, 0.5, 0.1, 0.3, 0.4, 0.4]), 0.35, 2)
+    assert (turn.wall_s, turn.cpu_s, turn.figures["steps"]) == (10.0, 15.0, 5.0)
+    with pytest.raises(NotCorrect, match=r"came to a reward of 0\.2000 in 2 steps"):
+        to_target("bare loop", training([0.1, 0.3]), 0.35, 2)
