@@ -38,7 +38,8 @@ def four_models(plan: Spec) -> Spec:
     document = plan.model_dump(mode="json", exclude_defaults=True)
     policy = document["roles"]["policy"]
     document["roles"]["critic"] = dict(policy)
-    document["roles"]["reference"] = {key: policy[key] for key in ("cpus", "threads", "micro_batch_tokens")}
+    shared = policy.keys() & {"cpus", "threads", "micro_batch_tokens"}
+    document["roles"]["reference"] = {key: policy[key] for key in shared}
     document["algorithm"] = {"name": "ppo", "group_size": plan.group_size, "kl": {"coef": 0.02}}
     return Spec.model_validate(document)
 

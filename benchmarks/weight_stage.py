@@ -101,7 +101,6 @@ class WeightStage:
         """Put the policy's weights into the memory of every engine process, but not into its model; bytes."""
         (update, *_) = await self._policy.broadcast("publish_weights", version, timeout_s=_TIMEOUT_S)
         await self._every_engine("hold", update)
-        await self.parts()
         published: WeightUpdate = update
         return published.nbytes
 

@@ -119,6 +119,7 @@ class Contenders:
         self._changes += 1
         await self._stage.disturb(self._seed + self._changes)
         stale, _ = await self._stage.gap()
+        await self._stage.parts()  # what was noted meanwhile is nobody's
         figures = await turn()
         await self._stage.sample()
         fresh, tokens = await self._stage.gap()
