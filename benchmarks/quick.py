@@ -25,11 +25,11 @@ from benchmarks.regression import Ratios, Verdict, baseline_path, compare, ratio
 
 TINY = ("--model", ".cache/models/tiny-llama", "--dtype", "float32")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
-    "rollout_throughput": (*TINY, "--groups", "8", "--samples", "4", "--max-tokens", "32", "--turns", "7"),
-    "weight_sync": (*TINY, "--samples", "2", "--max-tokens", "4", "--turns", "9"),
-    "grpo_step": (*TINY, "--groups", "4", "--samples", "4", "--max-tokens", "16", "--turns", "7"),
+    "rollout_throughput": (*TINY, "--groups", "8", "--samples", "4", "--max-tokens", "32", "--turns", "5"),
+    "weight_sync": (*TINY, "--samples", "2", "--max-tokens", "4", "--turns", "7"),
+    "grpo_step": (*TINY, "--groups", "4", "--samples", "4", "--max-tokens", "16", "--turns", "5"),
     "controller_cost": ("--groups", "64", "--steps", "6", "--turns", "5"),
-    "pipeline_bubble": ("--groups", "16", "--staleness", "0", "1", "--mean-ms", "50", "--train-ms", "75"),
+    "pipeline_bubble": ("--groups", "16", "--staleness", "1", "--mean-ms", "50", "--train-ms", "75"),
     "data_plane": ("--samples", "256", "--repeat", "2", "--turns", "7"),
 }
 """Arguments of each benchmark."""
