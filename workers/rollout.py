@@ -46,7 +46,6 @@ _OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
 _LIVENESS_S = 0.5
 _SHUTDOWN_S = 30.0  # vLLM needs 5 on two cores; one it has to kill leaves its shared memory behind
 _CPU_PREFILL_TOKENS = 4096
-_KEPT_BYTES = 2**30
 
 
 class EngineClosed(RuntimeError):
@@ -423,10 +422,6 @@ def _set_environment(config: RolloutConfig) -> None:
         if config.engine.threads:
             os.environ["OMP_NUM_THREADS"] = str(config.engine.threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-        # A weight update allocates and frees each layer anew. By default glibc maps such memory afresh every time, and
-        # the page faults cost more than the copying; so the engine's process keeps up to this much of what it freed.
-        for variable in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-            os.environ.setdefault(variable, str(_KEPT_BYTES))
         if config.engine.enforce_eager:
             # vLLM compiles one small function all the same, in the first `generate`: seconds, and it needs a compiler.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
