@@ -141,5 +141,6 @@ def _weight_sync(spec: Spec, policy: Gang, pool: EnginePool, cluster: Cluster) -
 
 def _by_sample(tables: Any, column: str) -> dict[int, list[float]]:
     """Rows of a column of tables in the object store, by sample index."""
-    table = pa.concat_tables([ray.get(ref).select(["sample_index", column]) for ref in tables])
+    found: list[Any] = [ray.get(ref) for ref in tables]
+    table = pa.concat_tables([one.select(["sample_index", column]) for one in found])
     return {row["sample_index"]: row[column] for row in table.to_pylist()}

@@ -59,7 +59,7 @@ class MeasuredPolicy(PolicyWorker):
             begin(writer, *args)
             writer.hash = WatchedHash(parts)
 
-        weight_file._PayloadWriter.__init__ = begin_watched
+        setattr(weight_file._PayloadWriter, "__init__", begin_watched)  # noqa: B010 (it has other parameter names)
         parts.watch(weight_file.WeightPublisher, "publish", "publish")
         self._first = [tensor.clone() for _, tensor in self.engine.named_weights()]
         self._buffers = [torch.zeros_like(tensor) for tensor in self._first]
