@@ -73,11 +73,11 @@ class TrlLoop:
         except BaseException as error:
             self._stepped.put(error)
 
-    def _reward(self, completion_ids: Sequence[Sequence[int]], completions: Any, **_: Any) -> list[float]:
+    def _reward(self, completion_ids: Any, completions: Any, **_: Any) -> list[float | None]:
         self._sampled = [list(ids) for ids in completion_ids]
         texts = [completion[0]["content"] for completion in completions]
         self._rewards = [letter_share(text, "", {}, letters=LETTERS) for text in texts]
-        return self._rewards
+        return list(self._rewards)
 
     def _build(self, policy: PolicyConfig, chats: Sequence[Any], max_tokens: int) -> GRPOTrainer:
         from datasets import Dataset
