@@ -18,10 +18,10 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo cluster-demo test lint bench clean distclean
+.PHONY: help setup models demo cluster-demo test lint bench bench-quick clean distclean
 
 help: ## say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): deploy/cpu.lock deploy/install.py pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.14 found: install one, or name it: make PYTHON=/path/to/python3.12 ..."; exit 1; }
@@ -49,6 +49,9 @@ lint: $(STAMP) ## check style and types
 
 bench: models ## measure rollout throughput against its baselines
 	$(RUN) "$(BIN)/python" -m benchmarks.rollout_throughput $(ARGS)
+
+bench-quick: models ## small benchmarks in a few minutes: has any ratio got worse on this kind of machine?
+	$(RUN) "$(BIN)/python" -m benchmarks.quick $(ARGS)
 
 clean: ## remove caches and build products; the environment, the models and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

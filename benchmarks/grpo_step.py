@@ -1,9 +1,10 @@
 """A whole GRPO step of the product, by phase, against a bare single-process loop on the same prompts.
 
     python -m benchmarks.grpo_step --groups 8 --samples 8 --max-tokens 32
+    python -m benchmarks.grpo_step --trl                                    # TRL's GRPOTrainer as well
 
 The product runs as `troupe run` runs it: the real controller, Ray, vLLM, DeepSpeed, rewards in sandboxed processes,
-verified weights, trajectories written. When it reports a step, its loop is held while the bare loop takes its turn.
+verified weights, trajectories written. When it reports a step, its loop is held while the others take their turns.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from benchmarks.bare_loop import BareLoop, BareStep
-from benchmarks.harness import NotCorrect, Report, Turn
+from benchmarks.harness import NotCorrect, Report, Turn, in_turn
 from benchmarks.processes import Child, Meter, stopped
+from benchmarks.trl_loop import TrlLoop, check_steps
 from benchmarks.workload import MODEL, Group, Settings, encoded, group, spec, without_end
 from orchestrator.console import Console
 from orchestrator.prompts import PromptPool, PromptSource, load_pools
 from orchestrator.spec import Spec
 
-BARE, PRODUCT = "bare loop", "troupe"
+BARE, TRL, PRODUCT = "bare loop", "TRL", "troupe"
 START_TIMEOUT_S, STEP_TIMEOUT_S = 300.0, 300.0
 PHASES = ("generate", "prepare", "update", "sync")
 MAX_GAP = 0.1
@@ -41,17 +43,21 @@ MAX_NORM_RATIO = 1.25
 """Between the gradient norms of the first trained step, whose samples differ at most by what batching changes."""
 
 
-class Turns(Console):
-    """Stands where the product's display stands: a reported step is a turn taken, and now it is the other's turn."""
+Taken = tuple[BareStep, float, float]
+"""A step, its CPU seconds, and other load meanwhile in cores."""
 
-    def __init__(self, bare: Child, work: Sequence[Sequence[Group]]) -> None:
+
+class Turns(Console):
+    """Stands where the product's display stands: a reported step is a turn taken, and now it is the others' turn."""
+
+    def __init__(self, others: Mapping[str, Child], work: Sequence[Sequence[Group]]) -> None:
         super().__init__(io.StringIO())
-        self._bare = bare
+        self._others = others
         self._work = work
         self._began: Meter | None = None
         self.product: list[tuple[float, float]] = []
         """(CPU seconds, other load in cores) of each step."""
-        self.taken: list[tuple[BareStep, float, float]] = []
+        self.taken: dict[str, list[Taken]] = {name: [] for name in others}
 
     def phase(self, name: str, done: int, total: int) -> None:
         """The first sign of generation starts the meter of the first step."""
@@ -63,48 +69,75 @@ class Turns(Console):
         if self._began is None:
             raise NotCorrect("the product trained without generating")
         self.product.append(self._began.read())
-        with stopped([os.getpid()], without=[self._bare.pid]):
-            meter = Meter([self._bare.pid])
-            figures: BareStep = self._bare.call("step", self._work[step - 1], timeout_s=STEP_TIMEOUT_S)
-            self.taken.append((figures, *meter.read()))
+        for name in in_turn(list(self._others), step):
+            other = self._others[name]
+            with stopped([os.getpid()], without=[other.pid]):
+                meter = Meter([other.pid])
+                figures: BareStep = other.call("step", self._work[step - 1], timeout_s=STEP_TIMEOUT_S)
+                self.taken[name].append((figures, *meter.read()))
         self._began = self._own_meter()
 
     def _own_meter(self) -> Meter:
-        return Meter([os.getpid()], [self._bare.pid])
+        return Meter([os.getpid()], [other.pid for other in self._others.values()])
 
 
-def measure(settings: Settings, turns: int, learning_rate: float) -> Report:
-    """Run both, check, report. Raises NotCorrect, and TroupeError where the run fails."""
+@dataclass(frozen=True)
+class Steps:
+    """What all contenders did, step by step, the first one included."""
+
+    taken: dict[str, list[Turn]]
+    rewards: dict[str, list[float]]
+    """Mean reward of what was sampled in a step, before it was learnt from."""
+    checks: dict[str, str]
+
+
+def take_steps(settings: Settings, steps: int, learning_rate: float, trl: bool) -> Steps:
+    """Let all train for so many steps, and check. Raises NotCorrect, and TroupeError where the run fails."""
     from benchmarks.streaming import CLASSES  # every engine's process imports this module, and needs no Ray
     from orchestrator.run import RunRequest, run
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = without_end(settings.model, folder / "model") if settings.lengths == "fixed" else settings.model
-        plan = spec(settings, model, turns + 1, settings.groups * (turns + 1), learning_rate)
+        plan = spec(settings, model, steps, settings.groups * steps, learning_rate)
         pool, _ = load_pools(plan.data)
         work = steps_of(settings, plan, pool, model)
-        bare = Child(BARE, BareLoop, plan.rollout_config(), plan.policy_config())
-        stack.callback(bare.close)
-        bare.call("ready", timeout_s=START_TIMEOUT_S)
-        console = Turns(bare, work)
+        others = {BARE: Child(BARE, BareLoop, plan.rollout_config(), plan.policy_config())}
+        stack.callback(others[BARE].close)
+        if trl:
+            chats: list[str] = pool.table["messages"].take([one.row for groups in work for one in groups]).to_pylist()
+            others[TRL] = Child(TRL, TrlLoop, plan.policy_config(), chats, work, settings.max_tokens)
+            stack.callback(others[TRL].close)
+        for other in others.values():
+            other.call("ready", timeout_s=START_TIMEOUT_S)
+        console = Turns(others, work)
         run(RunRequest(plan, folder / "run", False, None), lambda: CLASSES, console)
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         metrics: list[dict[str, float]] = [json.loads(line) for line in lines]
-        sampled = [trajectory(folder / "run" / "trajectories" / f"step-{n + 1:06d}.parquet") for n in range(turns + 1)]
-    checks = check(settings, work, metrics, sampled, [figures for figures, _, _ in console.taken])
+        sampled = [trajectory(folder / "run" / "trajectories" / f"step-{n + 1:06d}.parquet") for n in range(steps)]
+    figures = {name: [step for step, _, _ in taken] for name, taken in console.taken.items()}
+    checks = check(settings, work, metrics, sampled, figures[BARE])
+    if trl:
+        checks[TRL] = check_steps(figures[TRL], settings.sequences, settings.max_tokens)
+    product = [
+        Turn(line["seconds/step"], sum(map(len, ids.values())), cpu_s, foreign, phases_of(line))
+        for line, ids, (cpu_s, foreign) in zip(metrics, sampled, console.product, strict=True)
+    ]
     taken = {
-        BARE: [
-            Turn(figures.wall_s, figures.tokens, cpu_s, foreign, figures.phases)
-            for figures, cpu_s, foreign in console.taken[1:]
-        ],
-        PRODUCT: [
-            Turn(line["seconds/step"], sum(map(len, ids.values())), cpu_s, foreign, phases_of(line))
-            for line, ids, (cpu_s, foreign) in zip(metrics[1:], sampled[1:], console.product[1:], strict=True)
-        ],
+        name: [Turn(one.wall_s, one.tokens, cpu_s, foreign, one.phases) for one, cpu_s, foreign in turns]
+        for name, turns in console.taken.items()
     }
+    rewards = {name: [one.figures["reward"] for one in own] for name, own in figures.items()}
+    rewards[PRODUCT] = [line["reward/mean"] for line in metrics]
+    return Steps(taken | {PRODUCT: product}, rewards, checks)
+
+
+def measure(settings: Settings, turns: int, learning_rate: float, trl: bool) -> Report:
+    """Steps after a warm-up step. Raises what :func:`take_steps` raises."""
+    steps = take_steps(settings, turns + 1, learning_rate, trl)
+    taken = {name: own[1:] for name, own in steps.taken.items()}
     arguments = asdict(settings) | {"turns": turns, "learning_rate": learning_rate}
-    return Report("grpo_step", arguments, taken, BARE, checks)
+    return Report("grpo_step", arguments, taken, BARE, steps.checks)
 
 
 def steps_of(settings: Settings, plan: Spec, pool: PromptPool, model: Path) -> list[list[Group]]:
@@ -178,18 +211,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--threads", type=int, default=2, help="compute threads of the engine, and of the trainer")
     add("--turns", type=int, default=5, help="steps of each contender, after a warm-up step")
     add("--learning-rate", type=float, default=1e-5)
+    add("--trl", action="store_true", help="TRL's GRPOTrainer as well; with fixed lengths only")
     add("--seed", type=int, default=17)
     add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.trl and given.lengths != "fixed":
+        parser.error("--trl needs --lengths fixed: TRL samples other responses, and so other amounts")
+    return given
 
 
 def main() -> None:
     """Measure, print, write."""
     given = vars(parse(sys.argv[1:]))
-    turns, path, learning_rate = given.pop("turns"), given.pop("json"), given.pop("learning_rate")
+    turns, path, trl = given.pop("turns"), given.pop("json"), given.pop("trl")
+    learning_rate = given.pop("learning_rate")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
     began = time.monotonic()
-    report = measure(Settings(**given, engines=1), turns, learning_rate)
+    report = measure(Settings(**given, engines=1), turns, learning_rate, trl)
     report.show()
     print(f"wrote {report.write(path)} after {time.monotonic() - began:.0f} s")
 

@@ -273,8 +273,9 @@ class RolloutWorker:
         engine = self._live_engine()
         self._state = _State.UPDATING
         try:
-            # Clearing the cache also sends the running requests back to recompute theirs under the new weights.
-            await self._call(engine.pause_generation(mode="keep", clear_cache=True))
+            # Clearing the cache also sends the running requests back to recompute theirs under the new weights. vLLM's
+            # own `pause_generation` does this and then sleeps 20 ms for its callers to see outputs in a certain order.
+            await self._call(engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
         except BaseException as error:
             self._shut(f"it could not be paused: {error}")
             raise

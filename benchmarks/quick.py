@@ -1,0 +1,113 @@
+"""Small versions of the benchmarks in a few minutes, and whether any ratio got worse on this kind of machine.
+
+    python -m benchmarks.quick            # exit 1 when a ratio is worse than recorded
+    python -m benchmarks.quick --write    # record the ratios of this machine
+
+The figures are those of a tiny model: they show that something changed, not how fast the product is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import Spread, machine
+from benchmarks.regression import Ratios, Verdict, baseline_path, compare, ratios_of, read_baseline, write_baseline
+
+TINY = ("--model", ".cache/models/tiny-llama", "--dtype", "float32")
+BENCHMARKS: dict[str, tuple[str, ...]] = {
+    "rollout_throughput": (*TINY, "--groups", "8", "--samples", "4", "--max-tokens", "32", "--turns", "5"),
+    "weight_sync": (*TINY, "--samples", "2", "--max-tokens", "4", "--turns", "7"),
+    "grpo_step": (*TINY, "--groups", "4", "--samples", "4", "--max-tokens", "16", "--turns", "5"),
+    "controller_cost": ("--groups", "64", "--steps", "6", "--turns", "5"),
+    "pipeline_bubble": ("--groups", "16", "--staleness", "1", "--mean-ms", "50", "--train-ms", "75"),
+    "data_plane": ("--samples", "256", "--repeat", "2", "--turns", "7"),
+}
+"""Arguments of each benchmark."""
+LONGEST_S = 300
+NO_BASELINE = 2
+"""Exit code where nothing was recorded on this kind of machine."""
+
+
+def run(names: Sequence[str]) -> Ratios:
+    """Run the benchmarks one after another. Raises CalledProcessError where one of them refuses its own figures."""
+    ratios: Ratios = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            results = Path(folder) / f"{name}.json"
+            command = [sys.executable, "-m", f"benchmarks.{name}", *BENCHMARKS[name], "--json", str(results)]
+            subprocess.run(command, check=True, timeout=LONGEST_S, stdout=subprocess.DEVNULL)
+            ratios |= ratios_of(json.loads(results.read_text()))
+    return ratios
+
+
+def judged(recorded: Ratios, names: Sequence[str]) -> list[Verdict]:
+    """Verdicts on the benchmarks `names`. One with a bad verdict is run again: bad is what is bad twice."""
+    recorded = {name: spread for name, spread in recorded.items() if benchmark_of(name) in names}
+    verdicts = compare(recorded, run(names))
+    again = sorted({benchmark_of(verdict.name) for verdict in verdicts if verdict.bad})
+    if not again:
+        return verdicts
+    second = {verdict.name: verdict for verdict in compare(recorded, run(again))}
+    return [second[verdict.name] if verdict.bad else verdict for verdict in verdicts]
+
+
+def benchmark_of(ratio: str) -> str:
+    """The benchmark of a ratio's name."""
+    return ratio.partition(":")[0]
+
+
+def show(verdicts: Sequence[Verdict]) -> None:
+    """Print the table."""
+    table = Table(title="ratios to each benchmark's own baseline, median (least .. greatest)")
+    for title in ("ratio", "recorded", "now", ""):
+        table.add_column(title)
+    for verdict in verdicts:
+        table.add_row(verdict.name, _text(verdict.recorded), _text(verdict.measured), verdict.outcome)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def _text(spread: Spread | None) -> str:
+    return "-" if spread is None else spread.text(3)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quick", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="not all of them")
+    parser.add_argument("--write", action="store_true", help="record what is measured as this machine's baseline")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Measure, compare or record; the exit code."""
+    given = parse(sys.argv[1:])
+    began, kind = time.monotonic(), machine()
+    path = baseline_path(kind)
+    recorded = read_baseline(path) if path.is_file() and not given.write else None
+    verdicts = compare({}, run(given.only)) if recorded is None else judged(recorded, given.only)
+    show(verdicts)
+    print(f"{time.monotonic() - began:.0f} s")
+    if given.write:
+        write_baseline(path, kind, {verdict.name: verdict.measured for verdict in verdicts if verdict.measured})
+        print(f"wrote {path}")
+    elif recorded is None:
+        print(f"no baseline for this kind of machine: record one with --write ({path})")
+        return NO_BASELINE
+    bad = [verdict for verdict in verdicts if verdict.bad]
+    for verdict in bad:
+        print(f"{verdict.outcome}: {verdict.name}: {_text(verdict.measured)}, recorded was {_text(verdict.recorded)}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Whether benchmarks got worse: ratios of now against the ratios recorded on the same kind of machine.
+
+Only ratios are compared, each of them taken against a baseline in the same turn: absolute times depend on who else uses
+the machine. A ratio is worse when its median is below every turn that was recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.harness import Spread, versions
+
+BASELINES = Path(__file__).parent / "baselines"
+
+Ratios = dict[str, Spread]
+"""By `benchmark: contender`; above 1 is faster than the benchmark's own baseline."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One ratio, now and as recorded."""
+
+    name: str
+    outcome: Literal["as before", "better", "worse", "missing", "new"]
+    recorded: Spread | None
+    measured: Spread | None
+
+    @property
+    def bad(self) -> bool:
+        """Worse, or measured no more."""
+        return self.outcome in ("worse", "missing")
+
+
+def compare(recorded: Mapping[str, Spread], measured: Mapping[str, Spread]) -> list[Verdict]:
+    """A verdict on every ratio that is in either, in the order recorded, new ones last."""
+    names = [*recorded, *(name for name in measured if name not in recorded)]
+    return [_verdict(name, recorded.get(name), measured.get(name)) for name in names]
+
+
+def _verdict(name: str, recorded: Spread | None, measured: Spread | None) -> Verdict:
+    if measured is None:
+        return Verdict(name, "missing", recorded, measured)
+    if recorded is None:
+        return Verdict(name, "new", recorded, measured)
+    if measured.median < recorded.low:
+        return Verdict(name, "worse", recorded, measured)
+    return Verdict(name, "better" if measured.median > recorded.high else "as before", recorded, measured)
+
+
+def ratios_of(document: Mapping[str, Any]) -> Ratios:
+    """The ratios in a benchmark's results (`Report.write`), without that of its baseline to itself."""
+    return {
+        f"{document['benchmark']}: {contender}": Spread(**figures["ratio"])
+        for contender, figures in document["summary"].items()
+        if contender != document["baseline"]
+    }
+
+
+def baseline_path(machine: Mapping[str, Any], folder: Path = BASELINES) -> Path:
+    """The file of a kind of machine: CPU model and number of cores (`harness.machine`)."""
+    kind = f"{machine['cpu']} {machine['cores']} cores"
+    return folder / (re.sub(r"[^a-z0-9.]+", "-", kind.lower()).strip("-") + ".json")
+
+
+def read_baseline(path: Path) -> Ratios:
+    """What :func:`write_baseline` wrote. Raises FileNotFoundError."""
+    document = json.loads(path.read_text())
+    return {name: Spread(**spread) for name, spread in document["ratios"].items()}
+
+
+def write_baseline(path: Path, machine: Mapping[str, Any], ratios: Mapping[str, Spread]) -> None:
+    """Record ratios for a kind of machine; those of benchmarks that `ratios` does not have stay as they are."""
+    kept = read_baseline(path) if path.is_file() else {}
+    benchmarks = {name.partition(":")[0] for name in ratios}
+    merged = {name: spread for name, spread in kept.items() if name.partition(":")[0] not in benchmarks} | dict(ratios)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "machine": {key: machine[key] for key in ("cpu", "cores")},
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "ratios": {name: asdict(merged[name]) for name in sorted(merged)},
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")

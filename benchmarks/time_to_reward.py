@@ -1,0 +1,109 @@
+"""Steps and seconds until what is sampled earns a reward, for the product, the bare loop and TRL.
+
+    python -m benchmarks.time_to_reward --target 0.30 --steps 20 --seeds 17 18 19
+
+Every seed is a training run of all three from the same model on the same prompts, in turns as in grpo_step. Seconds are
+those of a contender's own steps; loading is left out. The reward is the share of vowels in a response.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.grpo_step import BARE, Steps, take_steps
+from benchmarks.harness import NotCorrect, Report, Turn, Unit
+from benchmarks.workload import MODEL, Settings
+
+RUNS = Unit("runs", "run", digits=4)
+
+
+def steps_to(rewards: Sequence[float], target: float, window: int) -> int | None:
+    """Steps until the mean of the last `window` steps' rewards is at least `target`; None where it never is."""
+    for done in range(window, len(rewards) + 1):
+        if fmean(rewards[done - window : done]) >= target:
+            return done
+    return None
+
+
+def to_target(name: str, steps: Steps, target: float, window: int) -> Turn:
+    """A contender's run up to the target. Raises NotCorrect where it did not get there: there is nothing to compare."""
+    rewards = steps.rewards[name]
+    needed = steps_to(rewards, target, window)
+    if needed is None:
+        best = max(fmean(rewards[done - window : done]) for done in range(window, len(rewards) + 1))
+        raise NotCorrect(f"{name} came to a reward of {best:.4f} in {len(rewards)} steps, not to {target:g}")
+    taken = steps.taken[name][:needed]
+    return Turn(
+        wall_s=sum(turn.wall_s for turn in taken),
+        amount=1.0,
+        cpu_s=sum(turn.cpu_s for turn in taken),
+        foreign_cores=fmean(turn.foreign_cores for turn in taken),
+        figures={"steps": float(needed), "first reward": rewards[0], "last reward": rewards[needed - 1]},
+    )
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.time_to_reward", description=__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, default=MODEL, help="model folder")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--groups", type=int, default=8, help="prompts in a step")
+    add("--samples", type=int, default=8, help="samples of a prompt")
+    add("--max-tokens", type=int, default=32)
+    add("--concurrency", type=int, default=64, help="sequences decoded together")
+    add("--threads", type=int, default=2, help="compute threads of the engine, and of the trainer")
+    add("--learning-rate", type=float, default=1e-5)
+    add("--target", type=float, required=True, help="mean reward of the samples of a step")
+    add("--window", type=int, default=3, help="steps that the reward is the mean of")
+    add("--steps", type=int, default=20, help="at most")
+    add("--seeds", type=int, nargs="+", default=[17, 18, 19, 20, 21], help="one run each")
+    add("--no-trl", dest="trl", action="store_false", help="without TRL")
+    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
+    return parser.parse_args(arguments)
+
+
+def measure(settings: Settings, given: argparse.Namespace) -> Report:
+    """One run for each seed. Raises NotCorrect, and TroupeError where a run fails."""
+    taken: dict[str, list[Turn]] = {}
+    checks: dict[str, str] = {}
+    for seed in given.seeds:
+        steps = take_steps(replace(settings, seed=seed), given.steps, given.learning_rate, given.trl)
+        for name in steps.taken:
+            taken.setdefault(name, []).append(to_target(name, steps, given.target, given.window))
+        checks |= {f"seed {seed}, {check}": outcome for check, outcome in steps.checks.items()}
+    settled = {key: vars(given)[key] for key in ("learning_rate", "target", "window", "steps", "seeds")}
+    return Report("time_to_reward", asdict(settings) | settled, taken, BARE, checks, RUNS)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    given = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
+    began = time.monotonic()
+    settings = Settings(
+        model=given.model,
+        dtype=given.dtype,
+        lengths="fixed",
+        groups=given.groups,
+        samples=given.samples,
+        max_tokens=given.max_tokens,
+        concurrency=given.concurrency,
+        engines=1,
+        threads=given.threads,
+        seed=given.seeds[0],
+    )
+    report = measure(settings, given)
+    report.show()
+    print(f"wrote {report.write(given.json)} after {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

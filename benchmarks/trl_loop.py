@@ -1,0 +1,184 @@
+"""The common practice for a training step: TRL's GRPOTrainer with its own generation, in one process.
+
+vLLM inside TRL needs a GPU, so Hugging Face `generate` samples. Set as a competent user would on a CPU: no gradient
+checkpointing, the largest micro-batches within the product's token budget, no reference model, the same loss over all
+tokens, the same optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.bare_loop import BareStep
+from benchmarks.harness import NotCorrect
+from benchmarks.timing import Parts
+from benchmarks.workload import LETTERS, Group
+from workers.config import PolicyConfig
+from workers.rewards.functions import letter_share
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
+
+_PERMISSION_S = 3600.0
+
+
+class TrlLoop:
+    """GRPOTrainer that takes one step at a time."""
+
+    def __init__(
+        self, policy: PolicyConfig, messages: Sequence[str], work: Sequence[Sequence[Group]], max_tokens: int
+    ) -> None:
+        """`messages`: the chats of all groups of all steps, in order, as JSON."""
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        import torch
+
+        torch.set_num_threads(policy.trainer.threads)
+        self._work = work
+        self._parts = Parts()
+        self._sampled: list[list[int]] = []
+        self._rewards: list[float] = []
+        self._may_step: SimpleQueue[bool] = SimpleQueue()
+        self._stepped: SimpleQueue[BareStep | BaseException] = SimpleQueue()
+        self._steps = 0
+        self._began = self._wall_s = 0.0
+        self._trainer = self._build(policy, [json.loads(chat) for chat in messages], max_tokens)
+
+    def ready(self) -> None:
+        """Answers when the model is loaded."""
+
+    def step(self, groups: Sequence[Group]) -> BareStep:
+        """The next step. Raises ValueError where `groups` are not those it was made for, and what TRL raises."""
+        if list(groups) != list(self._work[self._steps]):
+            raise ValueError(f"step {self._steps + 1} was prepared for other prompts")
+        if not self._steps:
+            threading.Thread(target=self._train, daemon=True).start()
+        self._steps += 1
+        self._may_step.put(True)
+        outcome = self._stepped.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def _train(self) -> None:
+        try:
+            self._trainer.train()
+        except BaseException as error:
+            self._stepped.put(error)
+
+    def _reward(self, completion_ids: Any, completions: Any, **_: Any) -> list[float | None]:
+        self._sampled = [list(ids) for ids in completion_ids]
+        texts = [completion[0]["content"] for completion in completions]
+        self._rewards = [letter_share(text, "", {}, letters=LETTERS) for text in texts]
+        return list(self._rewards)
+
+    def _build(self, policy: PolicyConfig, chats: Sequence[Any], max_tokens: int) -> GRPOTrainer:
+        from datasets import Dataset
+        from transformers import AutoTokenizer, TrainerCallback
+        from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
+
+        groups, loop = self._work[0], self
+        sequences = sum(group.samples for group in groups)
+        longest = max(len(group.prompt_ids) for step in self._work for group in step) + max_tokens
+        tokenizer = AutoTokenizer.from_pretrained(policy.model.path, padding_side="left")
+        _check_prompts(tokenizer, chats, [group for step in self._work for group in step])
+        rows = micro_batch_rows(sequences, longest, policy.trainer.micro_batch_tokens)
+        trainer = policy.trainer
+
+        class OneStepAtATime(TrainerCallback):
+            """Waits before each step, and says what it was."""
+
+            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                loop._may_step.get(timeout=_PERMISSION_S)
+                loop._parts.read()
+                loop._began = time.monotonic()
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                loop._wall_s = time.monotonic() - loop._began
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+                if "grad_norm" in logs:
+                    loop._stepped.put(loop._summary(logs))
+
+        arguments = GRPOConfig(
+            output_dir=str(Path(policy.model.path)),  # nothing is saved
+            use_cpu=True,
+            bf16=policy.model.dtype == "bfloat16",
+            model_init_kwargs={"dtype": "float32"},  # master weights: TRL's own default
+            gradient_checkpointing=False,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=sequences // rows,
+            num_generations=groups[0].samples,
+            max_completion_length=max_tokens,
+            max_steps=len(self._work),
+            learning_rate=trainer.learning_rate,
+            lr_scheduler_type="constant",
+            adam_beta1=trainer.adam_betas[0],
+            adam_beta2=trainer.adam_betas[1],
+            adam_epsilon=trainer.adam_eps,
+            weight_decay=trainer.weight_decay,
+            max_grad_norm=trainer.max_grad_norm,
+            optim="adamw_torch_fused",
+            temperature=policy.sampling.temperature,
+            beta=0.0,
+            loss_type="dapo",  # mean over the tokens of the whole batch
+            shuffle_dataset=False,
+            seed=policy.seed & 0xFFFFFFFF,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        built = GRPOTrainer(
+            model=policy.model.path,
+            reward_funcs=self._reward,
+            args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": chat} for chat in chats]),
+            processing_class=tokenizer,
+            callbacks=[OneStepAtATime()],
+        )
+        self._parts.watch(built, "_generate_single_turn", "generate")
+        self._parts.watch(built, "_generate_and_score_completions", "sample and score")
+        return built
+
+    def _summary(self, logs: dict[str, float]) -> BareStep:
+        seconds = self._parts.read()
+        wall_s, generate_s = self._wall_s, seconds["generate"]
+        prepare_s = seconds["sample and score"] - generate_s
+        phases = {"generate": generate_s, "prepare": prepare_s, "update": wall_s - generate_s - prepare_s}
+        figures = {"grad_norm": float(logs["grad_norm"]), "reward": sum(self._rewards) / len(self._rewards)}
+        return BareStep(wall_s, phases, sum(map(len, self._sampled)), figures, self._sampled)
+
+
+def micro_batch_rows(sequences: int, longest: int, budget: int) -> int:
+    """The most rows of at most `longest` tokens that fit the budget and divide `sequences` evenly; at least one."""
+    fitting = [rows for rows in range(1, sequences + 1) if sequences % rows == 0 and rows * longest <= budget]
+    return max(fitting, default=1)
+
+
+def check_steps(steps: Sequence[BareStep], sequences: int, max_tokens: int) -> str:
+    """What is right about the steps. Raises NotCorrect where one sampled something else, or learnt nothing."""
+    for number, step in enumerate(steps, 1):
+        lengths = {len(ids) for ids in step.response_ids}
+        if len(step.response_ids) != sequences or lengths != {max_tokens}:
+            raise NotCorrect(f"TRL, step {number}: {len(step.response_ids)} responses of {sorted(lengths)} tokens")
+        norm = step.figures["grad_norm"]
+        if not (math.isfinite(norm) and norm > 0.0):
+            raise NotCorrect(f"TRL, step {number}: a gradient of norm {norm}")
+    return f"{sequences} responses of {max_tokens} tokens in all {len(steps)} steps; gradients are not zero"
+
+
+def _check_prompts(tokenizer: Any, chats: Sequence[Any], groups: Sequence[Group]) -> None:
+    """Raises ValueError where TRL's way to token ids gives others than the product's."""
+    ids = tokenizer.apply_chat_template(list(chats), add_generation_prompt=True, tokenize=True, return_dict=True)
+    wrong = [group.uid for group, own in zip(groups, ids["input_ids"], strict=True) if list(own) != [*group.prompt_ids]]
+    if wrong:
+        raise ValueError(f"TRL would train on other prompt tokens for {', '.join(wrong)}")

@@ -1,0 +1,81 @@
+"""The engine's side of the weight_sync benchmark. vLLM imports this in its worker process.
+
+The product's own extension does the product's work and is only watched; what is added here is the limit (weights that
+lie in the process already are loaded into the model) and the common practice (vLLM reloads a folder).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from benchmarks.timing import Parts
+from workers import weight_file, weight_transfer
+from workers.messages import WeightUpdate
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+PARTS = Parts()
+_open_weights = weight_transfer.open_weights
+
+
+@contextmanager
+def _watched_open(update: WeightUpdate) -> Iterator[weight_file.MappedWeights]:
+    with PARTS.noted("open"):
+        opened = _open_weights(update)
+        weights = opened.__enter__()
+    try:
+        yield weights
+    finally:
+        opened.__exit__(None, None, None)
+
+
+class MeasuredExtension(weight_transfer.EngineExtension):
+    """Methods that vLLM adds to its worker class."""
+
+    model_runner: GPUModelRunner
+    model_config: ModelConfig
+    device: torch.device
+    _weights_held: Sequence[tuple[str, torch.Tensor]]
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part of the updates since the last call."""
+        return PARTS.read()
+
+    def hold(self, update: dict[str, Any]) -> None:
+        """Copy a published version into this process's own memory, where the model is."""
+        with weight_file.open_weights(weight_transfer.ShmUpdateInfo(**update).update()) as weights:
+            self._weights_held = [(name, tensor.to(self.device, copy=True)) for name, tensor in weights.tensors()]
+
+    def apply_held(self) -> float:
+        """Load what is held into the running model; seconds that took."""
+        model = self.model_runner.get_model()
+        began = time.perf_counter()
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(self._weights_held))  # pyright: ignore[reportCallIssue]
+        finalize_layerwise_reload(model, self.model_config)
+        self.repack_heads()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds = time.perf_counter() - began
+        self._weights_held = ()
+        return seconds
+
+    def repack_heads(self) -> None:
+        """On the CPU a tied head keeps a packed copy of its old weight, which vLLM's reload does not renew."""
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+
+weight_transfer.open_weights = _watched_open
+PARTS.watch(weight_file.MappedWeights, "verify", "verify")
+PARTS.watch(weight_transfer.ShmWeightTransferEngine, "_load", "load")

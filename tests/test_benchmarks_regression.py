@@ -1,0 +1,95 @@
+"""What counts as worse: ratios against those recorded on the same kind of machine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import quick
+from benchmarks.harness import Report, Spread, Turn
+from benchmarks.regression import baseline_path, compare, ratios_of, read_baseline, write_baseline
+
+MACHINE = {"cpu": "Some(R) CPU @ 2.50GHz", "cores": 2, "memory_gib": 8.0}
+
+
+def spread(low: float, median: float, high: float) -> Spread:
+    return Spread(median, low, high)
+
+
+@pytest.mark.parametrize(
+    ("measured", "outcome"),
+    [
+        (spread(0.80, 0.95, 1.00), "as before"),
+        (spread(0.80, 0.90, 1.00), "as before"),  # on the edge of what was recorded
+        (spread(0.80, 0.89, 1.20), "worse"),
+        (spread(0.99, 1.11, 1.20), "better"),
+    ],
+)
+def test_a_median_outside_the_recorded_spread_is_news(measured: Spread, outcome: str) -> None:
+    (verdict,) = compare({"a: x": spread(0.9, 1.0, 1.1)}, {"a: x": measured})
+    assert (verdict.outcome, verdict.bad) == (outcome, outcome == "worse")
+
+
+def test_what_is_measured_no_more_is_bad_and_what_is_new_is_not() -> None:
+    one = spread(1.0, 1.0, 1.0)
+    verdicts = compare({"b: x": one, "a: x": one}, {"c: x": one, "a: x": one})
+    assert [(verdict.name, verdict.outcome) for verdict in verdicts] == [
+        ("b: x", "missing"),
+        ("a: x", "as before"),
+        ("c: x", "new"),
+    ]
+    assert [verdict.bad for verdict in verdicts] == [True, False, False]
+
+
+def test_ratios_come_from_a_results_file_without_the_baseline_itself(tmp_path: Path) -> None:
+    taken = {"bare": [Turn(1.0, 10, 1.0, 0.0)] * 3, "troupe": [Turn(1.0, amount, 1.0, 0.0) for amount in (8, 9, 12)]}
+    document = json.loads(Report("some", {}, taken, "bare", {}).write(tmp_path / "some.json").read_text())
+    assert ratios_of(document) == {"some: troupe": spread(0.8, 0.9, 1.2)}
+
+
+def test_a_kind_of_machine_has_one_file(tmp_path: Path) -> None:
+    path = baseline_path(MACHINE, tmp_path)
+    assert path == tmp_path / "some-r-cpu-2.50ghz-2-cores.json"
+    assert baseline_path(MACHINE | {"cores": 4}, tmp_path) != path
+    assert baseline_path(MACHINE | {"memory_gib": 16.0}, tmp_path) == path
+
+
+def test_recording_replaces_only_the_benchmarks_that_were_measured(tmp_path: Path) -> None:
+    path, old, new = tmp_path / "b" / "m.json", spread(1.0, 1.0, 1.0), spread(2.0, 2.0, 2.0)
+    write_baseline(path, MACHINE, {"a: x": old, "a: gone": old, "b: x": old})
+    write_baseline(path, MACHINE, {"a: x": new})
+    assert read_baseline(path) == {"a: x": new, "b: x": old}
+    assert json.loads(path.read_text())["machine"] == {"cpu": MACHINE["cpu"], "cores": 2}
+
+
+def test_bad_is_what_is_bad_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = {"a: x": spread(0.9, 1.0, 1.1), "b: x": spread(0.9, 1.0, 1.1), "c: x": spread(0.9, 1.0, 1.1)}
+    slow, fine = spread(0.5, 0.5, 0.5), spread(1.0, 1.0, 1.0)
+    runs = [{"a: x": slow, "b: x": slow}, {"a: x": fine, "b: x": slow}]
+    asked: list[list[str]] = []
+
+    def run(names: list[str]) -> dict[str, Spread]:
+        asked.append(list(names))
+        return runs[len(asked) - 1]
+
+    monkeypatch.setattr(quick, "run", run)
+    verdicts = quick.judged(recorded, ["a", "b"])
+    assert asked == [["a", "b"], ["a", "b"]]
+    assert {verdict.name: verdict.outcome for verdict in verdicts} == {"a: x": "as before", "b: x": "worse"}
+
+
+def test_nothing_is_run_again_where_nothing_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    fine = {"a: x": spread(1.0, 1.0, 1.0)}
+    monkeypatch.setattr(quick, "run", lambda names: calls.append(names) or fine)
+    assert [verdict.outcome for verdict in quick.judged(fine, ["a"])] == ["as before"]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", quick.BENCHMARKS)
+def test_a_quick_benchmark_takes_its_arguments(name: str) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    assert module.parse(quick.BENCHMARKS[name]).turns >= 5
