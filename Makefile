@@ -18,7 +18,7 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo cluster-demo test lint bench bench-quick clean distclean
+.PHONY: help setup models demo cluster-demo test test-long lint bench bench-quick clean distclean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,8 +39,11 @@ demo: models ## train SmolLM2-135M with GRPO on this machine, results in runs/de
 cluster-demo: models ## start four Ray nodes here, scale a run on them while it trains, and kill a node
 	$(RUN) "$(BIN)/python" deploy/cluster_demo.py
 
-test: models ## run the test suite (the cluster of several nodes apart: ARGS="-m cluster")
+test: models ## run the test suite
 	$(RUN) "$(BIN)/python" -m pytest $(SPREAD) $(ARGS)
+
+test-long: models ## run the tests that start the real stack again and again: resumption, deaths, chains, a cluster
+	$(RUN) "$(BIN)/python" -m pytest -m long $(SPREAD) $(ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(RUN) "$(BIN)/ruff" check .

@@ -14,8 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
 REAL_TIMEOUT_S = 1200
 LONG_FIRST = (
-    *("test_runs.py", "test_offline.py", "test_algorithms.py", "test_rollout.py", "test_chain.py", "test_trainer.py"),
-    *("test_deaths.py", "test_submit.py", "test_faults.py", "test_ppo.py", "test_weight_sync.py"),
+    *("test_offline.py", "test_trainer.py", "test_runs.py", "test_algorithms.py", "test_ppo.py", "test_faults.py"),
+    *("test_weight_sync.py", "test_rollout.py", "test_submit.py"),
+    *("test_cluster.py", "test_chain.py", "test_deaths.py", "test_rollout_killed.py"),
 )
 """Files of real tests by what they take; the others are short."""
 

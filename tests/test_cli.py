@@ -160,12 +160,12 @@ def test_a_plan_without_room_says_what_to_change() -> None:
 def test_a_cluster_that_cannot_be_read_costs_one_line(cluster: str) -> None:
     answer = troupe("plan", str(GRPO), "--cluster", cluster)
     message = f"error: --cluster: '{cluster}' is not NODESxGPUS, as in 2x8, or NODESxGPUSxTYPE, as in 2x8xH200"
-    assert (answer.code, answer.errors) == (1, [message])
+    assert (answer.code, answer.errors) == (2, [message])
 
 
 def test_a_gpu_type_that_is_not_known_costs_one_line() -> None:
     answer = troupe("plan", str(GRPO), "--cluster", "1x8xH1000")
-    assert (answer.code, len(answer.errors)) == (1, 1)
+    assert (answer.code, len(answer.errors)) == (2, 1)
     assert answer.errors[0].startswith("error: --cluster: no GPU type 'H1000' (there are: T4, ")
 
 

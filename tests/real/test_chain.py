@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.conftest import ROOT
 from tests.real.helpers import Run, interrupt, running
 
 CHAIN = ROOT / "deploy" / "tiny-three-stage.yaml"
+
+pytestmark = pytest.mark.long
 
 
 def test_three_stages_follow_one_another_and_go_on_where_they_were_stopped(tmp_path: Path) -> None:

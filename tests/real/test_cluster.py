@@ -11,7 +11,7 @@ from orchestrator.checkpoint import CheckpointStore
 from tests.conftest import ROOT
 from tests.real.helpers import Command, running, trajectories
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.long
 
 
 def test_a_run_scales_and_outlives_a_node(tmp_path: Path) -> None:

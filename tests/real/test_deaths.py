@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 
 import psutil
+import pytest
 
 from orchestrator.checkpoint import CheckpointStore
 from tests.real.helpers import GRPO, SLOW, SLOW_SAMPLES, Run, balanced, running
+
+pytestmark = pytest.mark.long
 
 
 def test_a_dead_engine_is_replaced_until_the_budget_is_spent(tmp_path: Path) -> None:

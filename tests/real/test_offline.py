@@ -267,6 +267,7 @@ def test_what_was_trained_is_evaluated_alone_as_in_its_run(dpo: Left, folder: Pa
     assert figures["eval/accuracy"] > 0.5
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(dpo: Left, folder: Path) -> None:
     overrides = ("checkpoint.keep=10", "checkpoint.every_steps=1", "schedule.steps=5", "evaluation.at_end=false")
     with running(Run(folder, DPO, *overrides, name="resumed")) as first:
@@ -282,6 +283,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(dpo: Left, folder: Pat
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
+@pytest.mark.long
 def test_twice_the_workers_and_smaller_micro_batches_train_the_same(dpo: Left, folder: Path) -> None:
     overrides = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256", "schedule.steps=2")
     with running(Run(folder, DPO, *overrides, name="twice")) as run:

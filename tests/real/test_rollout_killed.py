@@ -17,6 +17,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.long
+
 
 def engines(pid: int) -> list[psutil.Process]:
     """Engine processes below this one; they have that title from when they begin to load."""

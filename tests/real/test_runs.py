@@ -136,6 +136,7 @@ def test_grpo_learns(grpo: Run) -> None:
     assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.05, rewards  # eight standard errors of a step
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(grpo: Run, resumed: Run) -> None:
     assert resumed.steps() == list(range(1, CHAIN_STEPS + 1))
     for whole, parts in zip(grpo.metrics, resumed.metrics, strict=False):
@@ -149,6 +150,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(grpo: Run, resumed: Ru
     assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
 
 
+@pytest.mark.long
 def test_twice_the_workers_train_the_same(grpo: Run, resumed: Run, folder: Path, tiny_model: Path) -> None:
     overrides = ("roles.rollout.workers=2", "roles.policy.workers=2", "schedule.steps=2", "checkpoint.every_steps=1")
     with running(Run(folder, GRPO, *overrides, name="twice")) as run:

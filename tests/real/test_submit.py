@@ -51,6 +51,7 @@ def test_a_submitted_spec_runs_as_a_job_and_its_log_is_shown(head: str, tmp_path
     assert steps == [0, 1, 2]  # the first line is the evaluation before it
 
 
+@pytest.mark.long
 def test_a_job_is_watched_and_stopped_and_its_run_is_saved(head: str, tmp_path: Path) -> None:
     job = f"endless-{free_port()}"
     sets = [f"name={job}", "schedule.steps=1000", f"output.folder={tmp_path}/runs"]
