@@ -53,7 +53,7 @@ lint: $(STAMP) ## check style and types
 bench: models ## measure rollout throughput against its baselines
 	$(RUN) "$(BIN)/python" -m benchmarks.rollout_throughput $(ARGS)
 
-bench-quick: models ## small benchmarks in a few minutes: has any ratio got worse on this kind of machine?
+bench-quick: models ## small benchmarks: has any ratio got worse on this kind of machine?
 	$(RUN) "$(BIN)/python" -m benchmarks.quick $(ARGS)
 
 clean: ## remove caches and build products; the environment, the models and runs/ stay
