@@ -33,7 +33,7 @@ from orchestrator.actor_group import Cluster
 from workers.messages import ROLLOUTS, TRAIN
 from workers.tensors import Ragged, list_column, ragged
 
-MEMCPY = "memcpy"
+MEMCPY, PUT, GET, TORCH = "memcpy", "troupe put", "troupe get, then read", "ray.put of torch tensors"
 PROMPT_TOKENS = 256
 CHARACTERS = 4
 """Of text for each response token."""
@@ -191,19 +191,19 @@ class Contenders:
         """Seconds of every repetition, by contender."""
         return {
             MEMCPY: self._memcpy,
-            "troupe put": lambda: self._put(self._table),
-            "ray.put of torch tensors": lambda: self._put(self._tensors),
+            PUT: lambda: self._put(self._table),
+            TORCH: lambda: self._put(self._tensors),
             "pickle and unpickle": self._pickle,
             "read where it is": lambda: self._read(lambda: self._table),
-            "troupe get, then read": lambda: self._read(lambda: ray.get(self._ref)),
+            GET: lambda: self._read(lambda: ray.get(self._ref)),
         }
 
     def turn(self, name: str) -> Turn:
         """One turn of a contender."""
-        size = tensor_bytes(self._tensors) if "torch" in name else self._size
-        copies = {"troupe put": self.copies.put, "troupe get, then read": self.copies.get}
+        size = tensor_bytes(self._tensors) if name == TORCH else self._size
+        copies = {PUT: self.copies.put, GET: self.copies.get}
         figures = {"copies per byte": copies[name]} if name in copies else {}
-        if name.startswith("troupe get"):
+        if name == GET:
             began = time.perf_counter()
             ray.get(self._ref)
             figures["get alone, ms"] = 1e3 * (time.perf_counter() - began)

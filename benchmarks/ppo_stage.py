@@ -27,8 +27,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.metrics import PhaseTimers
 from orchestrator.prompts import PromptSource
 from orchestrator.rollout_source import RolloutSource
-from orchestrator.run import Company, RunRequest, load_data
-from orchestrator.run import _scene as open_scene
+from orchestrator.run import Company, RunRequest, load_data, open_scene
 from orchestrator.scheduler import RolloutScheduler
 from orchestrator.scoring import ScoredGroup, TokenScorer
 from orchestrator.spec import Spec

@@ -21,7 +21,7 @@ from orchestrator.handles import TableRef
 from orchestrator.ledger import Ledger
 from orchestrator.placement import demand, place, role_sizes
 from orchestrator.prompts import PromptPick
-from orchestrator.run import _pool_bounds as pool_bounds
+from orchestrator.run import pool_bounds
 from orchestrator.scheduler import RolloutScheduler, SchedulePlan
 from orchestrator.scoring import RewardPool, ScoredGroup, Scorer
 from orchestrator.spec import Spec

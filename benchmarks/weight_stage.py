@@ -18,10 +18,10 @@ from orchestrator.engine_pool import EnginePool
 from orchestrator.handles import Gang, TableRef
 from orchestrator.placement import demand, place, role_sizes
 from orchestrator.prompts import load_pools
-from orchestrator.run import _pool_bounds as pool_bounds
+from orchestrator.run import pool_bounds, weight_sync
 from orchestrator.scoring import TokenScorer
 from orchestrator.spec import Spec
-from orchestrator.weight_sync import DeviceSync, FileSync, SyncReport, WeightSync
+from orchestrator.weight_sync import FileSync, SyncReport, WeightSync
 from workers.critic import CriticWorker
 from workers.messages import GroupRequest, GroupSummary, WeightUpdate
 from workers.reference import ReferenceWorker
@@ -58,7 +58,7 @@ class WeightStage:
                 raise RuntimeError("the spec has no policy")
             pool = EnginePool(stage.engines, casting.engine, pool_bounds(spec))
             prompts, _ = load_pools(spec.data)
-            sync = _weight_sync(spec, stage.policy, pool, cluster)
+            sync = weight_sync(spec, stage.policy, pool, cluster)
             yield cls(stage.policy, pool, sync, cluster.put(prompts.table), spec.group_size)
             await cluster.close(_CLOSE_TIMEOUT_S)
         finally:
@@ -128,15 +128,6 @@ class WeightStage:
     async def _every_engine(self, method: str, *args: Any) -> list[Any]:
         calls = (engine.handle.call(method, *args, timeout_s=_TIMEOUT_S) for engine in self._pool.engines)
         return await asyncio.gather(*calls)
-
-
-def _weight_sync(spec: Spec, policy: Gang, pool: EnginePool, cluster: Cluster) -> WeightSync:
-    """As the product makes it."""
-    bound = spec.schedule.sync_timeout_s
-    if spec.resolved_backend() == "shm":
-        return FileSync(policy, pool, bound)
-    ranks = spec.roles.rollout.tensor_parallel_size
-    return DeviceSync(policy, pool, lambda engines: cluster.link(engines, ranks, bound), bound)
 
 
 def _by_sample(tables: Any, column: str) -> dict[int, list[float]]:

@@ -101,11 +101,11 @@ async def _run(
     spec = request.spec
     if isinstance(spec, OfflineSpec):
         examples = load_examples(spec)
-        async with _scene(request, classes, console) as scene:
+        async with open_scene(request, classes, console) as scene:
             company = OfflineCompany(spec, request.out, scene)
             return await (await company.controller(examples, store, found)).run()
     data = load_data(spec)
-    async with _scene(request, classes, console) as scene:
+    async with open_scene(request, classes, console) as scene:
         company = Company(spec, request.out, scene, data)
         try:
             controller = await company.controller(store, found)
@@ -121,7 +121,7 @@ async def _evaluate_examples(
     held_out = None if spec.data.eval is None else load_examples(spec)[1]
     if held_out is None:
         raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
-    async with _scene(request, classes, console) as scene:
+    async with open_scene(request, classes, console) as scene:
         company = OfflineCompany(spec, request.out, scene)
         evaluator = await unless_stopped(scene.stop, company.evaluator(held_out))
         return await unless_stopped(scene.stop, evaluator.run(lambda done, of: console.phase("evaluate", done, of)))
@@ -132,7 +132,7 @@ async def _evaluate_prompts(request: RunRequest, spec: Spec, classes: Classes, c
         raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
     data = load_data(spec)
     roles = frozenset({"rollout", "reward"})
-    async with _scene(request, classes, console, roles) as scene:
+    async with open_scene(request, classes, console, roles) as scene:
         company = Company(spec, request.out, scene, data)
         evaluator = company.evaluator()
         if evaluator is None:
@@ -145,7 +145,7 @@ async def _evaluate_prompts(request: RunRequest, spec: Spec, classes: Classes, c
 
 
 @asynccontextmanager
-async def _scene(
+async def open_scene(
     request: RunRequest, classes: Classes, console: Console, roles: frozenset[str] | None = None
 ) -> AsyncIterator[Scene]:
     """A cluster with the cast started on it, and all of it ended afterwards, however the run ends."""
@@ -195,7 +195,7 @@ class Company:
         self._scene = scene
         self._stage = scene.stage
         self._data = data
-        self._pool = EnginePool(scene.stage.engines, scene.casting.engine, _pool_bounds(spec))
+        self._pool = EnginePool(scene.stage.engines, scene.casting.engine, pool_bounds(spec))
         self._rewards = RewardPool(scene.stage.reward, spec.schedule.score_timeout_s)
         self._reference = self._reference_scorer()
         self._crew = self._scaled_crew()
@@ -225,7 +225,7 @@ class Company:
             source=RolloutSource(
                 _rollout_plan(spec, self._out), makers, self._scene.console, self._scene.stop, remembered
             ),
-            sync=self._weight_sync(policy),
+            sync=weight_sync(spec, policy, self._pool, self._scene.cluster),
             evaluator=self.evaluator(),
             ledger=ledger,
             crew=self._crew,
@@ -285,13 +285,6 @@ class Company:
         scorer = Scorer(self._rewards, self._token_scorers())
         table = self._scene.cluster.put(self._data.train.table)
         return RolloutScheduler(plan, self._pool, scorer, ledger, prompts.next, table, done)
-
-    def _weight_sync(self, policy: Gang) -> WeightSync:
-        bound = self._spec.schedule.sync_timeout_s
-        if self._spec.resolved_backend() == "shm":
-            return FileSync(policy, self._pool, bound)
-        ranks = self._spec.roles.rollout.tensor_parallel_size
-        return DeviceSync(policy, self._pool, lambda engines: self._scene.cluster.link(engines, ranks, bound), bound)
 
     def _reference_scorer(self) -> TokenScorer | None:
         reference = self._stage.reference
@@ -371,7 +364,17 @@ def _rollout_plan(spec: Spec, out: Path) -> RolloutPlan:
     )
 
 
-def _pool_bounds(spec: Spec) -> PoolBounds:
+def weight_sync(spec: Spec, policy: Gang, pool: EnginePool, cluster: Cluster) -> WeightSync:
+    """How the spec has the policy's weights reach the engines."""
+    bound = spec.schedule.sync_timeout_s
+    if spec.resolved_backend() == "shm":
+        return FileSync(policy, pool, bound)
+    ranks = spec.roles.rollout.tensor_parallel_size
+    return DeviceSync(policy, pool, lambda engines: cluster.link(engines, ranks, bound), bound)
+
+
+def pool_bounds(spec: Spec) -> PoolBounds:
+    """What the pool of engines may take and wait for."""
     return PoolBounds(
         max_outstanding=max(spec.roles.rollout.max_num_seqs, spec.group_size) + spec.group_size,
         generate_timeout_s=spec.schedule.generate_timeout_s,

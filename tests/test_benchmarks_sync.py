@@ -18,20 +18,8 @@ from benchmarks.time_to_reward import steps_to, to_target
 from benchmarks.timing import Parts
 from benchmarks.trl_loop import check_steps, micro_batch_rows
 from benchmarks.weight_sync import Gate, on_device
-from benchmarks.workload import Settings, spec
-
-SETTINGS = Settings(
-    model=Path("m"),
-    dtype="float32",
-    lengths="fixed",
-    groups=2,
-    samples=2,
-    max_tokens=3,
-    concurrency=4,
-    engines=1,
-    threads=1,
-    seed=5,
-)
+from benchmarks.workload import spec
+from tests.test_benchmarks import SETTINGS
 
 
 class Worker:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from deploy.cluster_demo import answers, free_port
 from orchestrator.checkpoint import CheckpointStore
 from tests.conftest import ROOT
 from tests.real.helpers import GRPO, Command, running, troupe
@@ -94,21 +92,3 @@ def test_a_wrong_token_is_told_in_one_line(head: str, tmp_path: Path) -> None:
     assert command.stderr.count("\n") == 1, command.stderr
     line = command.stderr
     assert line.startswith(f"error: --address {head}: ") and "token" in line
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def answers(url: str) -> bool:
-    """Whether the job server is up (it wants a token, and says so)."""
-    try:
-        urllib.request.urlopen(f"{url}/api/version", timeout=2).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
