@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 
-from benchmarks.harness import SEQUENCES, NotCorrect, Report, Turn, take_turns
+from benchmarks.harness import SEQUENCES, NotCorrect, Report, Turn, carry_out, take_turns
 from benchmarks.processes import Meter, stopped
 from benchmarks.simulated import Shape, SimEngine, SimPolicy, SimReward, Simulation, Stage, check
 from orchestrator.actor_group import ActorWorker, Cluster
@@ -139,10 +139,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     given = parse(sys.argv[1:])
-    began = time.monotonic()
-    report = asyncio.run(measure(given.groups, given.samples, given.steps, given.turns))
-    report.show()
-    print(f"wrote {report.write(given.json)} after {time.monotonic() - began:.0f} s")
+    carry_out(lambda: asyncio.run(measure(given.groups, given.samples, given.steps, given.turns)), given.json)
 
 
 if __name__ == "__main__":

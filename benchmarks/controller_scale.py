@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import SEQUENCES, NotCorrect, Report, Turn, take_turns
+from benchmarks.harness import SEQUENCES, NotCorrect, Report, Turn, carry_out, take_turns
 from benchmarks.processes import Meter
 from benchmarks.simulated import Clock, LocalWorker, Shape, SimEngine, SimPolicy, Simulation, Stage, check
 from orchestrator.metrics import percentiles
@@ -221,7 +221,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     given = parse(sys.argv[1:])
-    began = time.monotonic()
     logging.getLogger("orchestrator").setLevel(logging.CRITICAL)  # it reports every engine that dies
     load = Load(
         given.samples,
@@ -231,9 +230,7 @@ def main() -> None:
         given.load,
         given.fault_every,
     )
-    report = asyncio.run(measure(given.engines, load, given.turns))
-    report.show()
-    print(f"wrote {report.write(given.json)} after {time.monotonic() - began:.0f} s")
+    carry_out(lambda: asyncio.run(measure(given.engines, load, given.turns)), given.json)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import pyarrow as pa
 import ray
 import torch
 
-from benchmarks.harness import GIGABYTES, NotCorrect, Report, Turn, take_turns
+from benchmarks.harness import GIGABYTES, NotCorrect, Report, Turn, carry_out, take_turns
 from benchmarks.processes import Meter
 from orchestrator.actor_group import Cluster
 from workers.messages import ROLLOUTS, TRAIN
@@ -298,12 +298,12 @@ def main() -> None:
     """Measure, print, write."""
     given = parse(sys.argv[1:])
     samples, repeat = {"train": (1024, 8), "rollouts": (8, 64)}[given.table]
-    began = time.monotonic()
-    report = asyncio.run(
-        measure(given.table, given.samples or samples, given.tokens, given.repeat or repeat, given.turns)
+    carry_out(
+        lambda: asyncio.run(
+            measure(given.table, given.samples or samples, given.tokens, given.repeat or repeat, given.turns)
+        ),
+        given.json,
     )
-    report.show()
-    print(f"wrote {report.write(given.json)} after {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ import argparse
 import io
 import json
 import os
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -26,7 +24,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from benchmarks.bare_loop import BareLoop, BareStep
-from benchmarks.harness import NotCorrect, Report, Turn, in_turn
+from benchmarks.harness import NotCorrect, Report, Turn, carry_out, in_turn
 from benchmarks.processes import Child, Meter, stopped
 from benchmarks.trl_loop import TrlLoop, check_steps
 from benchmarks.workload import MODEL, Group, Settings, encoded, group, spec, without_end
@@ -225,11 +223,7 @@ def main() -> None:
     given = vars(parse(sys.argv[1:]))
     turns, path, trl = given.pop("turns"), given.pop("json"), given.pop("trl")
     learning_rate = given.pop("learning_rate")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
-    began = time.monotonic()
-    report = measure(Settings(**given, engines=1), turns, learning_rate, trl)
-    report.show()
-    print(f"wrote {report.write(path)} after {time.monotonic() - began:.0f} s")
+    carry_out(lambda: measure(Settings(**given, engines=1), turns, learning_rate, trl), path)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -227,6 +229,18 @@ def _spreads(turns: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     """By name; a turn without one counts as 0."""
     names = dict.fromkeys(name for turn in turns for name in turn)
     return {name: Spread.of([turn.get(name, 0.0) for turn in turns]) for name in names}
+
+
+def carry_out(measure: Callable[[], Report], path: Path | None) -> None:
+    """What every benchmark's command does: measure, print the table, write the figures (see :meth:`Report.write`).
+
+    SIGTERM ends it as an exception does, so that no process is left behind.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    began = time.monotonic()
+    report = measure()
+    report.show()
+    print(f"wrote {report.write(path)} after {time.monotonic() - began:.0f} s")
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import NotCorrect, Report, Turn, Unit, take_turns
+from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out, take_turns
 from benchmarks.processes import Meter
 from benchmarks.simulated import Shape, SimPolicy, Simulation, Stage, check
 from workers.messages import GroupRequest
@@ -142,12 +142,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     given = parse(sys.argv[1:])
-    began = time.monotonic()
     shape = Shape(given.engines, given.slots, given.groups, SAMPLES, 0, given.steps)
     times = Times(given.mean_ms / 1e3, given.train_ms / 1e3, given.seed)
-    report = asyncio.run(measure(shape, given.staleness, times, given.turns))
-    report.show()
-    print(f"wrote {report.write(given.json)} after {time.monotonic() - began:.0f} s")
+    carry_out(lambda: asyncio.run(measure(shape, given.staleness, times, given.turns)), given.json)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.harness import NotCorrect, Report, Turn, take_turns
+from benchmarks.harness import NotCorrect, Report, Turn, carry_out, take_turns
 from benchmarks.workload import MODEL, Settings, spec, without_end
 from orchestrator.spec import Spec
 
@@ -118,11 +116,7 @@ def main() -> None:
     """Measure, print, write."""
     given = vars(parse(sys.argv[1:]))
     turns, path = given.pop("turns"), given.pop("json")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
-    began = time.monotonic()
-    report = asyncio.run(measure(Settings(**given, lengths="fixed", engines=1), turns))
-    report.show()
-    print(f"wrote {report.write(path)} after {time.monotonic() - began:.0f} s")
+    carry_out(lambda: asyncio.run(measure(Settings(**given, lengths="fixed", engines=1), turns)), path)
 
 
 if __name__ == "__main__":

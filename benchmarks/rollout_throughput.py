@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bare_engines import BareAsyncLLM, BareLLM, Sampled
-from benchmarks.harness import NotCorrect, Report, Turn, best, take_turns
+from benchmarks.harness import NotCorrect, Report, Turn, best, carry_out, take_turns
 from benchmarks.processes import Child, Meter, stopped
 from benchmarks.workload import MODEL, Group, Settings, encoded, group, spec, without_end
 from orchestrator.prompts import load_pools
@@ -214,11 +212,7 @@ def main() -> None:
     """Measure, print, write."""
     given = vars(parse(sys.argv[1:]))
     turns, outstanding, path = given.pop("turns"), given.pop("outstanding"), given.pop("json")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
-    began = time.monotonic()
-    report = asyncio.run(measure(Settings(**given), turns, outstanding))
-    report.show()
-    print(f"wrote {report.write(path)} after {time.monotonic() - began:.0f} s")
+    carry_out(lambda: asyncio.run(measure(Settings(**given), turns, outstanding)), path)
 
 
 if __name__ == "__main__":

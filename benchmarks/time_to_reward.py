@@ -9,16 +9,14 @@ those of a contender's own steps; loading is left out. The reward is the share o
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.grpo_step import BARE, Steps, take_steps
-from benchmarks.harness import NotCorrect, Report, Turn, Unit
+from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out
 from benchmarks.workload import MODEL, Settings
 
 RUNS = Unit("runs", "run", digits=4)
@@ -86,8 +84,6 @@ def measure(settings: Settings, given: argparse.Namespace) -> Report:
 def main() -> None:
     """Measure, print, write."""
     given = parse(sys.argv[1:])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
-    began = time.monotonic()
     settings = Settings(
         model=given.model,
         dtype=given.dtype,
@@ -100,9 +96,7 @@ def main() -> None:
         threads=given.threads,
         seed=given.seeds[0],
     )
-    report = measure(settings, given)
-    report.show()
-    print(f"wrote {report.write(given.json)} after {time.monotonic() - began:.0f} s")
+    carry_out(lambda: measure(settings, given), given.json)
 
 
 if __name__ == "__main__":

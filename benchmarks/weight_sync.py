@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from benchmarks.harness import GIGABYTES, NotCorrect, Report, Turn, take_turns
+from benchmarks.harness import GIGABYTES, NotCorrect, Report, Turn, carry_out, take_turns
 from benchmarks.processes import Meter
 from benchmarks.workload import MODEL, Settings, spec, without_end
 from orchestrator.spec import Spec
@@ -215,12 +214,8 @@ def main() -> None:
     given = vars(parse(sys.argv[1:]))
     turns, path, disk = given.pop("turns"), given.pop("json"), given.pop("disk")
     device, backend = given.pop("device"), given.pop("backend")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
-    began = time.monotonic()
     settings = Settings(**given, lengths="fixed", groups=1, concurrency=64)
-    report = asyncio.run(measure(settings, turns, device, backend, disk))
-    report.show()
-    print(f"wrote {report.write(path)} after {time.monotonic() - began:.0f} s")
+    carry_out(lambda: asyncio.run(measure(settings, turns, device, backend, disk)), path)
 
 
 if __name__ == "__main__":
