@@ -34,6 +34,8 @@ from workers.messages import ROLLOUTS, TRAIN
 from workers.tensors import Ragged, list_column, ragged
 
 MEMCPY, PUT, GET, TORCH = "memcpy", "troupe put", "troupe get, then read", "ray.put of torch tensors"
+BUFFER = "ray.put of one buffer"
+"""Bytes without any structure, as many as the table has: what Ray itself takes."""
 PROMPT_TOKENS = 256
 CHARACTERS = 4
 """Of text for each response token."""
@@ -192,6 +194,7 @@ class Contenders:
         return {
             MEMCPY: self._memcpy,
             PUT: lambda: self._put(self._table),
+            BUFFER: lambda: self._put(self._source),
             TORCH: lambda: self._put(self._tensors),
             "pickle and unpickle": self._pickle,
             "read where it is": lambda: self._read(lambda: self._table),

@@ -21,6 +21,7 @@ from benchmarks.harness import NotCorrect
 from orchestrator.checkpoint import CheckpointStore
 from orchestrator.console import Console
 from orchestrator.controller import Cast, Controller, RunOutcome, TrainPlan
+from orchestrator.deadlines import within
 from orchestrator.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.errors import WorkerDied, WorkerTimeout
 from orchestrator.handles import Gang, WorkerHandle
@@ -72,8 +73,7 @@ class LocalWorker:
         if self._dead:
             raise WorkerDied(self._name, method, "the process is gone")
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await getattr(self._target, method)(*args)
+            answer = await within(timeout_s, getattr(self._target, method)(*args))
         except TimeoutError:
             raise WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s") from None
         except WorkerGone as error:

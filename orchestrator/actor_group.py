@@ -20,6 +20,7 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from orchestrator.deadlines import within
 from orchestrator.errors import (
     ClusterUnreachable,
     DataLost,
@@ -36,6 +37,8 @@ from workers.messages import WorkerGone
 log = logging.getLogger(__name__)
 
 _INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "troupe"}
+_OWN_TABLES = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
+"""Tables are pickled as `workers.tables` says, in every process of ours."""
 _CONNECT_TIMEOUT_S = 10.0
 _OWN_ROOM_TIMEOUT_S = 60.0
 """Wait for room in a cluster of our own: it does not grow."""
@@ -75,7 +78,7 @@ class ActorWorker:
 
     async def _wait(self, ref: Any, method: str, timeout_s: float) -> Any:
         try:
-            return await asyncio.wait_for(ref, timeout_s)
+            return await within(timeout_s, ref)
         except TimeoutError:
             raise WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s") from None
         except RayTaskError as error:
@@ -171,6 +174,7 @@ class Cluster:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # Nor are workers started ahead: each of ours has an environment, and gets a process of its own.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        os.environ.update(_OWN_TABLES)
         joined = address or os.environ.get("RAY_ADDRESS")
         if joined:
             context: Any = _join(joined)
@@ -237,7 +241,7 @@ class Cluster:
             "num_cpus": seat.cpus,
             "num_gpus": seat.gpus,
             "max_restarts": 0,
-            "runtime_env": {"env_vars": spec.env},
+            "runtime_env": {"env_vars": _OWN_TABLES | spec.env},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._groups[placement.name], placement_group_bundle_index=seat.bundle
             ),

@@ -132,7 +132,7 @@ class Controller:
 
     async def run(self) -> RunOutcome:
         """Train to the last step, or to the step during which a stop was asked for (then saved and left)."""
-        with rare_collections():
+        async with rare_collections():
             return await self._run()
 
     async def _run(self) -> RunOutcome:
@@ -187,6 +187,7 @@ class Controller:
         # 4. The books: these samples are trained; the next ones may start.
         self.version = step + 1
         source.trained(self.version)
+        await asyncio.sleep(0)  # groups that wait for an engine come before the step's figures
         # 5. What a run leaves.
         with timers.phase("evaluate"):
             evaluation = await self._evaluate_if_due()

@@ -110,13 +110,18 @@ async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     first = list(itertools.islice(rest, 2))
     if len(first) == 1:
         return [await first[0]]  # needs no task of its own
-    tasks: list[asyncio.Task[T]] = []
+    results: dict[int, T] = {}
+
+    async def keep(number: int, call: Coroutine[Any, Any, T]) -> None:
+        results[number] = await call  # and the task is let go of, however many are still under way
+
+    submitted = 0
     try:
         async with asyncio.TaskGroup() as group:
-            for call in itertools.chain(first, rest):
-                tasks.append(group.create_task(call))
-                if len(tasks) % _SUBMITTED_AT_ONCE == 0:
+            for submitted, call in enumerate(itertools.chain(first, rest), 1):
+                group.create_task(keep(submitted, call))
+                if submitted % _SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    return [results[number] for number in range(1, submitted + 1)]

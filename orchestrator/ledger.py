@@ -73,15 +73,15 @@ class Ledger:
         group = self._groups.get(prompt_uid)
         return group is not None and group.attempt == attempt
 
-    def trained(self, prompt_uid: str, sample_index: int) -> None:
-        """The sample took part in an update."""
-        self._settle(prompt_uid, sample_index)
-        self._trained += 1
+    def trained(self, prompt_uid: str, *samples: int) -> None:
+        """These samples took part in an update. Where one of them cannot have, none is entered."""
+        self._settle(prompt_uid, samples)
+        self._trained += len(samples)
 
     def dropped(self, prompt_uid: str, sample_index: int, reason: str) -> None:
         """The sample will not be trained, and why."""
         self._group(prompt_uid).dropped[sample_index] = reason
-        self._settle(prompt_uid, sample_index)
+        self._settle(prompt_uid, (sample_index,))
         self._dropped[reason] += 1
 
     def drop_group(self, prompt_uid: str, reason: str) -> None:
@@ -150,12 +150,14 @@ class Ledger:
             raise LedgerError(f"{prompt_uid} was {known}")
         return group
 
-    def _settle(self, prompt_uid: str, sample_index: int) -> None:
+    def _settle(self, prompt_uid: str, samples: tuple[int, ...]) -> None:
         group = self._group(prompt_uid)
-        if sample_index not in group.open:
-            raise LedgerError(f"sample {sample_index} of {prompt_uid} has reached its end before")
-        group.open.remove(sample_index)
-        self._in_flight -= 1
+        left = group.open.difference(samples)
+        if len(group.open) - len(left) != len(samples):
+            ended = next(s for s in samples if s not in group.open or samples.count(s) > 1)
+            raise LedgerError(f"sample {ended} of {prompt_uid} has reached its end before")
+        group.open = left
+        self._in_flight -= len(samples)
         if not group.open:
             del self._groups[prompt_uid]
             self._closed.add(prompt_uid)

@@ -92,8 +92,7 @@ class RolloutSource:
     def trained(self, version: int) -> None:
         """Enter the batch in the books; the next groups may start."""
         for group in self._groups:
-            for sample_index in _trainable(group):
-                self._cast.ledger.trained(group.summary.prompt_uid, sample_index)
+            self._cast.ledger.trained(group.summary.prompt_uid, *_trainable(group))
         if self._cast.texts is not None:
             self._cast.texts.trained()
         self._cast.scheduler.advance(version)

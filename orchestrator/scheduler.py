@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
 from orchestrator.engine_pool import EnginePool, EngineState
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _REFUSALS_PER_GROUP = 8
 """A step that refuses this many prompts for each group it wants has the wrong data, not a few bad rows."""
+_OPENED_AT_ONCE = 16
+"""Groups; opening a whole step's at once would hold up thousands of engines."""
 
 
 def sampling_seed(seed: int, prompt_uid: str) -> int:
@@ -95,9 +97,10 @@ class RolloutScheduler:
         self._prompt_pool = prompt_pool
         self._opened = version * plan.groups_per_step
         self._order = 0
-        self._groups: dict[str, _Open] = {}
-        self._finished = 0
-        """Of these groups, those that are scored."""
+        self._opening = False
+        """Slots that are free are being opened."""
+        self._finished: list[_Open] = []
+        """Groups that are scored and in no batch yet."""
         self._running: Counter[int] = Counter()
         """Groups that are running, by the version they were started at; no version has 0 of them."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,12 +129,11 @@ class RolloutScheduler:
                 raise self._failure
             ready = self._ready()
             if progress is not None:
-                progress(min(self._finished, self.plan.groups_per_step), self.plan.groups_per_step)
+                progress(min(len(self._finished), self.plan.groups_per_step), self.plan.groups_per_step)
             if ready is not None:
                 batch = [group.scored for group in ready if group.scored is not None]
-                for group in ready:
-                    del self._groups[group.pick.prompt_uid]
-                self._finished -= len(ready)
+                taken = set(ready)
+                self._finished = [group for group in self._finished if group not in taken]
                 self._failed_samples = 0
                 self._refused = 0
                 self._silent = 0
@@ -160,30 +162,55 @@ class RolloutScheduler:
         """The next batch if it can be formed now: the groups at the bound first, then the oldest finished ones."""
         oldest_allowed = self.version - self.plan.max_staleness
         # Asked whenever a group finishes: what is not ready is found out without a look at every group.
-        if self._finished < self.plan.groups_per_step or any(v <= oldest_allowed for v in self._running):
+        if len(self._finished) < self.plan.groups_per_step or any(v <= oldest_allowed for v in self._running):
             return None
-        finished = [group for group in self._groups.values() if group.scored is not None]
-        finished.sort(key=lambda group: (group.started_at_version > oldest_allowed, group.order))
+        finished = sorted(self._finished, key=lambda group: (group.started_at_version > oldest_allowed, group.order))
         return sorted(finished[: self.plan.groups_per_step], key=lambda group: group.order)
 
+    @property
+    def _free(self) -> int:
+        """Slots that may be opened now."""
+        allowed = min(self.version + self.plan.max_staleness + 1, self.plan.steps) * self.plan.groups_per_step
+        return allowed - self._opened
+
     def _dispatch(self) -> None:
-        allowed = (self.version + self.plan.max_staleness + 1) * self.plan.groups_per_step
-        while self._opened < min(allowed, self.plan.steps * self.plan.groups_per_step):
+        """Open the free slots, in order: a few now, the others little by little."""
+        if self._opening:
+            return
+        self._open_some()
+        if self._free > 0:
+            self._opening = True
+            self._begin("open", self._open_the_rest)
+
+    def _open_some(self) -> None:
+        for _ in range(min(self._free, _OPENED_AT_ONCE)):
             self._opened += 1
             pick = self._next_prompt()
             self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self.plan.group_size))
 
+    async def _open_the_rest(self) -> None:
+        """Between any two portions whatever is ready has its turn."""
+        try:
+            while self._free > 0:
+                await asyncio.sleep(0)
+                self._open_some()
+        finally:
+            self._opening = False
+
     def _launch(self, pick: PromptPick, attempt: int) -> None:
         group = _Open(self._order, pick, attempt)
         self._order += 1
-        self._groups[pick.prompt_uid] = group
-        task = asyncio.create_task(self._guard(group), name=pick.prompt_uid)
+        self._begin(pick.prompt_uid, self._run, group)
+
+    def _begin(self, name: str, work: Callable[..., Coroutine[object, object, None]], *args: object) -> None:
+        task = asyncio.create_task(self._guard(work, *args), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guard(self, group: _Open) -> None:
+    async def _guard(self, work: Callable[..., Coroutine[object, object, None]], *args: object) -> None:
+        """Do it; an error is the next batch's."""
         try:
-            await self._run(group)
+            await work(*args)
         except Exception as error:
             self._failure = self._failure or error
         finally:
@@ -270,7 +297,7 @@ class RolloutScheduler:
             return
         self._stop(group)
         group.scored = scored
-        self._finished += 1
+        self._finished.append(group)
 
     def _start(self, group: _Open, version: int) -> None:
         """The group runs on an engine of this version."""
@@ -297,7 +324,6 @@ class RolloutScheduler:
 
     def _drop(self, group: _Open, reason: str) -> None:
         """Drop what is left of the group; its slot is free again."""
-        del self._groups[group.pick.prompt_uid]
         self._stop(group)
         self._ledger.drop_group(group.pick.prompt_uid, reason)
         self._opened -= 1

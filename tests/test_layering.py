@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("orchestrator", "workers")
 
 PURE_WORKER_NAMES = (
-    *("advantage_state", "advantages", "config", "estimators", "losses", "messages", "tensors"),
+    *("advantage_state", "advantages", "config", "estimators", "losses", "messages", "tables", "tensors"),
     *("config_offline", "messages_offline", "preference_losses", "objectives"),
 )
 PURE_WORKERS = {f"workers.{name}" for name in PURE_WORKER_NAMES}

@@ -69,3 +69,17 @@ def test_books_balance_after_any_history_and_survive_a_restart(history: list[tup
     assert again.drop_reasons() == ledger.drop_reasons()
     assert ledger.counts()["in_flight"] == 18 - len(ended)
     assert ledger.counts()["dropped"] == sum(how == "drop" for how in ended.values())
+
+
+def test_samples_of_a_group_are_entered_together_or_not_at_all() -> None:
+    """One that has ended before, or stands twice, keeps the others open."""
+    ledger = Ledger()
+    ledger.dispatch("e0-r1", 1, 4)
+    ledger.dropped("e0-r1", 2, "reward: timeout")
+    for samples, wrong in (((0, 1, 2), 2), ((0, 1, 1), 1), ((3, 9), 9)):
+        with pytest.raises(LedgerError, match=f"sample {wrong} of e0-r1 has reached its end"):
+            ledger.trained("e0-r1", *samples)
+        assert ledger.counts()["in_flight"] == 3 and ledger.counts()["trained"] == 0
+    ledger.trained("e0-r1", 0, 1, 3)
+    assert ledger.counts() == {"dispatched": 4, "trained": 3, "dropped": 1, "in_flight": 0, "retries": 0}
+    ledger.check()

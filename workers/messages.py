@@ -17,6 +17,9 @@ from typing import Literal
 import pyarrow as pa
 
 from workers.advantage_state import AdvantageState
+from workers.tables import pickle_tables
+
+pickle_tables()
 
 SCHEMA_VERSION = "1"
 _META: dict[bytes | str, bytes | str] = {"troupe_schema": SCHEMA_VERSION}

@@ -1,0 +1,45 @@
+"""An event loop on virtual time: a wait takes none, and what comes when is exact."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from contextvars import Context
+from typing import Any
+
+
+class _Selector(selectors.DefaultSelector):
+    """Lets the time pass instead of waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Counts the timers that were set."""
+
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        self.timers = 0
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        """Seconds since the loop was made."""
+        return self._virtual.now
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+        """As the loop's."""
+        self.timers += 1
+        return super().call_at(when, callback, *args, context=context)
+
+
+def on_virtual_time(work: Coroutine[Any, Any, None]) -> None:
+    """Run it to its end."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(work)
