@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -112,14 +113,15 @@ async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return [await first[0]]  # needs no task of its own
     results: dict[int, T] = {}
 
-    async def keep(number: int, call: Coroutine[Any, Any, T]) -> None:
-        results[number] = await call  # and the task is let go of, however many are still under way
+    def keep(number: int, task: asyncio.Task[T]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            results[number] = task.result()  # and the task is let go of, however many are still under way
 
     submitted = 0
     try:
         async with asyncio.TaskGroup() as group:
             for submitted, call in enumerate(itertools.chain(first, rest), 1):
-                group.create_task(keep(submitted, call))
+                group.create_task(call).add_done_callback(partial(keep, submitted))
                 if submitted % _SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)
     except ExceptionGroup as errors:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator import scheduler
 from orchestrator.engine_pool import PoolBounds
 from orchestrator.errors import BatchFailed, EnginesLost
 from orchestrator.ledger import Ledger
@@ -269,6 +270,60 @@ def test_groups_in_flight_at_a_checkpoint_are_dispatched_again_on_resume() -> No
     assert {g.summary.prompt_uid for b in batches for g in b} == open_before
     assert {g.summary.attempt for b in batches for g in b} == {1}
     assert ledger.counts()["trained"] == 80
+
+
+def test_groups_are_opened_in_order_and_hold_up_nothing_else() -> None:
+    """Between any two turns of the loop only a few groups are opened, however many slots are free."""
+    stage = Stage(groups=100, staleness=1, steps=3)
+
+    async def run() -> list[list[ScoredGroup]]:
+        seen = [0]
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(0)
+                seen.append(stage.ledger.counts()["dispatched"] // 4)
+
+        watching = asyncio.create_task(watch())
+        batches = await stage.train(3)
+        watching.cancel()
+        assert seen[-1] == 300
+        assert max(after - before for before, after in itertools.pairwise(seen)) <= 2 * scheduler._OPENED_AT_ONCE
+        return batches
+
+    batches = asyncio.run(run())
+    assert [len(batch) for batch in batches] == [100] * 3
+    uids = sorted(int(group.summary.prompt_uid.removeprefix("e0-r")) for batch in batches for group in batch)
+    assert uids == list(range(300))
+
+
+def test_an_error_while_groups_are_opened_ends_the_batch() -> None:
+    """Also where it comes after the first of them, when nobody waits for the opening itself."""
+    stage = Stage(groups=100)
+    rows = itertools.count()
+
+    def draw() -> PromptPick:
+        if (row := next(rows)) == 50:
+            raise ValueError("no more prompts")
+        return PromptPick(f"e0-r{row}", row)
+
+    stage.scheduler._next_prompt = draw
+    with pytest.raises(ValueError, match="no more prompts"):
+        asyncio.run(stage.train(1))
+
+
+def test_a_scheduler_that_is_closed_opens_no_more() -> None:
+    stage = Stage(groups=100)
+
+    async def run() -> None:
+        stage.scheduler.start()
+        await stage.scheduler.close()
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert stage.ledger.counts()["dispatched"] == 4 * scheduler._OPENED_AT_ONCE
+    assert len(stage.ledger.open_groups()) == scheduler._OPENED_AT_ONCE
 
 
 def test_batches_come_in_order_of_dispatch() -> None:
