@@ -28,6 +28,8 @@ def longest_first(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
 
 def split_balanced(lengths: Sequence[int], rows: Sequence[int], parts: int) -> list[list[int]]:
     """Assign `rows` to `parts` so that sums of `lengths[row]` are near equal (longest first, to the lightest)."""
+    if parts == 1:
+        return [longest_first(lengths, rows)]
     heap = [(0, 0, part) for part in range(parts)]
     out: list[list[int]] = [[] for _ in range(parts)]
     for row in longest_first(lengths, rows):

@@ -191,7 +191,7 @@ class Controller:
         # 5. What a run leaves.
         with timers.phase("evaluate"):
             evaluation = await self._evaluate_if_due()
-        self._report(batch, updates, timers, evaluation)
+        await self._report(batch, updates, timers, evaluation)
         self._timers = PhaseTimers()  # a checkpoint's time is part of the next step's line: this one is written first
         with self._timers.phase("checkpoint"):
             await self._save_if_due()
@@ -327,7 +327,7 @@ class Controller:
         await asyncio.to_thread(self.store.commit, folder, state)
         self._saved_at = self.version
 
-    def _report(
+    async def _report(
         self,
         batch: Batch,
         updates: Sequence[dict[str, float]],
@@ -335,6 +335,7 @@ class Controller:
         evaluation: dict[str, float],
     ) -> None:
         metrics = self.cast.source.metrics(self.version, timers.total())
+        await asyncio.sleep(0)  # going through thousands of samples is enough for one turn of the loop
         metrics |= batch.summary.metrics
         metrics |= mean_of(updates)
         metrics |= {"seconds/step": timers.total()}
