@@ -19,10 +19,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.bare_engines import engine_arguments, generate_all
-from benchmarks.workload import LETTERS, Group
+from benchmarks.workload import TASKS, Group, TaskName
 from orchestrator.batching import cut_micro_batches
 from workers.config import PolicyConfig, RolloutConfig
-from workers.rewards.functions import letter_share
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,11 +90,15 @@ class BareTrainer:
         return figures | {"grad_norm": float(norm)}
 
     def add_gradients(self, batch: Sequence[Sampled], advantages: torch.Tensor) -> dict[str, float]:
-        """Add the gradient of the batch's loss to `gradients`; returns loss and gap in nats."""
+        """Add the gradient of the batch's loss to `gradients`; returns loss and gap in nats.
+
+        Rows without an advantage have no gradient, and are left out.
+        """
         lengths = [len(one.prompt_ids) + len(one.response_ids) for one in batch]
         total = sum(len(one.response_ids) for one in batch)
         loss_sum, gap_sum = 0.0, 0.0
-        for rows in cut_micro_batches(lengths, range(len(batch)), self._config.trainer.micro_batch_tokens):
+        teaching = [row for row, advantage in enumerate(advantages.tolist()) if advantage]
+        for rows in cut_micro_batches(lengths, teaching, self._config.trainer.micro_batch_tokens):
             loss, gap = self._loss([batch[row] for row in rows], advantages[list(rows)], total)
             loss.backward()
             for weight, gradient in zip(self.model.parameters(), self.gradients(), strict=True):
@@ -103,7 +106,8 @@ class BareTrainer:
                     gradient += weight.grad
                 weight.grad = None
             loss_sum, gap_sum = loss_sum + float(loss.detach()), gap_sum + float(gap)
-        return {"loss": loss_sum, "rollout_logprob_gap": gap_sum / total}
+        judged = sum(len(batch[row].response_ids) for row in teaching)
+        return {"loss": loss_sum, "rollout_logprob_gap": gap_sum / max(judged, 1)}
 
     def gradients(self) -> list[torch.Tensor]:
         """Float32 sums, by parameter."""
@@ -143,12 +147,13 @@ class BareTrainer:
 class BareLoop:
     """Generate, score, train, hand over: a step of GRPO in one process."""
 
-    def __init__(self, rollout: RolloutConfig, policy: PolicyConfig) -> None:
+    def __init__(self, rollout: RolloutConfig, policy: PolicyConfig, task: TaskName) -> None:
         arguments = engine_arguments(rollout)
         from transformers import AutoTokenizer
         from vllm import LLM
 
         self._rollout = rollout
+        self._reward = TASKS[task].reward
         self._llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
         self._tokenizer = AutoTokenizer.from_pretrained(rollout.model.path)
         self._trainer = BareTrainer(policy)
@@ -182,7 +187,8 @@ class BareLoop:
 
     def _rewards(self, groups: Sequence[Group], batch: Sequence[Sampled]) -> torch.Tensor:
         texts = self._tokenizer.batch_decode([one.response_ids for one in batch], skip_special_tokens=True)
-        rewards = [letter_share(text, "", {}, letters=LETTERS) for text in texts]
+        answers = [group.answer for group in groups for _ in range(group.samples)]
+        rewards = [self._reward(text, answer) for text, answer in zip(texts, answers, strict=True)]
         return torch.tensor(rewards, dtype=torch.double).view(len(groups), -1)
 
     def _hand_over(self) -> None:

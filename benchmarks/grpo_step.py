@@ -13,9 +13,10 @@ import argparse
 import io
 import json
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ MAX_NORM_RATIO = 1.25
 """Between the gradient norms of the first trained step, whose samples differ at most by what batching changes."""
 
 
+Enough = Callable[[Sequence[float]], bool]
+"""Whether a contender has trained enough, by the mean rewards of its steps."""
+
 Taken = tuple[BareStep, float, float]
 """A step, its CPU seconds, and other load meanwhile in cores."""
 
@@ -48,10 +52,12 @@ Taken = tuple[BareStep, float, float]
 class Turns(Console):
     """Stands where the product's display stands: a reported step is a turn taken, and now it is the others' turn."""
 
-    def __init__(self, others: Mapping[str, Child], work: Sequence[Sequence[Group]]) -> None:
+    def __init__(self, others: Mapping[str, Child], work: Sequence[Sequence[Group]], enough: Enough) -> None:
         super().__init__(io.StringIO())
         self._others = others
         self._work = work
+        self._enough = enough
+        self._rewards: list[float] = []
         self._began: Meter | None = None
         self.product: list[tuple[float, float]] = []
         """(CPU seconds, other load in cores) of each step."""
@@ -67,13 +73,20 @@ class Turns(Console):
         if self._began is None:
             raise NotCorrect("the product trained without generating")
         self.product.append(self._began.read())
-        for name in in_turn(list(self._others), step):
+        self._rewards.append(float(str(metrics["reward/mean"])))
+        going_on = [name for name in in_turn(list(self._others), step) if not self._has_enough(name)]
+        if not going_on and self._enough(self._rewards):
+            signal.raise_signal(signal.SIGINT)  # what a user does: the run saves and ends
+        for name in going_on:
             other = self._others[name]
             with stopped([os.getpid()], without=[other.pid]):
                 meter = Meter([other.pid])
                 figures: BareStep = other.call("step", self._work[step - 1], timeout_s=STEP_TIMEOUT_S)
                 self.taken[name].append((figures, *meter.read()))
         self._began = self._own_meter()
+
+    def _has_enough(self, name: str) -> bool:
+        return self._enough([step.figures["reward"] for step, _, _ in self.taken[name]])
 
     def _own_meter(self) -> Meter:
         return Meter([os.getpid()], [other.pid for other in self._others.values()])
@@ -89,8 +102,13 @@ class Steps:
     checks: dict[str, str]
 
 
-def take_steps(settings: Settings, steps: int, learning_rate: float, trl: bool) -> Steps:
-    """Let all train for so many steps, and check. Raises NotCorrect, and TroupeError where the run fails."""
+def take_steps(
+    settings: Settings, steps: int, learning_rate: float, trl: bool, enough: Enough = lambda _: False
+) -> Steps:
+    """Let each train for so many steps, or until it has `enough`, and check.
+
+    Raises NotCorrect, and TroupeError where the run fails.
+    """
     from benchmarks.streaming import CLASSES  # every engine's process imports this module, and needs no Ray
     from orchestrator.run import RunRequest, run
 
@@ -100,23 +118,23 @@ def take_steps(settings: Settings, steps: int, learning_rate: float, trl: bool) 
         plan = spec(settings, model, steps, settings.groups * steps, learning_rate)
         pool, _ = load_pools(plan.data)
         work = steps_of(settings, plan, pool, model)
-        others = {BARE: Child(BARE, BareLoop, plan.rollout_config(), plan.policy_config())}
+        others = {BARE: Child(BARE, BareLoop, plan.rollout_config(), plan.policy_config(), settings.task)}
         stack.callback(others[BARE].close)
         if trl:
             chats: list[str] = pool.table["messages"].take([one.row for groups in work for one in groups]).to_pylist()
-            others[TRL] = Child(TRL, TrlLoop, plan.policy_config(), chats, work, settings.max_tokens)
+            others[TRL] = Child(TRL, TrlLoop, plan.policy_config(), chats, work, settings.max_tokens, settings.task)
             stack.callback(others[TRL].close)
         for other in others.values():
             other.call("ready", timeout_s=START_TIMEOUT_S)
-        console = Turns(others, work)
+        console = Turns(others, work, enough)
         run(RunRequest(plan, folder / "run", False, None), lambda: CLASSES, console)
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         metrics: list[dict[str, float]] = [json.loads(line) for line in lines]
-        sampled = [trajectory(folder / "run" / "trajectories" / f"step-{n + 1:06d}.parquet") for n in range(steps)]
+        sampled = [trajectory(folder / "run" / "trajectories" / f"step-{n + 1:06d}.parquet") for n in range(len(lines))]
     figures = {name: [step for step, _, _ in taken] for name, taken in console.taken.items()}
     checks = check(settings, work, metrics, sampled, figures[BARE])
     if trl:
-        checks[TRL] = check_steps(figures[TRL], settings.sequences, settings.max_tokens)
+        checks[TRL] = check_steps(figures[TRL], settings.sequences, settings.max_tokens, settings.lengths)
     product = [
         Turn(line["seconds/step"], sum(map(len, ids.values())), cpu_s, foreign, phases_of(line))
         for line, ids, (cpu_s, foreign) in zip(metrics, sampled, console.product, strict=True)
@@ -143,7 +161,10 @@ def steps_of(settings: Settings, plan: Spec, pool: PromptPool, model: Path) -> l
     source = PromptSource(pool, plan.seed)
     picks = [source.next() for _ in range(plan.schedule.steps * settings.groups)]
     ids = encoded(model, pool.table, [pick.row for pick in picks], longest=128)
-    groups = [group(settings, pick.prompt_uid, pick.row, one) for pick, one in zip(picks, ids, strict=True)]
+    answers: list[str] = pool.table["answer"].to_pylist()
+    groups = [
+        group(settings, pick.prompt_uid, pick.row, one, answers[pick.row]) for pick, one in zip(picks, ids, strict=True)
+    ]
     return [groups[start : start + settings.groups] for start in range(0, len(groups), settings.groups)]
 
 
@@ -167,11 +188,13 @@ def check(
     bare: Sequence[BareStep],
 ) -> dict[str, str]:
     """Both did the same work with right weights, or NotCorrect."""
-    for step, (groups, ids, figures) in enumerate(zip(work, sampled, bare, strict=True), 1):
-        wanted = {(one.uid, index) for one in groups for index in range(settings.samples)}
-        if set(ids) != wanted or len(figures.response_ids) != len(wanted):
+    for step, (groups, ids) in enumerate(zip(work, sampled, strict=False), 1):
+        if set(ids) != {(one.uid, index) for one in groups for index in range(settings.samples)}:
             raise NotCorrect(f"step {step}: the samples are not those of the same prompts")
-        lengths = {len(one) for one in (*ids.values(), *figures.response_ids)}
+    for step, responses in enumerate([*(ids.values() for ids in sampled), *(one.response_ids for one in bare)], 1):
+        lengths = {len(one) for one in responses}
+        if len(responses) != settings.sequences or min(lengths) < 1 or max(lengths) > settings.max_tokens:
+            raise NotCorrect(f"step {step}: {len(responses)} responses of {sorted(lengths)} tokens")
         if settings.lengths == "fixed" and lengths != {settings.max_tokens}:
             raise NotCorrect(f"step {step}: responses of {sorted(lengths)} tokens, not {settings.max_tokens}")
     gaps = {
@@ -189,7 +212,7 @@ def check(
         for index in range(settings.samples)
     )
     return {
-        "samples of a step": f"{settings.sequences} in all {len(work)} steps, of the same prompts and seeds",
+        "samples of a step": f"{settings.sequences} in all {len(sampled)} steps, of the same prompts and seeds",
         "first step": f"{same} of {settings.sequences} responses equal; gradient norms {norms[0]:.4f}, {norms[1]:.4f}",
         "sampler to trainer": ", ".join(f"{name} {gap:.4f}" for name, gap in gaps.items()) + " nats a token at most",
     }

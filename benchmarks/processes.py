@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from workers.config import CPU_THREADS
+
 RAY_NICENESS = int(os.environ.get("RAY_worker_niceness", "15"))  # noqa: SIM112 (Ray spells it so)
 """Ray runs workers at this niceness. The baselines run at the same, or whatever else runs here would favour them."""
 
@@ -30,6 +32,7 @@ class Child:
     def __init__(self, name: str, server: type, *args: Any) -> None:
         """Start the process; it makes `server(*args)` and then answers calls. Nothing waits for that yet."""
         context = multiprocessing.get_context("spawn")
+        os.environ |= CPU_THREADS  # as the product's workers; read when torch is imported, so it must be inherited
         self._name = name
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, server, args), name=name)

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.bare_loop import BareStep
 from benchmarks.harness import NotCorrect
 from benchmarks.timing import Parts
-from benchmarks.workload import LETTERS, Group
+from benchmarks.workload import TASKS, Group, Lengths, TaskName
 from workers.config import PolicyConfig
-from workers.rewards.functions import letter_share
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
@@ -34,7 +33,12 @@ class TrlLoop:
     """GRPOTrainer that takes one step at a time."""
 
     def __init__(
-        self, policy: PolicyConfig, messages: Sequence[str], work: Sequence[Sequence[Group]], max_tokens: int
+        self,
+        policy: PolicyConfig,
+        messages: Sequence[str],
+        work: Sequence[Sequence[Group]],
+        max_tokens: int,
+        task: TaskName,
     ) -> None:
         """`messages`: the chats of all groups of all steps, in order, as JSON."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,6 +46,7 @@ class TrlLoop:
 
         torch.set_num_threads(policy.trainer.threads)
         self._work = work
+        self._task = TASKS[task]
         self._parts = Parts()
         self._sampled: list[list[int]] = []
         self._rewards: list[float] = []
@@ -73,10 +78,10 @@ class TrlLoop:
         except BaseException as error:
             self._stepped.put(error)
 
-    def _reward(self, completion_ids: Any, completions: Any, **_: Any) -> list[float | None]:
+    def _reward(self, completion_ids: Any, completions: Any, answer: Any, **_: Any) -> list[float | None]:
         self._sampled = [list(ids) for ids in completion_ids]
         texts = [completion[0]["content"] for completion in completions]
-        self._rewards = [letter_share(text, "", {}, letters=LETTERS) for text in texts]
+        self._rewards = [self._task.reward(text, right) for text, right in zip(texts, answer, strict=True)]
         return list(self._rewards)
 
     def _build(self, policy: PolicyConfig, chats: Sequence[Any], max_tokens: int) -> GRPOTrainer:
@@ -141,7 +146,12 @@ class TrlLoop:
             model=policy.model.path,
             reward_funcs=self._reward,
             args=arguments,
-            train_dataset=Dataset.from_list([{"prompt": chat} for chat in chats]),
+            train_dataset=Dataset.from_list(
+                [
+                    {"prompt": chat, "answer": group.answer}
+                    for chat, group in zip(chats, [group for step in self._work for group in step], strict=True)
+                ]
+            ),
             processing_class=tokenizer,
             callbacks=[OneStepAtATime()],
         )
@@ -164,16 +174,18 @@ def micro_batch_rows(sequences: int, longest: int, budget: int) -> int:
     return max(fitting, default=1)
 
 
-def check_steps(steps: Sequence[BareStep], sequences: int, max_tokens: int) -> str:
+def check_steps(steps: Sequence[BareStep], sequences: int, max_tokens: int, lengths: Lengths) -> str:
     """What is right about the steps. Raises NotCorrect where one sampled something else, or learnt nothing."""
+    least = max_tokens if lengths == "fixed" else 1
     for number, step in enumerate(steps, 1):
-        lengths = {len(ids) for ids in step.response_ids}
-        if len(step.response_ids) != sequences or lengths != {max_tokens}:
-            raise NotCorrect(f"TRL, step {number}: {len(step.response_ids)} responses of {sorted(lengths)} tokens")
+        found = sorted({len(ids) for ids in step.response_ids})
+        if len(step.response_ids) != sequences or found[0] < least or found[-1] > max_tokens:
+            raise NotCorrect(f"TRL, step {number}: {len(step.response_ids)} responses of {found} tokens")
         norm = step.figures["grad_norm"]
         if not (math.isfinite(norm) and norm > 0.0):
             raise NotCorrect(f"TRL, step {number}: a gradient of norm {norm}")
-    return f"{sequences} responses of {max_tokens} tokens in all {len(steps)} steps; gradients are not zero"
+    wanted = str(max_tokens) if lengths == "fixed" else f"at most {max_tokens}"
+    return f"{sequences} responses of {wanted} tokens in all {len(steps)} steps; gradients are not zero"
 
 
 def _check_prompts(tokenizer: Any, chats: Sequence[Any], groups: Sequence[Group]) -> None:

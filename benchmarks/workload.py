@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +12,48 @@ import pyarrow as pa
 
 from orchestrator.scheduler import sampling_seed
 from orchestrator.spec import Spec
+from workers.rewards.functions import last_number, letter_share
 from workers.rollout_prompts import encode_prompt
 
 Lengths = Literal["fixed", "natural"]
+TaskName = Literal["vowels", "sums"]
 
 MODEL = Path(".cache/models/smollm2-135m-instruct")
 _UNSAMPLED_EOS = "<|never sampled|>"
 _REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
-LETTERS = "aeiou"
-"""The reward is the share of these letters: dense, so that every group has something to teach and no row is skipped."""
+_LETTERS = "aeiou"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked, and what earns a reward."""
+
+    chain_sum: Mapping[str, int]
+    """Arguments of reasoning-gym's family of that name."""
+    function: Mapping[str, Any]
+    """The reward function, as a spec names it."""
+    reward: Callable[[str, str], float]
+    """The same for contenders that have no spec: of a response and the right answer."""
+
+
+def _sums(terms: tuple[int, int], digits: tuple[int, int]) -> Mapping[str, int]:
+    return {"min_terms": terms[0], "max_terms": terms[1], "min_digits": digits[0], "max_digits": digits[1]}
+
+
+TASKS: Mapping[TaskName, Task] = {
+    # Dense, so that every group has something to teach and no row is skipped.
+    "vowels": Task(
+        chain_sum=_sums(terms=(2, 4), digits=(2, 4)),
+        function={"name": "letter_share", "args": {"letters": _LETTERS}},
+        reward=lambda response, answer: letter_share(response, answer, {}, letters=_LETTERS),
+    ),
+    # What a small model can learn.
+    "sums": Task(
+        chain_sum=_sums(terms=(2, 2), digits=(1, 1)),
+        function={"name": "last_number"},
+        reward=lambda response, answer: last_number(response, answer, {}),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +73,7 @@ class Settings:
     engines: int
     threads: int
     seed: int
+    task: TaskName = "vowels"
 
     @property
     def sequences(self) -> int:
@@ -57,16 +91,18 @@ class Group:
     samples: int
     seed: int
     """Of the group, as the product derives it; the samples' own seeds follow from it."""
+    answer: str = ""
+    """The right one, where the reward depends on it."""
 
 
-def group(settings: Settings, uid: str, row: int, prompt_ids: Sequence[int]) -> Group:
+def group(settings: Settings, uid: str, row: int, prompt_ids: Sequence[int], answer: str = "") -> Group:
     """A group with the seed that the product samples it with."""
-    return Group(uid, row, tuple(prompt_ids), settings.samples, sampling_seed(settings.seed, uid))
+    return Group(uid, row, tuple(prompt_ids), settings.samples, sampling_seed(settings.seed, uid), answer)
 
 
 def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rate: float = 1e-5) -> Spec:
     """A GRPO run of `turns` steps over a pool of `prompts` prompts; `model` is the folder that is really loaded."""
-    threads = settings.threads
+    threads, task = settings.threads, TASKS[settings.task]
     document: dict[str, Any] = {
         "name": "benchmark",
         "seed": settings.seed,
@@ -82,7 +118,7 @@ def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rat
                 "kv_cache_gib": 0.5,
             },
             "policy": {"cpus": 0.5, "threads": threads, "micro_batch_tokens": 4096, "learning_rate": learning_rate},
-            "reward": {"cpus": 0.2, "functions": [{"name": "letter_share", "args": {"letters": LETTERS}}]},
+            "reward": {"cpus": 0.2, "functions": [task.function]},
         },
         "algorithm": {"name": "grpo", "group_size": settings.samples},
         # A turn of the baseline holds the controller up for a while; nobody is to be taken for dead meanwhile.
@@ -92,9 +128,7 @@ def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rat
         "data": {
             "train": {
                 "kind": "reasoning_gym",
-                "recipes": [
-                    {"name": "chain_sum", "args": {"min_terms": 2, "max_terms": 4, "min_digits": 2, "max_digits": 4}}
-                ],
+                "recipes": [{"name": "chain_sum", "args": task.chain_sum}],
                 "size": prompts,
                 "seed": 1,
             }

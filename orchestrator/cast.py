@@ -16,10 +16,10 @@ from orchestrator.placement import Placement, Seat, place, place_one, role_sizes
 from orchestrator.spec import Spec
 from orchestrator.spec_any import AnySpec
 from orchestrator.spec_offline import OfflineSpec
-from workers.config import Rendezvous
+from workers.config import CPU_THREADS, Rendezvous
 from workers.messages import WorkerHealth
 
-_CPU_ENV = {"DS_ACCELERATOR": "cpu"}
+_CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
 
 
 @dataclass(frozen=True)

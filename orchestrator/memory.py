@@ -46,8 +46,7 @@ class Part:
     name: str
     bytes: int
     phase: Phase = "always"
-    """When it is there: `always`; in the `pass` through the model; in the optimizer `step` and what leads to it. Pass
-    and step are never at once."""
+    """When it is there: `always`; in the `pass` through the model; in the optimizer `step` and what leads to it."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,14 @@ class WorkerMemory:
 
     @property
     def total(self) -> int:
-        """The most that is there at once."""
+        """The most that is there at once.
+
+        A pass and a step are never under way together, and on a GPU torch's allocator gives one the memory of the
+        other. In host memory the C library keeps what a pass gave back, in pieces too small for a step's tensors.
+        """
         phases = {phase: sum(part.bytes for part in self.parts if part.phase == phase) for phase in _PHASES}
-        return phases["always"] + max(phases["pass"], phases["step"])
+        either = max if self.where == "gpu" else sum
+        return phases["always"] + either((phases["pass"], phases["step"]))
 
 
 _PHASES: tuple[Phase, ...] = ("always", "pass", "step")

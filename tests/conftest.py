@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from workers.config import CPU_THREADS
+
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
 REAL_TIMEOUT_S = 1200
@@ -27,6 +29,7 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    **CPU_THREADS,
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
 }
 

@@ -101,10 +101,10 @@ def trl_step(lengths: tuple[int, ...] = (3, 3, 3, 3), norm: float = 0.5) -> Bare
 
 
 def test_trl_steps_must_have_the_same_amount_and_learn() -> None:
-    assert check_steps([trl_step(), trl_step()], 4, 3).startswith("4 responses of 3 tokens in all 2 steps")
+    assert check_steps([trl_step(), trl_step()], 4, 3, "fixed").startswith("4 responses of 3 tokens in all 2 steps")
     for wrong in (trl_step((3, 3, 3)), trl_step((3, 3, 3, 2)), trl_step(norm=0.0), trl_step(norm=float("nan"))):
         with pytest.raises(NotCorrect, match="TRL, step 2"):
-            check_steps([trl_step(), wrong], 4, 3)
+            check_steps([trl_step(), wrong], 4, 3, "fixed")
 
 
 def test_trl_needs_fixed_lengths(capsys: pytest.CaptureFixture[str]) -> None:

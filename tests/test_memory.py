@@ -149,10 +149,11 @@ def test_logits_never_exceed_a_chunk() -> None:
     assert most * 0.9 < head(SEVEN_B, 4, tokens) <= most + 16 * SEVEN_B.vocabulary
 
 
-def test_pass_and_step_are_never_at_once() -> None:
+def test_a_step_takes_over_a_gpus_memory_from_the_pass_but_not_the_hosts() -> None:
     parts = (Part("weights", 10), Part("activations", 5, "pass"), Part("logits", 2, "pass"), Part("step", 6, "step"))
     assert WorkerMemory("policy-0", "gpu", parts).total == 17
     assert WorkerMemory("policy-0", "gpu", (*parts, Part("load", 3, "step"))).total == 19
+    assert WorkerMemory("policy-0", "host", parts).total == 23
 
 
 def test_average_reference_and_kept_distributions() -> None:

@@ -124,6 +124,23 @@ def test_a_smaller_version_in_a_used_file(tmp_path: Path) -> None:
     assert reused.digest == fresh.digest
 
 
+@settings(max_examples=30, deadline=None)
+@given(versions=st.lists(st.lists(st.integers(1, 3000), min_size=1, max_size=3), min_size=2, max_size=5))
+def test_versions_that_grow_and_shrink_in_one_file(
+    tmp_path_factory: pytest.TempPathFactory, versions: list[list[int]]
+) -> None:
+    """A version goes partly into what the file holds already and partly behind it; each is whole, and its own."""
+    source = Weights()
+    publisher = WeightPublisher(source, tmp_path_factory.mktemp("files"), "run")
+    for number, sizes in enumerate(versions, 1):
+        source.tensors = {f"w{i}": torch.full((size,), float(number + i)) for i, size in enumerate(sizes)}
+        update = published(publisher, number)
+        for name, tensor in weight_file.read_weights(update):
+            assert torch.equal(tensor, source.tensors[name])
+        del tensor
+    publisher.close()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -315,7 +332,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
         pytest.skip("no /dev/full here")
     fd = os.open("/dev/full", os.O_RDWR)
     try:
-        writer = weight_file._PayloadWriter(fd, tmp_path / "x.weights")
+        writer = weight_file._PayloadWriter(fd, tmp_path / "x.weights", np.empty(0, np.uint8))
         with pytest.raises(OSError, match=r"x\.weights"):
             writer.append(np.ones(8, np.uint8))
     finally:

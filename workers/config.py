@@ -10,6 +10,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+CPU_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Environment of a process that computes on the CPU. A thread that waits for the others of its process sleeps: by
+default it spins, and takes from the workers that share its cores the time they need to let it go on."""
+
 Dtype = Literal["bfloat16", "float32"]
 TransferBackend = Literal["shm", "ipc", "nccl"]
 
