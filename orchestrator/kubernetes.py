@@ -79,7 +79,7 @@ class PodGroup:
     cpus: int
     gpus: int
     labels: tuple[tuple[str, str], ...] = ()
-    """Ray's labels of these pods: what the role's spec asks of its nodes."""
+    """What the role's spec asks of its nodes, and Ray's labels of these pods."""
     spread: bool = False
     """On as many nodes as have room."""
 
@@ -311,15 +311,18 @@ def _worker_group(group: PodGroup, options: Options) -> Document:
         "minReplicas": group.min_replicas,
         "maxReplicas": group.max_replicas,
         "rayStartParams": ({} if group.gpus else {"num-gpus": "0"}) | _ray_labels(group),
-        "template": {"spec": {**pod, **_over_nodes(group)}},
+        "template": {"spec": {**pod, **_on_nodes(group)}},
     }
 
 
-def _over_nodes(group: PodGroup) -> Document:
-    """Pods that are spread go to other nodes than those of their group, where there is room. Ray cannot see to that: a
-    pod is a node to it. The labels are KubeRay's own."""
+def _on_nodes(group: PodGroup) -> Document:
+    """Where the pods may go. Ray cannot see to that: a pod is a node to it, with the labels that it is given.
+
+    Pods that are spread go to other nodes than those of their group, which KubeRay's own labels tell, if there is room.
+    """
+    selector = {"nodeSelector": dict(group.labels)} if group.labels else {}
     if not group.spread:
-        return {}
+        return selector
     constraint = {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -327,7 +330,7 @@ def _over_nodes(group: PodGroup) -> Document:
         "labelSelector": {"matchLabels": {"ray.io/group": group.role}},
         "matchLabelKeys": ["ray.io/cluster"],
     }
-    return {"topologySpreadConstraints": [constraint]}
+    return {**selector, "topologySpreadConstraints": [constraint]}
 
 
 def _ray_labels(group: PodGroup) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Who sits where: pure arithmetic from the spec to placement groups, and from those to nodes.
 
 One placement group per trainer group, and one per worker of every other role (they come and go without touching the
-trainer). Ray spreads the bundles of one group; groups are spread here, over the nodes that hold fewest of the role.
-A role that is colocated takes seats in the bundles of the role it is colocated with; a
-reference colocated with the policy lives inside the policy's processes and takes none.
+trainer). Ray spreads the bundles of one group; whole groups are spread here, over the nodes with the fewest of their
+role. A role that is colocated takes seats in the bundles of the role it is colocated with; a reference colocated with
+the policy lives inside the policy's processes and takes none.
 """
 
 from __future__ import annotations

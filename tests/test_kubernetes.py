@@ -205,6 +205,8 @@ def test_a_role_that_scales_is_a_group_with_its_bounds_and_labels() -> None:
     assert rollout["rayStartParams"]["labels"] == "zone=a"
     assert policy["minReplicas"] == policy["maxReplicas"] == policy["replicas"]
     assert "labels" not in policy["rayStartParams"]
+    assert rollout["template"]["spec"]["nodeSelector"] == {"zone": "a"}
+    assert "nodeSelector" not in policy["template"]["spec"]
     assert spec["enableInTreeAutoscaling"] is True
     assert not list(validator(document["kind"]).iter_errors(document))
 
