@@ -220,7 +220,7 @@ class Cluster:
         sitting: Counter[tuple[str, str]] = Counter()
         for other in self._reserved.values():
             if other.placement.role == placement.role:
-                lies: str = placement_group_table(other.group)["bundles_to_node_id"].get(0, "")
+                lies = placement_group_table(other.group).get("bundles_to_node_id", {}).get(0, "")
                 if name := names.get(lies) or names.get(other.wish):
                     sitting[placement.role, name] += 1
         chosen = fit([placement], free, sitting).node_of.get((placement.name, 0))
