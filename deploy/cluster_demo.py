@@ -35,6 +35,8 @@ STEPS_BETWEEN = 3
 """Steps trained before every change."""
 OBJECT_STORE_BYTES = 200_000_000
 _STARTED = "Ray runtime started."
+_SLOW_START = "timed out during startup"
+"""Ray gives its processes 30 s, and cannot be told to give them more."""
 
 
 class Stuck(RuntimeError):
@@ -136,7 +138,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def node(part: str, *arguments: str) -> Iterator[psutil.Process]:
+def node(part: str, *arguments: str, tries: int = 3) -> Iterator[psutil.Process]:
     """A Ray node with a label `part`, once it is up; killed at the end, if it is still there. Raises Stuck."""
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
     # Nodes on one machine must not want the same ports: 0 and free ones instead of Ray's fixed ones.
@@ -159,11 +161,17 @@ def node(part: str, *arguments: str) -> Iterator[psutil.Process]:
         found = psutil.Process(process.pid)
         try:
             until(lambda: process.poll() is not None or _STARTED in Path(told.name).read_text(), "a node to start")
-            if process.poll() is not None:
-                raise Stuck(f"a node did not start:\n{Path(told.name).read_text()}")
-            yield found
+            if process.poll() is None:
+                yield found
+                return
+            said = Path(told.name).read_text()
         finally:
             end(found)
+    if tries == 1 or _SLOW_START not in said:
+        raise Stuck(f"a node did not start:\n{said}")
+    say("a node took longer to start than Ray waits for it: once more")
+    with node(part, *arguments, tries=tries - 1) as another:
+        yield another
 
 
 def end(node: psutil.Process) -> None:

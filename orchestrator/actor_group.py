@@ -1,12 +1,10 @@
-"""Ray: the only file that knows actors, placement groups and object references."""
+"""Ray's actors, placement groups and object references: the only file that knows them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import socket
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,40 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from orchestrator import ray_nodes
 from orchestrator.deadlines import within
-from orchestrator.errors import (
-    ClusterUnreachable,
-    DataLost,
-    DoesNotFit,
-    WorkerDied,
-    WorkerError,
-    WorkerRaised,
-    WorkerTimeout,
-)
+from orchestrator.errors import DataLost, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from orchestrator.handles import TableRef, WorkerHandle
-from orchestrator.placement import GPU_GIB, Node, Placement, Seat
+from orchestrator.placement import Node, Placement, Seat, fit, misfit
 from workers.messages import WorkerGone
 
 log = logging.getLogger(__name__)
 
-_INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "troupe"}
-_OWN_TABLES = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
-"""Tables are pickled as `workers.tables` says, in every process of ours."""
-_CONNECT_TIMEOUT_S = 10.0
 _OWN_ROOM_TIMEOUT_S = 60.0
 """Wait for room in a cluster of our own: it does not grow."""
-_SLOW_START = "timed out during startup"
-"""Ray gives its processes 30 s, and cannot be told to give them more."""
-_LONGEST_REASON = 1000
 _ASYNC_CALLS = 100_000
 """Calls an asynchronous actor may hold; the engine pool keeps the bound that matters."""
-_GPU_TYPE = "accelerator_type:"
-"""What Ray calls the resource that names a node's GPUs."""
 
 
 class ActorWorker:
@@ -82,11 +63,11 @@ class ActorWorker:
         except TimeoutError:
             raise WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s") from None
         except RayTaskError as error:
-            raise _kind(error.cause)(self._name, method, _one_line(error.cause)) from error
+            raise _kind(error.cause)(self._name, method, ray_nodes.one_line(error.cause)) from error
         except RayActorError as error:
             raise WorkerDied(self._name, method, _reason(error)) from error
         except RayError as error:
-            raise _kind(error)(self._name, method, _one_line(error)) from error
+            raise _kind(error)(self._name, method, ray_nodes.one_line(error)) from error
 
 
 def _kind(cause: BaseException) -> type[WorkerError]:
@@ -150,14 +131,24 @@ class ActorSpec:
     """The class is asynchronous and takes calls side by side."""
 
 
+@dataclass(frozen=True)
+class _Reservation:
+    """A placement group of ours."""
+
+    placement: Placement
+    group: PlacementGroup
+    wish: str
+    """Id of the node it was to lie on; empty: Ray chose."""
+
+
 class Cluster:
     """Our hold on a Ray cluster: what we reserved and started in it, and the end of all that."""
 
-    def __init__(self, *, owned: bool, session_dir: str) -> None:
+    def __init__(self, *, owned: bool, session: Path) -> None:
         self._owned = owned
-        self.logs = Path(session_dir) / "logs"
+        self.logs = session / "logs"
         """Folder of the workers' own logs, on this node."""
-        self._groups: dict[str, PlacementGroup] = {}
+        self._reserved: dict[str, _Reservation] = {}
         self._actors: list[ActorWorker] = []
 
     @classmethod
@@ -165,42 +156,21 @@ class Cluster:
         """Join the cluster at `address` (or RAY_ADDRESS), else start one on this machine.
 
         A local cluster offers at least the CPUs that are asked for: on a laptop, roles take turns on the same cores.
-        Ray's token authentication (its default for local clusters) guards the ports it listens on.
         Raises ClusterUnreachable.
         """
-        # A failed call is raised where its summary is awaited; the table's own copy of the error is no news.
-        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-        # Ray lowers the priority of its workers; here they are the ones who do the work.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # Nor are workers started ahead: each of ours has an environment, and gets a process of its own.
-        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-        os.environ.update(_OWN_TABLES)
         joined = address or os.environ.get("RAY_ADDRESS")
         if joined:
-            context: Any = _join(joined)
+            session = ray_nodes.join(joined)
         else:
-            cpus = max(os.cpu_count() or 1, int(-(-needed["CPU"] // 1)))
-            context = _start(cpus)
-            _protect_token()
-        return cls(owned=not joined, session_dir=context.address_info["session_dir"])
-
-    @staticmethod
-    def nodes() -> list[Node]:
-        """Live nodes with their total resources."""
-        return [_node(n, n["Resources"]) for n in ray.nodes() if n["Alive"]]
-
-    @staticmethod
-    def free() -> list[Node]:
-        """Live nodes with what nobody has reserved."""
-        free = available_resources_per_node()
-        return [_node(n, free.get(n["NodeID"], {})) for n in ray.nodes() if n["Alive"]]
+            session = ray_nodes.start(max(os.cpu_count() or 1, int(-(-needed["CPU"] // 1))))
+        return cls(owned=not joined, session=session)
 
     @classmethod
     def look(cls, address: str) -> list[Node]:
         """Nodes of a running cluster; nothing is reserved or started. Raises ClusterUnreachable."""
-        _join(address)
+        ray_nodes.join(address)
         try:
-            return cls.nodes()
+            return ray_nodes.nodes()
         finally:
             ray.shutdown()
 
@@ -222,18 +192,40 @@ class Cluster:
         bound = min(timeout_s, _OWN_ROOM_TIMEOUT_S) if self._owned else timeout_s
         deadline = time.monotonic() + bound
         for placement in placements:
-            bundles = [{k: v for k, v in bundle.items() if v > 0} for bundle in placement.bundles]
-            labels = [dict(placement.labels)] * len(bundles)
-            group = placement_group(
-                bundles, strategy=placement.strategy, name=placement.name, bundle_label_selector=labels
-            )
-            self._groups[placement.name] = group
-            ready = group.ready()
+            group = self._reserve(placement)
             try:
-                await asyncio.wait_for(ready, max(0.1, deadline - time.monotonic()))
+                await asyncio.wait_for(group.ready(), max(0.1, deadline - time.monotonic()))
             except TimeoutError:
                 self.give_back(placement.name)
-                raise DoesNotFit(_misfit(placement, placements, self.free(), bound)) from None
+                raise DoesNotFit(misfit(placement, placements, ray_nodes.free(), bound)) from None
+
+    def _reserve(self, placement: Placement) -> PlacementGroup:
+        """Ask for a placement group. One of several bundles is spread by Ray, one of a single bundle by us."""
+        alone = placement.strategy == "SPREAD" and len(placement.bundles) == 1
+        wish = self._emptiest(placement) if alone else ""
+        group = placement_group(
+            [{kind: size for kind, size in bundle.items() if size > 0} for bundle in placement.bundles],
+            # Ray takes a wish with this strategy only; for a single bundle all of them are one.
+            strategy="STRICT_PACK" if wish else placement.strategy,
+            name=placement.name,
+            bundle_label_selector=[dict(placement.labels)] * len(placement.bundles),
+            _soft_target_node_id=wish or None,
+        )
+        self._reserved[placement.name] = _Reservation(placement, group, wish)
+        return group
+
+    def _emptiest(self, placement: Placement) -> str:
+        """Id of the node that `troupe plan` would choose among those that have room now; empty where none has."""
+        free = ray_nodes.free()
+        names = {node.id: node.name for node in free}
+        sitting: Counter[tuple[str, str]] = Counter()
+        for other in self._reserved.values():
+            if other.placement.role == placement.role:
+                lies = placement_group_table(other.group).get("bundles_to_node_id", {}).get(0, "")
+                if name := names.get(lies) or names.get(other.wish):
+                    sitting[placement.role, name] += 1
+        chosen = fit([placement], free, sitting).node_of.get((placement.name, 0))
+        return next((node.id for node in free if node.name == chosen), "")
 
     def spawn(self, placement: Placement, seat: Seat, name: str, spec: ActorSpec) -> ActorWorker:
         """Start one worker in its seat (its constructor runs; nothing heavy does)."""
@@ -241,9 +233,9 @@ class Cluster:
             "num_cpus": seat.cpus,
             "num_gpus": seat.gpus,
             "max_restarts": 0,
-            "runtime_env": {"env_vars": _OWN_TABLES | spec.env},
+            "runtime_env": {"env_vars": ray_nodes.OWN_TABLES | spec.env},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._groups[placement.name], placement_group_bundle_index=seat.bundle
+                self._reserved[placement.name].group, placement_group_bundle_index=seat.bundle
             ),
         }
         if spec.concurrent:
@@ -265,9 +257,9 @@ class Cluster:
 
     def give_back(self, placement: str) -> None:
         """Let others have the place reserved under this name; whoever still sits there is ended."""
-        group = self._groups.pop(placement, None)
-        if group is not None:
-            remove_placement_group(group)
+        reservation = self._reserved.pop(placement, None)
+        if reservation is not None:
+            remove_placement_group(reservation.group)
 
     async def close(self, timeout_s: float) -> None:
         """End every worker in good order; give back the placements; stop Ray if we started it."""
@@ -278,70 +270,14 @@ class Cluster:
         """End every process at once, without asking."""
         for worker in self._actors:
             worker.kill()
-        for group in self._groups.values():
-            remove_placement_group(group)
-        self._actors, self._groups = [], {}
+        for reservation in self._reserved.values():
+            remove_placement_group(reservation.group)
+        self._actors, self._reserved = [], {}
         if self._owned:
             ray.shutdown()
-
-
-def _start(cpus: int, tries: int = 3) -> Any:
-    """Start a cluster of our own on this machine."""
-    try:
-        return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
-    except Exception as error:  # Ray raises a bare Exception where one of its processes does not come up
-        if _SLOW_START in str(error) and tries > 1:
-            log.warning("Ray did not come up within its own bound, the machine is busy: once more")
-            ray.shutdown()
-            return _start(cpus, tries - 1)
-        raise ClusterUnreachable(f"Ray could not be started on this machine: {_one_line(error)}") from error
-
-
-def _node(node: dict[str, Any], resources: dict[str, float]) -> Node:
-    """A live node as Ray tells it, with all of its resources or those that are free; of a GPU it tells the type."""
-    kinds = (key.removeprefix(_GPU_TYPE) for key in resources if key.startswith(_GPU_TYPE))
-    gpu = max((GPU_GIB.get(kind, 0.0) for kind in kinds), default=0.0)
-    host = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
-    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
-    return Node(node["NodeManagerAddress"], cpus, gpus, int(host), int(gpu * 2**30), node["Labels"])
-
-
-def _join(address: str) -> Any:
-    """Connect to a running cluster."""
-    host, colon, port = address.rpartition(":")
-    if "//" in address or (colon and not port.isdecimal()):
-        raise ClusterUnreachable(f"--address {address}: expected HOST:PORT of a Ray head, or auto")
-    try:
-        if colon:  # Ray itself would try for many minutes
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-        return ray.init(address=address, **_INIT)
-    except (OSError, ValueError, RuntimeError, RayError) as error:
-        raise ClusterUnreachable(f"--address {address}: no Ray cluster to join: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON)
 
 
 def _reason(error: RayActorError) -> str:
     """The line that says why: the last one where a constructor raised, else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if "creation task" in lines[0] else lines[0]
-
-
-def _misfit(placement: Placement, placements: Sequence[Placement], free: Sequence[Node], timeout_s: float) -> str:
-    roles = Counter((seat.role, seat.cpus, seat.gpus) for placement in placements for seat in placement.seats)
-    wanted = ", ".join(f"{n} {role} of {cpus:g} CPU {gpus:g} GPU" for (role, cpus, gpus), n in roles.items())
-    there = ", ".join(f"{node.name}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in free)
-    return (
-        f"no room for {placement.name} within {timeout_s:g} s: it asks for {placement.request}; "
-        f"asked for together: {wanted}; "
-        f"free now: {there or 'no node'}; see `troupe plan`"
-    )
-
-
-def _protect_token() -> None:
-    """Ray writes its token file readable by all; only the owner needs it."""
-    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-    if token.is_file():
-        token.chmod(0o600)

@@ -1,8 +1,8 @@
 """How a command reaches a run that goes on: through files in the run's own folder.
 
-The folder `control` of a run is there while it goes on. A command puts a request there and waits for its answer, both
-JSON; whoever may write the run's folder may change the run, and nobody else. No port is opened for it, and the folder
-may be on a file system shared between machines.
+The folder `control` of a run is there while it goes on, for the run's own user only. A command puts a request there
+and waits for its answer, both JSON. No port is opened for it, and the folder may be on a file system shared between
+machines.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from orchestrator.errors import UsageError
-from orchestrator.placement import ACCELERATOR, place, role_sizes
+from orchestrator.placement import ACCELERATOR, Placement, place, role_sizes
 from orchestrator.spec_any import AnySpec
 from orchestrator.spec_sections import ScaledRole
 
@@ -79,7 +79,9 @@ class PodGroup:
     cpus: int
     gpus: int
     labels: tuple[tuple[str, str], ...] = ()
-    """Ray's labels of these pods: what the role's spec asks of its nodes."""
+    """What the role's spec asks of its nodes, and Ray's labels of these pods."""
+    spread: bool = False
+    """On as many nodes as have room."""
 
     def __post_init__(self) -> None:
         if not self.min_replicas <= self.replicas <= self.max_replicas:
@@ -176,18 +178,17 @@ def pod_groups(specs: Sequence[AnySpec]) -> tuple[PodGroup, ...]:
             max(group.cpus, other.cpus),
             max(group.gpus, other.gpus),
             tuple(dict((*other.labels, *group.labels)).items()),
+            group.spread or other.spread,
         )
     return tuple(largest.values())
 
 
 def _groups(spec: AnySpec) -> Iterator[PodGroup]:
     bundles: dict[str, list[dict[str, float]]] = {}
-    labels: dict[str, tuple[tuple[str, str], ...]] = {}
+    first: dict[str, Placement] = {}
     for placement in place(role_sizes(spec)):
-        role = placement.seats[0].role
-        bundles.setdefault(role, []).extend(placement.bundles)
-        # Ray itself names the type of a pod's GPUs.
-        labels[role] = tuple(pair for pair in placement.labels if pair[0] != ACCELERATOR)
+        bundles.setdefault(placement.role, []).extend(placement.bundles)
+        first.setdefault(placement.role, placement)
     scaled = {name: role for name, role in spec.roles.present().items() if isinstance(role, ScaledRole)}
     for role, asked in bundles.items():
         cpus, gpus = max(bundle["CPU"] for bundle in asked), max(bundle["GPU"] for bundle in asked)
@@ -196,7 +197,10 @@ def _groups(spec: AnySpec) -> Iterator[PodGroup]:
         fewest = scaled[role].min_workers if scales else len(asked)
         most = (scaled[role].max_workers if scales else None) or len(asked)
         pods, least, greatest = (math.ceil(workers / shared) for workers in (len(asked), fewest, most))
-        yield PodGroup(role, pods, least, greatest, _whole(shared * cpus), _whole(gpus), labels[role])
+        # Ray itself names the type of a pod's GPUs.
+        labels = tuple(pair for pair in first[role].labels if pair[0] != ACCELERATOR)
+        spread = first[role].strategy == "SPREAD"
+        yield PodGroup(role, pods, least, greatest, _whole(shared * cpus), _whole(gpus), labels, spread)
 
 
 def manifests(sent: Document, specs: Sequence[AnySpec], options: Options) -> list[Document]:
@@ -300,15 +304,33 @@ def _head(options: Options, config: str | None) -> Document:
 
 def _worker_group(group: PodGroup, options: Options) -> Document:
     """KubeRay tells Ray the container's CPUs and GPUs; without GPUs Ray would count those it can see."""
-    memory, shared = options.memory_gib(group), options.shared_gib(group)
+    pod = _pod("ray-worker", options, group.cpus, group.gpus, options.memory_gib(group), options.shared_gib(group))
     return {
         "groupName": group.role,
         "replicas": group.replicas,
         "minReplicas": group.min_replicas,
         "maxReplicas": group.max_replicas,
         "rayStartParams": ({} if group.gpus else {"num-gpus": "0"}) | _ray_labels(group),
-        "template": {"spec": _pod("ray-worker", options, group.cpus, group.gpus, memory, shared)},
+        "template": {"spec": {**pod, **_on_nodes(group)}},
     }
+
+
+def _on_nodes(group: PodGroup) -> Document:
+    """Where the pods may go. Ray cannot see to that: a pod is a node to it, with the labels that it is given.
+
+    Pods that are spread go to other nodes than those of their group, which KubeRay's own labels tell, if there is room.
+    """
+    selector = {"nodeSelector": dict(group.labels)} if group.labels else {}
+    if not group.spread:
+        return selector
+    constraint = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {"ray.io/group": group.role}},
+        "matchLabelKeys": ["ray.io/cluster"],
+    }
+    return {**selector, "topologySpreadConstraints": [constraint]}
 
 
 def _ray_labels(group: PodGroup) -> dict[str, str]:

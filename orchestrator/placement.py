@@ -1,12 +1,14 @@
 """Who sits where: pure arithmetic from the spec to placement groups, and from those to nodes.
 
 One placement group per trainer group, and one per worker of every other role (they come and go without touching the
-trainer). A role that is colocated takes seats in the bundles of the role it is colocated with; a
-reference colocated with the policy lives inside the policy's processes and takes none.
+trainer). Ray spreads the bundles of one group; whole groups are spread here, over the nodes with the fewest of their
+role. A role that is colocated takes seats in the bundles of the role it is colocated with; a reference colocated with
+the policy lives inside the policy's processes and takes none.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -78,6 +80,11 @@ class Placement:
     """Labels of the nodes that its bundles may lie on."""
 
     @property
+    def role(self) -> str:
+        """The role it is reserved for; another one's workers may sit with those of this one."""
+        return self.seats[0].role
+
+    @property
     def request(self) -> str:
         """What it asks for, in words."""
         asked, on = demand([self]), ", ".join(f"{key}={value}" for key, value in self.labels)
@@ -100,6 +107,8 @@ class Node:
     """Ray's labels of the node; None: not known."""
     accelerator: str | None = None
     """Type of its GPUs, where that is all that is known."""
+    id: str = ""
+    """Ray's name of it; empty: not known."""
 
     def may_have(self, labels: Sequence[tuple[str, str]]) -> bool:
         """Whether it has these labels, as far as is known."""
@@ -136,12 +145,21 @@ def place_one(role: RoleSize, index: int) -> Placement:
     return _placement(f"{role.role}-{index}", [replace(role, workers=index + 1)], [index])
 
 
-def fit(placements: Sequence[Placement], nodes: Sequence[Node]) -> Fit:
-    """First-fit packing, first what only some nodes take, then by GPUs; tells the first placement that does not fit."""
+def fit(
+    placements: Sequence[Placement], nodes: Sequence[Node], sitting: Mapping[tuple[str, str], int] | None = None
+) -> Fit:
+    """First-fit packing, first what only some nodes take, then by GPUs; tells the first placement that does not fit.
+
+    A bundle that is to be spread goes, among the nodes with room for it, to the one with the fewest of its role.
+
+    :param sitting: bundles that are reserved already, by their role and the name of the node
+    """
     free = {node.name: [node.cpus, node.gpus] for node in nodes}
+    held = Counter(sitting)
     node_of: dict[tuple[str, int], str] = {}
     order = sorted(placements, key=lambda p: (not p.labels, -sum(b["GPU"] for b in p.bundles)))
     for placement in order:
+        role = placement.role
         for index, bundle in enumerate(placement.bundles):
             room = (
                 node.name
@@ -150,13 +168,29 @@ def fit(placements: Sequence[Placement], nodes: Sequence[Node]) -> Fit:
                 and free[node.name][0] >= bundle["CPU"]
                 and free[node.name][1] >= bundle["GPU"]
             )
-            name = next(room, None)
+            if placement.strategy == "SPREAD":
+                name = min(room, key=lambda name: held[role, name], default=None)
+            else:
+                name = next(room, None)
             if name is None:
                 return Fit(node_of, placement)
             free[name][0] -= bundle["CPU"]
             free[name][1] -= bundle["GPU"]
+            held[role, name] += 1
             node_of[placement.name, index] = name
     return Fit(node_of, None)
+
+
+def misfit(placement: Placement, placements: Sequence[Placement], free: Sequence[Node], timeout_s: float) -> str:
+    """What is told where a placement group finds no room: what it asks for, what every role does, and what is free."""
+    roles = Counter((seat.role, seat.cpus, seat.gpus) for placement in placements for seat in placement.seats)
+    wanted = ", ".join(f"{n} {role} of {cpus:g} CPU {gpus:g} GPU" for (role, cpus, gpus), n in roles.items())
+    there = ", ".join(f"{node.name}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in free)
+    return (
+        f"no room for {placement.name} within {timeout_s:g} s: it asks for {placement.request}; "
+        f"asked for together: {wanted}; "
+        f"free now: {there or 'no node'}; see `troupe plan`"
+    )
 
 
 def demand(placements: Sequence[Placement]) -> dict[str, float]:
@@ -207,7 +241,7 @@ def role_sizes(spec: AnySpec) -> tuple[RoleSize, ...]:
             gpus=role.gpus,
             colocate_with=role.colocate_with,
             in_process=name == "reference" and spec.reference_in_policy,
-            strategy="SPREAD" if isinstance(role, TrainerRole) and role.strategy == "spread" else "PACK",
+            strategy="SPREAD" if role.strategy == "spread" else "PACK",
             labels=_labels(role),
             separate=not isinstance(role, TrainerRole) and role.colocate_with is None,
         )

@@ -46,7 +46,7 @@ def script(name: str, command: Sequence[str], specs: Sequence[AnySpec], options:
 
     :param command: arguments of `troupe run` without the address: the spec's absolute path, overrides
     :param specs: every run of the file
-    Raises UsageError, in the words of `troupe plan`, where the nodes have no room.
+    Raises UsageError, in the words of `troupe plan` where the nodes have no room.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
         raise UsageError("--name: may hold letters, digits, '.', '_' and '-'")
@@ -54,6 +54,10 @@ def script(name: str, command: Sequence[str], specs: Sequence[AnySpec], options:
         Node(f"node-{i}", float(options.cpus_per_node), float(options.gpus_per_node)) for i in range(options.nodes)
     ]
     for spec in specs:
+        for role, asked in spec.roles.present().items():
+            if asked.node_labels:
+                why = "the nodes of the job have no labels; choose them by sbatch (--constraint)"
+                raise UsageError(f"roles.{role}.node_labels: {why}")
         if misfit := plan(spec, nodes).misfit:
             raise UsageError(misfit)
     gpus = f"#SBATCH --gpus-per-node={options.gpus_per_node}\n" if options.gpus_per_node else ""

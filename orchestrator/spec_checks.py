@@ -20,6 +20,12 @@ Finding = tuple[str, str]
 COLOCATIONS = {"reference": "policy", "rollout": "policy"}
 """Which role may live with which."""
 
+INSIDE_ANOTHER = (
+    *("workers", "min_workers", "max_workers", "cpus", "gpus", "accelerator", "node_labels", "strategy"),
+    *("micro_batch_tokens", "threads"),
+)
+"""Fields without effect in a role that lives inside another one's workers."""
+
 NEEDS_ANSWER = frozenset({"exact_match", "last_number", "numeric"})
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -137,8 +143,8 @@ def _colocation(spec: Spec) -> Iterator[Finding]:
         elif name == "rollout":
             yield from _shared_gpus(spec)
         else:
-            for field in ("workers", "min_workers", "max_workers", "cpus", "gpus", "micro_batch_tokens", "threads"):
-                if _changed(role, field):
+            for field in INSIDE_ANOTHER:
+                if changed(role, field):
                     yield f"roles.{name}.{field}", f"has no effect inside the {other}'s workers; remove it"
 
 
@@ -153,7 +159,7 @@ def _scaling(spec: Spec) -> Iterator[Finding]:
     rollout = spec.roles.rollout
     if "rollout" not in scaled:
         for field in ("min_workers", "max_workers", "autoscale"):
-            if _changed(rollout, field):
+            if changed(rollout, field):
                 yield f"roles.rollout.{field}", "an engine for each policy worker is all there can be; remove it"
     elif rollout.autoscale is not None:
         if rollout.max_workers is None:
@@ -162,9 +168,9 @@ def _scaling(spec: Spec) -> Iterator[Finding]:
             yield "roles.rollout.autoscale.min_wait", f"must be less than max_wait, {rollout.autoscale.max_wait:g}"
 
 
-def _changed(section: Frozen, field: str) -> bool:
+def changed(section: Frozen, field: str) -> bool:
     """Whether a field is not at its default; a resolved spec, with every default written out, is a good spec."""
-    return dict(section)[field] != type(section).model_fields[field].default
+    return dict(section)[field] != type(section).model_fields[field].get_default(call_default_factory=True)
 
 
 def _shared_gpus(spec: Spec) -> Iterator[Finding]:
@@ -178,6 +184,14 @@ def _shared_gpus(spec: Spec) -> Iterator[Finding]:
         yield path, f"needs one engine for each policy worker, got {rollout.workers} and {policy.workers}"
     elif rollout.gpus + policy.gpus > 1:
         yield path, f"they share one GPU, but ask for {rollout.gpus} + {policy.gpus} of it"
+    if changed(rollout, "strategy"):
+        yield "roles.rollout.strategy", "engines sit where the policy's workers do: set roles.policy.strategy"
+    if rollout.accelerator and policy.accelerator and rollout.accelerator != policy.accelerator:
+        why = f"{rollout.accelerator}, but roles.policy.accelerator is {policy.accelerator}: they share GPUs"
+        yield "roles.rollout.accelerator", why
+    for key, value in rollout.node_labels.items():
+        if (other := policy.node_labels.get(key, value)) != value:
+            yield "roles.rollout.node_labels", f"{key} is {value}, but {other} in roles.policy.node_labels"
 
 
 def _devices(spec: Spec) -> Iterator[Finding]:
@@ -217,7 +231,7 @@ def _reward(spec: Spec) -> Iterator[Finding]:
     if not reward.functions and reward.model is None:
         yield "roles.reward", "judges nothing: give functions, a model or both"
     for name in ("model_weight", "micro_batch_tokens"):
-        if reward.model is None and _changed(reward, name):
+        if reward.model is None and changed(reward, name):
             yield f"roles.reward.{name}", "has no effect without a reward model"
     weights = [function.weight for function in reward.functions]
     weights += [reward.model_weight] if reward.model is not None else []

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from orchestrator.algorithms_offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig
-from orchestrator.spec_checks import Finding, trainer_problems
+from orchestrator.spec_checks import INSIDE_ANOTHER, Finding, changed, trainer_problems
 from orchestrator.spec_errors import PROBLEMS
 from orchestrator.spec_sections import (
     CheckpointConfig,
@@ -277,8 +277,8 @@ def _roles(spec: OfflineSpec) -> Iterator[Finding]:
         return
     if reference.colocate_with != "policy":
         yield "roles.reference.colocate_with", f"there is no role {reference.colocate_with}; can: policy"
-    for name in ("workers", "cpus", "gpus", "micro_batch_tokens", "threads"):
-        if dict(reference)[name] != ReferenceRole.model_fields[name].default:
+    for name in INSIDE_ANOTHER:
+        if name in ReferenceRole.model_fields and changed(reference, name):
             yield f"roles.reference.{name}", "has no effect inside the policy's workers; remove it"
 
 

@@ -31,6 +31,8 @@ class Placement(Frozen):
     """Only on nodes with GPUs of this type, by Ray's name of it, as in `H200`."""
     node_labels: dict[LabelKey, LabelValue] = Field(default_factory=dict)
     """Only on nodes with all of these labels, as in `{zone: a}` (`ray start --labels`)."""
+    strategy: Literal["pack", "spread"] = "pack"
+    """Put the workers on as few nodes as they fit on, or on as many as have room for one."""
     colocate_with: RoleName | None = None
     """Live with another role: `reference` inside the policy's workers, `rollout` on the policy's GPUs."""
 
@@ -64,9 +66,6 @@ class RolloutRole(EngineConfig, ScaledRole):
 
 class TrainerRole(TrainerConfig, Placement):
     """Workers that train a model: one DeepSpeed rank each."""
-
-    strategy: Literal["pack", "spread"] = "pack"
-    """Put the ranks on as few nodes as they fit on, or on as many as there are."""
 
     def trainer_config(self) -> TrainerConfig:
         """What a rank is told of its training."""

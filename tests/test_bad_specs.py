@@ -566,6 +566,11 @@ CPU_CASES = [
         ("  reward:", "  reference:\n    colocate_with: policy\n    workers: 2\n  reward:"),
     ),
     case(
+        "colocated_labels",
+        "16: roles.reference.node_labels: has no effect inside the policy's workers; remove it",
+        ("  reward:", "  reference:\n    colocate_with: policy\n    node_labels: {zone: a}\n  reward:"),
+    ),
+    case(
         "colocated_cpu",
         ("9: roles.rollout.colocate_with: rollout and policy can share GPUs only; set gpus on both or remove it"),
         ("    cpus: 1", "    cpus: 1\n    colocate_with: policy"),
@@ -767,6 +772,36 @@ GPU_CASES = [
         (
             "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
             "    gpus: 0.6\n    colocate_with: policy\n  policy:\n    workers: 2\n    gpus: 0.5",
+        ),
+    ),
+    case(
+        "shared_spread",
+        "9: roles.rollout.strategy: engines sit where the policy's workers do: set roles.policy.strategy",
+        (
+            "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
+            "    gpus: 0.5\n    colocate_with: policy\n    strategy: spread\n  policy:\n    workers: 2\n    gpus: 0.5",
+        ),
+    ),
+    case(
+        "shared_accelerator",
+        "9: roles.rollout.accelerator: H200, but roles.policy.accelerator is H100: they share GPUs",
+        (
+            "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
+            (
+                "    gpus: 0.5\n    colocate_with: policy\n    accelerator: H200\n  policy:\n    workers: 2\n"
+                "    accelerator: H100\n    gpus: 0.5"
+            ),
+        ),
+    ),
+    case(
+        "shared_labels",
+        "9: roles.rollout.node_labels: zone is a, but b in roles.policy.node_labels",
+        (
+            "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
+            (
+                "    gpus: 0.5\n    colocate_with: policy\n    node_labels: {zone: a}\n  policy:\n    workers: 2\n"
+                "    node_labels: {zone: b}\n    gpus: 0.5"
+            ),
         ),
     ),
     case(

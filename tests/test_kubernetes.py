@@ -205,8 +205,21 @@ def test_a_role_that_scales_is_a_group_with_its_bounds_and_labels() -> None:
     assert rollout["rayStartParams"]["labels"] == "zone=a"
     assert policy["minReplicas"] == policy["maxReplicas"] == policy["replicas"]
     assert "labels" not in policy["rayStartParams"]
+    assert rollout["template"]["spec"]["nodeSelector"] == {"zone": "a"}
+    assert "nodeSelector" not in policy["template"]["spec"]
     assert spec["enableInTreeAutoscaling"] is True
     assert not list(validator(document["kind"]).iter_errors(document))
+
+
+@pytest.mark.parametrize("role", ["rollout", "policy"])
+def test_pods_of_a_role_that_is_spread_go_to_different_nodes_where_they_can(role: str) -> None:
+    (document,) = documents(NODE, f"roles.{role}.strategy=spread", cluster_only=True)
+    validator(document["kind"]).validate(document)
+    asked = {name: pod.get("topologySpreadConstraints") for name, pod in pods_of(document)}
+    (constraint,) = asked.pop(role)
+    assert set(asked.values()) == {None}
+    assert (constraint["topologyKey"], constraint["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    assert constraint["labelSelector"] == {"matchLabels": {"ray.io/group": role}}
 
 
 def test_colocated_roles_share_the_hosts_pods() -> None:

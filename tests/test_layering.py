@@ -58,7 +58,7 @@ TORCH_IN_PURE = {
 }
 
 OWNERS = {
-    "ray": {"orchestrator.actor_group", "orchestrator.jobs"},
+    "ray": {"orchestrator.actor_group", "orchestrator.jobs", "orchestrator.ray_nodes"},
     "deepspeed": {"workers.deepspeed_engine"},
     "vllm": {"workers.rollout", "workers.weight_transfer"},
 }

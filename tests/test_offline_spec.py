@@ -123,6 +123,11 @@ def test_a_resolved_spec_is_a_good_spec() -> None:
         ),
         ("seed: 3", "evaluation: {every_steps: 1}", "2: evaluation: needs data.eval"),
         ("{colocate_with: policy}", "{colocate_with: policy, cpus: 3}", "7: roles.reference.cpus: has no effect"),
+        (
+            "{colocate_with: policy}",
+            "{colocate_with: policy, strategy: spread}",
+            "7: roles.reference.strategy: has no effect",
+        ),
         ("name: dpo", "name: dop", "9: algorithm.name: no algorithm 'dop' (did you mean 'dpo'?)"),
         ("beta: 0.2", "beta: 0", "10: algorithm.beta: must be greater than 0, got 0"),
     ],

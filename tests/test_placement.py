@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
+import pytest
+
 from orchestrator.placement import ACCELERATOR, Node, RoleSize, demand, fit, place, place_one, role_sizes, room
+from orchestrator.plan import plan
 from orchestrator.spec import load_spec
 from tests.conftest import ROOT
 
@@ -79,3 +83,29 @@ def test_what_is_not_known_of_a_described_node_does_not_keep_a_role_away() -> No
     assert fit(placements, [Node("node-0", 8, 8, accelerator="H200")]).missing is None
     assert fit(placements, [Node("node-0", 8, 8)]).missing is None
     assert fit(placements, [Node("node-0", 8, 8, accelerator="H100")]).missing is not None
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward", "policy"])
+def test_the_plan_of_a_role_that_is_spread_puts_its_workers_on_different_nodes(role: str) -> None:
+    sets = [f"roles.{role}.workers=4", f"roles.{role}.cpus=1"]
+    nodes = [Node(name, 8, 0) for name in ("a", "b", "c")]
+
+    def seats(*more: str) -> list[str]:
+        planned = plan(load_spec(ROOT / "deploy" / "tiny-grpo.yaml", [*sets, *more]), nodes)
+        return [row.node for row in planned.rows if row.worker.startswith(role)]
+
+    assert seats() == ["a"] * 4
+    assert seats(f"roles.{role}.strategy=spread") == ["a", "b", "c", "a"]
+
+
+def test_where_only_one_node_has_room_all_that_are_spread_go_there() -> None:
+    wide = RoleSize("rollout", 3, 2, 0, strategy="SPREAD", separate=True)
+    seating = fit(place([wide]), [Node("small", 1, 0), Node("large", 6, 0)])
+    assert seating.missing is None and set(seating.node_of.values()) == {"large"}
+
+
+def test_one_more_worker_of_a_role_that_is_spread_goes_where_fewest_are() -> None:
+    role = RoleSize("rollout", 1, 1, 0, strategy="SPREAD", separate=True)
+    nodes = [Node("a", 4, 0), Node("b", 4, 0), Node("full", 0, 0)]
+    sitting = Counter({("rollout", "a"): 2, ("rollout", "b"): 1, ("reward", "b"): 3})
+    assert fit([place_one(role, 3)], nodes, sitting).node_of == {("rollout-3", 0): "b"}

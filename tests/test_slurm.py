@@ -133,6 +133,12 @@ def test_what_does_not_fit_is_refused(flags: dict[str, int], said: str) -> None:
         batch_script(Request(PPO), flags)
 
 
+def test_labels_that_no_node_of_the_job_has_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"roles\.policy\.node_labels: the nodes of the job have no labels"):
+        batch_script(Request(PPO, ("roles.policy.node_labels={zone: a}",)), CLUSTER)
+    assert batch_script(Request(PPO, ("roles.policy.accelerator=H200", "roles.rollout.strategy=spread")), CLUSTER)
+
+
 def test_a_name_adds_no_line_to_the_script() -> None:
     with pytest.raises(UsageError, match="--name: may hold"):
         batch_script(Request(GRPO, name="a\n#SBATCH --uid=0"), {})

@@ -187,6 +187,13 @@ def running(command: Command) -> Iterator[Any]:
         command.end()
 
 
+def ask(folder: Path, *arguments: str) -> str:
+    """What a command that succeeds prints."""
+    with running(Command(folder, troupe(*arguments))) as command:
+        assert command.wait() == 0, command.told
+        return command.stdout
+
+
 def interrupt(command: Command) -> None:
     """Ctrl-C in the terminal: SIGINT to the whole foreground process group."""
     os.killpg(command.process.pid, signal.SIGINT)

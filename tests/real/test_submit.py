@@ -13,7 +13,7 @@ import pytest
 from deploy.cluster_demo import answers, free_port
 from orchestrator.checkpoint import CheckpointStore
 from tests.conftest import ROOT
-from tests.real.helpers import GRPO, Command, running, troupe
+from tests.real.helpers import GRPO, Command, ask, running, troupe
 
 SFT = ROOT / "deploy" / "tiny-sft.yaml"
 HEAD_TIMEOUT_S = 90.0
@@ -68,13 +68,6 @@ def test_a_job_is_watched_and_stopped_and_its_run_is_saved(head: str, tmp_path: 
     found = CheckpointStore(tmp_path / "runs" / job / "checkpoints", keep=3).latest()
     assert found is not None and found.step == metrics.read_text().count("\n")
     assert list(Path("/dev/shm").glob(f"troupe-{job}-*")) == []
-
-
-def ask(folder: Path, *arguments: str) -> str:
-    """What a command that succeeds prints."""
-    with running(Command(folder, troupe(*arguments))) as command:
-        assert command.wait() == 0, command.told
-        return command.stdout
 
 
 def test_a_job_that_fails_is_told_by_the_exit_code(head: str, tmp_path: Path) -> None:
