@@ -30,6 +30,7 @@ from orchestrator.errors import (
     WorkerTimeout,
 )
 from orchestrator.handles import TableRef, WorkerHandle
+from orchestrator.peak_memory import PeakMemory
 from orchestrator.placement import GPU_GIB, Node, Placement, Seat
 from workers.messages import WorkerGone
 
@@ -51,9 +52,11 @@ _GPU_TYPE = "accelerator_type:"
 class ActorWorker:
     """A worker that is a Ray actor."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: Any, peaks: PeakMemory) -> None:
+        """`peaks`: where it is noted what the worker's answers say of its memory."""
         self._name = name
         self.actor = actor
+        self._peaks = peaks
 
     @property
     def name(self) -> str:
@@ -75,7 +78,7 @@ class ActorWorker:
 
     async def _wait(self, ref: Any, method: str, timeout_s: float) -> Any:
         try:
-            return await asyncio.wait_for(ref, timeout_s)
+            answer = await asyncio.wait_for(ref, timeout_s)
         except TimeoutError:
             raise WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s") from None
         except RayTaskError as error:
@@ -84,6 +87,8 @@ class ActorWorker:
             raise WorkerDied(self._name, method, _reason(error)) from error
         except RayError as error:
             raise _kind(error)(self._name, method, _one_line(error)) from error
+        self._peaks.note(self._name, answer)
+        return answer
 
 
 def _kind(cause: BaseException) -> type[WorkerError]:
@@ -154,6 +159,7 @@ class Cluster:
         self._owned = owned
         self.logs = Path(session_dir) / "logs"
         """Folder of the workers' own logs, on this node."""
+        self.peaks = PeakMemory()
         self._groups: dict[str, PlacementGroup] = {}
         self._actors: list[ActorWorker] = []
 
@@ -245,7 +251,7 @@ class Cluster:
         if spec.concurrent:
             options["max_concurrency"] = _ASYNC_CALLS
         actor = ray.remote(spec.worker_class).options(**options).remote(*spec.args)
-        worker = ActorWorker(name, actor)
+        worker = ActorWorker(name, actor, self.peaks)
         self._actors.append(worker)
         return worker
 
