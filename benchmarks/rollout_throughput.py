@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import os
 import sys
 import tempfile
@@ -25,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.bare_engines import BareAsyncLLM, BareLLM, Sampled
 from benchmarks.harness import NotCorrect, Report, Turn, best, carry_out, take_turns
 from benchmarks.processes import Child, Meter, stopped
+from benchmarks.sweep import named, points, swept
+from benchmarks.training_load import Beside, TrainingLoad
 from benchmarks.workload import Group, Settings, add_settings, encoded, group, lengths_of, spec, without_end
 from orchestrator.prompts import load_pools
-from orchestrator.spec import Spec
 from workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ BARE: dict[str, type] = {"LLM.generate": BareLLM, "AsyncLLM": BareAsyncLLM}
 PRODUCT = "troupe"
 CHECKED_PROMPTS = 4
 START_TIMEOUT_S, TURN_TIMEOUT_S = 300.0, 300.0
-SWEPT = ("groups", "samples", "max_tokens", "concurrency", "engines", "threads")
-"""Settings that `--sweep` may vary."""
 
 
 class Bare:
@@ -152,20 +150,20 @@ async def measure(settings: Settings, turns: int, outstanding: int, training: bo
             name: [Child(f"{name}-{i}", kind, run.rollout_config(), rollout) for i in range(settings.engines)]
             for name, kind in BARE.items()
         }
-        load = training_load(run) if training else None
+        beside = Beside(Child("training-load", TrainingLoad, run.policy_config()) if training else None)
         processes = [child for members in children.values() for child in members]
-        if load is not None:
-            stack.callback(load.close)
+        stack.callback(beside.close)
+        pids = [child.pid for child in processes]
         for child in processes:
             stack.callback(child.close)
             child.send("ready")
         streaming = await stack.enter_async_context(
-            Streaming.open(run, pool.table, work, pids_of(processes, load), outstanding, rollout)
+            Streaming.open(run, pool.table, work, [*pids, *beside.pids], outstanding, rollout)
         )
         for child in processes:
             await asyncio.to_thread(child.receive, START_TIMEOUT_S)
         bare = {name: Bare(name, members) for name, members in children.items()}
-        taken, best_bare, checks = await compare(turns, bare, streaming, checked, work, Gate(settings), load)
+        taken, best_bare, checks = await compare(turns, bare, streaming, checked, work, Gate(settings), beside)
         arguments = asdict(settings) | {"turns": turns, "outstanding": streaming.outstanding, "training": training}
         return Report("rollout_throughput", arguments, taken, best_bare, checks)
 
@@ -179,40 +177,6 @@ def rollout_class(settings: Settings) -> type[RolloutWorker]:
     return LongTailRollout
 
 
-def training_load(run: Spec) -> Child:
-    """The process that trains."""
-    from benchmarks.training_load import TrainingLoad  # not above: engines set the threads before torch is imported
-
-    return Child("training-load", TrainingLoad, run.policy_config())
-
-
-def pids_of(children: Sequence[Child], load: Child | None) -> list[int]:
-    """Process ids, that of the load included."""
-    return [child.pid for child in (*children, *([] if load is None else [load]))]
-
-
-class Beside:
-    """Counts what the load trains during a turn."""
-
-    def __init__(self, load: Child | None) -> None:
-        self._load = load
-
-    @property
-    def pids(self) -> list[int]:
-        """The load's process."""
-        return pids_of([], self._load)
-
-    def trained(self) -> int:
-        """Response tokens so far; 0 without a load."""
-        return 0 if self._load is None else self._load.call("trained", timeout_s=START_TIMEOUT_S)
-
-    def noted(self, turn: Turn, before: int) -> Turn:
-        """The turn with the load's tokens per second beside it: a contender may be fast at the trainer's expense."""
-        if self._load is None:
-            return turn
-        return replace(turn, figures={"trained beside it, tokens/s": (self.trained() - before) / turn.wall_s})
-
-
 async def compare(
     turns: int,
     bare: dict[str, Bare],
@@ -220,7 +184,7 @@ async def compare(
     checked: Sequence[Group],
     work: Sequence[Sequence[Group]],
     gate: Gate,
-    load: Child | None,
+    beside: Beside,
 ) -> tuple[dict[str, list[Turn]], str, dict[str, str]]:
     """The checks and the turns: (turns of each contender, the better baseline, outcome of the checks)."""
     alone: dict[str, Callable[..., Any]] = {name: contender.alone for name, contender in bare.items()}
@@ -228,7 +192,6 @@ async def compare(
 
     everyone = {name: contender.pids for name, contender in bare.items()}
     baselines = [pid for pids in everyone.values() for pid in pids]
-    beside = Beside(load)
 
     def contender(name: str) -> Callable[[int], Any]:
         async def take(turn: int) -> Turn:
@@ -248,33 +211,6 @@ async def compare(
     taken = await take_turns({name: contender(name) for name in (*bare, PRODUCT)}, turns)
     gate.totals()
     return taken, best(taken, list(bare)), gate.checks
-
-
-def points(sweeps: Sequence[tuple[str, tuple[int, ...]]]) -> list[dict[str, int]]:
-    """Every combination of the values of `--sweep`; one empty point without any."""
-    names = [name for name, _ in sweeps]
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in sweeps))]
-
-
-def swept(text: str) -> tuple[str, tuple[int, ...]]:
-    """`concurrency=16,32` as (name, values). Raises ArgumentTypeError."""
-    name, _, values = text.partition("=")
-    name = name.replace("-", "_")
-    if name not in SWEPT:
-        raise argparse.ArgumentTypeError(f"{text}: one of {', '.join(SWEPT)} can be swept")
-    try:
-        numbers = tuple(int(value) for value in values.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: expected {name}=NUMBER,NUMBER,...") from None
-    return name, numbers
-
-
-def named(path: Path | None, point: dict[str, int]) -> Path | None:
-    """`rollout.json` becomes `rollout-engines-2.json`; None (the default place) stays."""
-    if path is None:
-        return None
-    suffix = "".join(f"-{name.replace('_', '-')}-{value}" for name, value in point.items())
-    return path.with_name(f"{path.stem}{suffix}{path.suffix}")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -13,8 +13,9 @@ from benchmarks import grpo_step, ppo_step, rollout_throughput, time_to_reward, 
 from benchmarks.bare_engines import sampling_params
 from benchmarks.harness import NotCorrect, Turn
 from benchmarks.processes import Child
-from benchmarks.rollout_throughput import PRODUCT, Beside, Gate, named, pids_of, points, rollout_class, swept
-from benchmarks.training_load import RESPONSE_TOKENS, ROWS, TrainingLoad
+from benchmarks.rollout_throughput import PRODUCT, Gate, rollout_class
+from benchmarks.sweep import named, points, swept
+from benchmarks.training_load import RESPONSE_TOKENS, ROWS, Beside, TrainingLoad
 from benchmarks.workload import MODEL, Group, group, lengths_of, spec, tail_length
 from tests.test_benchmarks import SETTINGS
 
@@ -114,13 +115,13 @@ def test_the_spec_takes_prefix_caching_and_the_device() -> None:
 def test_nothing_is_noted_without_a_load() -> None:
     plain = Turn(2.0, 10.0, 1.0, 0.0)
     assert Beside(None).noted(plain, 0) is plain and Beside(None).trained() == 0
-    assert pids_of([], None) == []
+    assert Beside(None).pids == []
 
 
 def test_the_load_trains_until_it_is_ended(tiny_model: Path) -> None:
     load = Child("training-load", TrainingLoad, spec(SETTINGS, tiny_model, 1, 1).policy_config())
+    beside = Beside(load)
     try:
-        beside = Beside(load)
         first, until = beside.trained(), time.monotonic() + 120
         while beside.trained() <= first and time.monotonic() < until:
             time.sleep(0.1)
@@ -129,4 +130,4 @@ def test_the_load_trains_until_it_is_ended(tiny_model: Path) -> None:
         assert (beside.trained() - first) % (ROWS * RESPONSE_TOKENS) == 0
         assert beside.pids == [load.pid]
     finally:
-        load.close()
+        beside.close()

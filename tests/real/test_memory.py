@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from orchestrator.batching import plan_update
 from tests.test_tensors import train_table
@@ -165,10 +166,28 @@ def rank_main(model: str, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small vocabulary, so that most of the time and of the memory goes into the layers."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def found(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("memory")
     os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
-    process = multiprocessing.get_context("spawn").Process(target=rank_main, args=(str(tiny_model), out))
+    process = multiprocessing.get_context("spawn").Process(target=rank_main, args=(model, out), daemon=True)
     process.start()
     process.join(BOUND_S)
     if process.is_alive():
