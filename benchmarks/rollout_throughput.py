@@ -242,8 +242,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="measure for each of these values, a table and a file for each; may be repeated",
     )
     given = parser.parse_args(arguments)
-    engines = [point.get("engines", given.engines) for point in points(given.sweep)]
-    if given.device == "cuda" and (given.training or max(engines) > 1):
+    default: dict[str, int] = {"engines": given.engines}
+    engines = max((default | point)["engines"] for point in points(given.sweep))
+    if given.device == "cuda" and (given.training or engines > 1):
         parser.error("--device cuda takes one engine and no --training: all baselines use one GPU, the load the CPU")
     return given
 
@@ -254,7 +255,7 @@ def main() -> None:
     turns, outstanding, path = given.pop("turns"), given.pop("outstanding"), given.pop("json")
     training, sweeps = given.pop("training"), given.pop("sweep")
     for point in points(sweeps):
-        settings = Settings(**given | point)
+        settings = replace(Settings(**given), **point)
         carry_out(lambda s=settings: asyncio.run(measure(s, turns, outstanding, training)), named(path, point))
 
 

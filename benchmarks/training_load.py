@@ -28,7 +28,7 @@ class TrainingLoad:
 
         self._trainer = BareTrainer(config)
         generator = torch.Generator().manual_seed(config.seed)
-        vocabulary = int(self._trainer.model.get_input_embeddings().weight.shape[0])
+        vocabulary: int = self._trainer.model.config.get_text_config().vocab_size
 
         def ids(count: int) -> list[int]:
             return torch.randint(vocabulary, (count,), generator=generator).tolist()

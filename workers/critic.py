@@ -49,8 +49,9 @@ class CriticWorker(TrainingRank):
         outputs: list[LossOutput] = []
 
         def loss_fn(forward: Callable[..., Any], rows: Sequence[int]) -> torch.Tensor:
-            outputs.append(self._loss(forward, table.cut(rows).to(self.engine.device), table, plan))
-            return outputs[-1].loss
+            output = self._loss(forward, table.cut(rows).to(self.engine.device), table, plan)
+            outputs.append(output.statistics())
+            return output.loss
 
         step = self.engine.update(plan.micro_batches, loss_fn)
         return update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))

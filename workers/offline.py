@@ -75,8 +75,9 @@ class ExampleTrainer(TrainingRank):
         outputs: list[ObjectiveOutput] = []
 
         def loss_fn(forward: Forward, rows: Sequence[int]) -> torch.Tensor:
-            outputs.append(self._loss(forward, self._batch(table, rows), plan, point))
-            return outputs[-1].loss
+            output = self._loss(forward, self._batch(table, rows), plan, point)
+            outputs.append(output.statistics())
+            return output.loss
 
         step = self.engine.update(plan.micro_batches, loss_fn)
         return self._metrics(step, outputs, sum(map(len, plan.micro_batches)))

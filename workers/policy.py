@@ -148,8 +148,9 @@ class PolicyWorker(TrainingRank):
         # A micro-batch is cut when its turn comes: what an update holds does not grow with their number.
         def of_rollouts(rows: Sequence[int], forward: Forward) -> torch.Tensor:
             micro_batch = table.cut(rows, plan.shared).to(self.engine.device)
-            outputs.append(self._loss(forward, micro_batch, table, plan, kl_old_coef))
-            return outputs[-1].loss
+            output = self._loss(forward, micro_batch, table, plan, kl_old_coef)
+            outputs.append(output.statistics())
+            return output.loss
 
         def of_texts(part: TokenBatch, forward: Forward) -> torch.Tensor:
             micro_batch = part.to(self.engine.device)

@@ -44,8 +44,9 @@ SHORT, LONG = 192, 768
 """Tokens of a response where they grow four times."""
 SHORT_BUDGET = GROUP * (PROMPT + SHORT)
 """One micro-batch of a whole group of short responses, or of two long ones."""
-ALLOWANCE = 8 * MIB
-"""What the allocator may keep from one update to the next: peaks of the same update differ by less than half of it."""
+ALLOWANCE = 16 * MIB
+"""What the allocator may keep from one update to the next. Graphs kept to the end of an update took 287 MiB more for four
+times as many groups, and 22 MiB for four times as long responses."""
 BOUND_S = 600.0
 
 
@@ -203,7 +204,7 @@ def found(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 def test_peak_does_not_grow_with_the_number_of_groups(found: dict[str, Any], prompts: str) -> None:
     few, many = found["groups"][prompts]["peaks"]
     first, second = found["groups"][prompts]["micro_batches"]
-    assert second == 4 * first and first > 1
+    assert first > 1 and second > 3 * first
     assert many - few <= found["groups"][prompts]["arrow"] + ALLOWANCE
 
 
