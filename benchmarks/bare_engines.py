@@ -46,30 +46,30 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
     return values | {"model": config.model.path, "disable_log_stats": True}
 
 
-def sampling_params(config: RolloutConfig, group: Group, greedy: bool = False) -> list[SamplingParams]:
-    """The product's own sampling parameters for each sample of a group."""
+def sampling_params(worker: RolloutWorker, group: Group, greedy: bool = False) -> list[SamplingParams]:
+    """The product's own sampling parameters for each sample of a group; `worker` need not be started."""
     request = GroupRequest(group.uid, group.row, 0, group.samples, group.seed, greedy=greedy)
-    worker = RolloutWorker(config, "rollout")
     return [worker._sampling_params(request, index) for index in range(group.samples)]
 
 
-def generate_all(llm: LLM, config: RolloutConfig, groups: Sequence[Group], greedy: bool = False) -> list[RequestOutput]:
+def generate_all(llm: LLM, worker: RolloutWorker, groups: Sequence[Group], greedy: bool = False) -> list[RequestOutput]:
     """`LLM.generate` of every sample of every group, in order."""
     prompts: list[Any] = [
         {"prompt_token_ids": list(group.prompt_ids)} for group in groups for _ in range(group.samples)
     ]
-    params = [one for group in groups for one in sampling_params(config, group, greedy)]
+    params = [one for group in groups for one in sampling_params(worker, group, greedy)]
     return llm.generate(prompts, params, use_tqdm=False)
 
 
 class BareLLM:
     """`LLM.generate`: everything handed over at once, everything back at the end."""
 
-    def __init__(self, config: RolloutConfig) -> None:
+    def __init__(self, config: RolloutConfig, worker: type[RolloutWorker]) -> None:
+        """`worker`: the class of the product's side, which knows the sampling parameters."""
         arguments = engine_arguments(config)
         from vllm import LLM
 
-        self._config = config
+        self._worker = worker(config, "bare")
         self._llm = LLM(**arguments)
 
     def ready(self) -> None:
@@ -78,19 +78,20 @@ class BareLLM:
     def sample(self, groups: Sequence[Group], greedy: bool = False) -> Sampled:
         """Sample all groups."""
         began = time.monotonic()
-        outputs = generate_all(self._llm, self._config, groups, greedy)
+        outputs = generate_all(self._llm, self._worker, groups, greedy)
         return Sampled(began, time.monotonic(), [list(output.outputs[0].token_ids) for output in outputs])
 
 
 class BareAsyncLLM:
     """`AsyncLLM.generate`: one task for each sample, all at once."""
 
-    def __init__(self, config: RolloutConfig) -> None:
+    def __init__(self, config: RolloutConfig, worker: type[RolloutWorker]) -> None:
+        """`worker`: the class of the product's side, which knows the sampling parameters."""
         arguments = engine_arguments(config)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._config = config
+        self._worker = worker(config, "bare")
         self._serial = itertools.count()
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
@@ -111,7 +112,7 @@ class BareAsyncLLM:
         from vllm.inputs.engine import tokens_input
 
         began = time.monotonic()
-        jobs = [(group, params) for group in groups for params in sampling_params(self._config, group, greedy)]
+        jobs = [(group, params) for group in groups for params in sampling_params(self._worker, group, greedy)]
         outputs = await asyncio.gather(
             *(self._one(tokens_input(list(group.prompt_ids)), params) for group, params in jobs)
         )

@@ -22,6 +22,7 @@ from benchmarks.bare_engines import engine_arguments, generate_all
 from benchmarks.workload import TASKS, Group, TaskName
 from orchestrator.batching import cut_micro_batches
 from workers.config import PolicyConfig, RolloutConfig
+from workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -152,7 +153,7 @@ class BareLoop:
         from transformers import AutoTokenizer
         from vllm import LLM
 
-        self._rollout = rollout
+        self._sampler = RolloutWorker(rollout, "bare")
         self._reward = TASKS[task].reward
         self._llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
         self._tokenizer = AutoTokenizer.from_pretrained(rollout.model.path)
@@ -181,7 +182,7 @@ class BareLoop:
         return BareStep(wall_s, phases, sum(map(len, ids)), figures, ids)
 
     def _generate(self, groups: Sequence[Group]) -> list[Sampled]:
-        outputs = generate_all(self._llm, self._rollout, groups)
+        outputs = generate_all(self._llm, self._sampler, groups)
         prompts = [list(group.prompt_ids) for group in groups for _ in range(group.samples)]
         return [_sequence(ids, output) for ids, output in zip(prompts, outputs, strict=True)]
 

@@ -26,6 +26,7 @@ from benchmarks.harness import SEQUENCES, NotCorrect, Report, Turn, carry_out, t
 from benchmarks.processes import Meter, stopped
 from benchmarks.simulated import Shape, SimEngine, SimPolicy, SimReward, Simulation, Stage, check
 from orchestrator.actor_group import ActorWorker, Cluster
+from orchestrator.peak_memory import PeakMemory
 
 BASELINE = "ray.get per sequence"
 WARM_STEPS = 2
@@ -73,7 +74,7 @@ def actors(shape: Shape) -> StageMaker:
     was given is checked."""
 
     def actor(name: str, kind: type, *args: Any) -> ActorWorker:
-        return ActorWorker(name, ray.remote(kind).options(num_cpus=0, max_concurrency=1000).remote(*args))
+        return ActorWorker(name, ray.remote(kind).options(num_cpus=0, max_concurrency=1000).remote(*args), PeakMemory())
 
     engines = [actor(f"rollout-{i}", SimEngine, f"rollout-{i}") for i in range(shape.engines)]
     reward = actor("reward-0", SimReward)

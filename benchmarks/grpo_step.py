@@ -28,7 +28,7 @@ from benchmarks.bare_loop import BareLoop, BareStep
 from benchmarks.harness import NotCorrect, Report, Turn, carry_out, in_turn
 from benchmarks.processes import Child, Meter, stopped
 from benchmarks.trl_loop import TrlLoop, check_steps
-from benchmarks.workload import MODEL, Group, Settings, encoded, group, spec, without_end
+from benchmarks.workload import Group, Settings, add_settings, encoded, group, spec, without_end
 from orchestrator.console import Console
 from orchestrator.prompts import PromptPool, PromptSource, load_pools
 from orchestrator.spec import Spec
@@ -221,20 +221,12 @@ def check(
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grpo_step", description=__doc__)
+    defaults = {"groups": 8, "samples": 8, "max_tokens": 32, "concurrency": 64, "threads": 2}
+    add_settings(parser, **defaults, turns=5, seed=17)
     add = parser.add_argument
-    add("--model", type=Path, default=MODEL, help="model folder")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--lengths", choices=("fixed", "natural"), default="fixed", help="natural: the model ends its responses")
-    add("--groups", type=int, default=8, help="prompts in a step")
-    add("--samples", type=int, default=8, help="samples of a prompt")
-    add("--max-tokens", type=int, default=32)
-    add("--concurrency", type=int, default=64, help="sequences decoded together")
-    add("--threads", type=int, default=2, help="compute threads of the engine, and of the trainer")
-    add("--turns", type=int, default=5, help="steps of each contender, after a warm-up step")
     add("--learning-rate", type=float, default=1e-5)
     add("--trl", action="store_true", help="TRL's GRPOTrainer as well; with fixed lengths only")
-    add("--seed", type=int, default=17)
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     given = parser.parse_args(arguments)
     if given.trl and given.lengths != "fixed":
         parser.error("--trl needs --lengths fixed: TRL samples other responses, and so other amounts")

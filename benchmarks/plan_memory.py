@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from orchestrator.memory import MIB, Training, training
 from orchestrator.memory_plan import TRAINER_PROCESS
 from orchestrator.model_size import read_size
 from workers.config import Dtype, TrainerConfig
+from workers.peaks import resident_peak
 
 MODELS = Path(".cache/models")
 BOUND_S = 1800.0
@@ -195,15 +195,15 @@ def _updates(case: Case, folder: str, rank: int, meeting: Queue[Any]) -> tuple[i
     address, port = meeting.get(timeout=120)
     worker.join(Rendezvous(address=address, port=port, rank=rank, world_size=case.ranks))
     reset_peak()
-    process = peak()
+    process = resident_peak()
     worker.build()
-    built = peak()
+    built = resident_peak()
     rows = case.tokens // ROW_TOKENS
     table = batch(2 * rows)
     plan = RankPlan((tuple(range(rows)), tuple(range(rows, 2 * rows))), 2 * rows * ROW_TOKENS, 2 * rows)
     for _ in range(2):
         worker.update(plan, table)
-    most = peak()
+    most = resident_peak()
     worker.close()
     return process, built, most
 
@@ -234,12 +234,6 @@ def batch(rows: int) -> Any:
 def reset_peak() -> None:
     """Let VmHWM start again from what is resident now (proc(5), clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak(pid: int | str = "self") -> int:
-    """VmHWM, bytes."""
-    status = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
 
 def _folders(models: Path, made: Path) -> dict[str, Path]:
@@ -297,15 +291,9 @@ async def _engine(folder: Path) -> int:
     try:
         size = read_size(folder)
         held = 4 * (size.parameters + size.vocabulary * size.hidden) + int(cache * 2**30)
-        return peak() + sum(_peak_or_none(child.pid) for child in psutil.Process().children(recursive=True)) - held
+        return resident_peak(child.pid for child in psutil.Process().children(recursive=True)) - held
     finally:
         await worker.close()
-
-
-def _peak_or_none(pid: int) -> int:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, StopIteration):
-        return peak(pid)
-    return 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.harness import NotCorrect, Report, Turn, carry_out, take_turns
-from benchmarks.workload import MODEL, Settings, spec, without_end
+from benchmarks.workload import Settings, add_settings, spec, without_end
 from orchestrator.spec import Spec
 
 STAGES, PRODUCT = "stages alone", "troupe"
@@ -36,7 +36,7 @@ def four_models(plan: Spec) -> Spec:
     document = plan.model_dump(mode="json", exclude_defaults=True)
     policy = document["roles"]["policy"]
     document["roles"]["critic"] = dict(policy)
-    shared = policy.keys() & {"cpus", "threads", "micro_batch_tokens"}
+    shared = policy.keys() & {"cpus", "gpus", "threads", "micro_batch_tokens"}
     document["roles"]["reference"] = {key: policy[key] for key in shared}
     document["algorithm"] = {"name": "ppo", "group_size": plan.group_size, "kl": {"coef": 0.02}}
     return Spec.model_validate(document)
@@ -98,17 +98,9 @@ def phases_of(metrics: Mapping[str, float], wall_s: float) -> dict[str, float]:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ppo_step", description=__doc__)
-    add = parser.add_argument
-    add("--model", type=Path, default=MODEL, help="folder of the model that all four are")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--groups", type=int, default=16, help="prompts in a step")
-    add("--samples", type=int, default=2, help="samples of a prompt")
-    add("--max-tokens", type=int, default=16)
-    add("--concurrency", type=int, default=64, help="sequences decoded together")
-    add("--threads", type=int, default=2, help="compute threads of each worker")
-    add("--turns", type=int, default=5, help="steps of each contender, after a warm-up step")
-    add("--seed", type=int, default=17)
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
+    defaults = {"groups": 16, "samples": 2, "max_tokens": 16, "concurrency": 64, "threads": 2}
+    add_settings(parser, **defaults, turns=5, seed=17)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each of the four")
     return parser.parse_args(arguments)
 
 

@@ -1,6 +1,8 @@
 """Tokens per second streamed through the orchestrator, against bare vLLM on the same prompts and seeds.
 
     python -m benchmarks.rollout_throughput --groups 16 --samples 8 --max-tokens 32
+    python -m benchmarks.rollout_throughput --sweep concurrency=16,32,64 --sweep engines=1,2
+    python -m benchmarks.rollout_throughput --lengths long-tail --training
 
 The product samples on its own path: Ray actors, engine pool, scheduler, `RolloutWorker.generate`, Arrow tables in the
 object store. Only scoring is left out. Baselines: `LLM.generate` and `AsyncLLM`, with the same engine arguments.
@@ -22,8 +24,11 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.bare_engines import BareAsyncLLM, BareLLM, Sampled
 from benchmarks.harness import NotCorrect, Report, Turn, best, carry_out, take_turns
 from benchmarks.processes import Child, Meter, stopped
-from benchmarks.workload import MODEL, Group, Settings, encoded, group, spec, without_end
+from benchmarks.sweep import named, points, swept
+from benchmarks.training_load import Beside, TrainingLoad
+from benchmarks.workload import Group, Settings, add_settings, encoded, group, lengths_of, spec, without_end
 from orchestrator.prompts import load_pools
+from workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from benchmarks.streaming import Streaming
@@ -80,13 +85,17 @@ class Gate:
         self._totals: dict[str, int] = {}
         self.checks: dict[str, str] = {}
 
-    def turn(self, name: str, ids: Sequence[Sequence[int]]) -> None:
-        """Raises NotCorrect where a sequence is missing or, with fixed lengths, has another length."""
+    def turn(self, name: str, groups: Sequence[Group], ids: Sequence[Sequence[int]]) -> None:
+        """`ids`: in the order of the groups' samples.
+
+        Raises NotCorrect where a sequence is missing, or has another length than the one known beforehand.
+        """
         settings = self._settings
         if len(ids) != settings.sequences:
             raise NotCorrect(f"{name} sampled {len(ids)} sequences, not {settings.sequences}")
-        if settings.lengths == "fixed" and any(len(one) != settings.max_tokens for one in ids):
-            raise NotCorrect(f"{name} sampled sequences of other lengths than {settings.max_tokens}")
+        wanted = [length for one in groups for length in lengths_of(settings, one)]
+        if settings.endless and [len(one) for one in ids] != wanted:
+            raise NotCorrect(f"{name} sampled sequences of other lengths than {wanted}")
         if not all(ids):
             raise NotCorrect(f"{name} sampled an empty sequence")
         self._totals[name] = self._totals.get(name, 0) + sum(map(len, ids))
@@ -94,7 +103,7 @@ class Gate:
     def totals(self) -> None:
         """Raises NotCorrect where the contenders' totals of tokens are not alike."""
         least, most = min(self._totals.values()), max(self._totals.values())
-        allowed = 1.0 if self._settings.lengths == "fixed" else 1.1
+        allowed = 1.0 if self._settings.endless else 1.1
         if most > allowed * least:
             raise NotCorrect(f"the contenders sampled different amounts: {self._totals}")
         self.checks["tokens sampled"] = ", ".join(f"{name} {count}" for name, count in self._totals.items())
@@ -114,15 +123,16 @@ class Gate:
         self.checks["same token ids, greedy and seeded"] = f"{tokens} tokens of {len(groups)} prompts equal"
 
 
-async def measure(settings: Settings, turns: int, outstanding: int) -> Report:
-    """Start everybody, check, take turns. Raises NotCorrect."""
+async def measure(settings: Settings, turns: int, outstanding: int, training: bool) -> Report:
+    """Start everybody, check, take turns; with `training` beside a process that trains. Raises NotCorrect."""
     from benchmarks.streaming import Streaming  # every engine's process imports this module, and needs no Ray
 
     needed = settings.groups * (turns + 1) + CHECKED_PROMPTS
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = without_end(settings.model, folder / "model") if settings.lengths == "fixed" else settings.model
+        model = without_end(settings.model, folder / "model") if settings.endless else settings.model
         run = spec(settings, model, turns + 1, needed)
+        rollout = rollout_class(settings)
         pool, _ = load_pools(run.data)
         prompt_ids = encoded(model, pool.table, range(needed), longest=128)
         checked = [
@@ -137,22 +147,34 @@ async def measure(settings: Settings, turns: int, outstanding: int) -> Report:
             for turn in range(turns + 1)
         ]
         children = {
-            name: [Child(f"{name}-{i}", kind, run.rollout_config()) for i in range(settings.engines)]
+            name: [Child(f"{name}-{i}", kind, run.rollout_config(), rollout) for i in range(settings.engines)]
             for name, kind in BARE.items()
         }
+        beside = Beside(Child("training-load", TrainingLoad, run.policy_config()) if training else None)
         processes = [child for members in children.values() for child in members]
+        stack.callback(beside.close)
+        pids = [child.pid for child in processes]
         for child in processes:
             stack.callback(child.close)
             child.send("ready")
         streaming = await stack.enter_async_context(
-            Streaming.open(run, pool.table, work, [child.pid for child in processes], outstanding)
+            Streaming.open(run, pool.table, work, [*pids, *beside.pids], outstanding, rollout)
         )
         for child in processes:
             await asyncio.to_thread(child.receive, START_TIMEOUT_S)
         bare = {name: Bare(name, members) for name, members in children.items()}
-        taken, best_bare, checks = await compare(turns, bare, streaming, checked, work, Gate(settings))
-        arguments = asdict(settings) | {"turns": turns, "outstanding": streaming.outstanding}
+        taken, best_bare, checks = await compare(turns, bare, streaming, checked, work, Gate(settings), beside)
+        arguments = asdict(settings) | {"turns": turns, "outstanding": streaming.outstanding, "training": training}
         return Report("rollout_throughput", arguments, taken, best_bare, checks)
+
+
+def rollout_class(settings: Settings) -> type[RolloutWorker]:
+    """The product's worker, or the one in which every sample has its own bound."""
+    if settings.lengths != "long-tail":
+        return RolloutWorker
+    from benchmarks.long_tail import LongTailRollout
+
+    return LongTailRollout
 
 
 async def compare(
@@ -162,6 +184,7 @@ async def compare(
     checked: Sequence[Group],
     work: Sequence[Sequence[Group]],
     gate: Gate,
+    beside: Beside,
 ) -> tuple[dict[str, list[Turn]], str, dict[str, str]]:
     """The checks and the turns: (turns of each contender, the better baseline, outcome of the checks)."""
     alone: dict[str, Callable[..., Any]] = {name: contender.alone for name, contender in bare.items()}
@@ -172,13 +195,15 @@ async def compare(
 
     def contender(name: str) -> Callable[[int], Any]:
         async def take(turn: int) -> Turn:
+            before = beside.trained()
             if name == PRODUCT:
                 with stopped(baselines):
                     figures, ids = await streaming.turn(turn)
             else:
-                with stopped([os.getpid()], without=everyone[name]):
+                with stopped([os.getpid()], without=[*everyone[name], *beside.pids]):
                     figures, ids = await bare[name].turn(work[turn])
-            gate.turn(name, ids)
+            figures = beside.noted(figures, before)
+            gate.turn(name, work[turn], ids)
             return figures
 
         return take
@@ -190,29 +215,48 @@ async def compare(
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_throughput", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rollout_throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    defaults = {"groups": 16, "samples": 8, "max_tokens": 32, "concurrency": 64, "engines": 1, "threads": 2}
+    add_settings(parser, **defaults, turns=11, seed=17)
     add = parser.add_argument
-    add("--model", type=Path, default=MODEL, help="model folder")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--lengths", choices=("fixed", "natural"), default="fixed", help="natural: the model ends its responses")
-    add("--groups", type=int, default=16, help="prompts in a turn")
-    add("--samples", type=int, default=8, help="samples of a prompt")
-    add("--max-tokens", type=int, default=32)
-    add("--concurrency", type=int, default=64, help="sequences decoded together by one engine")
-    add("--engines", type=int, default=1)
-    add("--threads", type=int, default=2, help="compute threads of an engine")
+    add(
+        "--lengths",
+        choices=("fixed", "long-tail", "natural"),
+        default="fixed",
+        help="long-tail: lognormal, one for each sample; natural: the model ends its responses",
+    )
+    add("--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="of every contender's engines")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--training", action="store_true", help="beside a process that trains all the time, for every contender")
     add("--outstanding", type=int, default=0, help="samples an engine may hold, queued ones too (0: as troupe decides)")
-    add("--turns", type=int, default=11, help="turns of each contender, after a warm-up turn")
-    add("--seed", type=int, default=17)
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
-    return parser.parse_args(arguments)
+    add(
+        "--sweep",
+        type=swept,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="measure for each of these values, a table and a file for each; may be repeated",
+    )
+    given = parser.parse_args(arguments)
+    default: dict[str, int] = {"engines": given.engines}
+    engines = max((default | point)["engines"] for point in points(given.sweep))
+    if given.device == "cuda" and (given.training or engines > 1):
+        parser.error("--device cuda takes one engine and no --training: all baselines use one GPU, the load the CPU")
+    return given
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print, write: once for every point of the sweep."""
     given = vars(parse(sys.argv[1:]))
     turns, outstanding, path = given.pop("turns"), given.pop("outstanding"), given.pop("json")
-    carry_out(lambda: asyncio.run(measure(Settings(**given), turns, outstanding)), path)
+    training, sweeps = given.pop("training"), given.pop("sweep")
+    for point in points(sweeps):
+        settings = replace(Settings(**given), **point)
+        carry_out(lambda s=settings: asyncio.run(measure(s, turns, outstanding, training)), named(path, point))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ class SimEngine:
     async def health(self) -> WorkerHealth:
         """Alive."""
         await asyncio.sleep(0)
-        return WorkerHealth(self.name, "host", 1, self._version, 0, 0.0)
+        return WorkerHealth(self.name, "host", 1, self._version, 0)
 
 
 class SimReward:

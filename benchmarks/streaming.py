@@ -53,26 +53,38 @@ class Streaming:
     """Turns through the scheduler: a turn is what the controller's step would wait for."""
 
     def __init__(
-        self, pool: EnginePool, scheduler: RolloutScheduler, prompts: TableRef, baselines: Sequence[int]
+        self,
+        pool: EnginePool,
+        scheduler: RolloutScheduler,
+        prompts: TableRef,
+        work: Sequence[Sequence[Group]],
+        others: Sequence[int],
     ) -> None:
-        """`baselines`: process ids whose CPU time is not the product's."""
+        """`others`: process ids whose CPU time is not the product's."""
         self._pool = pool
         self._scheduler = scheduler
         self._prompts = prompts
-        self._baselines = baselines
+        self._work = work
+        self._others = others
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, spec: Spec, table: pa.Table, work: Sequence[Sequence[Group]], baselines: Sequence[int], outstanding: int
+        cls,
+        spec: Spec,
+        table: pa.Table,
+        work: Sequence[Sequence[Group]],
+        others: Sequence[int],
+        outstanding: int,
+        rollout: type[RolloutWorker] = RolloutWorker,
     ) -> AsyncIterator[Streaming]:
-        """A cluster with the engines of `spec`, and all of it ended afterwards.
+        """A cluster with the engines of `spec`, of class `rollout`, and all of it ended afterwards.
 
         `work`: the groups of each turn; `outstanding`: bound on the samples an engine holds, 0 for the product's own.
         """
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         try:
-            casting = Casting(spec, cluster, CLASSES)
+            casting = Casting(spec, cluster, replace(CLASSES, rollout=rollout))
             stage = await casting.open(frozenset({"rollout", "reward"}))
             bounds = pool_bounds(spec)
             bounds = replace(bounds, max_outstanding=outstanding or bounds.max_outstanding)
@@ -90,7 +102,7 @@ class Streaming:
                 seed=spec.seed,
             )
             scheduler = RolloutScheduler(plan, pool, Unscored(), Ledger(), lambda: next(picks), prompts)
-            yield cls(pool, scheduler, prompts, baselines)
+            yield cls(pool, scheduler, prompts, work, others)
             await scheduler.close()
             await cluster.close(_CLOSE_TIMEOUT_S)
         finally:
@@ -103,7 +115,7 @@ class Streaming:
 
     async def turn(self, turn: int) -> tuple[Turn, list[list[int]]]:
         """One turn, and the response token ids in the order of the groups' samples."""
-        meter = Meter([os.getpid()], self._baselines)
+        meter = Meter([os.getpid()], self._others)
         began = time.monotonic()
         if turn == 0:
             self._scheduler.start()
@@ -113,7 +125,8 @@ class Streaming:
         wall_s = time.monotonic() - began
         cpu_s, foreign = meter.read()
         tokens = sum(sample.response_tokens for group in groups for sample in group.summary.samples)
-        ids = [row for group in groups for row in response_ids(group.rollouts)]
+        rollouts = {group.summary.prompt_uid: group.rollouts for group in groups}
+        ids = [row for group in self._work[turn] for row in response_ids(rollouts[group.uid])]
         return Turn(wall_s, tokens, cpu_s, foreign), ids
 
     async def alone(self, group: Group, greedy: bool) -> list[list[int]]:

@@ -13,12 +13,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import fmean
 
 from benchmarks.grpo_step import BARE, Steps, take_steps
 from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out
-from benchmarks.workload import MODEL, Settings
+from benchmarks.workload import Settings, add_settings
 
 RUNS = Unit("runs", "run", digits=4)
 
@@ -52,20 +51,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time_to_reward", description=__doc__)
     add = parser.add_argument
-    add("--model", type=Path, default=MODEL, help="model folder")
-    add("--dtype", choices=("bfloat16", "float32"), default="float32")
-    add("--groups", type=int, default=8, help="prompts in a step")
-    add("--samples", type=int, default=8, help="samples of a prompt")
-    add("--max-tokens", type=int, default=16)
-    add("--concurrency", type=int, default=64, help="sequences decoded together")
-    add("--threads", type=int, default=2, help="compute threads of the engine, and of the trainer")
+    add_settings(parser, groups=16, samples=8, max_tokens=12, concurrency=64, threads=2)
+    parser.set_defaults(dtype="float32")
     add("--learning-rate", type=float, default=5e-5)
     add("--target", type=float, default=0.8, help="mean reward of the samples of a step")
     add("--window", type=int, default=2, help="steps that the reward is the mean of")
     add("--steps", type=int, default=20, help="at most")
     add("--seeds", type=int, nargs="+", default=[17, 18, 19], help="one run each")
     add("--no-trl", dest="trl", action="store_false", help="without TRL")
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
 

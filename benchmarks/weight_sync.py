@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from benchmarks.harness import GIGABYTES, NotCorrect, Report, Turn, carry_out, take_turns
 from benchmarks.processes import Meter
-from benchmarks.workload import MODEL, Settings, spec, without_end
+from benchmarks.workload import Settings, add_settings, spec, without_end
 from orchestrator.spec import Spec
 
 if TYPE_CHECKING:
@@ -194,18 +194,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description=__doc__)
     add = parser.add_argument
-    add("--model", type=Path, default=MODEL, help="model folder")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add_settings(parser, engines=1, threads=2, turns=7, seed=17)
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--backend", choices=("auto", "shm", "ipc", "nccl"), default="auto", help="ipc and nccl need --device cuda")
-    add("--engines", type=int, default=1)
-    add("--threads", type=int, default=2, help="compute threads of an engine, and of the trainer")
     add("--samples", type=int, default=4, help="samples that check a turn, on each engine")
     add("--max-tokens", type=int, default=16, help="of each of them")
-    add("--turns", type=int, default=7, help="turns of each contender, after a warm-up turn")
-    add("--seed", type=int, default=17)
     add("--disk", type=Path, default=None, help="folder for the way over the disk (default: the temporary directory)")
-    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
 

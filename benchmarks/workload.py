@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +18,27 @@ from orchestrator.spec import Spec
 from workers.rewards.functions import last_number, letter_share
 from workers.rollout_prompts import encode_prompt
 
-Lengths = Literal["fixed", "natural"]
+Lengths = Literal["fixed", "long-tail", "natural"]
 TaskName = Literal["vowels", "sums"]
 
 MODEL = Path(".cache/models/smollm2-135m-instruct")
+HELP = {
+    "groups": "prompts in a turn, or in a step",
+    "samples": "samples of a prompt",
+    "max_tokens": "tokens of a response, at most",
+    "concurrency": "sequences decoded together by one engine",
+    "engines": "engines of every contender",
+    "threads": "compute threads of every engine and trainer",
+    "turns": "turns of each contender, after a warm-up turn",
+    "seed": "of prompts and samples",
+}
+"""What the settings that benchmarks share mean."""
 _UNSAMPLED_EOS = "<|never sampled|>"
+_TAIL_SIGMA = 0.8
+_TAIL_MEAN = 0.25
+"""Long-tailed lengths: lognormal, their mean as a share of the longest one."""
+_GPU_SHARE = 0.28
+"""Of a GPU's memory for an engine: those of three contenders live on it side by side."""
 _REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
 _LETTERS = "aeiou"
 
@@ -73,7 +92,14 @@ class Settings:
     engines: int
     threads: int
     seed: int
+    prefix_caching: bool = True
+    device: Literal["cpu", "cuda"] = "cpu"
     task: TaskName = "vowels"
+
+    @property
+    def endless(self) -> bool:
+        """Every response has a length that is known beforehand: the model does not end it."""
+        return self.lengths != "natural"
 
     @property
     def sequences(self) -> int:
@@ -95,6 +121,30 @@ class Group:
     """The right one, where the reward depends on it."""
 
 
+def lengths_of(settings: Settings, group: Group) -> list[int]:
+    """Tokens of each of the group's responses, where the model does not end them."""
+    if settings.lengths == "long-tail":
+        return [tail_length(group.seed, index, settings.max_tokens) for index in range(group.samples)]
+    return [settings.max_tokens] * group.samples
+
+
+def tail_length(seed: int, index: int, longest: int) -> int:
+    """Length of a sample of the group with this seed: lognormal with a mean of a quarter of `longest`, cut at it."""
+    location = math.log(_TAIL_MEAN * longest) - _TAIL_SIGMA**2 / 2
+    drawn = random.Random(f"{seed}/{index}").lognormvariate(location, _TAIL_SIGMA)
+    return min(max(round(drawn), 1), longest)
+
+
+def add_settings(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Arguments that benchmarks share: `--model`, `--dtype`, `--json`, and those of HELP that are given a default."""
+    add = parser.add_argument
+    add("--model", type=Path, default=MODEL, help="model folder")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    for name, default in defaults.items():
+        add(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{HELP[name]} (default: {default})")
+    add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
+
+
 def group(settings: Settings, uid: str, row: int, prompt_ids: Sequence[int], answer: str = "") -> Group:
     """A group with the seed that the product samples it with."""
     return Group(uid, row, tuple(prompt_ids), settings.samples, sampling_seed(settings.seed, uid), answer)
@@ -103,6 +153,7 @@ def group(settings: Settings, uid: str, row: int, prompt_ids: Sequence[int], ans
 def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rate: float = 1e-5) -> Spec:
     """A GRPO run of `turns` steps over a pool of `prompts` prompts; `model` is the folder that is really loaded."""
     threads, task = settings.threads, TASKS[settings.task]
+    gpus = float(settings.device == "cuda")
     document: dict[str, Any] = {
         "name": "benchmark",
         "seed": settings.seed,
@@ -116,8 +167,17 @@ def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rat
                 "max_model_len": 128 + settings.max_tokens,
                 "enforce_eager": True,
                 "kv_cache_gib": 0.5,
+                "enable_prefix_caching": settings.prefix_caching,
+                "gpu_memory_utilization": _GPU_SHARE,
+                "gpus": gpus,
             },
-            "policy": {"cpus": 0.5, "threads": threads, "micro_batch_tokens": 4096, "learning_rate": learning_rate},
+            "policy": {
+                "cpus": 0.5,
+                "gpus": gpus,
+                "threads": threads,
+                "micro_batch_tokens": 4096,
+                "learning_rate": learning_rate,
+            },
             "reward": {"cpus": 0.2, "functions": [task.function]},
         },
         "algorithm": {"name": "grpo", "group_size": settings.samples},

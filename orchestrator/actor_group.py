@@ -21,6 +21,7 @@ from orchestrator import ray_nodes
 from orchestrator.deadlines import within
 from orchestrator.errors import DataLost, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from orchestrator.handles import TableRef, WorkerHandle
+from orchestrator.peak_memory import PeakMemory
 from orchestrator.placement import Node, Placement, Seat, fit, misfit
 from workers.messages import WorkerGone
 
@@ -35,9 +36,11 @@ _ASYNC_CALLS = 100_000
 class ActorWorker:
     """A worker that is a Ray actor."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: Any, peaks: PeakMemory) -> None:
+        """`peaks`: where it is noted what the worker's answers say of its memory."""
         self._name = name
         self.actor = actor
+        self._peaks = peaks
 
     @property
     def name(self) -> str:
@@ -59,7 +62,7 @@ class ActorWorker:
 
     async def _wait(self, ref: Any, method: str, timeout_s: float) -> Any:
         try:
-            return await within(timeout_s, ref)
+            answer = await within(timeout_s, ref)
         except TimeoutError:
             raise WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s") from None
         except RayTaskError as error:
@@ -68,6 +71,8 @@ class ActorWorker:
             raise WorkerDied(self._name, method, _reason(error)) from error
         except RayError as error:
             raise _kind(error)(self._name, method, ray_nodes.one_line(error)) from error
+        self._peaks.note(self._name, answer)
+        return answer
 
 
 def _kind(cause: BaseException) -> type[WorkerError]:
@@ -148,6 +153,7 @@ class Cluster:
         self._owned = owned
         self.logs = session / "logs"
         """Folder of the workers' own logs, on this node."""
+        self.peaks = PeakMemory()
         self._reserved: dict[str, _Reservation] = {}
         self._actors: list[ActorWorker] = []
 
@@ -241,7 +247,7 @@ class Cluster:
         if spec.concurrent:
             options["max_concurrency"] = _ASYNC_CALLS
         actor = ray.remote(spec.worker_class).options(**options).remote(*spec.args)
-        worker = ActorWorker(name, actor)
+        worker = ActorWorker(name, actor, self.peaks)
         self._actors.append(worker)
         return worker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from orchestrator.algorithm_table import KlPenalty
@@ -18,6 +18,7 @@ from orchestrator.garbage import rare_collections
 from orchestrator.handles import Gang, TableRef
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import MetricSinks, PhaseTimers, merge_update_metrics
+from orchestrator.peak_memory import PeakMemory
 from orchestrator.rollout_metrics import mean_of
 from orchestrator.scaling import Crew
 from orchestrator.spec_sections import AlarmConfig
@@ -73,6 +74,8 @@ class Cast:
     ledger: Ledger
     crew: Crew | None = None
     """Brings in and lets go workers while the run goes on; None: nobody comes or goes."""
+    peaks: PeakMemory = field(default_factory=PeakMemory)
+    """What the workers say of their memory."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class RunOutcome:
     last_eval: dict[str, float]
     ledger: dict[str, int]
     drop_reasons: dict[str, int]
+    peak_memory: str
+    """Per role, in one line."""
 
     def summary(self, out: Path) -> dict[str, str]:
         """What to tell the user at the end."""
@@ -97,6 +102,7 @@ class RunOutcome:
                 lines[f"held-out {name}"] = f"{first}{after:.3f} after"
         lines["samples"] = f"{books['dispatched']} dispatched, {books['trained']} trained, {books['dropped']} dropped"
         lines |= {f"dropped: {reason}": str(count) for reason, count in self.drop_reasons.items()}
+        lines["peak memory"] = self.peak_memory
         for name in ("metrics.jsonl", "trajectories", "checkpoints", "tensorboard"):
             if (out / name).exists():
                 lines[name] = str(out / name)
@@ -164,7 +170,13 @@ class Controller:
         self.cast.ledger.check()
         books = self.cast.ledger
         return RunOutcome(
-            self.version, self.version < self.plan.steps, first_eval, last_eval, books.counts(), books.drop_reasons()
+            self.version,
+            self.version < self.plan.steps,
+            first_eval,
+            last_eval,
+            books.counts(),
+            books.drop_reasons(),
+            self.cast.peaks.summary(),
         )
 
     def _alarm_stops(self) -> bool:
@@ -343,6 +355,7 @@ class Controller:
         metrics |= {f"utilisation/{name}": share for name, share in timers.shares().items()}
         metrics |= {f"ledger/{name}": float(count) for name, count in self.cast.ledger.counts().items()}
         metrics |= {"updates": float(len(updates))}
+        metrics |= self.cast.peaks.metrics()
         metrics |= evaluation
         metrics |= self._watch(metrics)
         if self.cast.crew is not None:

@@ -229,6 +229,7 @@ class Company:
             evaluator=self.evaluator(),
             ledger=ledger,
             crew=self._crew,
+            peaks=self._scene.cluster.peaks,
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
         memory = TrainMemory.model_validate(found.state["memory"]) if found is not None else None

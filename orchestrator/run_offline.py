@@ -63,6 +63,7 @@ class OfflineCompany:
             sync=None,
             evaluator=None if held_out is None else await self.evaluator(held_out),
             ledger=ledger,
+            peaks=self._scene.cluster.peaks,
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
         return Controller(_train_plan(spec), cast, store, sinks, self._scene.console, self._scene.stop, done)

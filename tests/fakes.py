@@ -151,7 +151,7 @@ class FakeEngine:
 
     async def health(self) -> WorkerHealth:
         """Alive."""
-        return WorkerHealth(self.name, "host", 1, self.version, 0, 0.0)
+        return WorkerHealth(self.name, "host", 1, self.version, 0)
 
 
 @dataclass

@@ -17,7 +17,7 @@ PACKAGES = ("orchestrator", "workers")
 
 PURE_WORKER_NAMES = (
     *("advantage_state", "advantages", "config", "estimators", "losses", "messages", "tables", "tensors"),
-    *("config_offline", "messages_offline", "preference_losses", "objectives"),
+    *("config_offline", "messages_offline", "preference_losses", "objectives", "peaks"),
 )
 PURE_WORKERS = {f"workers.{name}" for name in PURE_WORKER_NAMES}
 PURE_ORCHESTRATOR = {

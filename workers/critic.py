@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -48,11 +48,12 @@ class CriticWorker(TrainingRank):
         table = TokenTable(batch)
         outputs: list[LossOutput] = []
 
-        def loss_fn(forward: Callable[..., Any], micro_batch: TokenBatch) -> torch.Tensor:
-            outputs.append(self._loss(forward, micro_batch.to(self.engine.device), table, plan))
-            return outputs[-1].loss
+        def loss_fn(forward: Callable[..., Any], rows: Sequence[int]) -> torch.Tensor:
+            output = self._loss(forward, table.cut(rows).to(self.engine.device), table, plan)
+            outputs.append(output.statistics())
+            return output.loss
 
-        step = self.engine.update(list(table.batches(plan.micro_batches)), loss_fn)
+        step = self.engine.update(plan.micro_batches, loss_fn)
         return update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
 
     def _loss(

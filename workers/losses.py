@@ -11,7 +11,7 @@ loss, nor a gradient, nor a metric.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,10 @@ class LossOutput:
     sums: Mapping[str, torch.Tensor]
     """Sums over loss tokens; added up over micro-batches and ranks and divided by the sum `tokens` they are means."""
     maxima: Mapping[str, torch.Tensor]
+
+    def statistics(self) -> LossOutput:
+        """The same without the graph of the loss, which may hold on to activations long after its backward pass."""
+        return replace(self, loss=self.loss.detach())
 
 
 def token_weights(

@@ -123,6 +123,23 @@ class WorkerGone(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The most memory that a worker has held so far, in bytes."""
+
+    host: int
+    """Resident, each of its processes at its own peak. Pages of shared memory count once they were read."""
+    gpu: int = 0
+    """Allocated by torch on a GPU; 0 without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a worker says along with what it was asked."""
+
+    peak: Peak | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
 class GroupRequest:
     """Ask a rollout worker for `samples` completions of one prompt."""
 
@@ -164,7 +181,7 @@ class GroupSummary:
 
 
 @dataclass(frozen=True)
-class RewardSummary:
+class RewardSummary(Answer):
     """Scalars of one scored group; one entry per sample, in sample order."""
 
     prompt_uid: str
@@ -174,6 +191,13 @@ class RewardSummary:
     components: dict[str, tuple[float | None, ...]]
     steps_differ: bool = False
     """Whether the group's process rewards differ from each other; False where there are none."""
+
+
+@dataclass(frozen=True)
+class ScoreSummary(Answer):
+    """What a worker of the reference says of what it scored."""
+
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -241,7 +265,7 @@ class TextSummary:
 
 
 @dataclass(frozen=True)
-class UpdateMetrics:
+class UpdateMetrics(Answer):
     """One rank's share of one update. `sums` add up over ranks to the batch's figure; `values` are equal on all."""
 
     sums: dict[str, float]
@@ -276,7 +300,7 @@ class WeightUpdate:
 
 
 @dataclass(frozen=True)
-class WeightAck:
+class WeightAck(Answer):
     """An engine's word on what it now serves."""
 
     engine: str
@@ -286,7 +310,7 @@ class WeightAck:
 
 
 @dataclass(frozen=True)
-class WorkerHealth:
+class WorkerHealth(Answer):
     """A worker's sign of life."""
 
     name: str
@@ -294,4 +318,3 @@ class WorkerHealth:
     pid: int
     version: int
     in_flight: int
-    peak_rss_mib: float

@@ -402,9 +402,8 @@ def score_plan(
     all ranks must run equally often.
     """
     tokens = TokenTable.concat(tables)
-    batches = list(tokens.batches(plan.micro_batches))
-    scores = [score(module, batch.to(device)).cpu() for batch in batches]
-    rows = torch.cat([batch.rows for batch in batches]) if batches else torch.zeros(0, dtype=torch.int64)
+    scores = [score(module, batch.to(device)).cpu() for batch in tokens.batches(plan.micro_batches)]
+    rows = [row for micro_batch in plan.micro_batches for row in micro_batch]
     values = torch.cat(scores) if scores else torch.zeros(0)
-    chosen = tokens.table.take(pa.array(rows.tolist(), pa.int64()))
+    chosen = tokens.table.take(pa.array(rows, pa.int64()))
     return len(rows), score_table(column, chosen, values, tokens.responses.lengths[rows])

@@ -7,7 +7,7 @@ ranks gives the update's loss however it is split.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,10 @@ class ObjectiveOutput:
     """The loss and its parts: they add up over micro-batches and ranks."""
     tally: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     """name -> (total, weight): they add up, and divided they are means."""
+
+    def statistics(self) -> ObjectiveOutput:
+        """The same without the graph of the loss, which may hold on to activations long after its backward pass."""
+        return replace(self, loss=self.loss.detach())
 
 
 def sft(scored: Scored, config: SftLossConfig, totals: Totals) -> ObjectiveOutput:

@@ -30,7 +30,7 @@ from workers.modeling import (
 )
 from workers.objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
 from workers.preference_losses import kto_reference_point
-from workers.rank import TrainingRank
+from workers.rank import TrainingRank, own_peak
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,11 +74,12 @@ class ExampleTrainer(TrainingRank):
         point = self._reference_point(self.engine.module, plan, table)
         outputs: list[ObjectiveOutput] = []
 
-        def loss_fn(forward: Forward, micro_batch: ExampleMicroBatch) -> torch.Tensor:
-            outputs.append(self._loss(forward, micro_batch, plan, point))
-            return outputs[-1].loss
+        def loss_fn(forward: Forward, rows: Sequence[int]) -> torch.Tensor:
+            output = self._loss(forward, self._batch(table, rows), plan, point)
+            outputs.append(output.statistics())
+            return output.loss
 
-        step = self.engine.update(self._batches(plan, table), loss_fn)
+        step = self.engine.update(plan.micro_batches, loss_fn)
         return self._metrics(step, outputs, sum(map(len, plan.micro_batches)))
 
     def evaluate(self, plan: RankPlan, batch: pa.Table) -> EvaluationPart:
@@ -88,17 +89,14 @@ class ExampleTrainer(TrainingRank):
         module.eval()
         with torch.no_grad():
             point = self._reference_point(module, plan, table)
-            outputs = [self._loss(module, micro_batch, plan, point) for micro_batch in self._batches(plan, table)]
+            outputs = [self._loss(module, self._batch(table, rows), plan, point) for rows in plan.micro_batches]
         module.train(training)
         return EvaluationPart(_terms(outputs), _tally(outputs))
 
-    def _batches(self, plan: RankPlan, table: ExampleTable) -> list[ExampleMicroBatch]:
-        """What is trained on: mismatched responses only help to find the reference point."""
+    def _batch(self, table: ExampleTable, rows: Sequence[int]) -> ExampleMicroBatch:
+        """What is trained on of a micro-batch: mismatched responses only help to find the reference point."""
         skip = self._config.examples.mismatched
-        return [
-            table.batch([row for row in rows if not (skip and table.member[row])], self.engine.device)
-            for rows in plan.micro_batches
-        ]
+        return table.batch([row for row in rows if not (skip and table.member[row])], self.engine.device)
 
     def _reference_point(self, module: torch.nn.Module, plan: RankPlan, table: ExampleTable) -> float:
         """z0 of KTO from the mismatched responses of the whole update, over all ranks; 0 for other objectives."""
@@ -130,6 +128,7 @@ class ExampleTrainer(TrainingRank):
             sums=_terms(outputs) | {"sequences": float(sequences)},
             values=means | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
             skipped=step.skipped,
+            peak=own_peak(self._device),
         )
 
     def _tokens(self) -> PreTrainedTokenizerBase:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -144,20 +145,24 @@ class PolicyWorker(TrainingRank):
         outputs: list[LossOutput] = []
         text_losses: list[torch.Tensor] = []
 
-        def of_rollouts(forward: Forward, micro_batch: TokenBatch) -> torch.Tensor:
-            outputs.append(self._loss(forward, micro_batch, table, plan, kl_old_coef))
-            return outputs[-1].loss
+        # A micro-batch is cut when its turn comes: what an update holds does not grow with their number.
+        def of_rollouts(rows: Sequence[int], forward: Forward) -> torch.Tensor:
+            micro_batch = table.cut(rows, plan.shared).to(self.engine.device)
+            output = self._loss(forward, micro_batch, table, plan, kl_old_coef)
+            outputs.append(output.statistics())
+            return output.loss
 
-        def of_texts(forward: Forward, micro_batch: TokenBatch) -> torch.Tensor:
+        def of_texts(part: TokenBatch, forward: Forward) -> torch.Tensor:
+            micro_batch = part.to(self.engine.device)
             loss = self._text_loss(forward, micro_batch, plan.texts.total_loss_tokens if plan.texts is not None else 0)
             text_losses.append(loss.detach())
             return self._config.ptx_coef * loss
 
         # Without a row that has anything to teach, the texts still have.
-        work = [(of_rollouts, part) for part in table.batches(plan.micro_batches or ((),), plan.shared)]
+        work = [partial(of_rollouts, rows) for rows in plan.micro_batches or ((),)]
         if texts is not None and plan.texts is not None:
-            work += [(of_texts, part) for part in text_batches(texts, plan.texts)]
-        step = self.engine.update(work, lambda forward, part: part[0](forward, part[1].to(self.engine.device)))
+            work += [partial(of_texts, part) for part in text_batches(texts, plan.texts)]
+        step = self.engine.update(work, lambda forward, loss: loss(forward))
         metrics = update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
         return _with_texts(metrics, text_losses, self._config.ptx_coef) if text_losses else metrics
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +20,8 @@ from workers.deepspeed_engine import (
     rendezvous_store,
 )
 from workers.losses import LossOutput
-from workers.messages import UpdateMetrics, WorkerHealth
+from workers.messages import Peak, UpdateMetrics, WorkerHealth
+from workers.peaks import resident_peak
 
 if TYPE_CHECKING:
     from workers.config import Rendezvous
@@ -79,7 +79,7 @@ class TrainingRank:
 
     def health(self) -> WorkerHealth:
         """A sign of life."""
-        return worker_health(self._name, self._version)
+        return worker_health(self._name, self._version, self._device)
 
     def release(self) -> None:
         """Let go of the models; this process stays in its group. Safe to call more than once."""
@@ -109,15 +109,20 @@ def update_metrics(step: StepResult, outputs: Sequence[LossOutput], device: Devi
         sums=terms | {"tokens": sums["tokens"], "sequences": float(sequences)},
         values=values | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
         skipped=step.skipped,
+        peak=own_peak(device),
     )
 
 
-def worker_health(name: str, version: int) -> WorkerHealth:
+def worker_health(name: str, version: int, device: Device) -> WorkerHealth:
     """Health of this process."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return WorkerHealth(
-        name=name, host=socket.gethostname(), pid=os.getpid(), version=version, in_flight=0, peak_rss_mib=peak
+        name=name, host=socket.gethostname(), pid=os.getpid(), version=version, in_flight=0, peak=own_peak(device)
     )
+
+
+def own_peak(device: Device) -> Peak:
+    """Peak of this process, with what torch allocated on its GPU."""
+    return Peak(resident_peak(), torch.cuda.max_memory_allocated() if device == "cuda" else 0)
 
 
 def set_threads(threads: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pyarrow as pa
 
 from workers.config import ReferenceConfig
-from workers.messages import RankPlan, WorkerHealth
+from workers.messages import RankPlan, ScoreSummary, WorkerHealth
 from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
-from workers.rank import set_threads, worker_health
+from workers.rank import own_peak, set_threads, worker_health
 
 
 class ReferenceWorker:
@@ -27,15 +27,16 @@ class ReferenceWorker:
         self._module = module.requires_grad_(False).to(self._config.device)
         return self.health()
 
-    def score(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
-        """(rows, token_scores table): `ref_logprobs` of the plan's rows. Raises RuntimeError before `start`."""
+    def score(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
+        """(summary, token_scores table): `ref_logprobs` of the plan's rows. Raises RuntimeError before `start`."""
         if self._module is None:
             raise RuntimeError(f"{self._name} has not been started")
-        return score_plan(self._module, plan, rollouts, "ref_logprobs", self._config.device)
+        rows, table = score_plan(self._module, plan, rollouts, "ref_logprobs", self._config.device)
+        return ScoreSummary(rows, peak=own_peak(self._config.device)), table
 
     def health(self) -> WorkerHealth:
         """A sign of life."""
-        return worker_health(self._name, version=0)
+        return worker_health(self._name, 0, self._config.device)
 
     def close(self) -> None:
         """Let go of the model."""

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-import resource
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from workers.config import ModelConfig, RewardConfig, RewardFunctionConfig
-from workers.messages import IDENTITY, REWARDS, ROLLOUTS, RewardSummary, WorkerHealth
+from workers.messages import IDENTITY, REWARDS, ROLLOUTS, Peak, RewardSummary, WorkerHealth
+from workers.peaks import resident_peak
 from workers.rewards.runner import Outcome, RewardProcess, Sample
 from workers.rewards.steps import Step, token_counts
 from workers.trajectories import write_trajectories
@@ -175,6 +175,7 @@ class RewardWorker:
                 for label, outcomes in zip(self.labels, components, strict=True)
             },
             steps_differ=len({reward for judged in rewards for _, reward in judged.spans}) > 1,
+            peak=self._peak(),
         )
         return summary, _rewards_table(identities, self.labels, rewards, per_sample)
 
@@ -184,8 +185,7 @@ class RewardWorker:
 
     def health(self) -> WorkerHealth:
         """A sign of life; a reward worker has no policy version."""
-        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        return WorkerHealth(self.name, socket.gethostname(), os.getpid(), version=0, in_flight=0, peak_rss_mib=peak_mib)
+        return WorkerHealth(self.name, socket.gethostname(), os.getpid(), 0, 0, peak=self._peak())
 
     def close(self) -> None:
         """End the functions' processes and let go of the model."""
@@ -193,6 +193,11 @@ class RewardWorker:
             process.close()
         self._model = None
         self._tokenizer = None
+
+    def _peak(self) -> Peak:
+        """Of this process and the functions' own; what a function starts itself does not count."""
+        functions = [process.pid for process in self._processes if process.pid is not None]
+        return Peak(resident_peak(functions), 0 if self._model is None else self._model.gpu_peak())
 
     def _components(self, rollouts: pa.Table) -> list[list[Outcome]]:
         """Outcomes by component, then by sample; the functions side by side, the model on this thread."""

@@ -92,6 +92,10 @@ class RewardModel:
                 sequences.append(self._render([*json.loads(messages), reply], add_generation_prompt=False))
         return sequences
 
+    def gpu_peak(self) -> int:
+        """Most bytes that torch has allocated on the model's GPU; 0 on the CPU."""
+        return torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
+
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
         return self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import resource
 import socket
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
@@ -23,12 +22,14 @@ from workers.messages import (
     ROLLOUTS,
     GroupRequest,
     GroupSummary,
+    Peak,
     SampleSummary,
     WeightAck,
     WeightUpdate,
     WorkerGone,
     WorkerHealth,
 )
+from workers.peaks import resident_peak
 from workers.rollout_prompts import PromptRefused, encode_prompt, sample_seed
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ class RolloutWorker:
                 if isinstance(error, Exception) and not isinstance(error, EngineDead):
                     raise await self._update_failure(update, error) from error
                 raise
-        return WeightAck(self._name, update.version, digest, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return WeightAck(self._name, update.version, digest, seconds, peak=await self._peak())
 
     async def write_weights(self, update: WeightUpdate, payload: npt.NDArray[np.uint8]) -> None:
         """Make the weight file of `update` on this node, for all engines here. `payload`: its bytes."""
@@ -191,7 +193,8 @@ class RolloutWorker:
         Raises EngineClosed and EngineDead; an engine in the middle of an update answers after it.
         """
         version = int(await self._call(self._open_engine().get_weight_version()))
-        return WorkerHealth(self._name, socket.gethostname(), os.getpid(), version, len(self._running), _peak_rss_mib())
+        peak, running = await self._peak(), len(self._running)
+        return WorkerHealth(self._name, socket.gethostname(), os.getpid(), version, running, peak=peak)
 
     async def close(self) -> None:
         """Stop the engine and remove what was written. Running requests end with EngineClosed."""
@@ -268,6 +271,16 @@ class RolloutWorker:
             raise
         finally:
             task.cancel()
+
+    async def _peak(self) -> Peak:
+        """Of this process and vLLM's; on GPUs of the rank that holds most. Untried on a GPU."""
+        import psutil
+
+        gpus: list[int] = []
+        if self._config.device == "cuda":
+            gpus = await self._call(self._live_engine().collective_rpc("troupe_gpu_peak"))
+        children = [process.pid for process in psutil.Process().children(recursive=True)]
+        return Peak(resident_peak(children), max(gpus, default=0))
 
     async def _pause(self) -> AsyncLLM:
         engine = self._live_engine()
@@ -497,17 +510,3 @@ def _sample_summary(row: dict[str, Any], version: int) -> SampleSummary:
         oldest_version=min(versions),
         newest_version=max(versions),
     )
-
-
-def _peak_rss_mib() -> float:
-    """Peak resident memory of this process and, each at its own peak, the engine's processes."""
-    import psutil
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    for child in psutil.Process().children(recursive=True):
-        try:
-            with open(f"/proc/{child.pid}/status") as status:
-                peak += next((int(line.split()[1]) for line in status if line.startswith("VmHWM:")), 0) / 1024
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return peak

@@ -228,8 +228,12 @@ class TokenTable:
         )
 
     def batches(self, micro_batches: Sequence[Sequence[int]], shared: bool = False) -> Iterator[TokenBatch]:
-        """The padded micro-batches of a plan, one after the other; with `shared`, prompts once."""
-        return (self.shared_batch(rows) if shared else self.batch(rows) for rows in micro_batches)
+        """The micro-batches of a plan, each cut when it is asked for."""
+        return (self.cut(rows, shared) for rows in micro_batches)
+
+    def cut(self, rows: Sequence[int], shared: bool = False) -> TokenBatch:
+        """The padded micro-batch of the given rows; with `shared`, prompts once."""
+        return self.shared_batch(rows) if shared else self.batch(rows)
 
     def _prompt_numbers(self) -> torch.Tensor:
         """int64, one per row: equal for rows of one group."""

@@ -200,6 +200,10 @@ class EngineExtension:
             raise RuntimeError(f"only the {BACKEND} back-end knows what it loaded")
         return self.weight_transfer_engine.loaded
 
+    def troupe_gpu_peak(self) -> int:
+        """Most bytes that torch has allocated on this process's GPU."""
+        return torch.cuda.max_memory_allocated()
+
 
 class IterableSource(WeightSource):
     """A vLLM WeightSource of weights whose names, types and shapes are known beforehand."""

@@ -1,0 +1,218 @@
+"""What an update holds in memory: bounded by its micro-batches, whatever the number of groups or the response budget.
+
+One process makes all updates, on a real `PolicyWorker`; peaks are its resident memory, reset before each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from orchestrator.batching import plan_update
+from tests.test_tensors import train_table
+from workers.config import (
+    AdvantageConfig,
+    ModelConfig,
+    PolicyConfig,
+    PolicyLossConfig,
+    Rendezvous,
+    SamplingConfig,
+    TrainerConfig,
+)
+from workers.messages import RankPlan, TrainRow, UpdateMetrics
+from workers.peaks import resident_peak
+from workers.policy import PolicyWorker
+
+MIB = 2**20
+PROMPT, GROUP = 64, 8
+RESPONSE = 64
+"""Tokens of a response where the number of groups is what grows."""
+GROUPS = (16, 64)
+BUDGET = 4096
+SHORT, LONG = 192, 768
+"""Tokens of a response where they grow four times."""
+SHORT_BUDGET = GROUP * (PROMPT + SHORT)
+"""One micro-batch of a whole group of short responses, or of two long ones."""
+ALLOWANCE = 16 * MIB
+"""What the allocator may keep from one update to the next. Graphs that were kept to the end of an update took 287 MiB
+more for four times as many groups, and 22 MiB for four times as long responses."""
+BOUND_S = 600.0
+
+
+def config(model: str, budget: int) -> PolicyConfig:
+    # With this epsilon AdamW's first step is smooth in the gradient: sums in another order stay a rounding error.
+    trainer = TrainerConfig(
+        zero_stage=1, micro_batch_tokens=budget, learning_rate=1e-2, warmup_updates=0, adam_eps=1e-2, threads=1
+    )
+    return PolicyConfig(
+        model=ModelConfig(path=model, dtype="float32"),
+        trainer=trainer,
+        loss=PolicyLossConfig(),
+        advantage=AdvantageConfig(estimator="group"),
+        sampling=SamplingConfig(max_tokens=LONG),
+        run_id="memory",
+        reference_model=None,
+        total_updates=20,
+        seed=1,
+        device="cpu",
+    )
+
+
+def batch(groups: int, response: int) -> tuple[pa.Table, list[TrainRow]]:
+    """Groups of responses of one length."""
+    generator = torch.Generator().manual_seed(7)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 500, (count,), generator=generator).tolist()
+
+    prompts = [ids(PROMPT) for _ in range(groups)]
+    rows = groups * GROUP
+    table = train_table(
+        [(prompts[row // GROUP], ids(response)) for row in range(rows)],
+        rollout_logprobs=[[-6.0] * response] * rows,
+        advantages=[[1.0 if row % 2 else -0.5] * response for row in range(rows)],
+    )
+    uids = pa.array([f"p{row // GROUP}" for row in range(rows)], pa.string())
+    table = table.set_column(table.column_names.index("prompt_uid"), "prompt_uid", uids)
+    tokens = PROMPT + response
+    return table, [TrainRow(tokens, response, True, PROMPT, row // GROUP) for row in range(rows)]
+
+
+def planned(rows: list[TrainRow], budget: int, *, share: bool = False) -> RankPlan:
+    return plan_update(rows, range(len(rows)), 1, budget, skip_silent=False, share_prompts=share)[0]
+
+
+def settle() -> None:
+    """Give back what is free, and let the peak start again from what is resident (proc(5), clear_refs)."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_of(worker: PolicyWorker, plan: RankPlan, table: pa.Table) -> tuple[int, UpdateMetrics]:
+    """What an update adds to what is resident, at its peak, in bytes."""
+    settle()
+    before = resident_peak()
+    metrics = worker.update(plan, table)
+    assert metrics.peak is not None
+    return metrics.peak.host - before, metrics
+
+
+def of_groups(worker: PolicyWorker) -> dict[str, Any]:
+    """Peaks by number of groups, with prompts in every row and once for the group."""
+    found: dict[str, Any] = {}
+    for share in (False, True):
+        peaks, micro_batches = [], []
+        for groups in (GROUPS[0], *GROUPS):  # the first one warms up
+            table, rows = batch(groups, RESPONSE)
+            plan = planned(rows, BUDGET, share=share)
+            assert plan.shared == share
+            peaks.append(peak_of(worker, plan, table)[0])
+            micro_batches.append(len(plan.micro_batches))
+        size = batch(GROUPS[1], RESPONSE)[0].nbytes
+        found["shared" if share else "apart"] = {"peaks": peaks[1:], "arrow": size, "micro_batches": micro_batches[1:]}
+    return found
+
+
+def of_lengths(model: str) -> dict[str, Any]:
+    """Peaks and results of the first update of a fresh policy, by length and budget."""
+    found: dict[str, Any] = {}
+    weights: dict[str, dict[str, torch.Tensor]] = {}
+    cases = {"short": (SHORT, SHORT_BUDGET), "long": (LONG, SHORT_BUDGET), "long at once": (LONG, 4 * SHORT_BUDGET)}
+    for name, (response, budget) in cases.items():
+        worker = PolicyWorker(config(model, budget), name)
+        worker.build()
+        table, rows = batch(1, response)
+        plan = planned(rows, budget)
+        peak, metrics = peak_of(worker, plan, table)
+        weights[name] = {key: tensor.clone() for key, tensor in worker.engine.named_weights()}
+        found[name] = {
+            "peak": peak,
+            "micro_batches": len(plan.micro_batches),
+            "loss": metrics.sums["loss"],
+            "grad_norm": metrics.values["grad_norm"],
+        }
+        worker.release()
+    one, other, elsewhere = weights["long"], weights["long at once"], weights["short"]
+    found["differ"] = max(float((one[key] - other[key]).abs().max()) for key in one)
+    found["differ from short"] = max(float((one[key] - elsewhere[key]).abs().max()) for key in one)
+    return found
+
+
+def rank_main(model: str, out: Path) -> None:
+    """The process that is measured."""
+    try:
+        worker = PolicyWorker(config(model, BUDGET), "policy-0")
+        address, port = worker.rendezvous()
+        worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
+        groups = of_groups(worker)
+        worker.release()
+        lengths = of_lengths(model)
+        worker.close()
+        (out / "found.json").write_text(json.dumps({"groups": groups, "lengths": lengths}))
+    except BaseException:
+        (out / "error.txt").write_text(traceback.format_exc())
+        raise
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small vocabulary, so that most of the time and of the memory goes into the layers."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def found(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("memory")
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
+    process = multiprocessing.get_context("spawn").Process(target=rank_main, args=(model, out), daemon=True)
+    process.start()
+    process.join(BOUND_S)
+    if process.is_alive():
+        process.kill()
+    if (out / "error.txt").exists():
+        pytest.fail((out / "error.txt").read_text())
+    figures = json.loads((out / "found.json").read_text())
+    print(json.dumps(figures, indent=1))
+    return figures
+
+
+@pytest.mark.parametrize("prompts", ["apart", "shared"])
+def test_peak_does_not_grow_with_the_number_of_groups(found: dict[str, Any], prompts: str) -> None:
+    few, many = found["groups"][prompts]["peaks"]
+    first, second = found["groups"][prompts]["micro_batches"]
+    assert first > 1 and second > 3 * first
+    assert many - few <= found["groups"][prompts]["arrow"] + ALLOWANCE
+
+
+def test_a_response_budget_four_times_as_long_fits_by_smaller_micro_batches(found: dict[str, Any]) -> None:
+    short, split, whole = (found["lengths"][name] for name in ("short", "long", "long at once"))
+    assert (short["micro_batches"], split["micro_batches"], whole["micro_batches"]) == (1, 4, 1)
+    assert split["peak"] <= short["peak"] + ALLOWANCE
+    assert split["peak"] < whole["peak"] / 2
+    assert split["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert split["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)
+    assert found["lengths"]["differ"] < 1e-6 < found["lengths"]["differ from short"]
