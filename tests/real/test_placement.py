@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -27,8 +26,6 @@ async def cluster() -> AsyncIterator[Cluster]:
     """Two nodes labelled `engine`, of three cores and of four."""
     port = free_port()
     with ExitStack() as nodes, pytest.MonkeyPatch.context() as patched:
-        patched.setenv("RAY_AUTH_MODE", "token")
-        patched.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patched.delenv("RAY_ADDRESS", raising=False)
         nodes.enter_context(node("engine", "--head", f"--port={port}", "--num-cpus=3", "--include-dashboard=false"))
         nodes.enter_context(node("engine", f"--address=127.0.0.1:{port}", "--num-cpus=4"))
