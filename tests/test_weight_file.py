@@ -135,9 +135,7 @@ def test_versions_that_grow_and_shrink_in_one_file(
     for number, sizes in enumerate(versions, 1):
         source.tensors = {f"w{i}": torch.full((size,), float(number + i)) for i, size in enumerate(sizes)}
         update = published(publisher, number)
-        for name, tensor in weight_file.read_weights(update):
-            assert torch.equal(tensor, source.tensors[name])
-        del tensor
+        assert all(torch.equal(tensor, source.tensors[name]) for name, tensor in weight_file.read_weights(update))
     publisher.close()
 
 
