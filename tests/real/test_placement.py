@@ -27,6 +27,8 @@ async def cluster() -> AsyncIterator[Cluster]:
     port = free_port()
     with ExitStack() as nodes, pytest.MonkeyPatch.context() as patched:
         patched.delenv("RAY_ADDRESS", raising=False)
+        # Whether this process has a token was settled when Ray was imported, or by the first cluster it started.
+        patched.setenv("RAY_AUTH_MODE", "disabled")
         nodes.enter_context(node("engine", "--head", f"--port={port}", "--num-cpus=3", "--include-dashboard=false"))
         nodes.enter_context(node("engine", f"--address=127.0.0.1:{port}", "--num-cpus=4"))
         cluster = Cluster.connect({}, f"127.0.0.1:{port}")
