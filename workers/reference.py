@@ -7,7 +7,7 @@ import pyarrow as pa
 from workers.config import ReferenceConfig
 from workers.messages import RankPlan, ScoreSummary, WorkerHealth
 from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
-from workers.rank import own_peak, set_threads, worker_health
+from workers.rank import own_peak, prepare_torch, worker_health
 
 
 class ReferenceWorker:
@@ -20,7 +20,7 @@ class ReferenceWorker:
 
     def start(self) -> WorkerHealth:
         """Load the model. Raises OSError where it is missing."""
-        set_threads(self._config.threads)
+        prepare_torch(self._config.threads)
         model = load_causal(self._config.model)
         chunks = head_chunks(model.config.get_text_config().vocab_size, self._config.micro_batch_tokens)
         module = CausalLogprobs(model, self._config.temperature, chunks)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 import pytest_asyncio
+import ray
 from ray.util.placement_group import placement_group_table
 
 from deploy.cluster_demo import free_port, node
@@ -32,8 +33,11 @@ async def cluster() -> AsyncIterator[Cluster]:
         nodes.enter_context(node("engine", "--head", f"--port={port}", "--num-cpus=3", "--include-dashboard=false"))
         nodes.enter_context(node("engine", f"--address=127.0.0.1:{port}", "--num-cpus=4"))
         cluster = Cluster.connect({}, f"127.0.0.1:{port}")
-        yield cluster
-        await cluster.close(BOUND_S)
+        try:
+            yield cluster
+        finally:
+            await cluster.close(BOUND_S)
+            ray.shutdown()  # a process that is still connected ends with its node
 
 
 def lies(names: dict[str, str]) -> dict[str, str]:
