@@ -50,8 +50,8 @@ lint: $(STAMP) ## check style and types
 	$(RUN) "$(BIN)/ruff" format --check .
 	$(RUN) "$(BIN)/pyright"
 
-bench: models ## measure rollout throughput against its baselines
-	$(RUN) "$(BIN)/python" -m benchmarks.rollout_throughput $(ARGS)
+bench: models ## run every benchmark and write the table of docs/benchmarks.md (hours); ARGS="--only data_plane" for some
+	$(RUN) "$(BIN)/python" -m benchmarks.suite $(ARGS)
 
 bench-quick: models ## small benchmarks: has any ratio got worse on this kind of machine?
 	$(RUN) "$(BIN)/python" -m benchmarks.quick $(ARGS)

@@ -1,0 +1,210 @@
+"""Every benchmark as its goal is meant, and the table of docs/benchmarks.md from what they leave: `make bench`.
+
+    python -m benchmarks.suite                    # all of them, one after another: hours on two cores
+    python -m benchmarks.suite --only data_plane  # some of them
+    python -m benchmarks.suite --page             # measure nothing: the table from the files that are there
+
+Each leaves `benchmarks/recorded/NAME.json`, the file that its own command writes. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Spread, Turn, ratios
+
+RECORDED = Path(__file__).parent / "recorded"
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- measured: python -m benchmarks.suite --page -->", "<!-- end of measured -->"
+LONGEST_S = 4 * 3600
+MORE_LOAD = 0.2
+"""Cores; a row that was measured beside more than this says so."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One figure of a benchmark, and what it should be."""
+
+    what: str
+    contender: str
+    figure: str
+    """`ratio`, or what a contender's summary or its figures call it."""
+    goal: float
+    over: str = ""
+    """Whom a ratio is to; empty: the baseline."""
+    most: bool = False
+    """The goal is the most it may be; otherwise the least."""
+    digits: int = 3
+
+    def met(self, found: float) -> bool:
+        """Whether a figure is as it should be."""
+        return found <= self.goal if self.most else found >= self.goal
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One command of the suite."""
+
+    module: str
+    arguments: tuple[str, ...]
+    goals: tuple[Goal, ...]
+
+    @property
+    def command(self) -> str:
+        """As a user types it."""
+        return " ".join(("python -m", f"benchmarks.{self.module}", *self.arguments))
+
+
+_FLOAT = ("--dtype", "float32")
+_TROUPE, _EIGHT, _TORCH = "troupe", "troupe, 8 samples a prompt", "ray.put of torch tensors"
+_ENGINES = "16000 engines"
+SUITE = (
+    Benchmark(
+        "rollout_throughput",
+        (*_FLOAT, "--lengths", "natural", "--groups", "8", "--samples", "8", "--max-tokens", "16", "--turns", "5"),
+        (Goal("tokens/s, of the better of bare `LLM.generate` and `AsyncLLM`", _TROUPE, "ratio", 0.97),),
+    ),
+    Benchmark(
+        "grpo_step",
+        (*_FLOAT, "--trl", "--groups", "4", "--samples", "8", "--turns", "5"),
+        (
+            Goal("tokens/s of a step, of the bare loop", _TROUPE, "ratio", 0.93),
+            Goal("tokens/s of a step, of TRL's GRPOTrainer", _TROUPE, "ratio", 4.0, over="TRL", digits=2),
+        ),
+    ),
+    Benchmark(
+        "ppo_step",
+        (*_FLOAT, "--turns", "3"),
+        (Goal("tokens/s of a step with four models, of its stages one by one", _TROUPE, "ratio", 0.95),),
+    ),
+    Benchmark(
+        "weight_sync",
+        (*_FLOAT, "--turns", "7", "--max-tokens", "8"),
+        (
+            Goal("rate of new weights with publishing, of copy + load", _TROUPE, "ratio", 0.87),
+            Goal("from pause to resumption alone", "troupe, pause to resume", "ratio", 0.87),
+        ),
+    ),
+    Benchmark(
+        "data_plane",
+        ("--turns", "5"),
+        (
+            Goal("GB/s of `put`, of `memcpy`", "troupe put", "ratio", 0.9),
+            Goal("GB/s of `put`, of torch tensors", "troupe put", "ratio", 10.0, over=_TORCH, digits=1),
+        ),
+    ),
+    Benchmark(
+        "controller_cost",
+        ("--turns", "5"),
+        (Goal("CPU us of the driver for a sequence", _EIGHT, "cpu_us_per_sequence", 50.0, most=True, digits=1),),
+    ),
+    Benchmark("pipeline_bubble", (), (Goal("max(R, T)/step at staleness 4", "staleness 4", "ratio", 0.97),)),
+    Benchmark(
+        "controller_scale",
+        ("--engines", "1000", "16000", "--paced-steps", "2"),
+        (
+            Goal("sequences/s with 16 000 engines, of 1 000", _ENGINES, "ratio", 0.9),
+            Goal("p99 dispatch with 16 000 engines, ms", _ENGINES, "p99 dispatch, ms", 5.0, most=True, digits=1),
+        ),
+    ),
+    Benchmark(
+        "time_to_reward",
+        (),
+        (Goal("runs to a reward of 0.8 a second, of the bare loop", _TROUPE, "ratio", 1.0),),
+    ),
+)  # fmt: skip
+
+
+def recorded(benchmark: Benchmark) -> Mapping[str, Any] | None:
+    """What the benchmark left; None where it has not been run."""
+    path = RECORDED / f"{benchmark.module}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def figure_of(document: Mapping[str, Any], goal: Goal) -> Spread:
+    """The goal's figure in a benchmark's results. Raises KeyError where it is not there."""
+    if goal.over:
+        own, other = ([Turn(**turn) for turn in document["turns"][name]] for name in (goal.contender, goal.over))
+        return Spread.of(ratios(own, other))
+    summary = document["summary"][goal.contender]
+    return Spread(**(summary[goal.figure] if goal.figure in summary else summary["figures"][goal.figure]))
+
+
+def table(benchmarks: Sequence[Benchmark] = SUITE) -> str:
+    """The table in Markdown: goal against measured, with command, machine and load."""
+    lines = ["| what | measured | goal | | other load, cores | command |", "|---|---|---|---|---|---|"]
+    machines: dict[str, str] = {}
+    for benchmark in benchmarks:
+        document = recorded(benchmark)
+        for goal in benchmark.goals:
+            wanted = f"{'at most' if goal.most else 'at least'} {goal.goal:g}"
+            if document is None:
+                cells = (goal.what, "not measured", wanted, "", "", f"`{benchmark.command}`")
+            else:
+                found = figure_of(document, goal)
+                load = Spread(**document["summary"][goal.contender]["foreign_cores"])
+                verdict = "met" if goal.met(found.median) else "missed"
+                loaded = f"**{load.text(2)}**" if load.median > MORE_LOAD else load.text(2)
+                cells = (goal.what, found.text(goal.digits), wanted, verdict, loaded, f"`{benchmark.command}`")
+                machines[benchmark.module] = _machine(document)
+            lines.append(f"| {' | '.join(cells)} |")
+    told = [
+        f"- {where}: {', '.join(name for name, there in machines.items() if there == where)}"
+        for where in dict.fromkeys(machines.values())
+    ]
+    return "\n".join([*lines, "", "Median (least .. greatest) of the turns. Measured on", "", *told])
+
+
+def _machine(document: Mapping[str, Any]) -> str:
+    machine, versions = document["machine"], document["versions"]
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "troupe-rl")
+    return f"{machine['cores']} cores of {machine['cpu']}, {document['time'][:10]}; {packages}"
+
+
+def write_page(page: Path = PAGE) -> None:
+    """Put the table between the marks of the page. Raises ValueError where there are none."""
+    text = page.read_text()
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{page} has no place for the table: {BEGIN} ... {END}")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}")
+
+
+def run(benchmark: Benchmark) -> bool:
+    """Measure; whether the benchmark came to a result."""
+    path = RECORDED / f"{benchmark.module}.json"
+    command = [sys.executable, "-m", f"benchmarks.{benchmark.module}", *benchmark.arguments, "--json", str(path)]
+    print(f"\n{benchmark.command}", flush=True)
+    try:
+        return subprocess.run(command, timeout=LONGEST_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def main() -> int:
+    """Measure, and write the page; 1 where a benchmark came to no result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__)
+    names = [benchmark.module for benchmark in SUITE]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="not all of them")
+    parser.add_argument("--page", action="store_true", help="measure nothing, write the page")
+    given = parser.parse_args()
+    began = time.monotonic()
+    chosen = [] if given.page else [benchmark for benchmark in SUITE if benchmark.module in given.only]
+    failed = [benchmark.module for benchmark in chosen if not run(benchmark)]
+    write_page()
+    print(f"wrote {PAGE} after {time.monotonic() - began:.0f} s")
+    if failed:
+        print(f"no result: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
