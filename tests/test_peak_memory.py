@@ -52,7 +52,7 @@ def test_the_largest_worker_of_a_role_counts_for_good() -> None:
     figures = peaks.metrics()
     assert figures.pop("memory/driver") == pytest.approx(resident_peak() / GIB, rel=0.1)
     assert figures == {"memory/reward": 1.0, "memory/rollout": 3.0, "memory/rollout_gpu": 4.0}
-    assert peaks.summary().startswith("reward 1.00, rollout 3.00, driver 0.")
+    assert peaks.summary().startswith("reward 1.00, rollout 3.00, driver ")
     assert peaks.summary().endswith(", rollout_gpu 4.00 GiB")
 
 

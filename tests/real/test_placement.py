@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from multiprocessing import get_context
 
 import pytest
-import pytest_asyncio
-import ray
 from ray.util.placement_group import placement_group_table
 
 from deploy.cluster_demo import free_port, node
@@ -16,28 +16,11 @@ from orchestrator import ray_nodes
 from orchestrator.actor_group import Cluster
 from orchestrator.placement import RoleSize, fit, place, place_one
 
-pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.real
 
 BOUND_S = 60.0
+WHOLE_S = 300.0
 ENGINES = RoleSize("rollout", 3, 1.0, 0.0, strategy="SPREAD", labels=(("part", "engine"),), separate=True)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster() -> AsyncIterator[Cluster]:
-    """Two nodes labelled `engine`, of three cores and of four."""
-    port = free_port()
-    with ExitStack() as nodes, pytest.MonkeyPatch.context() as patched:
-        patched.delenv("RAY_ADDRESS", raising=False)
-        # Whether this process has a token was settled when Ray was imported, or by the first cluster it started.
-        patched.setenv("RAY_AUTH_MODE", "disabled")
-        nodes.enter_context(node("engine", "--head", f"--port={port}", "--num-cpus=3", "--include-dashboard=false"))
-        nodes.enter_context(node("engine", f"--address=127.0.0.1:{port}", "--num-cpus=4"))
-        cluster = Cluster.connect({}, f"127.0.0.1:{port}")
-        try:
-            yield cluster
-        finally:
-            await cluster.close(BOUND_S)
-            ray.shutdown()  # a process that is still connected ends with its node
 
 
 def lies(names: dict[str, str]) -> dict[str, str]:
@@ -49,7 +32,9 @@ def lies(names: dict[str, str]) -> dict[str, str]:
     return {group["name"]: names[group["bundles_to_node_id"][0]] for group in groups if group["state"] == "CREATED"}
 
 
-async def test_workers_that_are_spread_lie_as_planned_and_the_next_ones_where_fewest_are(cluster: Cluster) -> None:
+async def reserve_and_look(port: int) -> None:
+    """Three engines are spread as planned, the next ones go where the fewest are, and where there is room."""
+    cluster = Cluster.connect({}, f"127.0.0.1:{port}")
     nodes = ray_nodes.nodes()
     assert len({one.name for one in nodes}) == len(nodes) == 2  # of one address, but told apart
     names = {one.id: one.name for one in nodes}
@@ -72,3 +57,19 @@ async def test_workers_that_are_spread_lie_as_planned_and_the_next_ones_where_fe
     cluster.give_back("rollout-4")
     await cluster.reserve([place_one(ENGINES, 7)], BOUND_S)
     assert Counter(lies(names).values()) == {small: 3, large: 4}
+
+
+def in_a_process_of_its_own(port: int) -> None:
+    """Whether a process has a token for Ray is settled when it imports Ray, or by the first cluster that it starts."""
+    asyncio.run(reserve_and_look(port))
+
+
+def test_workers_that_are_spread_lie_as_planned_and_the_next_ones_where_fewest_are() -> None:
+    port = free_port()
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patched:
+        patched.delenv("RAY_ADDRESS", raising=False)
+        patched.setenv("RAY_AUTH_MODE", "token")
+        stack.enter_context(node("engine", "--head", f"--port={port}", "--num-cpus=3", "--include-dashboard=false"))
+        stack.enter_context(node("engine", f"--address=127.0.0.1:{port}", "--num-cpus=4"))
+        process = stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
+        process.submit(in_a_process_of_its_own, port).result(WHOLE_S)

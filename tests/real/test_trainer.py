@@ -722,11 +722,11 @@ def test_reference_worker(model: str) -> None:
     with pytest.raises(RuntimeError, match="not been started"):
         worker.score(plans(ONE_BATCH, 0), batch())
     assert worker.start().name == "reference"
-    rows, scores = worker.score(plans(MANY_BATCHES, 0), batch())
+    summary, scores = worker.score(plans(MANY_BATCHES, 0), batch())
     table = TokenTable(batch())
     module = CausalLogprobs(load_causal(config.model), 0.9)
     found = by_uid(scores, "ref_logprobs")
-    assert rows == len(found) == 6
+    assert summary.rows == len(found) == 6
     for uid, logprobs in found.items():
         assert logprobs == pytest.approx(score(module, table.batch([int(uid[1:])])).tolist(), abs=1e-4)
     worker.close()
