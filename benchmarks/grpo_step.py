@@ -191,12 +191,10 @@ def check(
     for step, (groups, ids) in enumerate(zip(work, sampled, strict=False), 1):
         if set(ids) != {(one.uid, index) for one in groups for index in range(settings.samples)}:
             raise NotCorrect(f"step {step}: the samples are not those of the same prompts")
-    for step, responses in enumerate([*(ids.values() for ids in sampled), *(one.response_ids for one in bare)], 1):
-        lengths = {len(one) for one in responses}
-        if len(responses) != settings.sequences or min(lengths) < 1 or max(lengths) > settings.max_tokens:
-            raise NotCorrect(f"step {step}: {len(responses)} responses of {sorted(lengths)} tokens")
-        if settings.lengths == "fixed" and lengths != {settings.max_tokens}:
-            raise NotCorrect(f"step {step}: responses of {sorted(lengths)} tokens, not {settings.max_tokens}")
+    of_product, of_bare = [list(ids.values()) for ids in sampled], [one.response_ids for one in bare]
+    for name, steps in ((PRODUCT, of_product), (BARE, of_bare)):
+        least = settings.max_tokens if settings.lengths == "fixed" else 1
+        check_lengths(name, steps, settings.sequences, least, settings.max_tokens)
     gaps = {
         PRODUCT: max(line["policy/rollout_logprob_gap"] for line in metrics),
         BARE: max(figures.figures["rollout_logprob_gap"] for figures in bare),
@@ -216,6 +214,14 @@ def check(
         "first step": f"{same} of {settings.sequences} responses equal; gradient norms {norms[0]:.4f}, {norms[1]:.4f}",
         "sampler to trainer": ", ".join(f"{name} {gap:.4f}" for name, gap in gaps.items()) + " nats a token at most",
     }
+
+
+def check_lengths(name: str, steps: Sequence[Sequence[Sequence[int]]], sequences: int, least: int, most: int) -> None:
+    """Raises NotCorrect where a step has another number of responses, or one is shorter or longer than that."""
+    for number, responses in enumerate(steps, 1):
+        found = sorted({len(one) for one in responses})
+        if len(responses) != sequences or found[0] < least or found[-1] > most:
+            raise NotCorrect(f"{name}, step {number}: {len(responses)} responses of {found} tokens")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
