@@ -28,7 +28,7 @@ from benchmarks.bare_loop import BareLoop, BareStep
 from benchmarks.harness import NotCorrect, Report, Turn, carry_out, in_turn
 from benchmarks.processes import Child, Meter, stopped
 from benchmarks.trl_loop import TrlLoop, check_steps
-from benchmarks.workload import Group, Settings, add_settings, encoded, group, spec, without_end
+from benchmarks.workload import Group, Settings, add_settings, check_lengths, encoded, group, spec, without_end
 from orchestrator.console import Console
 from orchestrator.prompts import PromptPool, PromptSource, load_pools
 from orchestrator.spec import Spec
@@ -134,7 +134,7 @@ def take_steps(
     figures = {name: [step for step, _, _ in taken] for name, taken in console.taken.items()}
     checks = check(settings, work, metrics, sampled, figures[BARE])
     if trl:
-        checks[TRL] = check_steps(figures[TRL], settings.sequences, settings.max_tokens, settings.lengths)
+        checks[TRL] = check_steps(figures[TRL], settings)
     product = [
         Turn(line["seconds/step"], sum(map(len, ids.values())), cpu_s, foreign, phases_of(line))
         for line, ids, (cpu_s, foreign) in zip(metrics, sampled, console.product, strict=True)
@@ -191,10 +191,8 @@ def check(
     for step, (groups, ids) in enumerate(zip(work, sampled, strict=False), 1):
         if set(ids) != {(one.uid, index) for one in groups for index in range(settings.samples)}:
             raise NotCorrect(f"step {step}: the samples are not those of the same prompts")
-    of_product, of_bare = [list(ids.values()) for ids in sampled], [one.response_ids for one in bare]
-    for name, steps in ((PRODUCT, of_product), (BARE, of_bare)):
-        least = settings.max_tokens if settings.lengths == "fixed" else 1
-        check_lengths(name, steps, settings.sequences, least, settings.max_tokens)
+    for name, steps in ((PRODUCT, [list(ids.values()) for ids in sampled]), (BARE, [one.response_ids for one in bare])):
+        check_lengths(name, steps, settings)
     gaps = {
         PRODUCT: max(line["policy/rollout_logprob_gap"] for line in metrics),
         BARE: max(figures.figures["rollout_logprob_gap"] for figures in bare),
@@ -214,14 +212,6 @@ def check(
         "first step": f"{same} of {settings.sequences} responses equal; gradient norms {norms[0]:.4f}, {norms[1]:.4f}",
         "sampler to trainer": ", ".join(f"{name} {gap:.4f}" for name, gap in gaps.items()) + " nats a token at most",
     }
-
-
-def check_lengths(name: str, steps: Sequence[Sequence[Sequence[int]]], sequences: int, least: int, most: int) -> None:
-    """Raises NotCorrect where a step has another number of responses, or one is shorter or longer than that."""
-    for number, responses in enumerate(steps, 1):
-        found = sorted({len(one) for one in responses})
-        if len(responses) != sequences or found[0] < least or found[-1] > most:
-            raise NotCorrect(f"{name}, step {number}: {len(responses)} responses of {found} tokens")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.bare_loop import BareStep
 from benchmarks.harness import NotCorrect
 from benchmarks.timing import Parts
-from benchmarks.workload import TASKS, Group, Lengths, TaskName
+from benchmarks.workload import TASKS, Group, Settings, TaskName, check_lengths
 from workers.config import PolicyConfig
 
 if TYPE_CHECKING:
@@ -174,18 +174,15 @@ def micro_batch_rows(sequences: int, longest: int, budget: int) -> int:
     return max(fitting, default=1)
 
 
-def check_steps(steps: Sequence[BareStep], sequences: int, max_tokens: int, lengths: Lengths) -> str:
+def check_steps(steps: Sequence[BareStep], settings: Settings) -> str:
     """What is right about the steps. Raises NotCorrect where one sampled something else, or learnt nothing."""
-    least = max_tokens if lengths == "fixed" else 1
+    check_lengths("TRL", [step.response_ids for step in steps], settings)
     for number, step in enumerate(steps, 1):
-        found = sorted({len(ids) for ids in step.response_ids})
-        if len(step.response_ids) != sequences or found[0] < least or found[-1] > max_tokens:
-            raise NotCorrect(f"TRL, step {number}: {len(step.response_ids)} responses of {found} tokens")
         norm = step.figures["grad_norm"]
         if not (math.isfinite(norm) and norm > 0.0):
             raise NotCorrect(f"TRL, step {number}: a gradient of norm {norm}")
-    wanted = str(max_tokens) if lengths == "fixed" else f"at most {max_tokens}"
-    return f"{sequences} responses of {wanted} tokens in all {len(steps)} steps; gradients are not zero"
+    wanted = f"{'' if settings.endless else 'at most '}{settings.max_tokens}"
+    return f"{settings.sequences} responses of {wanted} tokens in all {len(steps)} steps; gradients are not zero"
 
 
 def _check_prompts(tokenizer: Any, chats: Sequence[Any], groups: Sequence[Group]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from benchmarks.harness import NotCorrect
 from orchestrator.scheduler import sampling_seed
 from orchestrator.spec import Spec
 from workers.rewards.functions import last_number, letter_share
@@ -126,6 +127,19 @@ def lengths_of(settings: Settings, group: Group) -> list[int]:
     if settings.lengths == "long-tail":
         return [tail_length(group.seed, index, settings.max_tokens) for index in range(group.samples)]
     return [settings.max_tokens] * group.samples
+
+
+def check_lengths(name: str, steps: Sequence[Sequence[Sequence[int]]], settings: Settings) -> None:
+    """Raises NotCorrect where a step of a contender has other numbers of responses or of tokens than were asked for.
+
+    :param steps: token ids of the responses of every step
+    """
+    least = settings.max_tokens if settings.endless else 1
+    wanted = str(settings.max_tokens) if settings.endless else f"1 to {settings.max_tokens}"
+    for number, responses in enumerate(steps, 1):
+        found = sorted({len(one) for one in responses})
+        if len(responses) != settings.sequences or found[0] < least or found[-1] > settings.max_tokens:
+            raise NotCorrect(f"{name}, step {number}: {len(responses)} responses of {found} tokens, not {wanted}")
 
 
 def tail_length(seed: int, index: int, longest: int) -> int:

@@ -18,7 +18,7 @@ from benchmarks.time_to_reward import steps_to, to_target
 from benchmarks.timing import Parts
 from benchmarks.trl_loop import check_steps, micro_batch_rows
 from benchmarks.weight_sync import Gate, on_device
-from benchmarks.workload import spec
+from benchmarks.workload import Settings, spec
 from tests.test_benchmarks import SETTINGS
 
 
@@ -101,10 +101,11 @@ def trl_step(lengths: tuple[int, ...] = (3, 3, 3, 3), norm: float = 0.5) -> Bare
 
 
 def test_trl_steps_must_have_the_same_amount_and_learn() -> None:
-    assert check_steps([trl_step(), trl_step()], 4, 3, "fixed").startswith("4 responses of 3 tokens in all 2 steps")
+    four_of_three = Settings(Path("model"), "float32", "fixed", 2, 2, 3, 64, 1, 1, 17)
+    assert check_steps([trl_step(), trl_step()], four_of_three).startswith("4 responses of 3 tokens in all 2 steps")
     for wrong in (trl_step((3, 3, 3)), trl_step((3, 3, 3, 2)), trl_step(norm=0.0), trl_step(norm=float("nan"))):
         with pytest.raises(NotCorrect, match="TRL, step 2"):
-            check_steps([trl_step(), wrong], 4, 3, "fixed")
+            check_steps([trl_step(), wrong], four_of_three)
 
 
 def test_trl_needs_fixed_lengths(capsys: pytest.CaptureFixture[str]) -> None:
