@@ -16,8 +16,8 @@ import psutil
 from workers.config import CPU_THREADS
 
 RAY_NICENESS = int(os.environ.get("RAY_worker_niceness", "0"))  # noqa: SIM112 (Ray spells it so)
-"""The product has Ray run its workers at this niceness (`Cluster.connect`). The baselines run at the same, or whatever
-else runs here would favour one side."""
+"""The product has Ray run its workers at this niceness (`orchestrator/ray_nodes.py`). The baselines run at the same, or
+whatever else runs here would favour one side."""
 
 
 _GRACE_S = 5.0

@@ -390,8 +390,8 @@ def _return_what_is_freed() -> None:
     """Have the C library give memory of tensors back to the system as soon as it is freed.
 
     By default it keeps most of it in pieces between others that are in use; under ZeRO-3, which makes and drops tensors
-    all the time, a quarter of the peak is such pieces (`python -m benchmarks.plan_memory`). What is given back has to be
-    had again, which takes time: not where memory is not what one is short of. Only glibc knows the call.
+    all the time, a quarter of the peak is such pieces (`python -m benchmarks.plan_memory`). What is given back has to
+    be had again, which takes time: not where memory is not what one is short of. Only glibc knows the call.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
