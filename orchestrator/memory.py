@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orchestrator.model_size import ModelSize
-from workers.config import CHUNK_LOGITS, Dtype, EngineConfig, TrainerConfig
+from workers.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, TrainerConfig
 
 Where = Literal["gpu", "host"]
 Phase = Literal["always", "pass", "step"]
@@ -23,8 +23,6 @@ GIB = 2**30
 WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 """Bytes of a number."""
 
-BUCKET = 500_000_000
-"""DeepSpeed's `reduce_bucket_size`: numbers whose gradients are reduced together. On a GPU it is reserved whole."""
 LIVE = 1_000_000_000
 """DeepSpeed's `stage3_max_live_parameters`: so many are left gathered between forward and backward."""
 SUBGROUP = 1_000_000_000
@@ -138,7 +136,7 @@ def zero_states(
     """
     device: Where = "gpu" if gpu else "host"
     whole, share, largest = size.parameters, math.ceil(size.parameters / ranks), size.largest
-    in_bucket = min(whole, BUCKET)
+    in_bucket = min(whole, REDUCE_BUCKET)
     staged = 0 if gpu else width * in_bucket  # on the CPU a page of the bucket counts when it is written
     accumulated = 4 if width < 4 else width
 
@@ -149,7 +147,7 @@ def zero_states(
         yield device, Part("step", step, "step")
 
     if stage == 0:
-        flattened = width * min(whole, BUCKET + largest)
+        flattened = width * min(whole, REDUCE_BUCKET + largest)
         if width == 4:
             # torch's AdamW as it is; our own norm is taken in double, tensor by tensor.
             yield from states(4 * whole, 4 * whole, 8 * whole, max(flattened, 8 * largest))
@@ -161,10 +159,10 @@ def zero_states(
         return
     if stage == 1 and width < 4:
         # BF16_Optimizer: gradients in both types; what is reduced is copied together and sent in bfloat16.
-        yield from states(2 * whole, 6 * whole, 12 * share, (4 * whole if whole <= BUCKET else 0) + 2 * whole)
+        yield from states(2 * whole, 6 * whole, 12 * share, (4 * whole if whole <= REDUCE_BUCKET else 0) + 2 * whole)
         return
     if gpu:
-        yield device, Part("buffers", width * BUCKET)
+        yield device, Part("buffers", width * in_bucket)
     if stage == 1:
         # The bucket takes the gradients over; this rank's part of them is copied out of it.
         reduced = max(width * in_bucket if ranks > 1 else 0, 4 * share)
@@ -190,17 +188,18 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
     whole, share = size.parameters, math.ceil(size.parameters / ranks)
     pinned = _power_of_two(4 * share)
     yield "gpu", Part("weights", width * (share if stage == 3 else whole))
-    yield "gpu", Part("buffers", width * (BUCKET + size.largest))
+    in_bucket = min(whole, REDUCE_BUCKET)
+    yield "gpu", Part("buffers", width * (in_bucket + size.largest))
     if stage == 3:
         gathered = width * min(whole, LIVE) if ranks > 1 else 0
         yield "gpu", Part("gathered", gathered, "pass")
-        yield "gpu", Part("step", gathered + width * min(whole, BUCKET), "step")
+        yield "gpu", Part("step", gathered + width * in_bucket, "step")
         yield "host", Part("gradients", 2 * pinned)
         yield "host", Part("optimizer", 12 * share)
         return
     accumulated = 4 * share if width < 4 else 0
     yield "gpu", Part("gradients", 4 * whole + accumulated if stage == 1 else accumulated)
-    yield "gpu", Part("step", width * min(whole, BUCKET), "step")
+    yield "gpu", Part("step", width * in_bucket, "step")
     yield "host", Part("gradients", pinned + (0 if width < 4 else 4 * share))
     yield "host", Part("optimizer", pinned + 8 * share + _power_of_two(width * share))
 

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from orchestrator.memory import (
-    BUCKET,
     GIB,
     Part,
     Training,
@@ -114,8 +113,8 @@ def test_zero_3_holds_its_share_and_gathers_the_rest_for_a_pass() -> None:
 
 
 def test_on_a_gpu_the_bucket_is_reserved_whole() -> None:
-    assert states(3, 2, 4, gpu=True)["gpu buffers"] == 2 * BUCKET
-    assert states(2, 4, 4, gpu=True)["gpu buffers"] == 4 * BUCKET
+    assert states(3, 2, 4, gpu=True)["gpu buffers"] == 2 * WHOLE
+    assert states(2, 4, 4, gpu=True)["gpu buffers"] == 4 * WHOLE
     assert "gpu buffers" not in states(0, 2, 4, gpu=True)
     assert "gpu buffers" not in states(1, 2, 4, gpu=True), "BF16_Optimizer has none"
 

@@ -20,6 +20,9 @@ TransferBackend = Literal["shm", "ipc", "nccl"]
 CHUNK_LOGITS = 2**24
 """Most logits held at once by the output head, 64 MiB in float32: as fast as any more, and the rest is recomputed."""
 
+REDUCE_BUCKET = 500_000_000
+"""Numbers whose gradients DeepSpeed reduces together, at most. On a GPU they are reserved at once."""
+
 
 class Frozen(BaseModel):
     """Base of every configuration model: immutable, and an unknown key is an error."""

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
-from workers.config import OptimizerConfig, Rendezvous, TrainerConfig
+from workers.config import REDUCE_BUCKET, OptimizerConfig, Rendezvous, TrainerConfig
 from workers.shards import ZERO_1_2, ZERO_3, cut_groups, cut_parameters, relaid, share
 
 if TYPE_CHECKING:
@@ -157,10 +157,11 @@ class TrainEngine:
         module.train()
         if device == "cpu" and config.zero_stage == 3:
             _return_what_is_freed()
+        numbers = sum(parameter.numel() for parameter in module.parameters())
         # One of DeepSpeed's optimizers prints its memory use while it is built.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine, *_ = self._deepspeed.initialize(
-                model=module, optimizer=_adamw(module, config), config=_settings(config, dtype)
+                model=module, optimizer=_adamw(module, config), config=_settings(config, dtype, numbers)
             )
         self.module: nn.Module = self._engine.module
         # Each rank averages what it holds: under ZeRO-3 its partitions, else the whole parameters.
@@ -448,9 +449,12 @@ def _adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     )
 
 
-def _settings(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The DeepSpeed configuration. Gradients of several micro-batches add up in float32 from ZeRO-1 on."""
-    zero: dict[str, Any] = {"stage": config.zero_stage}
+def _settings(config: TrainerConfig, dtype: torch.dtype, numbers: int) -> dict[str, Any]:
+    """The DeepSpeed configuration for a module of so many numbers, which no bucket need be larger than.
+
+    Gradients of several micro-batches add up in float32 from ZeRO-1 on.
+    """
+    zero: dict[str, Any] = {"stage": config.zero_stage, "reduce_bucket_size": min(REDUCE_BUCKET, numbers)}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     settings: dict[str, Any] = {

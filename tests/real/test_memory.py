@@ -1,22 +1,23 @@
 """What an update holds in memory: bounded by its micro-batches, whatever the number of groups or the response budget.
 
-One process makes all updates, on a real `PolicyWorker`; peaks are its resident memory, reset before each.
+One process makes all updates, on a real `PolicyWorker`. Peaks are of what torch allocates, from its own profiler: what
+stays resident beside that depends on how the C library cuts its memory into pieces, by tens of MiB on another machine.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import multiprocessing
 import os
 import traceback
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from orchestrator.batching import plan_update
@@ -31,7 +32,6 @@ from workers.config import (
     TrainerConfig,
 )
 from workers.messages import RankPlan, TrainRow, UpdateMetrics
-from workers.peaks import resident_peak
 from workers.policy import PolicyWorker
 
 MIB = 2**20
@@ -44,9 +44,9 @@ SHORT, LONG = 192, 768
 """Tokens of a response where they grow four times."""
 SHORT_BUDGET = GROUP * (PROMPT + SHORT)
 """One micro-batch of a whole group of short responses, or of two long ones."""
-ALLOWANCE = 16 * MIB
-"""What the allocator may keep from one update to the next. Graphs that were kept to the end of an update took 287 MiB
-more for four times as many groups, and 22 MiB for four times as long responses."""
+ALLOWANCE = 2 * MIB
+"""For metrics and indices of single rows. Graphs that were kept to the end of an update took 287 MiB more for four times
+as many groups, and 22 MiB for four times as long responses."""
 BOUND_S = 600.0
 
 
@@ -93,23 +93,18 @@ def planned(rows: list[TrainRow], budget: int, *, share: bool = False) -> RankPl
     return plan_update(rows, range(len(rows)), 1, budget, skip_silent=False, share_prompts=share)[0]
 
 
-def settle() -> None:
-    """Give back what is free, and let the peak start again from what is resident (proc(5), clear_refs)."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+def peak_of(worker: PolicyWorker, plan: RankPlan, table: pa.Table, traces: Path) -> tuple[int, UpdateMetrics]:
+    """The most that torch holds of what it allocates in an update, in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        metrics = worker.update(plan, table)
+    trace = traces / "trace.json"
+    profiler.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    return max(accumulate(event["args"]["Bytes"] for event in events)), metrics
 
 
-def peak_of(worker: PolicyWorker, plan: RankPlan, table: pa.Table) -> tuple[int, UpdateMetrics]:
-    """What an update adds to what is resident, at its peak, in bytes."""
-    settle()
-    before = resident_peak()
-    metrics = worker.update(plan, table)
-    assert metrics.peak is not None
-    return metrics.peak.host - before, metrics
-
-
-def of_groups(worker: PolicyWorker) -> dict[str, Any]:
+def of_groups(worker: PolicyWorker, traces: Path) -> dict[str, Any]:
     """Peaks by number of groups, with prompts in every row and once for the group."""
     found: dict[str, Any] = {}
     for share in (False, True):
@@ -118,14 +113,14 @@ def of_groups(worker: PolicyWorker) -> dict[str, Any]:
             table, rows = batch(groups, RESPONSE)
             plan = planned(rows, BUDGET, share=share)
             assert plan.shared == share
-            peaks.append(peak_of(worker, plan, table)[0])
+            peaks.append(peak_of(worker, plan, table, traces)[0])
             micro_batches.append(len(plan.micro_batches))
         size = batch(GROUPS[1], RESPONSE)[0].nbytes
         found["shared" if share else "apart"] = {"peaks": peaks[1:], "arrow": size, "micro_batches": micro_batches[1:]}
     return found
 
 
-def of_lengths(model: str) -> dict[str, Any]:
+def of_lengths(model: str, traces: Path) -> dict[str, Any]:
     """Peaks and results of the first update of a fresh policy, by length and budget."""
     found: dict[str, Any] = {}
     weights: dict[str, dict[str, torch.Tensor]] = {}
@@ -135,7 +130,7 @@ def of_lengths(model: str) -> dict[str, Any]:
         worker.build()
         table, rows = batch(1, response)
         plan = planned(rows, budget)
-        peak, metrics = peak_of(worker, plan, table)
+        peak, metrics = peak_of(worker, plan, table, traces)
         weights[name] = {key: tensor.clone() for key, tensor in worker.engine.named_weights()}
         found[name] = {
             "peak": peak,
@@ -156,9 +151,9 @@ def rank_main(model: str, out: Path) -> None:
         worker = PolicyWorker(config(model, BUDGET), "policy-0")
         address, port = worker.rendezvous()
         worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
-        groups = of_groups(worker)
+        groups = of_groups(worker, out)
         worker.release()
-        lengths = of_lengths(model)
+        lengths = of_lengths(model, out)
         worker.close()
         (out / "found.json").write_text(json.dumps({"groups": groups, "lengths": lengths}))
     except BaseException:
