@@ -45,8 +45,8 @@ SHORT, LONG = 192, 768
 SHORT_BUDGET = GROUP * (PROMPT + SHORT)
 """One micro-batch of a whole group of short responses, or of two long ones."""
 ALLOWANCE = 2 * MIB
-"""For metrics and indices of single rows. Graphs that were kept to the end of an update took 287 MiB more for four times
-as many groups, and 22 MiB for four times as long responses."""
+"""For metrics and indices of single rows. Graphs that were kept to the end of an update took 287 MiB more for four
+times as many groups, and 22 MiB for four times as long responses."""
 BOUND_S = 600.0
 
 
