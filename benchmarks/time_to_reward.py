@@ -1,22 +1,25 @@
 """Steps and seconds until what is sampled earns a reward, for the product, the bare loop and TRL.
 
-    python -m benchmarks.time_to_reward --seeds 17 18 19
+    python -m benchmarks.time_to_reward --seeds 17 18 19 --json rewards.json
 
 The task is to add two digits; the reward is 1 for the right sum. Every seed is a training run of all three from the
 same model on the same prompts, in turns as in grpo_step, each until it is there. Seconds are those of a contender's own
-steps; loading is left out.
+steps; loading is left out. A seed takes half an hour and more, so each is written to the file when it is done, and a
+command with the same file and settings measures only the seeds that it lacks.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import fmean
 
 from benchmarks.grpo_step import BARE, Steps, take_steps
-from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out
+from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out, machine, versions
 from benchmarks.workload import Settings, add_settings
 
 RUNS = Unit("runs", "run", digits=4)
@@ -62,21 +65,43 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def earlier(path: Path | None, fresh: Report) -> Report:
+    """What the file holds already of the same settings and kind of machine, or else `fresh`, which is empty."""
+    if path is None or not path.is_file():
+        return fresh
+    document = json.loads(path.read_text())
+    here, arguments = machine(), json.loads(json.dumps(fresh.arguments, default=str))
+    kind = document["machine"]["cpu"], document["machine"]["cores"], document["versions"]
+    if kind != (here["cpu"], here["cores"], versions()) or document["arguments"] | {"seeds": []} != arguments:
+        return fresh
+    taken = {name: [Turn(**turn) for turn in turns] for name, turns in document["turns"].items()}
+    seeds = document["arguments"]["seeds"]
+    return replace(fresh, taken=taken, checks=document["checks"], arguments=fresh.arguments | {"seeds": seeds})
+
+
 def measure(settings: Settings, given: argparse.Namespace) -> Report:
     """One run for each seed. Raises NotCorrect, and TroupeError where a run fails."""
 
     def there(rewards: Sequence[float]) -> bool:
         return steps_to(rewards, given.target, given.window) is not None
 
-    taken: dict[str, list[Turn]] = {}
-    checks: dict[str, str] = {}
+    settled = {key: vars(given)[key] for key in ("learning_rate", "target", "window", "steps")}
+    arguments = asdict(settings) | settled | {"seeds": []}
+    report = earlier(given.json, Report("time_to_reward", arguments, {}, BARE, {}, RUNS))
     for seed in given.seeds:
+        if seed in report.arguments["seeds"]:
+            continue
         steps = take_steps(replace(settings, seed=seed), given.steps, given.learning_rate, given.trl, there)
-        for name in steps.taken:
-            taken.setdefault(name, []).append(to_target(name, steps, given.target, given.window))
-        checks |= {f"seed {seed}, {check}": outcome for check, outcome in steps.checks.items()}
-    settled = {key: vars(given)[key] for key in ("learning_rate", "target", "window", "steps", "seeds")}
-    return Report("time_to_reward", asdict(settings) | settled, taken, BARE, checks, RUNS)
+        taken = {
+            name: [*report.taken.get(name, ()), to_target(name, steps, given.target, given.window)]
+            for name in steps.taken
+        }
+        checks = report.checks | {f"seed {seed}, {check}": outcome for check, outcome in steps.checks.items()}
+        seeds = [*report.arguments["seeds"], seed]
+        report = replace(report, taken=taken, checks=checks, arguments=report.arguments | {"seeds": seeds})
+        if given.json is not None:
+            report.write(given.json)
+    return report
 
 
 def main() -> None:
@@ -93,7 +118,7 @@ def main() -> None:
         concurrency=given.concurrency,
         engines=1,
         threads=given.threads,
-        seed=given.seeds[0],
+        seed=0,  # each run has its own
     )
     carry_out(lambda: measure(settings, given), given.json)
 

@@ -134,7 +134,7 @@ class Contenders:
         closed = phases.pop("closed", 0.0)
         if self._stage.digest:
             self._gate.digest(self._stage.digest)
-        inside = sum(seconds for part, seconds in phases.items() if part not in ("write", "digest"))
+        inside = sum(seconds for part, seconds in phases.items() if part != "write")
         gigabytes = report.nbytes / 1e9
         if closed:
             phases |= {"calls inside the engine": closed - inside}

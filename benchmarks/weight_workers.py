@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 
 from benchmarks.timing import Parts
 from workers import rollout, weight_file
@@ -24,23 +23,6 @@ if TYPE_CHECKING:
 _EXTENSION = "benchmarks.weight_extension.MeasuredExtension"
 
 
-class WatchedHash:
-    """xxh3-128 that notes how long it took."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._hash = xxhash.xxh3_128()
-        self._parts = parts
-
-    def update(self, data: Any) -> None:
-        """See xxhash."""
-        with self._parts.noted("digest"):
-            self._hash.update(data)
-
-    def hexdigest(self) -> str:
-        """See xxhash."""
-        return self._hash.hexdigest()
-
-
 class MeasuredPolicy(PolicyWorker):
     """A policy whose weights can be made others without training, and that says where publishing spends its time."""
 
@@ -53,14 +35,7 @@ class MeasuredPolicy(PolicyWorker):
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
         """As the product's; then remember the weights."""
         health = super().start(rendezvous)
-        parts, begin = self._parts, weight_file._PayloadWriter.__init__
-
-        def begin_watched(writer: Any, *args: Any) -> None:
-            begin(writer, *args)
-            writer.hash = WatchedHash(parts)
-
-        setattr(weight_file._PayloadWriter, "__init__", begin_watched)  # noqa: B010 (it has other parameter names)
-        parts.watch(weight_file.WeightPublisher, "publish", "publish")
+        self._parts.watch(weight_file.WeightPublisher, "publish", "write")
         self._first = [tensor.clone() for _, tensor in self.engine.named_weights()]
         self._buffers = [torch.zeros_like(tensor) for tensor in self._first]
         return health
@@ -72,10 +47,8 @@ class MeasuredPolicy(PolicyWorker):
             torch.mul(first, math.exp(factors.uniform(-0.2, 0.2)), out=tensor)
 
     def parts(self) -> dict[str, float]:
-        """Seconds of publishing since the last call: `digest`, and `write` for all the rest."""
-        seconds = self._parts.read()
-        digest = seconds.get("digest", 0.0)
-        return {"write": seconds.get("publish", 0.0) - digest, "digest": digest}
+        """Seconds of publishing since the last call, hashed on the way: `write`."""
+        return self._parts.read()
 
     def copy_weights(self) -> float:
         """Copy every weight once, into memory that is in use already; seconds that took."""

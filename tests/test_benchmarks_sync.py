@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from benchmarks import timing
+from benchmarks import time_to_reward, timing
 from benchmarks.bare_loop import BareStep
 from benchmarks.grpo_step import Steps
 from benchmarks.grpo_step import parse as parse_grpo
-from benchmarks.harness import NotCorrect, Turn
+from benchmarks.harness import NotCorrect, Report, Turn
 from benchmarks.ppo_step import check, critical_path, four_models, phases_of
 from benchmarks.time_to_reward import steps_to, to_target
 from benchmarks.timing import Parts
@@ -183,3 +184,30 @@ def test_time_to_a_reward_is_that_of_the_steps_it_took() -> None:
     assert (turn.wall_s, turn.cpu_s, turn.figures["steps"]) == (10.0, 15.0, 5.0)
     with pytest.raises(NotCorrect, match=r"came to a reward of 0\.2000 in 2 steps"):
         to_target("bare loop", training([0.1, 0.3]), 0.35, 2)
+
+
+def test_a_seed_that_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[int] = []
+
+    def train(settings: Settings, *_: object) -> Steps:
+        trained.append(settings.seed)
+        if settings.seed == 3 and trained.count(3) == 1:
+            raise NotCorrect("cut short")
+        return replace(training([0.5, 0.9]), checks={"samples": f"those of {settings.seed}"})
+
+    monkeypatch.setattr(time_to_reward, "take_steps", train)
+    path = tmp_path / "out.json"
+
+    def measured(*more: str) -> Report:
+        given = time_to_reward.parse(["--seeds", "1", "2", "3", "--window", "1", "--json", str(path), *more])
+        return time_to_reward.measure(SETTINGS, given)
+
+    with pytest.raises(NotCorrect, match="cut short"):
+        measured()
+    report = measured()
+    assert trained == [1, 2, 3, 3]
+    assert report.arguments["seeds"] == [1, 2, 3] == json.loads(path.read_text())["arguments"]["seeds"]
+    assert len(report.taken["bare loop"]) == 3
+    assert report.checks == {f"seed {seed}, samples": f"those of {seed}" for seed in (1, 2, 3)}
+    assert measured("--target", "0.4").arguments["seeds"] == [1, 2, 3]
+    assert trained == [1, 2, 3, 3, 1, 2, 3], "other settings have nothing in common with what is there"

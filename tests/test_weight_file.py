@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -330,7 +331,8 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
         pytest.skip("no /dev/full here")
     fd = os.open("/dev/full", os.O_RDWR)
     try:
-        writer = weight_file._PayloadWriter(fd, tmp_path / "x.weights", np.empty(0, np.uint8))
+        with ThreadPoolExecutor(1) as core:
+            writer = weight_file._PayloadWriter(fd, tmp_path / "x.weights", np.empty(0, np.uint8), core)
         with pytest.raises(OSError, match=r"x\.weights"):
             writer.append(np.ones(8, np.uint8))
     finally:

@@ -291,7 +291,7 @@ class WeightUpdate:
 
     version: int
     digest: str
-    """xxh3-128 of the payload bytes followed by the names, types and shapes."""
+    """xxh3-128 of the digests of the payload's pieces followed by the names, types and shapes."""
     path: str
     """Shared-memory file on the publisher's node (shm back-end)."""
     host: str

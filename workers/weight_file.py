@@ -1,8 +1,9 @@
 """One version of the policy's weights as a file in shared memory: written once, verified, mapped by every engine.
 
-The payload is the raw bytes of all tensors one after another, each at a multiple of 64 bytes, gaps zero. The digest is
-xxh3-128 over the payload followed by the names, types and shapes. One file serves all versions: its pages stay warm,
-and writing to fresh shared memory costs several times as much.
+The payload is the raw bytes of all tensors one after another, each at a multiple of 64 bytes, gaps zero. Every tensor
+is cut into pieces of a MiB, which all cores copy and hash side by side. The digest is xxh3-128 over the pieces' digests
+followed by the names, types and shapes. One file serves all versions: its pages stay warm and mapped, and writing to
+fresh shared memory costs several times as much.
 
 Writer and readers exclude each other by `flock`, which the kernel releases when a process dies. A publisher that finds
 a reader still at the previous version leaves that file to it and goes on in a new one of the same name.
@@ -24,6 +25,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -36,7 +38,7 @@ import xxhash
 from workers.messages import TensorSpec, WeightUpdate
 
 ALIGNMENT = 64
-_CHUNK = 1 << 20  # hashed and written while it is in the core's cache
+_PIECE = 1 << 20  # hashed and written while it is in the core's cache
 _FILE_NAME = re.compile(r"troupe-(?P<run_id>[A-Za-z0-9_.-]+)-(?P<pid>\d+)-\d+\.weights")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -50,7 +52,7 @@ _lifelines: dict[str, IO[bytes]] = {}
 """By file, our end of the pipe of `remove_at_death`; when it closes, the file is removed."""
 
 Bytes = npt.NDArray[np.uint8]
-_NOTHING_WARM: Bytes = np.empty(0, np.uint8)
+_NOTHING_MAPPED: Bytes = np.empty(0, np.uint8)
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 WeightSource = NamedTensors | Callable[[], NamedTensors]
 """Names and tensors that can be iterated once per version, or a function that gives them."""
@@ -100,7 +102,7 @@ class WeightPublisher:
         self._source = source
         self._path = path
         self._writes = writes
-        self._warm = _WarmMapping()
+        self._mapping = FileMapping(mmap.PROT_READ | mmap.PROT_WRITE)
         if writes:
             remove_stale(directory, run_id)
             remove_at_death(path)
@@ -118,8 +120,8 @@ class WeightPublisher:
             return None
         specs: list[TensorSpec] = []
         names: set[str] = set()
-        with _open_for_writing(self._path) as fd:
-            payload = _PayloadWriter(fd, self._path, self._warm.of(fd))
+        with _open_for_writing(self._path) as fd, _cores() as cores:
+            payload = _PayloadWriter(fd, self._path, self._mapping.of(fd, os.fstat(fd).st_size), cores)
             for name, tensor in source:
                 if name in names:
                     raise ValueError(f"{name} comes twice from the weight source")
@@ -130,12 +132,12 @@ class WeightPublisher:
                 payload.append(data)
         if not specs:
             raise ValueError("the weight source is empty (is it an iterator that was used up?)")
-        digest = _finish_digest(payload.hash, specs)
+        digest = _digest(payload.digests, specs)
         return WeightUpdate(version, digest, str(self._path), socket.gethostname(), tuple(specs), payload.size)
 
     def close(self) -> None:
         """Remove the file; engines that have it mapped keep their view."""
-        self._warm = _WarmMapping()
+        self._mapping.drop()
         if self._writes:
             retire(self._path)
 
@@ -149,8 +151,19 @@ class MappedWeights:
         self.payload = payload
 
     def verify(self) -> None:
-        """Raise :class:`WeightDigestMismatch` unless payload and description are what was published."""
-        got = _finish_digest(xxhash.xxh3_128(self.payload.data), self.update.tensors)
+        """Raise :class:`WeightDigestMismatch` unless payload and description are what was published.
+
+        Raises :class:`WeightFileRefused` for a description that does not fit the payload.
+        """
+        for spec in self.update.tensors:
+            self._dtype(spec)
+        pieces: list[Bytes] = []
+        for spec in self.update.tensors:
+            end = spec.offset + spec.nbytes
+            pieces += (self.payload[start : min(start + _PIECE, end)] for start in range(spec.offset, end, _PIECE))
+            pieces.append(self.payload[end : end + -end % ALIGNMENT])
+        with _cores() as cores:
+            got = _digest(cores.map(_piece_digest, pieces), self.update.tensors)
         if got != self.update.digest:
             raise WeightDigestMismatch(self.update.path, self.update.digest, got)
 
@@ -163,17 +176,55 @@ class MappedWeights:
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             payload = torch.from_numpy(self.payload)
         for spec in self.update.tensors:
-            dtype = _DTYPES.get(spec.dtype)
             end = spec.offset + spec.nbytes
-            fits = 0 <= spec.offset <= end <= self.payload.nbytes and spec.offset % ALIGNMENT == 0
-            if dtype is None or not fits or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
-                raise WeightFileRefused(f"{self.update.path}: impossible description {spec}")
-            yield spec.name, payload[spec.offset : end].view(dtype).view(spec.shape)
+            yield spec.name, payload[spec.offset : end].view(self._dtype(spec)).view(spec.shape)
+
+    def _dtype(self, spec: TensorSpec) -> torch.dtype:
+        dtype = _DTYPES.get(spec.dtype)
+        fits = 0 <= spec.offset <= spec.offset + spec.nbytes <= self.payload.nbytes and spec.offset % ALIGNMENT == 0
+        if dtype is None or not fits or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
+            raise WeightFileRefused(f"{self.update.path}: impossible description {spec}")
+        return dtype
+
+
+class FileMapping:
+    """The pages of a weight file, mapped from one version to the next: mapping anew costs as much as hashing.
+
+    A file that was replaced is held until the next one is opened.
+    """
+
+    def __init__(self, prot: int) -> None:
+        """`prot`: `mmap.PROT_READ`, and `PROT_WRITE`."""
+        self._prot = prot
+        self.drop()
+
+    def of(self, fd: int, size: int) -> Bytes:
+        """[size] first bytes of an open, locked file that has as many.
+
+        A file never grows by its mapping: where memory is full that is an error of a write, but the end of the process
+        that touches a mapping.
+        """
+        status = os.fstat(fd)
+        file = (status.st_dev, status.st_ino, size)  # an inode that is mapped cannot become another file's
+        if file != self._file:
+            self.drop()
+            if size:
+                # Populating the mapping at once is three times faster than a fault per page.
+                mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=self._prot)
+                self._bytes = np.frombuffer(mapped, np.uint8)
+            self._file = file
+        return self._bytes
+
+    def drop(self) -> None:
+        """Let go of the pages."""
+        self._file, self._bytes = (0, 0, 0), _NOTHING_MAPPED
 
 
 @contextmanager
-def open_weights(update: WeightUpdate) -> Iterator[MappedWeights]:
+def open_weights(update: WeightUpdate, mapping: FileMapping | None = None) -> Iterator[MappedWeights]:
     """Map the file of `update` and keep its publisher out until the context ends.
+
+    With `mapping` (for reading) the file stays mapped for the next version.
 
     Raises :class:`WeightFileRefused` for a link or a file of somebody else, :class:`WeightDigestMismatch` for one that
     is too short, FileNotFoundError, and BlockingIOError where the publisher is writing it.
@@ -184,11 +235,9 @@ def open_weights(update: WeightUpdate) -> Iterator[MappedWeights]:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if size < update.nbytes:
             raise WeightDigestMismatch(update.path, update.digest, f"none: {size} of {update.nbytes} bytes")
-        # Populating the mapping at once is three times faster than a fault per page.
-        mapping = mmap.mmap(fd, update.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-        yield MappedWeights(update, np.frombuffer(mapping, np.uint8))
+        yield MappedWeights(update, (mapping or FileMapping(mmap.PROT_READ)).of(fd, update.nbytes))
     finally:
-        os.close(fd)
+        _unlock(fd)
 
 
 def verify(update: WeightUpdate) -> None:
@@ -222,8 +271,8 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
         raise ValueError(f"{payload.nbytes} bytes of weights came, {update.nbytes} were announced")
     if not _FILE_NAME.fullmatch(path.name):
         raise WeightFileRefused(f"{path} is not the name of a weight file")
-    with _open_for_writing(path) as fd:
-        _PayloadWriter(fd, path, _NOTHING_WARM).append(payload)
+    with _open_for_writing(path) as fd, _cores() as cores:
+        _PayloadWriter(fd, path, _NOTHING_MAPPED, cores).append(payload)
 
 
 def remove(path: str | Path) -> None:
@@ -262,60 +311,45 @@ def remove_stale(directory: Path, run_id: str) -> list[Path]:
     return removed
 
 
-class _WarmMapping:
-    """What the file holds already, mapped for writing from one version to the next.
-
-    A copy into pages that are there and mapped takes two thirds of the time of a write to the file. It never grows the
-    file: where memory is full that is an error of a write, but the end of the process that touches a mapping.
-    """
-
-    def __init__(self) -> None:
-        self._of = (0, 0)
-        self._bytes = _NOTHING_WARM
-
-    def of(self, fd: int) -> Bytes:
-        """[size] bytes of an open, locked file."""
-        status = os.fstat(fd)
-        if (status.st_ino, status.st_size) != self._of:
-            self._bytes = _NOTHING_WARM
-            if status.st_size:
-                mapped = mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                self._bytes = np.frombuffer(mapped, np.uint8)
-            self._of = (status.st_ino, status.st_size)
-        return self._bytes
-
-
 class _PayloadWriter:
     """Appends to an open file and hashes on the way, so that the bytes cross the memory bus once."""
 
-    def __init__(self, fd: int, path: Path, warm: Bytes) -> None:
-        """`warm`: the file's beginning, mapped for writing."""
+    def __init__(self, fd: int, path: Path, mapped: Bytes, cores: Executor) -> None:
+        """`mapped`: the file's beginning, for writing: a copy into it takes two thirds of the time of a write."""
         self._fd = fd
         self._path = path
-        self._warm = warm
+        self._mapped = mapped
+        self._cores = cores
         self.size = 0
-        self.hash = xxhash.xxh3_128()
+        self.digests: list[bytes] = []
+        """Of all pieces so far, in order."""
 
     def append(self, data: Bytes) -> None:
-        """Write `data` and zeros up to the next multiple of ALIGNMENT."""
-        for start in range(0, data.nbytes, _CHUNK):
-            self._write(data[start : start + _CHUNK])
-        self._write(np.zeros(-self.size % ALIGNMENT, np.uint8))
+        """Write `data` and zeros up to the next multiple of ALIGNMENT; `data` is needed no more afterwards."""
+        starts = range(0, data.nbytes, _PIECE)
+        run = map if len(starts) == 1 else self._cores.map  # handing one piece to another thread costs more than it
+        pieces = (data[start : start + _PIECE] for start in starts)
+        self.digests += run(self._hash_and_write, pieces, (self.size + start for start in starts))
+        self.size += data.nbytes
+        gap = np.zeros(-self.size % ALIGNMENT, np.uint8)
+        self.digests.append(self._hash_and_write(gap, self.size))
+        self.size += gap.nbytes
 
-    def _write(self, data: Bytes) -> None:
-        rest = data.data
-        self.hash.update(rest)
-        copied = max(0, min(data.nbytes, self._warm.nbytes - self.size))
-        self._warm[self.size : self.size + copied] = data[:copied]
-        self.size += copied
-        rest = rest[copied:]
+    def _hash_and_write(self, piece: Bytes, start: int) -> bytes:
+        digest = _piece_digest(piece)
+        self._write(piece, start)
+        return digest
+
+    def _write(self, data: Bytes, start: int) -> None:
+        copied = max(0, min(data.nbytes, self._mapped.nbytes - start))
+        self._mapped[start : start + copied] = data[:copied]
+        start, rest = start + copied, data.data[copied:]
         while rest:
             try:
-                written = os.pwrite(self._fd, rest, self.size)
+                written = os.pwrite(self._fd, rest, start)
             except OSError as error:
                 raise OSError(error.errno, f"cannot write weights: {error.strerror}", str(self._path)) from error
-            self.size += written
-            rest = rest[written:]
+            start, rest = start + written, rest[written:]
 
 
 @contextmanager
@@ -332,8 +366,13 @@ def _open_for_writing(path: Path) -> Iterator[int]:
     try:
         yield fd
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a mapping holds the open file, and so would the lock
-        os.close(fd)
+        _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
+    """Close the file. A mapping keeps it open, and would keep the lock."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _create(path: Path) -> int:
@@ -368,10 +407,18 @@ def _host_bytes(tensor: torch.Tensor) -> Bytes:
     return flat.view(torch.uint8).cpu().numpy()
 
 
-def _finish_digest(payload_hash: xxhash.xxh3_128, specs: Sequence[TensorSpec]) -> str:
+def _piece_digest(piece: Bytes) -> bytes:
+    return xxhash.xxh3_128_digest(piece.data)
+
+
+def _digest(pieces: Iterable[bytes], specs: Sequence[TensorSpec]) -> str:
     description = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
-    payload_hash.update(json.dumps(description).encode())
-    return payload_hash.hexdigest()
+    return xxhash.xxh3_128_hexdigest(b"".join([*pieces, json.dumps(description).encode()]))
+
+
+def _cores() -> ThreadPoolExecutor:
+    """As many threads as torch has in this process; hashing and copying let go of the interpreter."""
+    return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="weights")
 
 
 def _alive(pid: int) -> bool:

@@ -8,6 +8,7 @@ process to that worker's life.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import select
 import signal
@@ -37,7 +38,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from workers.messages import TensorSpec, WeightUpdate
-from workers.weight_file import WeightDigestMismatch, open_weights
+from workers.weight_file import FileMapping, WeightDigestMismatch, open_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -99,6 +100,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._tied_heads = _tied_heads(model)
+        self._mapping = FileMapping(mmap.PROT_READ)
         self.loaded = LoadedWeights(version=None, digest="", mismatch="")
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
@@ -115,7 +117,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Verify, then load; raises WeightDigestMismatch, IncompleteUpdate, or what reading the file raises."""
         update = update_info.update()
         try:
-            with open_weights(update) as weights:
+            with open_weights(update, self._mapping) as weights:
                 weights.verify()
                 self.loaded = LoadedWeights(version=None, digest="", mismatch="")
                 self._load(weights.tensors())
@@ -125,7 +127,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.loaded = LoadedWeights(version=update.version, digest=update.digest, mismatch="")
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Let go of the file."""
+        self._mapping.drop()
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         initialize_layerwise_reload(self.model)
