@@ -28,9 +28,11 @@ _open_weights = weight_transfer.open_weights
 
 
 @contextmanager
-def _watched_open(update: WeightUpdate) -> Iterator[weight_file.MappedWeights]:
+def _watched_open(
+    update: WeightUpdate, mapping: weight_file.FileMapping | None = None
+) -> Iterator[weight_file.MappedWeights]:
     with PARTS.noted("open"):
-        opened = _open_weights(update)
+        opened = _open_weights(update, mapping)
         weights = opened.__enter__()
     try:
         yield weights

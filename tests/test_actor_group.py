@@ -107,6 +107,13 @@ async def test_a_table_stays_a_reference_and_is_read_by_the_next_worker(cluster:
     assert (await twice)["x"].to_pylist() == [1, 2] * 8
 
 
+async def test_a_cluster_of_our_own_runs_nothing_idle(cluster: Cluster) -> None:
+    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert any("raylet" in command for command in commands)
+    idlers = ("log_monitor.py", "/dashboard.py", "/monitor.py")
+    assert not [command for command in commands if any(idler in command for idler in idlers)]
+
+
 async def test_a_worker_has_its_environment(cluster: Cluster) -> None:
     assert await spawn(cluster).call("variable", "TROUPE_TEST", timeout_s=BOUND_S) == "yes"
 
