@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import pickle
 import subprocess
@@ -303,6 +304,54 @@ def test_files_of_dead_publishers_are_removed(tmp_path: Path) -> None:
     assert foreign.exists() and living.exists()
 
 
+@pytest.mark.parametrize("piece, run", [(96, 96), (128, 1000), (1000, 4000)])
+def test_cores_share_the_work_and_the_file_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, run: int
+) -> None:
+    """A tensor that is only there until the next one is written before; others are written side by side."""
+    monkeypatch.setattr(weight_file, "_PIECE", piece)
+    monkeypatch.setattr(weight_file, "_RUN", run)
+    tensors = {f"t{n}": torch.randn(1 + 37 * n) for n in range(20)}
+
+    def fleeting() -> Iterator[tuple[str, torch.Tensor]]:
+        room = torch.empty(1000)
+        for name, tensor in tensors.items():
+            room[: len(tensor)] = tensor
+            yield name, room[: len(tensor)]
+            room.zero_()
+
+    side_by_side = published(WeightPublisher(list(tensors.items()), tmp_path, "a", lasting=True), 1)
+    one_by_one = published(WeightPublisher(fleeting, tmp_path, "b"), 1)
+    assert side_by_side.digest == one_by_one.digest
+    for update in (side_by_side, one_by_one):
+        read = dict(weight_file.read_weights(update))
+        assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_file_stays_mapped_until_another_is_there(tmp_path: Path) -> None:
+    source = Weights(a=torch.ones(1000))
+    publisher, mapping = WeightPublisher(source, tmp_path, "run"), weight_file.FileMapping(mmap.PROT_READ)
+
+    def opened(update: WeightUpdate) -> tuple[int, float]:
+        """(address of the payload, first number)"""
+        with weight_file.open_weights(update, mapping) as weights:
+            weights.verify()
+            return weights.payload.ctypes.data, float(dict(weights.tensors())["a"][0])
+
+    first, one = opened(published(publisher, 1))
+    source.tensors = {"a": torch.full((1000,), 2.0)}
+    update = published(publisher, 2)  # a mapping does not keep the publisher out
+    second, two = opened(update)
+    assert (first, one, two) == (second, 1.0, 2.0)
+    assert Path(update.path).name in Path("/proc/self/maps").read_text()
+    source.tensors = {"a": torch.full((3000,), 3.0)}
+    assert opened(published(publisher, 3))[1] == 3.0
+    other = WeightPublisher(Weights(a=torch.full((1000,), 4.0)), tmp_path, "other")
+    assert opened(published(other, 1))[1] == 4.0
+    publisher.close()
+    assert Path(update.path).name not in Path("/proc/self/maps").read_text()
+
+
 def test_a_file_does_not_outlive_its_publisher(tmp_path: Path) -> None:
     """However that ends."""
     code = f"""
@@ -332,9 +381,10 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     fd = os.open("/dev/full", os.O_RDWR)
     try:
         with ThreadPoolExecutor(1) as core:
-            writer = weight_file._PayloadWriter(fd, tmp_path / "x.weights", np.empty(0, np.uint8), core)
-        with pytest.raises(OSError, match=r"x\.weights"):
+            writer = weight_file._PayloadWriter(fd, tmp_path / "x.weights", np.empty(0, np.uint8), core, 1)
             writer.append(np.ones(8, np.uint8))
+            with pytest.raises(OSError, match=r"x\.weights"):
+                writer.flush()
     finally:
         os.close(fd)
 

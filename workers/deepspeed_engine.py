@@ -222,13 +222,18 @@ class TrainEngine:
         self._engine.step()
         return norm, True
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a whole parameter is only there while it is looked at (ZeRO-3)."""
+        return self._stage == 3
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor) of every parameter and saved buffer, tied ones once.
 
         The tensors are the live ones: copy what must outlast the next update, or, under ZeRO-3, the next item.
         """
         for name, parameter in self._model.named_parameters():
-            if self._stage == 3:
+            if self.gathers:
                 with self._deepspeed.zero.GatheredParameters([parameter]):
                     yield name, parameter.detach()
             else:

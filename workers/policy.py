@@ -232,7 +232,11 @@ class PolicyWorker(TrainingRank):
         if self._publisher is None:
             # Under ZeRO-3 every rank takes part in gathering a tensor; rank 0 alone writes.
             self._publisher = WeightPublisher(
-                self.engine.named_weights, shared_directory(), self._config.run_id, writes=self.engine.rank == 0
+                self.engine.named_weights,
+                shared_directory(),
+                self._config.run_id,
+                writes=self.engine.rank == 0,
+                lasting=not self.engine.gathers,
             )
         return self._publisher
 

@@ -24,8 +24,9 @@ import stat
 import subprocess
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -39,6 +40,7 @@ from workers.messages import TensorSpec, WeightUpdate
 
 ALIGNMENT = 64
 _PIECE = 1 << 20  # hashed and written while it is in the core's cache
+_RUN = 16 * _PIECE  # for one thread at a time: handing a piece over costs as much as hashing it
 _FILE_NAME = re.compile(r"troupe-(?P<run_id>[A-Za-z0-9_.-]+)-(?P<pid>\d+)-\d+\.weights")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -87,12 +89,15 @@ def shared_directory(nbytes: int = 0) -> Path:
 class WeightPublisher:
     """Writes each version of `source` into one reused file."""
 
-    def __init__(self, source: WeightSource, directory: Path, run_id: str, writes: bool = True) -> None:
+    def __init__(
+        self, source: WeightSource, directory: Path, run_id: str, writes: bool = True, lasting: bool = False
+    ) -> None:
         """`source` is iterated once per version and decides what is sent: a tied weight must come once, under one name.
 
         Where iterating is a collective (ZeRO-3 gathers parameter by parameter), every rank has a publisher and all but
-        one have `writes=False`: those iterate and write nothing. Files that dead processes of the same run left behind
-        are removed.
+        one have `writes=False`: those iterate and write nothing. With `lasting` the tensors stay as they are when the
+        next one is asked for, and the cores write several side by side. Files that dead processes of the same run left
+        behind are removed.
 
         Raises ValueError where `run_id` cannot be part of a file name.
         """
@@ -102,6 +107,7 @@ class WeightPublisher:
         self._source = source
         self._path = path
         self._writes = writes
+        self._lasting = lasting
         self._mapping = FileMapping(mmap.PROT_READ | mmap.PROT_WRITE)
         if writes:
             remove_stale(directory, run_id)
@@ -121,7 +127,8 @@ class WeightPublisher:
         specs: list[TensorSpec] = []
         names: set[str] = set()
         with _open_for_writing(self._path) as fd, _cores() as cores:
-            payload = _PayloadWriter(fd, self._path, self._mapping.of(fd, os.fstat(fd).st_size), cores)
+            mapped = self._mapping.of(fd, os.fstat(fd).st_size)
+            payload = _PayloadWriter(fd, self._path, mapped, cores, torch.get_num_threads())
             for name, tensor in source:
                 if name in names:
                     raise ValueError(f"{name} comes twice from the weight source")
@@ -130,6 +137,9 @@ class WeightPublisher:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 specs.append(TensorSpec(name, dtype, tuple(tensor.shape), payload.size, data.nbytes))
                 payload.append(data)
+                if not self._lasting:
+                    payload.flush()
+            payload.flush()
         if not specs:
             raise ValueError("the weight source is empty (is it an iterator that was used up?)")
         digest = _digest(payload.digests, specs)
@@ -157,13 +167,10 @@ class MappedWeights:
         """
         for spec in self.update.tensors:
             self._dtype(spec)
-        pieces: list[Bytes] = []
-        for spec in self.update.tensors:
-            end = spec.offset + spec.nbytes
-            pieces += (self.payload[start : min(start + _PIECE, end)] for start in range(spec.offset, end, _PIECE))
-            pieces.append(self.payload[end : end + -end % ALIGNMENT])
+        pieces = list(self._pieces())
+        runs = [pieces[start : start + _RUN // _PIECE] for start in range(0, len(pieces), _RUN // _PIECE)]
         with _cores() as cores:
-            got = _digest(cores.map(_piece_digest, pieces), self.update.tensors)
+            got = _digest(itertools.chain.from_iterable(cores.map(_piece_digests, runs)), self.update.tensors)
         if got != self.update.digest:
             raise WeightDigestMismatch(self.update.path, self.update.digest, got)
 
@@ -178,6 +185,12 @@ class MappedWeights:
         for spec in self.update.tensors:
             end = spec.offset + spec.nbytes
             yield spec.name, payload[spec.offset : end].view(self._dtype(spec)).view(spec.shape)
+
+    def _pieces(self) -> Iterator[Bytes]:
+        for spec in self.update.tensors:
+            end = spec.offset + spec.nbytes
+            yield from (self.payload[start : min(start + _PIECE, end)] for start in range(spec.offset, end, _PIECE))
+            yield self.payload[end : end + -end % ALIGNMENT]
 
     def _dtype(self, spec: TensorSpec) -> torch.dtype:
         dtype = _DTYPES.get(spec.dtype)
@@ -272,7 +285,9 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
     if not _FILE_NAME.fullmatch(path.name):
         raise WeightFileRefused(f"{path} is not the name of a weight file")
     with _open_for_writing(path) as fd, _cores() as cores:
-        _PayloadWriter(fd, path, _NOTHING_MAPPED, cores).append(payload)
+        writer = _PayloadWriter(fd, path, _NOTHING_MAPPED, cores, torch.get_num_threads())
+        writer.append(payload)
+        writer.flush()
 
 
 def remove(path: str | Path) -> None:
@@ -314,31 +329,57 @@ def remove_stale(directory: Path, run_id: str) -> list[Path]:
 class _PayloadWriter:
     """Appends to an open file and hashes on the way, so that the bytes cross the memory bus once."""
 
-    def __init__(self, fd: int, path: Path, mapped: Bytes, cores: Executor) -> None:
-        """`mapped`: the file's beginning, for writing: a copy into it takes two thirds of the time of a write."""
+    def __init__(self, fd: int, path: Path, mapped: Bytes, cores: Executor, ahead: int) -> None:
+        """`mapped`: the file's beginning, for writing: a copy into it takes two thirds of the time of a write.
+
+        `ahead`: runs of pieces that may wait to be written, and are kept in memory.
+        """
         self._fd = fd
         self._path = path
         self._mapped = mapped
         self._cores = cores
+        self._ahead = ahead
+        self._run: list[tuple[Bytes, int]] = []
+        self._run_bytes = 0
+        self._under_way: deque[Future[list[bytes]]] = deque()
         self.size = 0
         self.digests: list[bytes] = []
-        """Of all pieces so far, in order."""
+        """Of all pieces that were written, in order."""
 
     def append(self, data: Bytes) -> None:
-        """Write `data` and zeros up to the next multiple of ALIGNMENT; `data` is needed no more afterwards."""
-        starts = range(0, data.nbytes, _PIECE)
-        run = map if len(starts) == 1 else self._cores.map  # handing one piece to another thread costs more than it
-        pieces = (data[start : start + _PIECE] for start in starts)
-        self.digests += run(self._hash_and_write, pieces, (self.size + start for start in starts))
-        self.size += data.nbytes
-        gap = np.zeros(-self.size % ALIGNMENT, np.uint8)
-        self.digests.append(self._hash_and_write(gap, self.size))
-        self.size += gap.nbytes
+        """Write `data`, which must stay until :meth:`flush`, and zeros up to the next multiple of ALIGNMENT.
 
-    def _hash_and_write(self, piece: Bytes, start: int) -> bytes:
-        digest = _piece_digest(piece)
-        self._write(piece, start)
-        return digest
+        Raises OSError, for what was appended before, too.
+        """
+        for start in range(0, data.nbytes, _PIECE):
+            self._append(data[start : start + _PIECE])
+        self._append(np.zeros(-self.size % ALIGNMENT, np.uint8))
+
+    def flush(self) -> None:
+        """Return when everything lies in the file. Raises OSError."""
+        self._hand_over()
+        while self._under_way:
+            self.digests += self._under_way.popleft().result()
+
+    def _append(self, piece: Bytes) -> None:
+        self._run.append((piece, self.size))
+        self._run_bytes += piece.nbytes
+        self.size += piece.nbytes
+        if self._run_bytes >= _RUN:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        while len(self._under_way) > self._ahead:
+            self.digests += self._under_way.popleft().result()
+        self._under_way.append(self._cores.submit(self._hash_and_write, self._run))
+        self._run, self._run_bytes = [], 0
+
+    def _hash_and_write(self, run: Sequence[tuple[Bytes, int]]) -> list[bytes]:
+        digests: list[bytes] = []
+        for piece, start in run:
+            digests += _piece_digests([piece])
+            self._write(piece, start)
+        return digests
 
     def _write(self, data: Bytes, start: int) -> None:
         copied = max(0, min(data.nbytes, self._mapped.nbytes - start))
@@ -407,8 +448,8 @@ def _host_bytes(tensor: torch.Tensor) -> Bytes:
     return flat.view(torch.uint8).cpu().numpy()
 
 
-def _piece_digest(piece: Bytes) -> bytes:
-    return xxhash.xxh3_128_digest(piece.data)
+def _piece_digests(pieces: Iterable[Bytes]) -> list[bytes]:
+    return [xxhash.xxh3_128_digest(piece.data) for piece in pieces]
 
 
 def _digest(pieces: Iterable[bytes], specs: Sequence[TensorSpec]) -> str:
