@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time_to_reward", description=__doc__)
     add = parser.add_argument
-    add_settings(parser, groups=16, samples=8, max_tokens=12, concurrency=64, threads=2)
+    add_settings(parser, groups=8, samples=8, max_tokens=12, concurrency=64, threads=2)
     parser.set_defaults(dtype="float32")
     add("--learning-rate", type=float, default=5e-5)
     add("--target", type=float, default=0.8, help="mean reward of the samples of a step")

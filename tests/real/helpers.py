@@ -47,6 +47,15 @@ EXPECTED = (
 POLICY = ("policy/loss", "policy/grad_norm", "policy/learning_rate", "policy/entropy", "policy/skipped_updates")
 
 
+def save_llama(folder: Path, **sizes: Any) -> str:
+    """Write a two-layer Llama of these sizes, always the same one; returns its folder."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=2, pad_token_id=2, **sizes)).save_pretrained(folder)
+    return str(folder)
+
+
 class Command:
     """One process of its own session, with its output in files; all it starts carries a mark in the environment."""
 

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from orchestrator.batching import plan_update
+from tests.real.helpers import save_llama
 from tests.test_tensors import train_table
 from workers.config import (
     AdvantageConfig,
@@ -164,19 +164,8 @@ def rank_main(model: str, out: Path) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small vocabulary, so that most of the time and of the memory goes into the layers."""
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=2,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return save_llama(tmp_path_factory.mktemp("model"), vocab_size=512, **sizes)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,9 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.real.helpers import save_llama
 from tests.test_tensors import train_table
 from workers.config import (
     AdvantageConfig,
@@ -412,19 +413,8 @@ def rank_main(rank: int, world: int, model: str, out: Path, other: Path, meeting
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tied two-layer Llama whose matrices are large enough for ZeRO-3 to partition them."""
     folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=64,
-        intermediate_size=2048,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        pad_token_id=2,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 2048, "num_attention_heads": 2, "num_key_value_heads": 1}
+    save_llama(folder, vocab_size=4096, **sizes, tie_word_embeddings=True, initializer_range=0.1)
     (folder / "tokenizer_config.json").write_text('{"made_for": "this test"}')
     return str(folder)
 
