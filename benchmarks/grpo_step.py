@@ -25,7 +25,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from benchmarks.bare_loop import BareLoop, BareStep
-from benchmarks.harness import NotCorrect, Report, Turn, carry_out, in_turn
+from benchmarks.harness import NotCorrect, Report, Turn, carry_out, in_turn, progress
 from benchmarks.processes import Child, Meter, stopped
 from benchmarks.trl_loop import TrlLoop, check_steps
 from benchmarks.workload import Group, Settings, add_settings, check_lengths, encoded, group, spec, without_end
@@ -74,6 +74,7 @@ class Turns(Console):
             raise NotCorrect("the product trained without generating")
         self.product.append(self._began.read())
         self._rewards.append(float(str(metrics["reward/mean"])))
+        self._progress(step, PRODUCT, float(str(metrics["seconds/step"])), self._rewards[-1])
         going_on = [name for name in in_turn(list(self._others), step) if not self._has_enough(name)]
         if not going_on and self._enough(self._rewards):
             signal.raise_signal(signal.SIGINT)  # what a user does: the run saves and ends
@@ -83,7 +84,12 @@ class Turns(Console):
                 meter = Meter([other.pid])
                 figures: BareStep = other.call("step", self._work[step - 1], timeout_s=STEP_TIMEOUT_S)
                 self.taken[name].append((figures, *meter.read()))
+            self._progress(step, name, figures.wall_s, figures.figures["reward"])
         self._began = self._own_meter()
+
+    @staticmethod
+    def _progress(step: int, name: str, seconds: float, reward: float) -> None:
+        progress(f"step {step}, {name}: {seconds:.2f} s, reward {reward:.3f}")
 
     def _has_enough(self, name: str) -> bool:
         return self._enough([step.figures["reward"] for step, _, _ in self.taken[name]])
@@ -218,7 +224,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grpo_step", description=__doc__)
     defaults = {"groups": 8, "samples": 8, "max_tokens": 32, "concurrency": 64, "threads": 2}
-    add_settings(parser, **defaults, turns=5, seed=17)
+    add_settings(parser, **defaults, micro_batch_tokens=4096, turns=5, seed=17)
     add = parser.add_argument
     add("--lengths", choices=("fixed", "natural"), default="fixed", help="natural: the model ends its responses")
     add("--learning-rate", type=float, default=1e-5)

@@ -113,9 +113,15 @@ async def take_turns(contenders: Mapping[str, Callable[[int], Awaitable[Turn]]],
     for turn in range(turns + 1):
         for name in in_turn(list(contenders), turn):
             figures = await contenders[name](turn)
+            progress(f"turn {turn} of {turns}, {name}: {figures.wall_s:.2f} s")
             if turn:
                 taken[name].append(figures)
     return taken
+
+
+def progress(text: str) -> None:
+    """A line for whoever waits; results go elsewhere."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def ratios(turns: Sequence[Turn], baseline: Sequence[Turn]) -> list[float]:

@@ -74,7 +74,7 @@ SUITE = (
     ),
     Benchmark(
         "grpo_step",
-        (*_FLOAT, "--trl", "--groups", "4", "--samples", "8", "--turns", "5"),
+        (*_FLOAT, "--trl", "--groups", "4", "--samples", "8", "--micro-batch-tokens", "1024", "--turns", "5"),
         (
             Goal("tokens/s of a step, of the bare loop", _TROUPE, "ratio", 0.93),
             Goal("tokens/s of a step, of TRL's GRPOTrainer", _TROUPE, "ratio", 4.0, over="TRL", digits=2),

@@ -54,7 +54,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time_to_reward", description=__doc__)
     add = parser.add_argument
-    add_settings(parser, groups=8, samples=8, max_tokens=12, concurrency=64, threads=2)
+    defaults = {"groups": 8, "samples": 8, "max_tokens": 12, "concurrency": 64, "threads": 2}
+    add_settings(parser, **defaults, micro_batch_tokens=1024)
     parser.set_defaults(dtype="float32")
     add("--learning-rate", type=float, default=5e-5)
     add("--target", type=float, default=0.8, help="mean reward of the samples of a step")
@@ -118,6 +119,7 @@ def main() -> None:
         concurrency=given.concurrency,
         engines=1,
         threads=given.threads,
+        micro_batch_tokens=given.micro_batch_tokens,
         seed=0,  # each run has its own
     )
     carry_out(lambda: measure(settings, given), given.json)

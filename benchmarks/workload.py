@@ -30,6 +30,7 @@ HELP = {
     "concurrency": "sequences decoded together by one engine",
     "engines": "engines of every contender",
     "threads": "compute threads of every engine and trainer",
+    "micro_batch_tokens": "tokens of a micro-batch of every trainer: three of them must fit the memory",
     "turns": "turns of each contender, after a warm-up turn",
     "seed": "of prompts and samples",
 }
@@ -96,6 +97,7 @@ class Settings:
     prefix_caching: bool = True
     device: Literal["cpu", "cuda"] = "cpu"
     task: TaskName = "vowels"
+    micro_batch_tokens: int = 4096
 
     @property
     def endless(self) -> bool:
@@ -189,7 +191,7 @@ def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rat
                 "cpus": 0.5,
                 "gpus": gpus,
                 "threads": threads,
-                "micro_batch_tokens": 4096,
+                "micro_batch_tokens": settings.micro_batch_tokens,
                 "learning_rate": learning_rate,
             },
             "reward": {"cpus": 0.2, "functions": [task.function]},
