@@ -95,13 +95,15 @@ def plan_update(
 def _shared_units(rows: Sequence[TrainRow], worked: Sequence[int], most: int) -> list[list[int]]:
     """The rows group by group, cut where a prompt and its responses would pass `most` tokens."""
     units: list[list[int]] = []
+    width = 0
     for row in sorted(worked, key=lambda r: (rows[r].group, r)):
-        last = units[-1] if units else []
-        fits = last and rows[last[0]].group == rows[row].group and _shared_width(rows, [*last, row]) <= most
-        if fits:
-            last.append(row)
+        response = rows[row].tokens - rows[row].prompt_tokens
+        if units and rows[units[-1][0]].group == rows[row].group and width + response <= most:
+            units[-1].append(row)
+            width += response
         else:
             units.append([row])
+            width = rows[row].tokens
     return units
 
 
