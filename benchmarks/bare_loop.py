@@ -64,6 +64,8 @@ class BareTrainer:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             config.model.path, dtype=getattr(torch, config.model.dtype)
         )
+        self._device = torch.device(config.device)
+        self.model.to(self._device)  # pyright: ignore[reportArgumentType] (its stubs know nn.Module's by another name)
         self.model.train()
         self._head: Any = self.model.get_output_embeddings()
         self._masters = [weight.detach().to(torch.float32, copy=True) for weight in self.model.parameters()]
@@ -126,10 +128,11 @@ class BareTrainer:
         With one update on a batch the ratio to the policy before it is 1: the clipped objective's gradient is that of
         -advantage * ratio. Truncated importance sampling corrects for the sampler's other numbers.
         """
-        ids = pad_sequence([torch.tensor(one.prompt_ids + one.response_ids) for one in batch], batch_first=True)
-        lengths = torch.tensor([len(one.prompt_ids) + len(one.response_ids) for one in batch])
-        prompts = torch.tensor([len(one.prompt_ids) for one in batch])
-        place = torch.arange(ids.shape[1])[None, :]
+        rows = [torch.tensor(one.prompt_ids + one.response_ids) for one in batch]
+        ids = pad_sequence(rows, batch_first=True).to(self._device)
+        lengths = torch.tensor([len(row) for row in rows], device=self._device)
+        prompts = torch.tensor([len(one.prompt_ids) for one in batch], device=self._device)
+        place = torch.arange(ids.shape[1], device=self._device)[None, :]
         is_response = (place >= prompts[:, None]) & (place < lengths[:, None])
         hidden = self.model.base_model(
             input_ids=ids, attention_mask=(place < lengths[:, None]).long(), use_cache=False
@@ -137,8 +140,9 @@ class BareTrainer:
         logits = self._head(hidden[:, :-1][is_response[:, 1:]])
         logits = logits.float() / self._config.sampling.temperature
         logprobs = logits.gather(-1, ids[is_response][:, None])[:, 0] - logits.logsumexp(-1)
-        rollout_logprobs = torch.tensor([value for one in batch for value in one.rollout_logprobs])
-        per_token = advantages.float().repeat_interleave(lengths - prompts)
+        sampled = [value for one in batch for value in one.rollout_logprobs]
+        rollout_logprobs = torch.tensor(sampled, device=self._device)
+        per_token = advantages.float().to(self._device).repeat_interleave(lengths - prompts)
         old = logprobs.detach()
         importance = (old - rollout_logprobs).exp().clamp(max=self._config.loss.importance.cap)
         loss = -(importance * per_token * (logprobs - old).exp()).sum() / total

@@ -28,7 +28,18 @@ from benchmarks.bare_loop import BareLoop, BareStep
 from benchmarks.harness import NotCorrect, Report, Turn, carry_out, in_turn, progress
 from benchmarks.processes import Child, Meter, stopped
 from benchmarks.trl_loop import TrlLoop, check_steps
-from benchmarks.workload import Group, Settings, add_settings, check_lengths, encoded, group, spec, without_end
+from benchmarks.workload import (
+    DEVICE,
+    Group,
+    Settings,
+    add_settings,
+    check_lengths,
+    encoded,
+    group,
+    on_device,
+    spec,
+    without_end,
+)
 from orchestrator.console import Console
 from orchestrator.prompts import PromptPool, PromptSource, load_pools
 from orchestrator.spec import Spec
@@ -122,6 +133,7 @@ def take_steps(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = without_end(settings.model, folder / "model") if settings.lengths == "fixed" else settings.model
         plan = spec(settings, model, steps, settings.groups * steps, learning_rate)
+        plan = on_device(plan, settings.device, "ipc" if settings.device == "cuda" else "auto")
         pool, _ = load_pools(plan.data)
         work = steps_of(settings, plan, pool, model)
         others = {BARE: Child(BARE, BareLoop, plan.rollout_config(), plan.policy_config(), settings.task)}
@@ -227,6 +239,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_settings(parser, **defaults, micro_batch_tokens=4096, turns=5, seed=17)
     add = parser.add_argument
     add("--lengths", choices=("fixed", "natural"), default="fixed", help="natural: the model ends its responses")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE)
     add("--learning-rate", type=float, default=1e-5)
     add("--trl", action="store_true", help="TRL's GRPOTrainer as well; with fixed lengths only")
     given = parser.parse_args(arguments)

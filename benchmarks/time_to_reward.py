@@ -20,7 +20,7 @@ from statistics import fmean
 
 from benchmarks.grpo_step import BARE, Steps, take_steps
 from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out, machine, versions
-from benchmarks.workload import Settings, add_settings
+from benchmarks.workload import DEVICE, Settings, add_settings
 
 RUNS = Unit("runs", "run", digits=4)
 
@@ -57,6 +57,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     defaults = {"groups": 8, "samples": 8, "max_tokens": 12, "concurrency": 64, "threads": 2}
     add_settings(parser, **defaults, micro_batch_tokens=1024)
     parser.set_defaults(dtype="float32")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE)
     add("--learning-rate", type=float, default=5e-5)
     add("--target", type=float, default=0.8, help="mean reward of the samples of a step")
     add("--window", type=int, default=2, help="steps that the reward is the mean of")
@@ -120,6 +121,7 @@ def main() -> None:
         engines=1,
         threads=given.threads,
         micro_batch_tokens=given.micro_batch_tokens,
+        device=given.device,
         seed=0,  # each run has its own
     )
     carry_out(lambda: measure(settings, given), given.json)

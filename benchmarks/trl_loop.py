@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.bare_loop import BareStep
 from benchmarks.harness import NotCorrect
 from benchmarks.timing import Parts
-from benchmarks.workload import TASKS, Group, Settings, TaskName, check_lengths
+from benchmarks.workload import GPU_SHARE, TASKS, Group, Settings, TaskName, check_lengths
 from workers.config import PolicyConfig
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ class TrlLoop:
 
         arguments = GRPOConfig(
             output_dir=str(Path(policy.model.path)),  # nothing is saved
-            use_cpu=True,
+            use_cpu=policy.device == "cpu",
+            use_vllm=policy.device == "cuda",  # it has none on the CPU
+            vllm_gpu_memory_utilization=GPU_SHARE,
             bf16=policy.model.dtype == "bfloat16",
             model_init_kwargs={"dtype": "float32"},  # master weights: TRL's own default
             gradient_checkpointing=False,

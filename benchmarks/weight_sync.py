@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING, Literal
 
 from benchmarks.harness import GIGABYTES, NotCorrect, Report, Turn, carry_out, take_turns
 from benchmarks.processes import Meter
-from benchmarks.workload import Settings, add_settings, spec, without_end
-from orchestrator.spec import Spec
+from benchmarks.workload import Backend, Settings, add_settings, on_device, spec, without_end
 
 if TYPE_CHECKING:
     from benchmarks.weight_stage import WeightStage
 
 LIMIT, DISK, PRODUCT, CLOSED = "copy + load", "disk", "troupe", "troupe, pause to resume"
-Backend = Literal["auto", "shm", "ipc", "nccl"]
 MAX_GAP = 0.1
 """Nats between sampler and trainer per token after a sync."""
 MIN_CHANGE = 2.0
@@ -77,19 +75,6 @@ class Gate:
         if self._digests:
             checks["digests"] = f"{len(self._digests)} versions, each acknowledged by every engine process"
         return checks
-
-
-def on_device(plan: Spec, device: Literal["cpu", "cuda"], backend: Backend) -> Spec:
-    """The spec with rollout and policy on GPUs: the same one for `ipc`, one each otherwise. Raises ValidationError."""
-    document = plan.model_dump(mode="json", exclude_defaults=True)
-    document["weight_sync"] = {"backend": backend}
-    if device == "cuda":
-        share = 0.5 if backend == "ipc" else 1.0
-        for role in ("rollout", "policy"):
-            document["roles"][role]["gpus"] = share
-        if backend == "ipc":
-            document["roles"]["rollout"]["colocate_with"] = "policy"
-    return Spec.model_validate(document)
 
 
 class Contenders:

@@ -21,6 +21,7 @@ from workers.rollout_prompts import encode_prompt
 
 Lengths = Literal["fixed", "long-tail", "natural"]
 TaskName = Literal["vowels", "sums"]
+Backend = Literal["auto", "shm", "ipc", "nccl"]
 
 MODEL = Path(".cache/models/smollm2-135m-instruct")
 HELP = {
@@ -35,11 +36,12 @@ HELP = {
     "seed": "of prompts and samples",
 }
 """What the settings that benchmarks share mean."""
+DEVICE = "cuda: all contenders side by side on one GPU, each with its engine and its trainer"
 _UNSAMPLED_EOS = "<|never sampled|>"
 _TAIL_SIGMA = 0.8
 _TAIL_MEAN = 0.25
 """Long-tailed lengths: lognormal, their mean as a share of the longest one."""
-_GPU_SHARE = 0.28
+GPU_SHARE = 0.28
 """Of a GPU's memory for an engine: those of three contenders live on it side by side."""
 _REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
 _LETTERS = "aeiou"
@@ -184,7 +186,7 @@ def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rat
                 "enforce_eager": True,
                 "kv_cache_gib": 0.5,
                 "enable_prefix_caching": settings.prefix_caching,
-                "gpu_memory_utilization": _GPU_SHARE,
+                "gpu_memory_utilization": GPU_SHARE,
                 "gpus": gpus,
             },
             "policy": {
@@ -212,6 +214,19 @@ def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rat
         "checkpoint": {"every_steps": 0},
     }
     return Spec.model_validate_json(json.dumps(document))
+
+
+def on_device(plan: Spec, device: Literal["cpu", "cuda"], backend: Backend) -> Spec:
+    """The spec with rollout and policy on GPUs: the same one for `ipc`, one each otherwise. Raises ValidationError."""
+    document = plan.model_dump(mode="json", exclude_defaults=True)
+    document["weight_sync"] = {"backend": backend}
+    if device == "cuda":
+        share = 0.5 if backend == "ipc" else 1.0
+        for role in ("rollout", "policy"):
+            document["roles"][role]["gpus"] = share
+        if backend == "ipc":
+            document["roles"]["rollout"]["colocate_with"] = "policy"
+    return Spec.model_validate(document)
 
 
 def without_end(model: Path, folder: Path) -> Path:

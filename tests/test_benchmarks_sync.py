@@ -18,8 +18,8 @@ from benchmarks.ppo_step import check, critical_path, four_models, phases_of
 from benchmarks.time_to_reward import steps_to, to_target
 from benchmarks.timing import Parts
 from benchmarks.trl_loop import check_steps, micro_batch_rows
-from benchmarks.weight_sync import Gate, on_device
-from benchmarks.workload import Settings, spec
+from benchmarks.weight_sync import Gate
+from benchmarks.workload import Settings, on_device, spec
 from tests.test_benchmarks import SETTINGS
 
 
