@@ -11,21 +11,25 @@ from orchestrator.scoring import ScoredGroup
 
 def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -> dict[str, float]:
     """Reward by component, lengths, truncation, staleness (versions), throughput (tokens/s over `seconds`)."""
-    samples = [sample for group in groups for sample in group.summary.samples]
     rewards = [reward for group in groups for reward in group.rewards.rewards if reward is not None]
-    responses = [sample.response_tokens for sample in samples]
-    staleness = [version - sample.oldest_version for sample in samples]
+    counts = (
+        (one.prompt_tokens, one.response_tokens, one.oldest_version, one.finish_reason)
+        for group in groups
+        for one in group.summary.samples
+    )
+    prompts, responses, oldest, reasons = zip(*counts, strict=True)  # thousands of samples: once through all of them
+    failed = sum(len(group.rewards.statuses) - group.rewards.statuses.count("ok") for group in groups)
     metrics = {
         "reward/mean": fmean(rewards),
         "reward/std": std(rewards),
-        "groups/mixed": fmean(len({r for r in group.rewards.rewards if r is not None}) > 1 for group in groups),
+        "groups/mixed": fmean([len({r for r in group.rewards.rewards if r is not None}) > 1 for group in groups]),
         "response_tokens/mean": fmean(responses),
         "response_tokens/max": float(max(responses)),
-        "truncated": fmean(sample.finish_reason == "length" for sample in samples),
-        "staleness/mean": fmean(staleness),
-        "staleness/max": float(max(staleness)),
-        "failed_samples": float(sum(s != "ok" for group in groups for s in group.rewards.statuses)),
-        "tokens": float(sum(sample.prompt_tokens + sample.response_tokens for sample in samples)),
+        "truncated": reasons.count("length") / len(reasons),
+        "staleness/mean": version - fmean(oldest),
+        "staleness/max": float(version - min(oldest)),
+        "failed_samples": float(failed),
+        "tokens": float(sum(prompts) + sum(responses)),
         "response_tokens_per_s": sum(responses) / seconds if seconds > 0 else 0.0,
     }
     for name in groups[0].rewards.components:
