@@ -20,12 +20,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import Spread, machine
+from benchmarks.harness import Spread, machine, progress
 from benchmarks.regression import Ratios, Verdict, baseline_path, compare, ratios_of, read_baseline, write_baseline
 
 TINY = ("--model", ".cache/models/tiny-llama", "--dtype", "float32")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
-    "rollout_throughput": (*TINY, "--groups", "8", "--samples", "4", "--max-tokens", "32", "--turns", "5"),
+    "rollout_throughput": (*TINY, "--baseline", "AsyncLLM", "--groups", "8", "--samples", "4", "--turns", "5"),
     "weight_sync": (*TINY, "--samples", "2", "--max-tokens", "4", "--turns", "7"),
     "grpo_step": (*TINY, "--groups", "4", "--samples", "4", "--max-tokens", "16", "--turns", "5"),
     "controller_cost": ("--groups", "64", "--steps", "6", "--turns", "5"),
@@ -45,7 +45,9 @@ def run(names: Sequence[str]) -> Ratios:
         for name in names:
             results = Path(folder) / f"{name}.json"
             command = [sys.executable, "-m", f"benchmarks.{name}", *BENCHMARKS[name], "--json", str(results)]
+            began = time.monotonic()
             subprocess.run(command, check=True, timeout=LONGEST_S, stdout=subprocess.DEVNULL)
+            progress(f"{name} took {time.monotonic() - began:.0f} s")
             ratios |= ratios_of(json.loads(results.read_text()))
     return ratios
 

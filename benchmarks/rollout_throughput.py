@@ -123,7 +123,7 @@ class Gate:
         self.checks["same token ids, greedy and seeded"] = f"{tokens} tokens of {len(groups)} prompts equal"
 
 
-async def measure(settings: Settings, turns: int, outstanding: int, training: bool) -> Report:
+async def measure(settings: Settings, turns: int, outstanding: int, training: bool, baselines: Sequence[str]) -> Report:
     """Start everybody, check, take turns; with `training` beside a process that trains. Raises NotCorrect."""
     from benchmarks.streaming import Streaming  # every engine's process imports this module, and needs no Ray
 
@@ -147,8 +147,8 @@ async def measure(settings: Settings, turns: int, outstanding: int, training: bo
             for turn in range(turns + 1)
         ]
         children = {
-            name: [Child(f"{name}-{i}", kind, run.rollout_config(), rollout) for i in range(settings.engines)]
-            for name, kind in BARE.items()
+            name: [Child(f"{name}-{i}", BARE[name], run.rollout_config(), rollout) for i in range(settings.engines)]
+            for name in baselines
         }
         beside = Beside(Child("training-load", TrainingLoad, run.policy_config()) if training else None)
         processes = [child for members in children.values() for child in members]
@@ -231,6 +231,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="of every contender's engines")
     add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--baseline", choices=BARE, help="only this one (default: both, and the better one counts)")
     add("--training", action="store_true", help="beside a process that trains all the time, for every contender")
     add("--outstanding", type=int, default=0, help="samples an engine may hold, queued ones too (0: as troupe decides)")
     add(
@@ -253,10 +254,13 @@ def main() -> None:
     """Measure, print, write: once for every point of the sweep."""
     given = vars(parse(sys.argv[1:]))
     turns, outstanding, path = given.pop("turns"), given.pop("outstanding"), given.pop("json")
-    training, sweeps = given.pop("training"), given.pop("sweep")
+    training, sweeps, baseline = given.pop("training"), given.pop("sweep"), given.pop("baseline")
+    baselines = list(BARE) if baseline is None else [baseline]
     for point in points(sweeps):
         settings = replace(Settings(**given), **point)
-        carry_out(lambda s=settings: asyncio.run(measure(s, turns, outstanding, training)), named(path, point))
+        carry_out(
+            lambda s=settings: asyncio.run(measure(s, turns, outstanding, training, baselines)), named(path, point)
+        )
 
 
 if __name__ == "__main__":
