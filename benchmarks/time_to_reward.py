@@ -87,7 +87,7 @@ def measure(settings: Settings, given: argparse.Namespace) -> Report:
     def there(rewards: Sequence[float]) -> bool:
         return steps_to(rewards, given.target, given.window) is not None
 
-    settled = {key: vars(given)[key] for key in ("learning_rate", "target", "window", "steps")}
+    settled = {key: vars(given)[key] for key in ("learning_rate", "target", "window", "steps", "trl")}
     arguments = asdict(settings) | settled | {"seeds": []}
     report = earlier(given.json, Report("time_to_reward", arguments, {}, BARE, {}, RUNS))
     for seed in given.seeds:

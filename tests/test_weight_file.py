@@ -304,13 +304,13 @@ def test_files_of_dead_publishers_are_removed(tmp_path: Path) -> None:
     assert foreign.exists() and living.exists()
 
 
-@pytest.mark.parametrize("piece, run", [(96, 96), (128, 1000), (1000, 4000)])
+@pytest.mark.parametrize("piece, stretch", [(96, 96), (128, 1000), (1000, 4000)])
 def test_cores_share_the_work_and_the_file_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, run: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, stretch: int
 ) -> None:
     """A tensor that is only there until the next one is written before; others are written side by side."""
     monkeypatch.setattr(weight_file, "_PIECE", piece)
-    monkeypatch.setattr(weight_file, "_RUN", run)
+    monkeypatch.setattr(weight_file, "_STRETCH", stretch)
     tensors = {f"t{n}": torch.randn(1 + 37 * n) for n in range(20)}
 
     def fleeting() -> Iterator[tuple[str, torch.Tensor]]:
@@ -381,7 +381,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     fd = os.open("/dev/full", os.O_RDWR)
     try:
         with ThreadPoolExecutor(1) as core:
-            writer = weight_file._PayloadWriter(fd, tmp_path / "x.weights", np.empty(0, np.uint8), core, 1)
+            writer = weight_file._PayloadWriter(fd, tmp_path / "x.weights", np.empty(0, np.uint8), core)
             writer.append(np.ones(8, np.uint8))
             with pytest.raises(OSError, match=r"x\.weights"):
                 writer.flush()

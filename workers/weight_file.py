@@ -40,7 +40,7 @@ from workers.messages import TensorSpec, WeightUpdate
 
 ALIGNMENT = 64
 _PIECE = 1 << 20  # hashed and written while it is in the core's cache
-_RUN = 16 * _PIECE  # for one thread at a time: handing a piece over costs as much as hashing it
+_STRETCH = 16 * _PIECE  # for one thread at a time: handing a piece over costs as much as hashing it
 _FILE_NAME = re.compile(r"troupe-(?P<run_id>[A-Za-z0-9_.-]+)-(?P<pid>\d+)-\d+\.weights")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -128,7 +128,7 @@ class WeightPublisher:
         names: set[str] = set()
         with _open_for_writing(self._path) as fd, _cores() as cores:
             mapped = self._mapping.of(fd, os.fstat(fd).st_size)
-            payload = _PayloadWriter(fd, self._path, mapped, cores, torch.get_num_threads())
+            payload = _PayloadWriter(fd, self._path, mapped, cores)
             for name, tensor in source:
                 if name in names:
                     raise ValueError(f"{name} comes twice from the weight source")
@@ -168,9 +168,10 @@ class MappedWeights:
         for spec in self.update.tensors:
             self._dtype(spec)
         pieces = list(self._pieces())
-        runs = [pieces[start : start + _RUN // _PIECE] for start in range(0, len(pieces), _RUN // _PIECE)]
+        count = _STRETCH // _PIECE
+        stretches = [pieces[start : start + count] for start in range(0, len(pieces), count)]
         with _cores() as cores:
-            got = _digest(itertools.chain.from_iterable(cores.map(_piece_digests, runs)), self.update.tensors)
+            got = _digest(itertools.chain.from_iterable(cores.map(_piece_digests, stretches)), self.update.tensors)
         if got != self.update.digest:
             raise WeightDigestMismatch(self.update.path, self.update.digest, got)
 
@@ -285,7 +286,7 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
     if not _FILE_NAME.fullmatch(path.name):
         raise WeightFileRefused(f"{path} is not the name of a weight file")
     with _open_for_writing(path) as fd, _cores() as cores:
-        writer = _PayloadWriter(fd, path, _NOTHING_MAPPED, cores, torch.get_num_threads())
+        writer = _PayloadWriter(fd, path, _NOTHING_MAPPED, cores)
         writer.append(payload)
         writer.flush()
 
@@ -329,18 +330,14 @@ def remove_stale(directory: Path, run_id: str) -> list[Path]:
 class _PayloadWriter:
     """Appends to an open file and hashes on the way, so that the bytes cross the memory bus once."""
 
-    def __init__(self, fd: int, path: Path, mapped: Bytes, cores: Executor, ahead: int) -> None:
-        """`mapped`: the file's beginning, for writing: a copy into it takes two thirds of the time of a write.
-
-        `ahead`: runs of pieces that may wait to be written, and are kept in memory.
-        """
+    def __init__(self, fd: int, path: Path, mapped: Bytes, cores: Executor) -> None:
+        """`mapped`: the file's beginning, for writing: a copy into it takes two thirds of the time of a write."""
         self._fd = fd
         self._path = path
         self._mapped = mapped
         self._cores = cores
-        self._ahead = ahead
-        self._run: list[tuple[Bytes, int]] = []
-        self._run_bytes = 0
+        self._stretch: list[tuple[Bytes, int]] = []
+        self._stretch_bytes = 0
         self._under_way: deque[Future[list[bytes]]] = deque()
         self.size = 0
         self.digests: list[bytes] = []
@@ -362,22 +359,22 @@ class _PayloadWriter:
             self.digests += self._under_way.popleft().result()
 
     def _append(self, piece: Bytes) -> None:
-        self._run.append((piece, self.size))
-        self._run_bytes += piece.nbytes
+        self._stretch.append((piece, self.size))
+        self._stretch_bytes += piece.nbytes
         self.size += piece.nbytes
-        if self._run_bytes >= _RUN:
+        if self._stretch_bytes >= _STRETCH:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        while len(self._under_way) > self._ahead:
+        while len(self._under_way) > torch.get_num_threads():  # what waits is kept in memory
             self.digests += self._under_way.popleft().result()
-        self._under_way.append(self._cores.submit(self._hash_and_write, self._run))
-        self._run, self._run_bytes = [], 0
+        self._under_way.append(self._cores.submit(self._hash_and_write, self._stretch))
+        self._stretch, self._stretch_bytes = [], 0
 
-    def _hash_and_write(self, run: Sequence[tuple[Bytes, int]]) -> list[bytes]:
+    def _hash_and_write(self, stretch: Sequence[tuple[Bytes, int]]) -> list[bytes]:
         digests: list[bytes] = []
-        for piece, start in run:
-            digests += _piece_digests([piece])
+        for piece, start in stretch:
+            digests.append(xxhash.xxh3_128_digest(piece.data))
             self._write(piece, start)
         return digests
 
