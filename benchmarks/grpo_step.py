@@ -75,7 +75,10 @@ class Turns(Console):
         self.taken: dict[str, list[Taken]] = {name: [] for name in others}
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """The first sign of generation starts the meter of the first step."""
+        """All start together: the product waits for the others. Its first sign of generation starts its meter."""
+        if (name, done) == ("start workers", total):
+            for other in self._others.values():
+                other.receive(START_TIMEOUT_S)
         if self._began is None and name == "generate":
             self._began = self._own_meter()
 
@@ -143,7 +146,7 @@ def take_steps(
             others[TRL] = Child(TRL, TrlLoop, plan.policy_config(), chats, work, settings.max_tokens, settings.task)
             stack.callback(others[TRL].close)
         for other in others.values():
-            other.call("ready", timeout_s=START_TIMEOUT_S)
+            other.send("ready")
         console = Turns(others, work, enough)
         run(RunRequest(plan, folder / "run", False, None), lambda: CLASSES, console)
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()

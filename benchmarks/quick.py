@@ -1,7 +1,7 @@
 """Small versions of the benchmarks in a few minutes, and whether any ratio got worse on this kind of machine.
 
     python -m benchmarks.quick            # exit 1 when a ratio is worse than recorded
-    python -m benchmarks.quick --write    # record the ratios of this machine
+    python -m benchmarks.quick --write    # record the ratios of this machine, from three runs
 
 The figures are those of a tiny model: they show that something changed, not how fast the product is.
 """
@@ -21,7 +21,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import Spread, machine, progress
-from benchmarks.regression import Ratios, Verdict, baseline_path, compare, ratios_of, read_baseline, write_baseline
+from benchmarks.regression import (
+    Ratios,
+    Verdict,
+    baseline_path,
+    compare,
+    pooled,
+    ratios_of,
+    read_baseline,
+    write_baseline,
+)
 
 TINY = ("--model", ".cache/models/tiny-llama", "--dtype", "float32")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
@@ -34,6 +43,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
 }
 """Arguments of each benchmark."""
 LONGEST_S = 300
+RECORDED_RUNS = 3
 NO_BASELINE = 2
 """Exit code where nothing was recorded on this kind of machine."""
 
@@ -96,7 +106,11 @@ def main() -> int:
     began, kind = time.monotonic(), machine()
     path = baseline_path(kind)
     recorded = read_baseline(path) if path.is_file() and not given.write else None
-    verdicts = compare({}, run(given.only)) if recorded is None else judged(recorded, given.only)
+    if recorded is None:
+        runs = RECORDED_RUNS if given.write else 1
+        verdicts = compare({}, pooled([run(given.only) for _ in range(runs)]))
+    else:
+        verdicts = judged(recorded, given.only)
     show(verdicts)
     print(f"{time.monotonic() - began:.0f} s")
     if given.write:

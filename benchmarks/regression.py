@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 from benchmarks.harness import Spread, versions
@@ -59,6 +60,19 @@ def ratios_of(document: Mapping[str, Any]) -> Ratios:
         f"{document['benchmark']}: {contender}": Spread(**figures["ratio"])
         for contender, figures in document["summary"].items()
         if contender != document["baseline"]
+    }
+
+
+def pooled(runs: Sequence[Ratios]) -> Ratios:
+    """Several runs as one: the median of their medians, the least and the greatest of all their turns.
+
+    Runs differ more than the turns of one of them do.
+    """
+    names = dict.fromkeys(name for run in runs for name in run)
+    by_name = {name: [run[name] for run in runs if name in run] for name in names}
+    return {
+        name: Spread(median(one.median for one in found), min(one.low for one in found), max(one.high for one in found))
+        for name, found in by_name.items()
     }
 
 

@@ -56,6 +56,13 @@ class Benchmark:
     module: str
     arguments: tuple[str, ...]
     goals: tuple[Goal, ...]
+    variant: str = ""
+    """What is different from the module's other benchmarks."""
+
+    @property
+    def name(self) -> str:
+        """What its file is called."""
+        return "-".join(filter(None, (self.module, self.variant)))
 
     @property
     def command(self) -> str:
@@ -66,12 +73,28 @@ class Benchmark:
 _FLOAT = ("--dtype", "float32")
 _TROUPE, _EIGHT, _TORCH = "troupe", "troupe, 8 samples a prompt", "ray.put of torch tensors"
 _ENGINES = "16000 engines"
+_ROLLOUT = (*_FLOAT, "--groups", "8", "--samples", "8", "--turns", "5")
+_SIXTEEN = ("--lengths", "natural", "--max-tokens", "16")
+
+
+def _sampling(variant: str, what: str, *arguments: str) -> Benchmark:
+    """Sampling under other circumstances, against the baseline that is the better one on this machine."""
+    goal = Goal(f"tokens/s {what}, of `AsyncLLM`", _TROUPE, "ratio", 0.97)
+    return Benchmark("rollout_throughput", (*_ROLLOUT, "--baseline", "AsyncLLM", *arguments), (goal,), variant)
+
+
 SUITE = (
     Benchmark(
         "rollout_throughput",
-        (*_FLOAT, "--lengths", "natural", "--groups", "8", "--samples", "8", "--max-tokens", "16", "--turns", "5"),
+        (*_ROLLOUT, *_SIXTEEN),
         (Goal("tokens/s, of the better of bare `LLM.generate` and `AsyncLLM`", _TROUPE, "ratio", 0.97),),
     ),
+    _sampling("2-engines", "with two engines", *_SIXTEEN, "--engines", "2", "--threads", "1"),
+    _sampling("concurrency-16", "with 16 sequences at a time", *_SIXTEEN, "--concurrency", "16"),
+    _sampling("fixed", "with responses of one length", "--lengths", "fixed", "--max-tokens", "16"),
+    _sampling("long-tail", "with long-tailed lengths", "--lengths", "long-tail", "--max-tokens", "64"),
+    _sampling("no-prefix-caching", "without prefix caching", *_SIXTEEN, "--no-prefix-caching"),
+    _sampling("training", "beside a process that trains", *_SIXTEEN, "--training"),
     Benchmark(
         "grpo_step",
         (*_FLOAT, "--trl", "--groups", "4", "--samples", "8", "--micro-batch-tokens", "1024", "--turns", "5"),
@@ -118,14 +141,17 @@ SUITE = (
     Benchmark(
         "time_to_reward",
         (),
-        (Goal("runs to a reward of 0.8 a second, of the bare loop", _TROUPE, "ratio", 1.0),),
+        (
+            Goal("runs to a reward of 0.8 a second, of the bare loop", _TROUPE, "ratio", 1.0, digits=2),
+            Goal("runs to a reward of 0.8 a second, of TRL", _TROUPE, "ratio", 1.0, over="TRL", digits=2),
+        ),
     ),
 )  # fmt: skip
 
 
 def recorded(benchmark: Benchmark) -> Mapping[str, Any] | None:
     """What the benchmark left; None where it has not been run."""
-    path = RECORDED / f"{benchmark.module}.json"
+    path = RECORDED / f"{benchmark.name}.json"
     return json.loads(path.read_text()) if path.is_file() else None
 
 
@@ -154,7 +180,7 @@ def table(benchmarks: Sequence[Benchmark] = SUITE) -> str:
                 verdict = "met" if goal.met(found.median) else "missed"
                 loaded = f"**{load.text(2)}**" if load.median > MORE_LOAD else load.text(2)
                 cells = (goal.what, found.text(goal.digits), wanted, verdict, loaded, f"`{benchmark.command}`")
-                machines[benchmark.module] = _machine(document)
+                machines[benchmark.name] = _machine(document)
             lines.append(f"| {' | '.join(cells)} |")
     told = [
         f"- {where}: {', '.join(name for name, there in machines.items() if there == where)}"
@@ -180,7 +206,7 @@ def write_page(page: Path = PAGE) -> None:
 
 def run(benchmark: Benchmark) -> bool:
     """Measure; whether the benchmark came to a result."""
-    path = RECORDED / f"{benchmark.module}.json"
+    path = RECORDED / f"{benchmark.name}.json"
     command = [sys.executable, "-m", f"benchmarks.{benchmark.module}", *benchmark.arguments, "--json", str(path)]
     print(f"\n{benchmark.command}", flush=True)
     try:
@@ -192,13 +218,13 @@ def run(benchmark: Benchmark) -> bool:
 def main() -> int:
     """Measure, and write the page; 1 where a benchmark came to no result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__)
-    names = [benchmark.module for benchmark in SUITE]
+    names = [benchmark.name for benchmark in SUITE]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="not all of them")
     parser.add_argument("--page", action="store_true", help="measure nothing, write the page")
     given = parser.parse_args()
     began = time.monotonic()
-    chosen = [] if given.page else [benchmark for benchmark in SUITE if benchmark.module in given.only]
-    failed = [benchmark.module for benchmark in chosen if not run(benchmark)]
+    chosen = [] if given.page else [benchmark for benchmark in SUITE if benchmark.name in given.only]
+    failed = [benchmark.name for benchmark in chosen if not run(benchmark)]
     write_page()
     print(f"wrote {PAGE} after {time.monotonic() - began:.0f} s")
     if failed:

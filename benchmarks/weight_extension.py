@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from benchmarks.timing import Parts
 from workers import weight_file, weight_transfer
 from workers.messages import WeightUpdate
+from workers.shared_file import FileMapping
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -28,9 +29,7 @@ _open_weights = weight_transfer.open_weights
 
 
 @contextmanager
-def _watched_open(
-    update: WeightUpdate, mapping: weight_file.FileMapping | None = None
-) -> Iterator[weight_file.MappedWeights]:
+def _watched_open(update: WeightUpdate, mapping: FileMapping | None = None) -> Iterator[weight_file.MappedWeights]:
     with PARTS.noted("open"):
         opened = _open_weights(update, mapping)
         weights = opened.__enter__()

@@ -158,6 +158,7 @@ async def open_scene(
             console.phase("start workers", 0, 1)
             console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
             stage = await unless_stopped(stop, casting.open(roles))
+            console.phase("start workers", 1, 1)
             try:
                 yield Scene(cluster, casting, stage, console, stop)
             finally:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import quick
 from benchmarks.harness import Report, Spread, Turn
-from benchmarks.regression import baseline_path, compare, ratios_of, read_baseline, write_baseline
+from benchmarks.regression import baseline_path, compare, pooled, ratios_of, read_baseline, write_baseline
 
 MACHINE = {"cpu": "Some(R) CPU @ 2.50GHz", "cores": 2, "memory_gib": 8.0}
 
@@ -63,6 +63,12 @@ def test_recording_replaces_only_the_benchmarks_that_were_measured(tmp_path: Pat
     write_baseline(path, MACHINE, {"a: x": new})
     assert read_baseline(path) == {"a: x": new, "b: x": old}
     assert json.loads(path.read_text())["machine"] == {"cpu": MACHINE["cpu"], "cores": 2}
+
+
+def test_runs_are_pooled_by_their_medians_and_all_their_turns() -> None:
+    runs = [{"a: x": spread(0.9, 1.0, 1.1)}, {"a: x": spread(0.7, 0.8, 0.9)}, {"a: x": spread(0.8, 1.2, 1.3)}]
+    assert pooled(runs) == {"a: x": spread(0.7, 1.0, 1.3)}
+    assert pooled(runs[:1]) == runs[0]
 
 
 def test_bad_is_what_is_bad_twice(monkeypatch: pytest.MonkeyPatch) -> None:

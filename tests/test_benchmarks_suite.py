@@ -70,7 +70,13 @@ def test_the_docs_have_the_table_of_what_is_recorded() -> None:
     assert text.split(BEGIN)[1].split(END)[0].strip() == table().strip()
 
 
-@pytest.mark.parametrize("benchmark", SUITE, ids=lambda one: one.module)
+def test_every_benchmark_has_a_file_of_its_own() -> None:
+    assert len({benchmark.name for benchmark in SUITE}) == len(SUITE)
+    assert Benchmark("one", (), ()).name == "one"
+    assert Benchmark("one", (), (), "two").name == "one-two"
+
+
+@pytest.mark.parametrize("benchmark", SUITE, ids=lambda one: one.name)
 def test_commands_are_understood_and_recorded_figures_are_there(benchmark: Benchmark) -> None:
     importlib.import_module(f"benchmarks.{benchmark.module}").parse(benchmark.arguments)
     if (document := suite.recorded(benchmark)) is not None:

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from workers import weight_file
 from workers.messages import TensorSpec, WeightUpdate
-from workers.weight_file import WeightDigestMismatch, WeightFileRefused, WeightPublisher
+from workers.shared_file import FileMapping, WeightFileRefused
+from workers.weight_file import WeightDigestMismatch, WeightPublisher
 
 
 class Weights:
@@ -330,7 +331,7 @@ def test_cores_share_the_work_and_the_file_is_the_same(
 
 def test_a_file_stays_mapped_until_another_is_there(tmp_path: Path) -> None:
     source = Weights(a=torch.ones(1000))
-    publisher, mapping = WeightPublisher(source, tmp_path, "run"), weight_file.FileMapping(mmap.PROT_READ)
+    publisher, mapping = WeightPublisher(source, tmp_path, "run"), FileMapping(mmap.PROT_READ)
 
     def opened(update: WeightUpdate) -> tuple[int, float]:
         """(address of the payload, first number)"""

@@ -28,9 +28,10 @@ from workers.messages import (
 from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan, shares_prompts
 from workers.prepare import prepare
 from workers.rank import TrainingRank, free_port, own_address, update_metrics
+from workers.shared_file import shared_directory
 from workers.tensors import TokenBatch, TokenTable
 from workers.texts import cut_texts, text_batches
-from workers.weight_file import WeightPublisher, read_payload, shared_directory
+from workers.weight_file import WeightPublisher, read_payload
 
 Forward = Callable[..., Any]
 

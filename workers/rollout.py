@@ -31,6 +31,7 @@ from workers.messages import (
 )
 from workers.peaks import resident_peak
 from workers.rollout_prompts import PromptRefused, encode_prompt, sample_seed
+from workers.shared_file import remove_at_death, retire
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,7 +179,7 @@ class RolloutWorker:
 
     async def write_weights(self, update: WeightUpdate, payload: npt.NDArray[np.uint8]) -> None:
         """Make the weight file of `update` on this node, for all engines here. `payload`: its bytes."""
-        from workers.weight_file import remove_at_death, retire, write_payload
+        from workers.weight_file import write_payload
 
         if update.path not in self._files_written:
             remove_at_death(update.path)
@@ -198,8 +199,6 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """Stop the engine and remove what was written. Running requests end with EngineClosed."""
-        from workers.weight_file import retire
-
         self._shut("it was shut")
         engine, self._engine = self._engine, None
         if engine is not None:

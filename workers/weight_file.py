@@ -5,43 +5,47 @@ is cut into pieces of a MiB, which all cores copy and hash side by side. The dig
 followed by the names, types and shapes. One file serves all versions: its pages stay warm and mapped, and writing to
 fresh shared memory costs several times as much.
 
-Writer and readers exclude each other by `flock`, which the kernel releases when a process dies. A publisher that finds
-a reader still at the previous version leaves that file to it and goes on in a new one of the same name.
+A publisher that finds a reader still at the previous version leaves that file to it and goes on in a new one of the
+same name (`shared_file.py`).
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import itertools
 import json
 import math
 import mmap
 import os
-import re
 import socket
-import stat
-import subprocess
-import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
 from workers.messages import TensorSpec, WeightUpdate
+from workers.shared_file import (
+    NOTHING,
+    Bytes,
+    FileMapping,
+    WeightFileRefused,
+    check_name,
+    new_path,
+    open_for_reading,
+    open_for_writing,
+    remove_at_death,
+    remove_stale,
+    retire,
+)
 
 ALIGNMENT = 64
 _PIECE = 1 << 20  # hashed and written while it is in the core's cache
 _STRETCH = 16 * _PIECE  # for one thread at a time: handing a piece over costs as much as hashing it
-_FILE_NAME = re.compile(r"troupe-(?P<run_id>[A-Za-z0-9_.-]+)-(?P<pid>\d+)-\d+\.weights")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -49,12 +53,6 @@ _DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
-_serial = itertools.count()
-_lifelines: dict[str, IO[bytes]] = {}
-"""By file, our end of the pipe of `remove_at_death`; when it closes, the file is removed."""
-
-Bytes = npt.NDArray[np.uint8]
-_NOTHING_MAPPED: Bytes = np.empty(0, np.uint8)
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 WeightSource = NamedTensors | Callable[[], NamedTensors]
 """Names and tensors that can be iterated once per version, or a function that gives them."""
@@ -72,20 +70,6 @@ class WeightDigestMismatch(RuntimeError):
         return f"{self.name}: weights have digest {self.got}, published was {self.expected}"
 
 
-class WeightFileRefused(RuntimeError):
-    """The file is not one that Troupe wrote for this user, or its description contradicts itself."""
-
-
-def shared_directory(nbytes: int = 0) -> Path:
-    """Where weight files go: /dev/shm where it is writable and has `nbytes` to spare, else the temporary directory."""
-    shm = Path("/dev/shm")
-    if os.access(shm, os.W_OK):
-        free = os.statvfs(shm)
-        if free.f_bavail * free.f_frsize >= nbytes:
-            return shm
-    return Path(tempfile.gettempdir())
-
-
 class WeightPublisher:
     """Writes each version of `source` into one reused file."""
 
@@ -101,17 +85,14 @@ class WeightPublisher:
 
         Raises ValueError where `run_id` cannot be part of a file name.
         """
-        path = directory / f"troupe-{run_id}-{os.getpid()}-{next(_serial)}.weights"
-        if not _FILE_NAME.fullmatch(path.name):
-            raise ValueError(f"run id {run_id!r} may only have letters, digits, '_', '.' and '-'")
         self._source = source
-        self._path = path
+        self._path = new_path(directory, run_id)
         self._writes = writes
         self._lasting = lasting
         self._mapping = FileMapping(mmap.PROT_READ | mmap.PROT_WRITE)
         if writes:
             remove_stale(directory, run_id)
-            remove_at_death(path)
+            remove_at_death(self._path)
 
     def publish(self, version: int) -> WeightUpdate | None:
         """Write all tensors; returns their layout and digest (None where this rank only iterates).
@@ -126,7 +107,7 @@ class WeightPublisher:
             return None
         specs: list[TensorSpec] = []
         names: set[str] = set()
-        with _open_for_writing(self._path) as fd, _cores() as cores:
+        with open_for_writing(self._path) as fd, _cores() as cores:
             mapped = self._mapping.of(fd, os.fstat(fd).st_size)
             payload = _PayloadWriter(fd, self._path, mapped, cores)
             for name, tensor in source:
@@ -201,39 +182,6 @@ class MappedWeights:
         return dtype
 
 
-class FileMapping:
-    """The pages of a weight file, mapped from one version to the next: mapping anew costs as much as hashing.
-
-    A file that was replaced is held until the next one is opened.
-    """
-
-    def __init__(self, prot: int) -> None:
-        """`prot`: `mmap.PROT_READ`, and `PROT_WRITE`."""
-        self._prot = prot
-        self.drop()
-
-    def of(self, fd: int, size: int) -> Bytes:
-        """[size] first bytes of an open, locked file that has as many.
-
-        A file never grows by its mapping: where memory is full that is an error of a write, but the end of the process
-        that touches a mapping.
-        """
-        status = os.fstat(fd)
-        file = (status.st_dev, status.st_ino, size)  # an inode that is mapped cannot become another file's
-        if file != self._file:
-            self.drop()
-            if size:
-                # Populating the mapping at once is three times faster than a fault per page.
-                mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=self._prot)
-                self._bytes = np.frombuffer(mapped, np.uint8)
-            self._file = file
-        return self._bytes
-
-    def drop(self) -> None:
-        """Let go of the pages."""
-        self._file, self._bytes = (0, 0, 0), _NOTHING_MAPPED
-
-
 @contextmanager
 def open_weights(update: WeightUpdate, mapping: FileMapping | None = None) -> Iterator[MappedWeights]:
     """Map the file of `update` and keep its publisher out until the context ends.
@@ -243,15 +191,10 @@ def open_weights(update: WeightUpdate, mapping: FileMapping | None = None) -> It
     Raises :class:`WeightFileRefused` for a link or a file of somebody else, :class:`WeightDigestMismatch` for one that
     is too short, FileNotFoundError, and BlockingIOError where the publisher is writing it.
     """
-    fd = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC | _no_links(update.path))
-    try:
-        size = _checked_size(fd, update.path)
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with open_for_reading(update.path) as (fd, size):
         if size < update.nbytes:
             raise WeightDigestMismatch(update.path, update.digest, f"none: {size} of {update.nbytes} bytes")
         yield MappedWeights(update, (mapping or FileMapping(mmap.PROT_READ)).of(fd, update.nbytes))
-    finally:
-        _unlock(fd)
 
 
 def verify(update: WeightUpdate) -> None:
@@ -283,48 +226,11 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
     path = Path(update.path)
     if payload.nbytes != update.nbytes:
         raise ValueError(f"{payload.nbytes} bytes of weights came, {update.nbytes} were announced")
-    if not _FILE_NAME.fullmatch(path.name):
-        raise WeightFileRefused(f"{path} is not the name of a weight file")
-    with _open_for_writing(path) as fd, _cores() as cores:
-        writer = _PayloadWriter(fd, path, _NOTHING_MAPPED, cores)
+    check_name(path)
+    with open_for_writing(path) as fd, _cores() as cores:
+        writer = _PayloadWriter(fd, path, NOTHING, cores)
         writer.append(payload)
         writer.flush()
-
-
-def remove(path: str | Path) -> None:
-    """Remove a weight file, if it is still there."""
-    Path(path).unlink(missing_ok=True)
-
-
-def remove_at_death(path: str | Path) -> None:
-    """Have a file removed as soon as this process is gone, also by kill -9: then its end of a pipe closes, and a
-    process that waits for that does it. It is no child of this process, so that nobody ends it with its parent."""
-    script = 'exec 3<&0; (while read -r _ <&3; do :; done; rm -f -- "$0") >/dev/null 2>&1 &'
-    guard = subprocess.Popen(["/bin/sh", "-c", script, str(path)], stdin=subprocess.PIPE, start_new_session=True)
-    guard.wait()
-    if guard.stdin is not None:
-        _lifelines[str(path)] = guard.stdin
-
-
-def retire(path: str | Path) -> None:
-    """Remove a weight file whose name will not be used again, and let its guard go."""
-    remove(path)
-    lifeline = _lifelines.pop(str(path), None)
-    if lifeline is not None:
-        lifeline.close()
-
-
-def remove_stale(directory: Path, run_id: str) -> list[Path]:
-    """Remove this user's files of run `run_id` whose publisher on this machine is dead; returns what was removed."""
-    removed = []
-    for path in directory.glob("troupe-*.weights"):
-        parts = _FILE_NAME.fullmatch(path.name)
-        if parts is None or parts["run_id"] != run_id or _alive(int(parts["pid"])):
-            continue
-        if path.lstat().st_uid == os.geteuid():
-            remove(path)
-            removed.append(path)
-    return removed
 
 
 class _PayloadWriter:
@@ -390,55 +296,6 @@ class _PayloadWriter:
             start, rest = start + written, rest[written:]
 
 
-@contextmanager
-def _open_for_writing(path: Path) -> Iterator[int]:
-    """The file at `path`, of this user alone, locked; a new one where a reader still has the old one."""
-    fd = _create(path)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        remove(path)
-        fd = _create(path)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    try:
-        yield fd
-    finally:
-        _unlock(fd)
-
-
-def _unlock(fd: int) -> None:
-    """Close the file. A mapping keeps it open, and would keep the lock."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
-
-
-def _create(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | _no_links(path), 0o600)
-    try:
-        _checked_size(fd, path)
-    except WeightFileRefused:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _no_links(path: str | Path) -> int:
-    """The flag that makes `open` refuse links; checked first for an error that says so."""
-    if os.path.islink(path):
-        raise WeightFileRefused(f"{path} is a symbolic link")
-    return os.O_NOFOLLOW
-
-
-def _checked_size(fd: int, path: str | Path) -> int:
-    """Size in bytes of an open file, which must be a regular one that only this user can open."""
-    status = os.fstat(fd)
-    private = stat.S_IMODE(status.st_mode) & 0o077 == 0
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not private:
-        raise WeightFileRefused(f"{path} is not a private file of this user")
-    return status.st_size
-
-
 def _host_bytes(tensor: torch.Tensor) -> Bytes:
     """[nbytes] bytes of a tensor on any device, without a copy where it is contiguous in host memory."""
     flat = tensor.detach().contiguous().reshape(-1)
@@ -457,11 +314,3 @@ def _digest(pieces: Iterable[bytes], specs: Sequence[TensorSpec]) -> str:
 def _cores() -> ThreadPoolExecutor:
     """As many threads as torch has in this process; hashing and copying let go of the interpreter."""
     return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="weights")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return error.errno != errno.ESRCH
-    return True

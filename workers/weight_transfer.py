@@ -38,7 +38,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from workers.messages import TensorSpec, WeightUpdate
-from workers.weight_file import FileMapping, WeightDigestMismatch, open_weights
+from workers.shared_file import FileMapping
+from workers.weight_file import WeightDigestMismatch, open_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,0 +1,200 @@
+"""Files in shared memory that are this user's alone: named, locked, mapped, and gone when their writer is.
+
+Writer and readers exclude each other by `flock`, which the kernel releases when a process dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import re
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+NOTHING: Bytes = np.empty(0, np.uint8)
+_NAME = re.compile(r"troupe-(?P<run_id>[A-Za-z0-9_.-]+)-(?P<pid>\d+)-\d+\.weights")
+_serial = itertools.count()
+_lifelines: dict[str, IO[bytes]] = {}
+"""By file, our end of the pipe of `remove_at_death`; when it closes, the file is removed."""
+
+
+class WeightFileRefused(RuntimeError):
+    """The file is not one that Troupe wrote for this user, or its description contradicts itself."""
+
+
+def shared_directory(nbytes: int = 0) -> Path:
+    """Where weight files go: /dev/shm where it is writable and has `nbytes` to spare, else the temporary directory."""
+    shm = Path("/dev/shm")
+    if os.access(shm, os.W_OK):
+        free = os.statvfs(shm)
+        if free.f_bavail * free.f_frsize >= nbytes:
+            return shm
+    return Path(tempfile.gettempdir())
+
+
+def new_path(directory: Path, run_id: str) -> Path:
+    """A path for a file of this process. Raises ValueError where `run_id` cannot be part of a file name."""
+    path = directory / f"troupe-{run_id}-{os.getpid()}-{next(_serial)}.weights"
+    if not _NAME.fullmatch(path.name):
+        raise ValueError(f"run id {run_id!r} may only have letters, digits, '_', '.' and '-'")
+    return path
+
+
+def check_name(path: Path) -> None:
+    """Raise :class:`WeightFileRefused` unless the path is one that :func:`new_path` gives."""
+    if not _NAME.fullmatch(path.name):
+        raise WeightFileRefused(f"{path} is not the name of a weight file")
+
+
+@contextmanager
+def open_for_writing(path: Path) -> Iterator[int]:
+    """The file at `path`, of this user alone, locked; a new one where a reader still has the old one."""
+    fd = _create(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        remove(path)
+        fd = _create(path)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        yield fd
+    finally:
+        _unlock(fd)
+
+
+@contextmanager
+def open_for_reading(path: str | Path) -> Iterator[tuple[int, int]]:
+    """(descriptor, size in bytes) of a file that its writer leaves alone until the context ends.
+
+    Raises :class:`WeightFileRefused` for a link or a file of somebody else, FileNotFoundError, and BlockingIOError
+    where it is being written.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _no_links(path))
+    try:
+        size = _checked_size(fd, path)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield fd, size
+    finally:
+        _unlock(fd)
+
+
+class FileMapping:
+    """The pages of a weight file, mapped from one version to the next: mapping anew costs as much as hashing.
+
+    A file that was replaced is held until the next one is opened.
+    """
+
+    def __init__(self, prot: int) -> None:
+        """`prot`: `mmap.PROT_READ`, and `PROT_WRITE`."""
+        self._prot = prot
+        self.drop()
+
+    def of(self, fd: int, size: int) -> Bytes:
+        """[size] first bytes of an open, locked file that has as many.
+
+        A file never grows by its mapping: where memory is full that is an error of a write, but the end of the process
+        that touches a mapping.
+        """
+        status = os.fstat(fd)
+        file = (status.st_dev, status.st_ino, size)  # an inode that is mapped cannot become another file's
+        if file != self._file:
+            self.drop()
+            if size:
+                # Populating the mapping at once is three times faster than a fault per page.
+                mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=self._prot)
+                self._bytes = np.frombuffer(mapped, np.uint8)
+            self._file = file
+        return self._bytes
+
+    def drop(self) -> None:
+        """Let go of the pages."""
+        self._file, self._bytes = (0, 0, 0), NOTHING
+
+
+def remove(path: str | Path) -> None:
+    """Remove a weight file, if it is still there."""
+    Path(path).unlink(missing_ok=True)
+
+
+def remove_at_death(path: str | Path) -> None:
+    """Have a file removed as soon as this process is gone, also by kill -9: then its end of a pipe closes, and a
+    process that waits for that does it. It is no child of this process, so that nobody ends it with its parent."""
+    script = 'exec 3<&0; (while read -r _ <&3; do :; done; rm -f -- "$0") >/dev/null 2>&1 &'
+    guard = subprocess.Popen(["/bin/sh", "-c", script, str(path)], stdin=subprocess.PIPE, start_new_session=True)
+    guard.wait()
+    if guard.stdin is not None:
+        _lifelines[str(path)] = guard.stdin
+
+
+def retire(path: str | Path) -> None:
+    """Remove a weight file whose name will not be used again, and let its guard go."""
+    remove(path)
+    lifeline = _lifelines.pop(str(path), None)
+    if lifeline is not None:
+        lifeline.close()
+
+
+def remove_stale(directory: Path, run_id: str) -> list[Path]:
+    """Remove this user's files of run `run_id` whose publisher on this machine is dead; returns what was removed."""
+    removed = []
+    for path in directory.glob("troupe-*.weights"):
+        parts = _NAME.fullmatch(path.name)
+        if parts is None or parts["run_id"] != run_id or _alive(int(parts["pid"])):
+            continue
+        if path.lstat().st_uid == os.geteuid():
+            remove(path)
+            removed.append(path)
+    return removed
+
+
+def _unlock(fd: int) -> None:
+    """Close the file. A mapping keeps it open, and would keep the lock."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def _create(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | _no_links(path), 0o600)
+    try:
+        _checked_size(fd, path)
+    except WeightFileRefused:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _no_links(path: str | Path) -> int:
+    """The flag that makes `open` refuse links; checked first for an error that says so."""
+    if os.path.islink(path):
+        raise WeightFileRefused(f"{path} is a symbolic link")
+    return os.O_NOFOLLOW
+
+
+def _checked_size(fd: int, path: str | Path) -> int:
+    """Size in bytes of an open file, which must be a regular one that only this user can open."""
+    status = os.fstat(fd)
+    private = stat.S_IMODE(status.st_mode) & 0o077 == 0
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not private:
+        raise WeightFileRefused(f"{path} is not a private file of this user")
+    return status.st_size
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    return True
