@@ -164,14 +164,21 @@ def minibatches(row_count: int, parts: int, seed: Sequence[int]) -> list[list[in
 
 
 def pick_states(rows: Sequence[TrainRow], wanted: int, seed: Sequence[int]) -> tuple[list[int], int]:
-    """(rows, stride): rows drawn by `seed` until they have `wanted` loss tokens, and the stride that thins those out
-    to about as many. No rows where none are wanted."""
+    """(rows, stride): rows drawn by `seed` until they have `wanted` loss tokens, and the stride that thins those out to
+    about as many. No rows where none are wanted.
+
+    They are drawn group after group, for rows of one group may share their prompt: often most of what they cost.
+    """
+    order: list[int] = np.random.default_rng(list(seed)).permutation(len(rows)).tolist()
+    turns: dict[int, int] = {}
+    for row in order:
+        turns.setdefault(rows[row].group, len(turns))
     picked: list[int] = []
     tokens = 0
-    for row in np.random.default_rng(list(seed)).permutation(len(rows)):
+    for row in sorted(order, key=lambda r: turns[rows[r].group]):
         if tokens >= wanted:
             break
-        picked.append(int(row))
+        picked.append(row)
         tokens += rows[row].loss_tokens
     return picked, max(1, tokens // wanted) if wanted else 1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orchestrator.algorithm_table import KlPenalty
 from orchestrator.batch_source import Batch, BatchSource, HeldOut, unless_stopped
-from orchestrator.batching import minibatches, pick_states, plan_ranks, plan_texts, plan_units, plan_update
+from orchestrator.batching import minibatches, pick_states, plan_texts, plan_units, plan_update
 from orchestrator.checkpoint import AVERAGE, MODEL, CheckpointStore
 from orchestrator.console import Console
 from orchestrator.errors import StopRequested, TrainingDiverged, TroupeError
@@ -243,9 +243,9 @@ class Controller:
         rows, stride = pick_states(batch.summary.rows, self.plan.kl_states, (self.plan.seed, step))
         if not rows:
             return False
-        gang, lengths = self.cast.policy, [row.tokens for row in batch.summary.rows]
-        plans = plan_ranks(lengths, rows, gang.ranks, gang.micro_batch_tokens)
-        bound = self.plan.train_timeout_s
+        gang, bound = self.cast.policy, self.plan.train_timeout_s
+        bounds = gang.ranks, gang.micro_batch_tokens
+        plans = plan_update(batch.summary.rows, rows, *bounds, skip_silent=False, share_prompts=gang.shares_prompts)
         await gang.scatter("hold_distributions", plans, batch.table, stride, timeout_s=bound)
         return True
 

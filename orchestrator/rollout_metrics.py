@@ -10,7 +10,8 @@ from orchestrator.scoring import ScoredGroup
 
 
 def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -> dict[str, float]:
-    """Reward by component, lengths, truncation, staleness (versions), throughput (tokens/s over `seconds`)."""
+    """Rewards by component, lengths, truncation, staleness (versions), throughput (tokens/s over `seconds`), and what
+    share of the prompt tokens engines had in their cache."""
     rewards = [reward for group in groups for reward in group.rewards.rewards if reward is not None]
     counts = (
         (one.prompt_tokens, one.response_tokens, one.oldest_version, one.finish_reason)
@@ -23,6 +24,8 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
         "reward/mean": fmean(rewards),
         "reward/std": std(rewards),
         "groups/mixed": fmean([len({r for r in group.rewards.rewards if r is not None}) > 1 for group in groups]),
+        "prompt_tokens/mean": fmean(prompts),
+        "prompt_tokens/cached": sum(group.summary.cached_tokens for group in groups) / sum(prompts),
         "response_tokens/mean": fmean(responses),
         "response_tokens/max": float(max(responses)),
         "truncated": reasons.count("length") / len(reasons),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +93,16 @@ def test_states_are_as_many_as_wanted_where_there_are(loss_tokens: list[int], wa
     assert wanted <= found // stride < 2 * wanted or found <= wanted
     if not wanted:
         assert picked == []
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(1, 200), st.integers(0, 9))
+def test_states_are_taken_group_after_group(groups: list[int], wanted: int, seed: int) -> None:
+    """So that at most one group is there in part."""
+    rows = [TrainRow(20, 10, True, 10, group) for group in groups]
+    picked, _ = pick_states(rows, wanted, (seed, 1))
+    taken = [groups[row] for row in picked]
+    assert len([group for group, other in pairwise(taken) if group != other]) == len(set(taken)) - 1
+    assert all(taken.count(group) == groups.count(group) for group in taken if group != taken[-1])
 
 
 grouped_rows = st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(0, 40), min_size=1, max_size=6)), max_size=8)

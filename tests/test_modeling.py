@@ -167,6 +167,16 @@ def test_distributions_are_the_models_own(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(-(found.exp() * found).sum(-1), entropies, rtol=1e-4, atol=1e-5)
 
 
+def test_distributions_behind_one_prompt_are_those_alone(llama: ModelConfig) -> None:
+    module = CausalLogprobs(load_causal(llama), temperature=0.7)
+    table, rows = grouped(), [0, 1, 2, 3, 4, 6, 5]
+    alone, together = (
+        module.distributions(batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids)
+        for batch in (table.batch(rows), table.shared_batch(rows))
+    )
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
 def test_another_temperature_for_one_pass(llama: ModelConfig) -> None:
     model = load_causal(llama)
     batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))

@@ -178,6 +178,8 @@ class GroupSummary:
     generate_s: float
     refused: str = ""
     """Why the prompt itself cannot be used (too long, empty, ...); then there are no samples."""
+    cached_tokens: int = 0
+    """Prompt tokens of all samples together that the engine had in its cache, and did not compute."""
 
 
 @dataclass(frozen=True)

@@ -183,14 +183,21 @@ class CausalLogprobs(nn.Module):
         return logits
 
     def distributions(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, positions: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        positions: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Log-probs of the whole vocabulary, float32 [T, vocabulary], at the module's temperature, without gradient."""
+        """Log-probs of the whole vocabulary, float32 [T, vocabulary], at the module's temperature, without gradient.
+
+        The arguments are those of :meth:`forward`.
+        """
         with torch.no_grad():
             if self.split_head:
-                logits = self.logits(self.hidden(input_ids, attention_mask).flatten(0, 1)[positions])
+                logits = self.logits(self.hidden(input_ids, attention_mask, position_ids).flatten(0, 1)[positions])
             else:
-                logits = self._full_logits(input_ids, attention_mask, positions, None)
+                logits = self._full_logits(input_ids, attention_mask, positions, position_ids)
             return torch.log_softmax(logits.float() / self.temperature, -1)
 
     def _full_logits(

@@ -172,9 +172,8 @@ class PolicyWorker(TrainingRank):
 
         Collective. Memory: states times vocabulary times 4 bytes.
         """
-        batches = [
-            _every(stride, part).to(self.engine.device) for part in TokenTable(batch).batches(plan.micro_batches)
-        ]
+        parts = TokenTable(batch).batches(plan.micro_batches, plan.shared)
+        batches = [_every(stride, part).to(self.engine.device) for part in parts]
         self._held = [(part, self._distributions(part)) for part in batches]
 
     def divergence(self) -> tuple[float, int]:
@@ -249,7 +248,7 @@ class PolicyWorker(TrainingRank):
         module = cast(CausalLogprobs, self.engine.module)
         training = module.training
         module.eval()
-        found = module.distributions(batch.input_ids, batch.attention_mask, batch.positions)
+        found = module.distributions(batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids)
         module.train(training)
         return found
 

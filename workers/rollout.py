@@ -48,6 +48,9 @@ _OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
 _LIVENESS_S = 0.5
 _SHUTDOWN_S = 30.0  # vLLM needs 5 on two cores; one it has to kill leaves its shared memory behind
 _CPU_PREFILL_TOKENS = 4096
+_CPU_BLOCK_TOKENS = 32
+"""In a block of the KV cache. Samples share the whole blocks of their prompt: by default vLLM's CPU build makes blocks of
+128, more than many a prompt. Its kernels want multiples of 32."""
 
 
 class EngineClosed(RuntimeError):
@@ -147,7 +150,8 @@ class RolloutWorker:
         rows = [self._row(request, index, prompt, prompt_ids, output) for index, output in enumerate(outputs)]
         samples = tuple(_sample_summary(row, self._version) for row in rows)
         seconds = time.monotonic() - started
-        summary = GroupSummary(request.prompt_uid, request.attempt, self._name, samples, seconds)
+        cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        summary = GroupSummary(request.prompt_uid, request.attempt, self._name, samples, seconds, cached_tokens=cached)
         return summary, pa.Table.from_pylist(rows, schema=ROLLOUTS)
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
@@ -452,6 +456,7 @@ def _engine_args(config: RolloutConfig) -> Any:
         {
             "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30),
             "enable_chunked_prefill": False,
+            "block_size": _CPU_BLOCK_TOKENS,
             "max_num_batched_tokens": max(engine.max_model_len, _CPU_PREFILL_TOKENS),
         }
         if on_cpu

@@ -69,6 +69,16 @@ async def test_a_group(worker: RolloutWorker) -> None:
         assert (sample.oldest_version, sample.newest_version, sample.finish_reason) == (0, 0, "length")
 
 
+async def test_samples_of_a_group_share_their_prompt(worker: RolloutWorker) -> None:
+    """All but the first find in the cache what fills whole blocks; on the CPU vLLM's own blocks would be too large."""
+    prompts = pool(chat("A prompt of more than one block, and fewer than 128 tokens."))
+    summary, table = await worker.generate(replace(REQUEST, row=0, prompt_uid="long"), prompts)
+    length = len(table["prompt_ids"][0].as_py())
+    assert 32 < length <= 128
+    shared = (length - 1) // 32 * 32
+    assert shared * (REQUEST.samples - 1) <= summary.cached_tokens <= shared * REQUEST.samples
+
+
 async def test_the_same_seed_gives_the_same_samples(worker: RolloutWorker) -> None:
     """Whatever else runs; every sample of a group, and every group, is another draw."""
     alone = [row["response_ids"] for row in await rows(worker, REQUEST)]
