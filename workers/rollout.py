@@ -49,7 +49,7 @@ _LIVENESS_S = 0.5
 _SHUTDOWN_S = 30.0  # vLLM needs 5 on two cores; one it has to kill leaves its shared memory behind
 _CPU_PREFILL_TOKENS = 4096
 _CPU_BLOCK_TOKENS = 32
-"""In a block of the KV cache. Samples share the whole blocks of their prompt: by default vLLM's CPU build makes blocks of
+"""In a block of the KV cache. Samples share the whole blocks of their prompt: by default vLLM's CPU build makes them of
 128, more than many a prompt. Its kernels want multiples of 32."""
 
 
