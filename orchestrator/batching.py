@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -169,17 +170,18 @@ def pick_states(rows: Sequence[TrainRow], wanted: int, seed: Sequence[int]) -> t
 
     They are drawn group after group, for rows of one group may share their prompt: often most of what they cost.
     """
-    order: list[int] = np.random.default_rng(list(seed)).permutation(len(rows)).tolist()
-    turns: dict[int, int] = {}
-    for row in order:
-        turns.setdefault(rows[row].group, len(turns))
+    rng = np.random.default_rng(list(seed))
+    groups: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(row.group, []).append(number)
+    drawn = (groups[group] for group in rng.permutation(list(groups)).tolist())
     picked: list[int] = []
     tokens = 0
-    for row in sorted(order, key=lambda r: turns[rows[r].group]):
+    for number in chain.from_iterable(rng.permutation(group).tolist() for group in drawn):
         if tokens >= wanted:
             break
-        picked.append(row)
-        tokens += rows[row].loss_tokens
+        picked.append(number)
+        tokens += rows[number].loss_tokens
     return picked, max(1, tokens // wanted) if wanted else 1
 
 

@@ -196,6 +196,7 @@ class Controller:
             with timers.phase("sync"):
                 self.console.phase("weight sync", 0, 1)
                 await self.cast.sync.push(step + 1)
+            await asyncio.sleep(0)  # thousands of engines have answered, and groups wait for some of them
         # 4. The books: these samples are trained; the next ones may start.
         self.version = step + 1
         source.trained(self.version)
