@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.workload import Group
 from workers.config import RolloutConfig
+from workers.engine_process import forked_engines
 from workers.messages import GroupRequest
 from workers.rollout import RolloutWorker, _engine_args, _set_environment
 
@@ -70,7 +71,8 @@ class BareLLM:
         from vllm import LLM
 
         self._worker = worker(config, "bare")
-        self._llm = LLM(**arguments)
+        with forked_engines(config.device):
+            self._llm = LLM(**arguments)
 
     def ready(self) -> None:
         """Answers when the engine is up."""
@@ -97,7 +99,8 @@ class BareAsyncLLM:
         asyncio.set_event_loop(self._loop)
 
         async def build() -> AsyncLLM:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, enable_log_requests=False))
+            with forked_engines(config.device):
+                return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, enable_log_requests=False))
 
         self._engine = self._loop.run_until_complete(build())
 

@@ -22,6 +22,7 @@ from benchmarks.bare_engines import engine_arguments, generate_all
 from benchmarks.workload import TASKS, Group, TaskName
 from orchestrator.batching import cut_micro_batches
 from workers.config import PolicyConfig, RolloutConfig
+from workers.engine_process import forked_engines
 from workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ class BareLoop:
 
         self._sampler = RolloutWorker(rollout, "bare")
         self._reward = TASKS[task].reward
-        self._llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
+        with forked_engines(rollout.device):
+            self._llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
         self._tokenizer = AutoTokenizer.from_pretrained(rollout.model.path)
         self._trainer = BareTrainer(policy)
         self._handed_over = Path("/dev/shm") / f"troupe-bare-loop-{os.getpid()}.safetensors"

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from workers.config import RolloutConfig, TransferBackend
+from workers.engine_process import forked_engines, import_ahead
 from workers.messages import (
     ROLLOUTS,
     GroupRequest,
@@ -118,7 +119,8 @@ class RolloutWorker:
         if tokenizer.chat_template is None:
             raise ValueError(f"the tokenizer in {model.path} has no chat template")
         self._tokenizer = tokenizer
-        self._engine = AsyncLLM.from_engine_args(_engine_args(self._config))
+        with forked_engines(self._config.device):
+            self._engine = AsyncLLM.from_engine_args(_engine_args(self._config))
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._state = _State.OPEN
         return await self.health()
@@ -206,6 +208,8 @@ class RolloutWorker:
         self._shut("it was shut")
         engine, self._engine = self._engine, None
         if engine is not None:
+            if engine.output_handler is not None:
+                engine.output_handler.cancel()  # or it takes the end of the engine for its death, and says so
             await asyncio.to_thread(engine.shutdown, _SHUTDOWN_S)
         for path in self._files_written:
             retire(path)
@@ -418,7 +422,8 @@ class RolloutWorker:
 
 
 def _set_environment(config: RolloutConfig) -> None:
-    """What vLLM reads from the environment, set before its first import and inherited by its processes."""
+    """What vLLM reads from the environment, set before its first import and inherited by its processes; on a CPU that
+    import begins here, for the engine's process."""
     os.environ |= {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
@@ -441,6 +446,7 @@ def _set_environment(config: RolloutConfig) -> None:
         if config.engine.enforce_eager:
             # vLLM compiles one small function all the same, in the first `generate`: seconds, and it needs a compiler.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        import_ahead()
 
 
 def _engine_args(config: RolloutConfig) -> Any:
