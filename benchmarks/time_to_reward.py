@@ -4,7 +4,7 @@
 
 The task is to add two digits; the reward is 1 for the right sum. Every seed is a training run of all three from the
 same model on the same prompts, in turns as in grpo_step, each until it is there. Seconds are those of a contender's own
-steps; loading is left out. A seed takes half an hour and more, so each is written to the file when it is done, and a
+steps; loading is left out. A seed takes a quarter of an hour and more, so each is written to the file when it is done, and a
 command with the same file and settings measures only the seeds that it lacks.
 """
 
@@ -54,13 +54,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time_to_reward", description=__doc__)
     add = parser.add_argument
-    defaults = {"groups": 8, "samples": 8, "max_tokens": 12, "concurrency": 64, "threads": 2}
+    defaults = {"groups": 16, "samples": 8, "max_tokens": 12, "concurrency": 64, "threads": 2}
     add_settings(parser, **defaults, micro_batch_tokens=1024)
     parser.set_defaults(dtype="float32")
     add("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE)
-    add("--learning-rate", type=float, default=5e-5)
+    add("--learning-rate", type=float, default=1e-4)
     add("--target", type=float, default=0.8, help="mean reward of the samples of a step")
-    add("--window", type=int, default=2, help="steps that the reward is the mean of")
+    add("--window", type=int, default=1, help="steps that the reward is the mean of")
     add("--steps", type=int, default=20, help="at most")
     add("--seeds", type=int, nargs="+", default=[17, 18, 19], help="one run each")
     add("--no-trl", dest="trl", action="store_false", help="without TRL")
