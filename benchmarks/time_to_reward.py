@@ -4,8 +4,8 @@
 
 The task is to add two digits; the reward is 1 for the right sum. Every seed is a training run of all three from the
 same model on the same prompts, in turns as in grpo_step, each until it is there. Seconds are those of a contender's own
-steps; loading is left out. A seed takes a quarter of an hour and more, so each is written to the file when it is done, and a
-command with the same file and settings measures only the seeds that it lacks.
+steps; loading is left out. A seed takes a quarter of an hour and more, so each is written to the file when it is done,
+and a command with the same file and settings measures only the seeds that it lacks.
 """
 
 from __future__ import annotations

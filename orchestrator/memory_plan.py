@@ -37,7 +37,8 @@ SCORER_PROCESS = 600 * MIB
 """Host memory of a process with torch and transformers (reference, reward model): 437 MiB after the imports, and room
 for what the first pass loads, as for a trainer."""
 ENGINE_PROCESS = 1600 * MIB
-"""Host memory of an engine's two processes without the model. Not measured yet: `benchmarks.plan_memory` can."""
+"""Host memory of an engine's processes without the model: on a CPU 1530 MiB, the pages that they share counted once.
+(The peaks that they report of themselves add up to 450 more.)"""
 REWARD_PROCESS = 130 * MIB
 """Host memory of a reward worker without a model: 125 MiB after importing it and Ray."""
 FUNCTION_PROCESS = 60 * MIB

@@ -87,7 +87,7 @@ def test_settings_are_shared_and_have_each_benchmarks_own_defaults() -> None:
         assert (given.model, given.dtype, given.threads, given.turns, given.seed) == (MODEL, "bfloat16", 2, turns, 3)
         assert given.json is None
     given = time_to_reward.parse(["--max-tokens", "5"])
-    assert (given.groups, given.samples, given.max_tokens, given.concurrency) == (8, 8, 5, 64)
+    assert (given.groups, given.samples, given.max_tokens, given.concurrency) == (16, 8, 5, 64)
     given = rollout_throughput.parse(["--no-prefix-caching", "--sweep", "engines=1,2", "--sweep", "groups=3"])
     assert not given.prefix_caching and given.sweep == [("engines", (1, 2)), ("groups", (3,))]
 
