@@ -34,16 +34,16 @@ from benchmarks.regression import (
 
 TINY = ("--model", ".cache/models/tiny-llama", "--dtype", "float32")
 BENCHMARKS: dict[str, tuple[str, ...]] = {
-    "rollout_throughput": (*TINY, "--baseline", "AsyncLLM", "--groups", "8", "--samples", "4", "--turns", "5"),
     "weight_sync": (*TINY, "--samples", "2", "--max-tokens", "4", "--turns", "7"),
     "grpo_step": (*TINY, "--groups", "4", "--samples", "4", "--max-tokens", "16", "--turns", "5"),
     "controller_cost": ("--groups", "64", "--steps", "6", "--turns", "5"),
     "pipeline_bubble": ("--groups", "16", "--staleness", "1", "--mean-ms", "50", "--train-ms", "75"),
     "data_plane": ("--samples", "256", "--repeat", "2", "--turns", "7"),
 }
-"""Arguments of each benchmark."""
+"""Arguments of each benchmark. Sampling is compared as a phase of grpo_step: starting engines takes most of the time."""
+PHASES = {"grpo_step": ("generate", "update")}
+"""Phases with a ratio of their own."""
 LONGEST_S = 300
-RECORDED_RUNS = 3
 NO_BASELINE = 2
 """Exit code where nothing was recorded on this kind of machine."""
 
@@ -58,7 +58,7 @@ def run(names: Sequence[str]) -> Ratios:
             began = time.monotonic()
             subprocess.run(command, check=True, timeout=LONGEST_S, stdout=subprocess.DEVNULL)
             progress(f"{name} took {time.monotonic() - began:.0f} s")
-            ratios |= ratios_of(json.loads(results.read_text()))
+            ratios |= ratios_of(json.loads(results.read_text()), PHASES.get(name, ()))
     return ratios
 
 
@@ -97,6 +97,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quick", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="not all of them")
     parser.add_argument("--write", action="store_true", help="record what is measured as this machine's baseline")
+    parser.add_argument("--runs", type=int, default=3, help="of --write, pooled (default: 3)")
     return parser.parse_args(arguments)
 
 
@@ -107,7 +108,7 @@ def main() -> int:
     path = baseline_path(kind)
     recorded = read_baseline(path) if path.is_file() and not given.write else None
     if recorded is None:
-        runs = RECORDED_RUNS if given.write else 1
+        runs = given.runs if given.write else 1
         verdicts = compare({}, pooled([run(given.only) for _ in range(runs)]))
     else:
         verdicts = judged(recorded, given.only)

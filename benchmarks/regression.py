@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from benchmarks.harness import Spread, versions
+from benchmarks.harness import Spread, Turn, ratios, versions
 
 BASELINES = Path(__file__).parent / "baselines"
 
@@ -54,13 +54,25 @@ def _verdict(name: str, recorded: Spread | None, measured: Spread | None) -> Ver
     return Verdict(name, "better" if measured.median > recorded.high else "as before", recorded, measured)
 
 
-def ratios_of(document: Mapping[str, Any]) -> Ratios:
-    """The ratios in a benchmark's results (`Report.write`), without that of its baseline to itself."""
-    return {
-        f"{document['benchmark']}: {contender}": Spread(**figures["ratio"])
-        for contender, figures in document["summary"].items()
-        if contender != document["baseline"]
-    }
+def ratios_of(document: Mapping[str, Any], phases: Sequence[str] = ()) -> Ratios:
+    """The ratios in a benchmark's results (`Report.write`), without that of its baseline to itself.
+
+    `phases`: those of a turn that have a ratio of their own (amount per second of the phase).
+    """
+    found: Ratios = {}
+    baseline = [Turn(**turn) for turn in document["turns"][document["baseline"]]]
+    for contender, figures in document["summary"].items():
+        if contender != document["baseline"]:
+            name, turns = f"{document['benchmark']}: {contender}", [Turn(**t) for t in document["turns"][contender]]
+            found[name] = Spread(**figures["ratio"])
+            for phase in phases:
+                found[f"{name}, {phase}"] = Spread.of(ratios(_in_phase(turns, phase), _in_phase(baseline, phase)))
+    return found
+
+
+def _in_phase(turns: Sequence[Turn], phase: str) -> list[Turn]:
+    """The turns as if they were this phase alone."""
+    return [replace(turn, wall_s=turn.phases[phase]) for turn in turns]
 
 
 def pooled(runs: Sequence[Ratios]) -> Ratios:

@@ -50,6 +50,19 @@ def test_ratios_come_from_a_results_file_without_the_baseline_itself(tmp_path: P
     assert ratios_of(document) == {"some: troupe": spread(0.8, 0.9, 1.2)}
 
 
+def test_a_phase_has_a_ratio_of_its_own(tmp_path: Path) -> None:
+    def turns(generate: float, update: float) -> list[Turn]:
+        return [Turn(generate + update, 10, 1.0, 0.0, {"generate": generate, "update": update})] * 2
+
+    report = Report("some", {}, {"bare": turns(1.0, 2.0), "troupe": turns(2.0, 1.0)}, "bare", {})
+    document = json.loads(report.write(tmp_path / "some.json").read_text())
+    assert ratios_of(document, ("generate", "update")) == {
+        "some: troupe": spread(1.0, 1.0, 1.0),
+        "some: troupe, generate": spread(0.5, 0.5, 0.5),
+        "some: troupe, update": spread(2.0, 2.0, 2.0),
+    }
+
+
 def test_a_kind_of_machine_has_one_file(tmp_path: Path) -> None:
     path = baseline_path(MACHINE, tmp_path)
     assert path == tmp_path / "some-r-cpu-2.50ghz-2-cores.json"
