@@ -40,7 +40,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "pipeline_bubble": ("--groups", "16", "--staleness", "1", "--mean-ms", "50", "--train-ms", "75"),
     "data_plane": ("--samples", "256", "--repeat", "2", "--turns", "7"),
 }
-"""Arguments of each benchmark. Sampling is compared as a phase of grpo_step: starting engines takes most of the time."""
+"""Arguments of each benchmark. Sampling is compared as a phase of grpo_step: starting engines takes most time."""
 PHASES = {"grpo_step": ("generate", "update")}
 """Phases with a ratio of their own."""
 LONGEST_S = 300
