@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quick", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="not all of them")
     parser.add_argument("--write", action="store_true", help="record what is measured as this machine's baseline")
-    parser.add_argument("--runs", type=int, default=3, help="of --write, pooled (default: 3)")
+    parser.add_argument("--runs", type=int, default=3, help="how many of them --write records as one (default: 3)")
     return parser.parse_args(arguments)
 
 

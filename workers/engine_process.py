@@ -28,10 +28,12 @@ class _EngineProcess(ForkServerProcess):
     """A process with the environment of the one that starts it, not with that of the fork server."""
 
     def start(self) -> None:
+        """Start it, with this process's environment as it is now."""
         self._environment = dict(os.environ)
         super().start()
 
     def run(self) -> None:
+        """In the new process: do what it is there for."""
         # Only what differs: a variable that is set anew hides the place of the process's title.
         os.environ |= dict(self._environment.items() - os.environ.items())
         super().run()
