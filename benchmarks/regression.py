@@ -76,12 +76,11 @@ def _in_phase(turns: Sequence[Turn], phase: str) -> list[Turn]:
 
 
 def pooled(runs: Sequence[Ratios]) -> Ratios:
-    """Several runs as one: the median of their medians, the least and the greatest of all their turns.
+    """Several runs of the same benchmarks as one: the median of their medians, the least and greatest of their turns.
 
     Runs differ more than the turns of one of them do.
     """
-    names = dict.fromkeys(name for run in runs for name in run)
-    by_name = {name: [run[name] for run in runs if name in run] for name in names}
+    by_name = {name: [run[name] for run in runs] for name in runs[0]}
     return {
         name: Spread(median(one.median for one in found), min(one.low for one in found), max(one.high for one in found))
         for name, found in by_name.items()
