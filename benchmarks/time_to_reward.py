@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_settings(parser, **defaults, micro_batch_tokens=1024)
     parser.set_defaults(dtype="float32")
     add("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE)
-    add("--learning-rate", type=float, default=5e-5)
+    add("--learning-rate", type=float, default=3e-5)
     add("--target", type=float, default=0.8, help="mean reward of the samples of a step")
     add("--window", type=int, default=1, help="steps that the reward is the mean of")
     add("--steps", type=int, default=20, help="at most")
