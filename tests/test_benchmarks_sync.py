@@ -15,7 +15,7 @@ from benchmarks.grpo_step import Steps
 from benchmarks.grpo_step import parse as parse_grpo
 from benchmarks.harness import NotCorrect, Report, Turn
 from benchmarks.ppo_step import check, critical_path, four_models, phases_of
-from benchmarks.time_to_reward import steps_to, to_target
+from benchmarks.time_to_reward import never_there, steps_to, to_target
 from benchmarks.timing import Parts
 from benchmarks.trl_loop import check_steps, micro_batch_rows
 from benchmarks.weight_sync import Gate
@@ -182,8 +182,20 @@ def test_steps_are_counted_until_the_mean_of_the_last_ones_is_the_target() -> No
 def test_time_to_a_reward_is_that_of_the_steps_it_took() -> None:
     turn = to_target("bare loop", training([0.1, 0.5, 0.1, 0.3, 0.4, 0.4]), 0.35, 2)
     assert (turn.wall_s, turn.cpu_s, turn.figures["steps"]) == (10.0, 15.0, 5.0)
+
+
+def test_one_that_never_was_there_counts_with_all_its_steps() -> None:
+    steps = training([0.1, 0.3, 0.2])
+    assert to_target("bare loop", steps, 0.35, 2).wall_s == 6.0
+    assert never_there(steps, 0.35, 2) == {"bare loop": "not there: 0.2500 at best; all its 3 steps count"}
+    assert never_there(steps, 0.25, 2) == {}
+
+
+def test_the_product_has_to_be_there() -> None:
+    steps = training([0.1, 0.3])
+    own = Steps({"troupe": steps.taken["bare loop"]}, {"troupe": steps.rewards["bare loop"]}, {})
     with pytest.raises(NotCorrect, match=r"came to a reward of 0\.2000 in 2 steps"):
-        to_target("bare loop", training([0.1, 0.3]), 0.35, 2)
+        to_target("troupe", own, 0.35, 2)
 
 
 def test_a_seed_that_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
