@@ -214,8 +214,8 @@ def check(
             raise NotCorrect(f"step {step}: the samples are not those of the same prompts")
     for name, steps in ((PRODUCT, [list(ids.values()) for ids in sampled]), (BARE, [one.response_ids for one in bare])):
         check_lengths(name, steps, settings)
-    gaps = {
-        PRODUCT: max(line["policy/rollout_logprob_gap"] for line in metrics),
+    gaps = {  # of an empty update, where no sample has an advantage, nothing is computed that could be apart
+        PRODUCT: max(line["policy/rollout_logprob_gap"] for line in metrics if "policy/empty_updates" not in line),
         BARE: max(figures.figures["rollout_logprob_gap"] for figures in bare),
     }
     if max(gaps.values()) > MAX_GAP:

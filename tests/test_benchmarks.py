@@ -325,6 +325,14 @@ def test_step_check_passes_equal_work() -> None:
     assert checks["first step"].startswith("4 of 4 responses equal")
 
 
+def test_step_check_passes_steps_without_an_advantage() -> None:
+    work, metrics, sampled, bare = steps()
+    nothing = {"policy/empty_updates": 1.0}
+    assert "troupe 0.0100" in grpo_step.check(SETTINGS, work, [*metrics, nothing], sampled, bare)["sampler to trainer"]
+    with pytest.raises(KeyError):
+        grpo_step.check(SETTINGS, work, [*metrics, {}], sampled, bare)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [({"length": 2}, "tokens, not 3"), ({"gap": 0.5}, "nats apart"), ({"norm": 2.0}, "norms of")],
