@@ -168,6 +168,20 @@ async def measure(settings: Settings, turns: int, outstanding: int, training: bo
         return Report("rollout_throughput", arguments, taken, best_bare, checks)
 
 
+def measure_anew(times: int, measure: Callable[[], Report], baselines: Sequence[str]) -> Report:
+    """The turns of that many runs as those of one, everybody started anew for each.
+
+    Processes of equal settings differ by a few per cent as long as they live, which more turns do not even out.
+    """
+    runs = [measure() for _ in range(times)]
+    if times == 1:
+        return runs[0]
+    taken = {name: [turn for run in runs for turn in run.taken[name]] for name in runs[0].taken}
+    checks = {f"run {i}, {check}": found for i, run in enumerate(runs, 1) for check, found in run.checks.items()}
+    arguments = runs[0].arguments | {"runs": times}
+    return replace(runs[0], arguments=arguments, taken=taken, baseline=best(taken, baselines), checks=checks)
+
+
 def rollout_class(settings: Settings) -> type[RolloutWorker]:
     """The product's worker, or the one in which every sample has its own bound."""
     if settings.lengths != "long-tail":
@@ -233,6 +247,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--baseline", choices=BARE, help="only this one (default: both, and the better one counts)")
     add("--training", action="store_true", help="beside a process that trains all the time, for every contender")
+    add("--runs", type=int, default=1, help="start everybody anew so many times; the turns of all count (default: 1)")
     add("--outstanding", type=int, default=0, help="samples an engine may hold, queued ones too (0: as troupe decides)")
     add(
         "--sweep",
@@ -247,20 +262,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     engines = max((default | point)["engines"] for point in points(given.sweep))
     if given.device == "cuda" and (given.training or engines > 1):
         parser.error("--device cuda takes one engine and no --training: all baselines use one GPU, the load the CPU")
+    if given.runs < 1:
+        parser.error("--runs takes at least 1")
     return given
 
 
 def main() -> None:
     """Measure, print, write: once for every point of the sweep."""
     given = vars(parse(sys.argv[1:]))
-    turns, outstanding, path = given.pop("turns"), given.pop("outstanding"), given.pop("json")
+    turns, runs, outstanding, path = (given.pop(name) for name in ("turns", "runs", "outstanding", "json"))
     training, sweeps, baseline = given.pop("training"), given.pop("sweep"), given.pop("baseline")
     baselines = list(BARE) if baseline is None else [baseline]
     for point in points(sweeps):
         settings = replace(Settings(**given), **point)
-        carry_out(
-            lambda s=settings: asyncio.run(measure(s, turns, outstanding, training, baselines)), named(path, point)
-        )
+
+        def run(settings: Settings = settings) -> Report:
+            return asyncio.run(measure(settings, turns, outstanding, training, baselines))
+
+        carry_out(lambda run=run: measure_anew(runs, run, baselines), named(path, point))
 
 
 if __name__ == "__main__":

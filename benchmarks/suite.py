@@ -73,7 +73,7 @@ class Benchmark:
 _FLOAT = ("--dtype", "float32")
 _TROUPE, _EIGHT, _TORCH = "troupe", "troupe, 8 samples a prompt", "ray.put of torch tensors"
 _ENGINES = "16000 engines"
-_ROLLOUT = (*_FLOAT, "--groups", "8", "--samples", "8", "--turns", "11")
+_ROLLOUT = (*_FLOAT, "--groups", "8", "--samples", "8", "--runs", "3", "--turns", "4")
 _SIXTEEN = ("--lengths", "natural", "--max-tokens", "16")
 
 

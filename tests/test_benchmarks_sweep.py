@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import grpo_step, ppo_step, rollout_throughput, time_to_reward, weight_sync
 from benchmarks.bare_engines import sampling_params
-from benchmarks.harness import NotCorrect, Turn
+from benchmarks.harness import NotCorrect, Report, Turn
 from benchmarks.processes import Child
-from benchmarks.rollout_throughput import PRODUCT, Gate, rollout_class
+from benchmarks.rollout_throughput import PRODUCT, Gate, measure_anew, rollout_class
 from benchmarks.sweep import named, points, swept
 from benchmarks.training_load import RESPONSE_TOKENS, ROWS, Beside, TrainingLoad
 from benchmarks.workload import MODEL, Group, group, lengths_of, spec, tail_length
@@ -90,6 +90,26 @@ def test_settings_are_shared_and_have_each_benchmarks_own_defaults() -> None:
     assert (given.groups, given.samples, given.max_tokens, given.concurrency) == (16, 8, 5, 64)
     given = rollout_throughput.parse(["--no-prefix-caching", "--sweep", "engines=1,2", "--sweep", "groups=3"])
     assert not given.prefix_caching and given.sweep == [("engines", (1, 2)), ("groups", (3,))]
+
+
+def test_the_turns_of_several_runs_count_together() -> None:
+    def report(*bare: float) -> Report:
+        taken = {name: [Turn(s, 10.0, s, 0.0) for s in bare] for name in ("LLM.generate", "AsyncLLM")}
+        taken["AsyncLLM"] = [replace(turn, wall_s=1.5) for turn in taken["AsyncLLM"]]
+        return Report(
+            "sampling", {"turns": len(bare)}, taken | {PRODUCT: taken["AsyncLLM"]}, "LLM.generate", {"a": "b"}
+        )
+
+    runs = iter([report(1.0), report(2.0), report(3.0)])
+    pooled = measure_anew(3, lambda: next(runs), ("LLM.generate", "AsyncLLM"))
+    assert [turn.wall_s for turn in pooled.taken["LLM.generate"]] == [1.0, 2.0, 3.0]
+    assert pooled.baseline == "AsyncLLM", "the better one of all turns, not of the first run"
+    assert pooled.arguments == {"turns": 1, "runs": 3}
+    assert pooled.checks == {"run 1, a": "b", "run 2, a": "b", "run 3, a": "b"}
+    alone = report(1.0)
+    assert measure_anew(1, lambda: alone, ("LLM.generate",)) is alone
+    with pytest.raises(SystemExit):
+        rollout_throughput.parse(["--runs", "0"])
 
 
 @pytest.mark.parametrize("wrong", [["--training"], ["--engines", "2"], ["--sweep", "engines=1,2"]])
