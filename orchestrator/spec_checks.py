@@ -344,6 +344,8 @@ def trainer_problems(trainers: Mapping[RoleName, TrainerRole]) -> Iterator[Findi
     for name, role in trainers.items():
         if role.offload_optimizer and role.gpus == 0:
             yield f"roles.{name}.offload_optimizer", "on the CPU there is nowhere to offload to"
+        elif role.offload_optimizer and role.zero_stage == 0:
+            yield f"roles.{name}.offload_optimizer", "needs zero_stage 1, 2 or 3: without ZeRO nothing is offloaded"
         for index, beta in enumerate(role.adam_betas):
             if not 0.0 <= beta < 1.0:
                 yield f"roles.{name}.adam_betas.{index}", f"must be at least 0 and less than 1, got {beta}"

@@ -728,6 +728,14 @@ CPU_CASES = [
 
 GPU_CASES = [
     case(
+        "offload_without_zero",
+        "11: roles.policy.offload_optimizer: needs zero_stage 1, 2 or 3: without ZeRO nothing is offloaded",
+        (
+            "    workers: 2\n    gpus: 1\n  critic",
+            "    workers: 2\n    gpus: 1\n    offload_optimizer: true\n    zero_stage: 0\n  critic",
+        ),
+    ),
+    case(
         "two_gpus_a_rank",
         "10: roles.policy.gpus: a policy worker uses one GPU; raise workers instead",
         ("    workers: 2\n    gpus: 1", "    workers: 2\n    gpus: 2"),

@@ -112,7 +112,7 @@ class TrainerConfig(OptimizerConfig):
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What ZeRO partitions over the workers: nothing, optimizer, gradients too, parameters too."""
     offload_optimizer: bool = False
-    """Keep optimizer states in host memory (GPU only)."""
+    """Keep optimizer states in host memory (GPU only, and with ZeRO)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more work."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
