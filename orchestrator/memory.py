@@ -101,10 +101,11 @@ def training(worker: str, told: Training) -> tuple[WorkerMemory, ...]:
     size, trainer, width = told.size, told.trainer, WIDTHS[told.dtype]
     device: Where = "gpu" if told.gpu else "host"
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
-    for where, part in zero_states(size, width, told.ranks, trainer.zero_stage, told.gpu, trainer.offload_optimizer):
+    stage = trainer.stage_for(told.ranks, told.dtype == "float32")
+    for where, part in zero_states(size, width, told.ranks, stage, told.gpu, trainer.offload_optimizer):
         parts[where].append(part)
     if trainer.ema_decay:
-        held = math.ceil(size.parameters / told.ranks) if trainer.zero_stage == 3 else size.parameters
+        held = math.ceil(size.parameters / told.ranks) if stage == 3 else size.parameters
         parts[device].append(Part("average", 4 * held))
     if told.reference is not None:
         parts[device].append(Part("reference", told.reference[0].parameters * WIDTHS[told.reference[1]]))
@@ -147,10 +148,10 @@ def zero_states(
         yield device, Part("step", step, "step")
 
     if stage == 0:
-        flattened = width * min(whole, REDUCE_BUCKET + largest)
+        flattened = width * min(whole, REDUCE_BUCKET + largest) if ranks > 1 else 0
         if width == 4:
-            # torch's AdamW as it is; our own norm is taken in double, tensor by tensor.
-            yield from states(4 * whole, 4 * whole, 8 * whole, max(flattened, 8 * largest))
+            # torch's AdamW as it is.
+            yield from states(4 * whole, 4 * whole, 8 * whole, flattened)
         else:
             yield from states(width * whole, width * whole, 12 * whole, max(flattened, 4 * whole))
         return

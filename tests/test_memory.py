@@ -82,8 +82,10 @@ def told(size: ModelSize = SEVEN_B, ranks: int = 4, gpu: bool = True, **changes:
 @pytest.mark.parametrize(
     ("stage", "width", "ranks", "weights", "gradients", "optimizer", "step"),
     [
-        # Plain torch: weights, gradients, two moments; the gradients once more, flat, to be reduced.
-        (0, 4, 1, 4 * WHOLE, 4 * WHOLE, 8 * WHOLE, 4 * WHOLE),
+        # Plain torch: weights, gradients, two moments; where there is another rank the gradients once more, flat, to be
+        # reduced.
+        (0, 4, 1, 4 * WHOLE, 4 * WHOLE, 8 * WHOLE, 0),
+        (0, 4, 2, 4 * WHOLE, 4 * WHOLE, 8 * WHOLE, 4 * WHOLE),
         (0, 2, 1, 2 * WHOLE, 2 * WHOLE, 12 * WHOLE, 4 * WHOLE),
         (1, 4, 1, 4 * WHOLE, 4 * WHOLE, 12 * WHOLE, 4 * 300 + 4 * WHOLE),
         (1, 4, 4, 4 * WHOLE, 4 * WHOLE, 3 * WHOLE, 4 * 300 + 4 * WHOLE),

@@ -8,7 +8,18 @@ from itertools import pairwise
 import pytest
 import torch
 
-from workers.shards import ZERO_1_2, ZERO_3, Shapes, State, cut_groups, cut_parameters, relaid, share
+from workers.shards import (
+    ZERO_1_2,
+    ZERO_3,
+    Shapes,
+    State,
+    cut_groups,
+    cut_parameters,
+    flattened,
+    relaid,
+    share,
+    unflattened,
+)
 
 SHAPES: Shapes = ({"embed": (5, 3), "up": (4, 2)}, {"norm": (3,), "bias": (1,)})
 SPLIT: Shapes = ({"embed": (5, 3)}, {"up": (4, 2)}, {"norm": (3,)}, {"bias": (1,)})
@@ -92,6 +103,56 @@ def test_zero_3_may_group_otherwise(before: Shapes, now: Shapes) -> None:
     found = relaid(states(3, before, 3), ZERO_3, cut_parameters(before, now, 1, 2), groups)
     assert same(found, expected[1], 3)
     assert found[ZERO_3.adam]["param_groups"] == groups
+
+
+def uncut(updated: bool = True) -> tuple[State, dict[str, torch.Tensor]]:
+    """An Adam with a state for each parameter, and the weights by name."""
+    names = [name for group in SHAPES for name in group]
+    shapes = {name: shape for group in SHAPES for name, shape in group.items()}
+    weights, first, second = (
+        {name: flat.view(shapes[name]) for name, flat in wholes(kind).items()} for kind in range(3)
+    )
+    state = {
+        number: {"step": torch.tensor(STEP), "exp_avg": first[name], "exp_avg_sq": second[name]}
+        for number, name in enumerate(names)
+    }
+    groups = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2, 3]}]
+    return {"state": state if updated else {}, "param_groups": groups}, weights
+
+
+@pytest.mark.parametrize("updated", [True, False])
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_adam_that_is_not_cut_and_ranks_take_up_each_others_state(world: int, updated: bool) -> None:
+    adam, weights = uncut(updated)
+    for rank, expected in enumerate(states(1, SHAPES, world, updated=updated)):
+        widths = [flat.numel() for flat in expected[ZERO_1_2.weights]]
+        groups = expected[ZERO_1_2.adam]["param_groups"]
+        found = relaid([flattened(adam, weights, SHAPES)], ZERO_1_2, cut_groups(SHAPES, widths, rank), groups)
+        assert same(found, expected, 1)
+    saved = states(1, SHAPES, world, updated=updated, lean=True)
+    together = relaid(saved, ZERO_1_2, cut_groups(SHAPES, [23, 4], 0), adam["param_groups"])
+    found = unflattened(together[ZERO_1_2.adam], SHAPES)
+    assert found["param_groups"] == adam["param_groups"] and found["state"].keys() == adam["state"].keys()
+    for number, state in adam["state"].items():
+        assert all(torch.equal(found["state"][number][key], value) for key, value in state.items())
+    storages = [value.data_ptr() for state in found["state"].values() for value in state.values()]
+    assert len(set(storages)) == len(storages), "each has its own"
+
+
+def test_a_parameter_that_was_never_trained_has_no_moments() -> None:
+    adam, weights = uncut()
+    del adam["state"][1]
+    first = flattened(adam, weights, SHAPES)[ZERO_1_2.adam]["state"][0]
+    assert float(first["step"]) == STEP
+    assert torch.equal(first["exp_avg"], torch.cat([wholes(1)["embed"], torch.zeros(8)]))
+
+
+def test_another_number_of_parameters_is_refused() -> None:
+    adam, weights = uncut()
+    adam["param_groups"][1]["params"].append(4)
+    adam["state"][4] = adam["state"][3]
+    with pytest.raises(ValueError, match="zip"):
+        flattened(adam, weights, SHAPES)
 
 
 def test_every_flat_tensor_counts_its_own_updates() -> None:

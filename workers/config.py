@@ -110,7 +110,8 @@ class TrainerConfig(OptimizerConfig):
     """One DeepSpeed training group (policy or critic)."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What ZeRO partitions over the workers: nothing, optimizer, gradients too, parameters too."""
+    """What ZeRO partitions over the workers: nothing, optimizer, gradients too, parameters too. (One worker alone has
+    nothing to partition: in float32 it takes 1 and 2 as 0.)"""
     offload_optimizer: bool = False
     """Keep optimizer states in host memory (GPU only, and with ZeRO)."""
     gradient_checkpointing: bool = False
@@ -122,6 +123,15 @@ class TrainerConfig(OptimizerConfig):
     ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Keep a moving average of the weights as well: after every update, average = ema_decay * average +
     (1 - ema_decay) * weights. Every checkpoint then holds it as a second model (`troupe export --average`). 0: none."""
+
+    def stage_for(self, ranks: int, float32: bool) -> Literal[0, 1, 2, 3]:
+        """The ZeRO stage of a group of so many ranks, for weights in float32 or not.
+
+        For one rank stages 1 and 2 would copy all gradients and keep all weights twice, for nothing. In bfloat16 they
+        are what adds gradients up in float32.
+        """
+        alone = ranks == 1 and float32 and not self.offload_optimizer
+        return 0 if alone and self.zero_stage < 3 else self.zero_stage
 
 
 REWARD_FUNCTIONS = (

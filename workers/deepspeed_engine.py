@@ -12,7 +12,6 @@ import io
 import logging
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +22,24 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
 from workers.config import REDUCE_BUCKET, OptimizerConfig, Rendezvous, TrainerConfig
-from workers.shards import ZERO_1_2, ZERO_3, cut_groups, cut_parameters, relaid, share
+from workers.rank_files import opened, rank_file, rank_files, require
+from workers.shards import (
+    ZERO_1_2,
+    ZERO_3,
+    Shapes,
+    State,
+    cut_groups,
+    cut_parameters,
+    flattened,
+    relaid,
+    share,
+    unflattened,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +52,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _TAG = "state"
 _M_MMAP_THRESHOLD = -3
 """Of glibc's mallopt: blocks of so many bytes are had from the system one by one."""
-_RANK_FILE = re.compile(r"rank-\d{5}-of-(\d{5})\.safetensors")
+_NORM_PIECE = 2**18
+"""Numbers of a gradient whose squares are summed at a time."""
 _UNCOPIED = {"config.json", "generation_config.json"}
 
 logger = logging.getLogger(__name__)
@@ -147,7 +158,7 @@ class TrainEngine:
         self._updates = 0
         self._dtype = dtype
         self._model = model
-        self._stage = config.zero_stage
+        self._stage = config.stage_for(dist.get_world_size(), dtype == torch.float32)
         if config.gradient_checkpointing:
             # ZeRO-3 frees a parameter between forward and backward, which the non-reentrant kind takes for an error.
             reentrant = self._stage == 3
@@ -155,14 +166,16 @@ class TrainEngine:
             if reentrant:
                 model.enable_input_require_grads()
         module.train()
-        if device == "cpu" and config.zero_stage == 3:
+        if device == "cpu" and self._stage == 3:
             _return_what_is_freed()
         numbers = sum(parameter.numel() for parameter in module.parameters())
         # One of DeepSpeed's optimizers prints its memory use while it is built.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine, *_ = self._deepspeed.initialize(
-                model=module, optimizer=_adamw(module, config), config=_settings(config, dtype, numbers)
+                model=module, optimizer=_adamw(module, config), config=_settings(config, self._stage, dtype, numbers)
             )
+        if self._stage == 0 and dist.get_world_size() == 1:
+            self._engine.enable_backward_allreduce = False  # it would copy all gradients, twice
         self.module: nn.Module = self._engine.module
         # Each rank averages what it holds: under ZeRO-3 its partitions, else the whole parameters.
         self._average = [held.float().clone() for held in self._held()] if config.ema_decay else []
@@ -214,11 +227,14 @@ class TrainEngine:
             return float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
         # Plain float32 is the one case in which DeepSpeed neither reports the norm nor looks whether it is finite.
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.double) for gradient in gradients]
-        norm = float(torch.stack(norms).norm())
+        norm = _norm(gradients)
         if not math.isfinite(norm):
             self._engine.zero_grad()
             return math.inf, False
+        scale = self._config.max_grad_norm / (norm + 1e-6)
+        if scale < 1.0:
+            for gradient in gradients:
+                gradient.mul_(scale)
         self._engine.step()
         return norm, True
 
@@ -264,7 +280,7 @@ class TrainEngine:
         state |= {f"average.{number}": average for number, average in enumerate(self._average)}
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state()
-        save_file(state, _rank_file(directory, dist.get_rank(), dist.get_world_size()))
+        save_file(state, rank_file(directory, dist.get_rank(), dist.get_world_size()))
         dist.barrier()
 
     def load(self, directory: str) -> int:
@@ -275,11 +291,11 @@ class TrainEngine:
         verified. Raises FileNotFoundError where a file is missing, ValueError for one that cannot be read or holds
         something else, in both cases before anything is changed where states are laid anew.
         """
-        files = _rank_files(directory)
+        files = rank_files(directory)
         anew = len(files) != dist.get_world_size()
         # All ranks start from one seed: one that was not there goes on with the random state of one that was.
         own = files[self.rank % len(files)]
-        with _opened(own) as file:
+        with opened(own) as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if self._average and "average.0" not in state:
             raise ValueError(f"{own} holds no moving average of the weights: ema_decay was 0 when it was written")
@@ -287,9 +303,11 @@ class TrainEngine:
             averages = self._relaid_average(files)
         else:
             averages = [state[f"average.{number}"] for number in range(len(self._average))]
-        if anew and self._stage > 0:
-            self._load_relaid(Path(directory) / _TAG, len(files))
-        else:  # under ZeRO-0 every rank holds, and rank 0 wrote, the whole
+        folder = Path(directory) / _TAG
+        cut = any(folder.glob("*_optim_states.pt"))  # without ZeRO every rank holds, and rank 0 wrote, the whole
+        if cut != (self._stage > 0) or (cut and anew):
+            self._load_relaid(folder, len(files))
+        else:
             path, _ = self._engine.load_checkpoint(directory, tag=_TAG)
             if path is None:
                 raise FileNotFoundError(f"{directory} holds no DeepSpeed checkpoint")
@@ -302,48 +320,72 @@ class TrainEngine:
         return len(files)
 
     def _load_relaid(self, folder: Path, ranks: int) -> None:
-        """Take up the weights, the optimizer and the counters that another number of ranks wrote under ZeRO 1 to 3."""
-        zero, rank, world = self._engine.optimizer, dist.get_rank(), dist.get_world_size()
-        keys = ZERO_3 if self._stage == 3 else ZERO_1_2
-        kind = "bf16_" if self._dtype == torch.bfloat16 else ""
+        """Take up the weights, the optimizer and the counters that a group laid out in another way wrote."""
+        optimizer, rank, world = self._engine.optimizer, dist.get_rank(), dist.get_world_size()
         of_model = folder / f"{'zero_pp_rank_0_' if self._stage == 3 else ''}mp_rank_00_model_states.pt"
-        of_optimizer = [folder / f"{kind}zero_pp_rank_{saved}_mp_rank_00_optim_states.pt" for saved in range(ranks)]
-        for file in (of_model, *of_optimizer):
-            _require(file, ranks)
-        model = self._read(of_model)
-        before, now = model["param_shapes"], self._engine._get_zero_param_shapes()
-        if _all(before) != _all(now):
-            raise ValueError(f"{of_model} holds other parameters than the model has")
+        require(of_model, ranks)
+        model, now = self._read(of_model), self._shapes()
         if self._stage == 3:
-            cut = cut_parameters(before, now, rank, world)
+            keys, cut = ZERO_3, cut_parameters(model["param_shapes"], now, rank, world)
         else:
-            cut = cut_groups(before, [group["params"][0].numel() for group in zero.param_groups], rank)
-        saved = [self._read(file)["optimizer_state_dict"] for file in of_optimizer]
+            keys, cut = ZERO_1_2, cut_groups(now, self._widths(now), rank)
+        current = optimizer.state_dict()[keys.adam] if self._stage > 0 else optimizer.state_dict()
         try:
-            state = relaid(saved, keys, cut, zero.state_dict()[keys.adam]["param_groups"])
+            saved = self._saved(folder, ranks, of_model, model, now)
+            state = relaid(saved, keys, cut, current["param_groups"])
         except ValueError as error:
             raise ValueError(f"{folder} cannot be laid anew for {world} rank(s): {error}") from error
         # What follows is what DeepSpeed's own loading does.
         if self._stage == 3:
-            zero.checkpoint_event_prologue()
+            optimizer.checkpoint_event_prologue()
         self._engine.load_module_state_dict(model)
-        zero.load_state_dict([state] * world, load_from_fp32_weights=True)
+        if self._stage == 0:
+            optimizer.load_state_dict(unflattened(state[keys.adam], now))
+        else:
+            optimizer.load_state_dict([state] * world, load_from_fp32_weights=True)
         if self._stage == 3:
-            zero.checkpoint_event_epilogue()
+            optimizer.checkpoint_event_epilogue()
         self._engine.global_steps = model["global_steps"]
         self._engine.global_samples = model["global_samples"]
         self._engine.skipped_steps = model["skipped_steps"]
 
+    def _saved(self, folder: Path, ranks: int, of_model: Path, model: dict[str, Any], now: Shapes) -> list[State]:
+        """What each rank saved of the optimizer, as ZeRO lays it out. `model`: the content of `of_model`."""
+        whole = model["optimizer"] is not None
+        before = _of_module(model["module"], now) if whole else model["param_shapes"]
+        if _all(before) != _all(now):
+            raise ValueError(f"{of_model} holds other parameters than the model has")
+        if whole:
+            return [self._engine.optimizer.state_dict() | flattened(model["optimizer"], model["module"], now)]
+        kind = "bf16_" if self._dtype == torch.bfloat16 else ""
+        files = [folder / f"{kind}zero_pp_rank_{saved}_mp_rank_00_optim_states.pt" for saved in range(ranks)]
+        for file in files:
+            require(file, ranks)
+        return [self._read(file)["optimizer_state_dict"] for file in files]
+
+    def _shapes(self) -> Shapes:
+        """Name and whole shape of every parameter of each of the optimizer's groups, as they follow each other."""
+        if self._stage > 0:
+            return self._engine._get_zero_param_shapes()
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return [{names[p]: tuple(p.shape) for p in group["params"]} for group in self._engine.optimizer.param_groups]
+
+    def _widths(self, shapes: Shapes) -> list[int]:
+        """Elements that this rank holds of each group, with ZeRO's padding."""
+        if self._stage > 0:
+            return [group["params"][0].numel() for group in self._engine.optimizer.param_groups]
+        return [sum(map(math.prod, group.values())) for group in shapes]
+
     def _relaid_average(self, files: Sequence[Path]) -> list[torch.Tensor]:
         """What this rank holds of the moving average that other ranks wrote, read one parameter at a time."""
         with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(_opened(file)) for file in files]
+            handles = [stack.enter_context(opened(file)) for file in files]
             names = [f"average.{number}" for number in range(len(self._average))]
             if self._stage < 3:
-                return [opened[0].get_tensor(name) for name in names]
+                return [handles[0].get_tensor(name) for name in names]
             sizes = [getattr(parameter, "ds_numel") for parameter in self._model.parameters()]  # noqa: B009
             return [
-                share([file.get_tensor(name) for file in opened], size, self.rank, average.numel())
+                share([file.get_tensor(name) for file in handles], size, self.rank, average.numel())
                 for name, size, average in zip(names, sizes, self._average, strict=False)  # none, or all of them
             ]
 
@@ -403,39 +445,21 @@ def _return_what_is_freed() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
-def _rank_file(directory: str, rank: int, world: int) -> Path:
-    return Path(directory) / f"rank-{rank:05d}-of-{world:05d}.safetensors"
-
-
-def _rank_files(directory: str) -> list[Path]:
-    """Our own file of every rank that saved. Raises FileNotFoundError where one is missing."""
-    found = [_RANK_FILE.fullmatch(path.name) for path in Path(directory).glob("rank-*")]
-    worlds = {int(match[1]) for match in found if match}
-    if len(worlds) != 1:
-        raise FileNotFoundError(f"{directory} is not a checkpoint of one training group")
-    world = worlds.pop()
-    files = [_rank_file(directory, rank, world) for rank in range(world)]
-    for file in files:
-        _require(file, world)
-    return files
-
-
-def _opened(file: Path) -> safe_open:
-    """A file of ours. Raises ValueError where it is cut off or something else."""
-    try:
-        return safe_open(file, "pt")
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-
-
-def _require(file: Path, world: int) -> None:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing from a checkpoint of {world} rank(s)")
-
-
 def _all(groups: Sequence[Mapping[str, Sequence[int]]]) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of every parameter, in the order they are flattened in."""
     return [(name, tuple(shape)) for group in groups for name, shape in group.items()]
+
+
+def _norm(gradients: Sequence[torch.Tensor]) -> float:
+    """Norm of all of them together, summed in double in pieces that fit a cache: a copy of a whole one would not."""
+    pieces = (piece for gradient in gradients for piece in gradient.flatten().split(_NORM_PIECE))
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.double) for piece in pieces]
+    return float(torch.stack(norms).norm())
+
+
+def _of_module(module: Mapping[str, torch.Tensor], names: Shapes) -> Shapes:
+    """The shapes that a whole module's tensors have, as far as it has them."""
+    return [{name: tuple(module[name].shape) for name in group if name in module} for group in names]
 
 
 def _adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
@@ -454,24 +478,25 @@ def _adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     )
 
 
-def _settings(config: TrainerConfig, dtype: torch.dtype, numbers: int) -> dict[str, Any]:
+def _settings(config: TrainerConfig, stage: int, dtype: torch.dtype, numbers: int) -> dict[str, Any]:
     """The DeepSpeed configuration for a module of so many numbers, which no bucket need be larger than.
 
-    Gradients of several micro-batches add up in float32 from ZeRO-1 on.
+    Gradients of several micro-batches add up in float32 from ZeRO-1 on. In plain float32 the engine clips them itself.
     """
-    zero: dict[str, Any] = {"stage": config.zero_stage, "reduce_bucket_size": min(REDUCE_BUCKET, numbers)}
+    plain = stage == 0 and dtype == torch.float32
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(REDUCE_BUCKET, numbers)}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.max_grad_norm,
+        "gradient_clipping": 0.0 if plain else config.max_grad_norm,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
         "bf16": {"enabled": dtype == torch.bfloat16},
     }
-    if dtype == torch.bfloat16 and config.zero_stage > 0:
+    if dtype == torch.bfloat16 and stage > 0:
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings

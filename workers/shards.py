@@ -1,9 +1,9 @@
-"""The state of a ZeRO optimizer laid anew: what one rank of a group holds, from what a group of another size saved.
+"""The state of an optimizer laid anew: what one rank of a group holds, from what a group of another size saved.
 
 ZeRO cuts a whole in equal shares, one a rank, padded at the end: ZeRO 1 and 2 all parameters of an optimizer group end
 to end, ZeRO 3 each parameter by itself. A rank keeps its shares of a group end to end in flat tensors: one of float32
 weights and one of each moment of Adam. (DeepSpeed's runtime/zero/stage_1_and_2.py and stage3.py; its own
-checkpoint/ds_to_universal.py reads them so.)
+checkpoint/ds_to_universal.py reads them so.) One rank alone may have an Adam of which nothing is cut or flattened.
 """
 
 from __future__ import annotations
@@ -117,6 +117,46 @@ def relaid(saved: Sequence[State], keys: StateKeys, cut: Cut, param_groups: Sequ
         for group, current in zip(adam[0]["param_groups"], param_groups, strict=True)
     ]
     return saved[0] | {keys.adam: {"state": states, "param_groups": groups}, keys.weights: weights}
+
+
+def flattened(adam: State, weights: Mapping[str, torch.Tensor], shapes: Shapes) -> State:
+    """What one rank saves under ZeRO 1 or 2, from an Adam with a state for each parameter.
+
+    Only what is laid anew. Raises ValueError where there are not as many parameters as `shapes` has.
+    """
+    states: dict[int, State] = {}
+    for index, (group, names) in enumerate(zip(adam["param_groups"], shapes, strict=True)):
+        members: list[State] = [adam["state"].get(number, {}) for number in group["params"]]
+        if any(members):  # there is none before the first update
+            step = next(member["step"] for member in members if member)
+            states[index] = {"step": step} | {
+                moment: torch.cat(
+                    [
+                        member[moment].flatten() if member else torch.zeros(math.prod(shape))
+                        for member, shape in zip(members, names.values(), strict=True)
+                    ]
+                )
+                for moment in _MOMENTS
+            }
+    groups = [group | {"params": [index]} for index, group in enumerate(adam["param_groups"])]
+    flats = [torch.cat([weights[name].flatten().float() for name in names]) for names in shapes]
+    return {ZERO_1_2.adam: {"state": states, "param_groups": groups}, ZERO_1_2.weights: flats}
+
+
+def unflattened(adam: State, shapes: Shapes) -> State:
+    """An Adam's state for each parameter, from its state for the flat tensor of each group (without padding)."""
+    states: dict[int, State] = {}
+    number = 0
+    for index, names in enumerate(shapes):
+        sizes = [math.prod(shape) for shape in names.values()]
+        flat = adam["state"].get(index)
+        if flat:  # there is none before the first update
+            pieces = zip(names.values(), *(flat[moment].split(sizes) for moment in _MOMENTS), strict=True)
+            for place, (shape, *moments) in enumerate(pieces, number):
+                cut = {moment: piece.view(shape).clone() for moment, piece in zip(_MOMENTS, moments, strict=True)}
+                states[place] = {"step": flat["step"].clone()} | cut
+        number += len(names)
+    return adam | {"state": states}
 
 
 def _by_group(state: Mapping[int, State], moment: str) -> list[torch.Tensor]:
