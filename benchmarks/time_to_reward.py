@@ -5,8 +5,8 @@
 The task is to add two digits; the reward is 1 for the right sum. Every seed is a training run of all three from the
 same model on the same prompts, in turns as in grpo_step, each until it is there. Seconds are those of a contender's own
 steps; loading is left out. One that is not there in `--steps` counts with the seconds it took: it would take more.
-A seed takes half an hour, so each is written to the file when it is done, and a command with the same file and settings
-measures only the seeds that it lacks.
+A seed takes half an hour, so each is written to the file when it is done, with the machine it ran on, and a command
+with the same file and settings measures only the seeds that it lacks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.grpo_step import BARE, PRODUCT, Steps, take_steps
-from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out, machine, versions
+from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out, machine
 from benchmarks.workload import DEVICE, Settings, add_settings
 
 RUNS = Unit("runs", "run", digits=4)
@@ -86,17 +87,25 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def earlier(path: Path | None, fresh: Report) -> Report:
-    """What the file holds already of the same settings and kind of machine, or else `fresh`, which is empty."""
+    """What the file holds already of the same settings, or else `fresh`, which is empty.
+
+    On whatever machine: the contenders of a seed share one, and only their ratio is compared with other seeds'.
+    """
     if path is None or not path.is_file():
         return fresh
     document = json.loads(path.read_text())
-    here, arguments = machine(), json.loads(json.dumps(fresh.arguments, default=str))
-    kind = document["machine"]["cpu"], document["machine"]["cores"], document["versions"]
-    if kind != (here["cpu"], here["cores"], versions()) or document["arguments"] | {"seeds": []} != arguments:
+    arguments = json.loads(json.dumps(fresh.arguments, default=str))
+    if document["arguments"] | {"seeds": []} != arguments:
         return fresh
     taken = {name: [Turn(**turn) for turn in turns] for name, turns in document["turns"].items()}
     seeds = document["arguments"]["seeds"]
     return replace(fresh, taken=taken, checks=document["checks"], arguments=fresh.arguments | {"seeds": seeds})
+
+
+def described() -> str:
+    """This machine and today, in words."""
+    here = machine()
+    return f"{here['cores']} cores of {here['cpu']}, {datetime.now(UTC):%Y-%m-%d}"
 
 
 def measure(settings: Settings, given: argparse.Namespace) -> Report:
@@ -116,7 +125,7 @@ def measure(settings: Settings, given: argparse.Namespace) -> Report:
             name: [*report.taken.get(name, ()), to_target(name, steps, given.target, given.window)]
             for name in steps.taken
         }
-        found = steps.checks | never_there(steps, given.target, given.window)
+        found = {"machine": described()} | steps.checks | never_there(steps, given.target, given.window)
         checks = report.checks | {f"seed {seed}, {check}": outcome for check, outcome in found.items()}
         seeds = [*report.arguments["seeds"], seed]
         report = replace(report, taken=taken, checks=checks, arguments=report.arguments | {"seeds": seeds})

@@ -198,7 +198,8 @@ def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rat
             },
             "reward": {"cpus": 0.2, "functions": [task.function]},
         },
-        "algorithm": {"name": "grpo", "group_size": settings.samples},
+        # As the loops without orchestration have it; GRPO's own mean over each sequence differs where lengths do.
+        "algorithm": {"name": "grpo", "group_size": settings.samples, "aggregation": "token_mean"},
         # A turn of the baseline holds the controller up for a while; nobody is to be taken for dead meanwhile.
         "failures": {"health_interval_s": 600.0},
         "schedule": {"steps": turns, "prompts_per_step": settings.groups},

@@ -342,6 +342,19 @@ def test_step_check_refuses_other_work(wrong: dict[str, float], message: str) ->
         grpo_step.check(SETTINGS, *steps(**wrong))  # pyright: ignore[reportArgumentType]
 
 
+def test_step_check_refuses_another_loss_of_the_same_samples() -> None:
+    with pytest.raises(NotCorrect, match=r"norms of 1\.0000 and 1\.1270, 4 samples are equal"):
+        grpo_step.check(SETTINGS, *steps(norm=1.127))
+    work, metrics, sampled, bare = steps(norm=1.127)
+    sampled[0]["a", 0] = [8] * 3
+    assert grpo_step.check(SETTINGS, work, metrics, sampled, bare)["first step"].startswith("3 of 4 responses equal")
+
+
+def test_every_loop_takes_the_mean_over_tokens() -> None:
+    """Where lengths differ GRPO's own mean over sequences is another gradient."""
+    assert spec(SETTINGS, Path("m"), 1, 4).policy_config().loss.aggregation == "token_mean"
+
+
 def test_step_check_refuses_other_prompts() -> None:
     work, metrics, sampled, bare = steps()
     del sampled[0]["a", 1]
