@@ -66,11 +66,12 @@ class Case:
         )
 
 
-CASES = (
-    *(Case("tiny-llama", stage, "float32", 1, 2048) for stage in range(4)),
-    *(Case("made", stage, "float32", ranks, 2048) for ranks in (1, 2) for stage in range(4)),
+CASES = (  # one rank takes stages 1 and 2 in float32 as 0
+    *(Case("tiny-llama", stage, "float32", 1, 2048) for stage in (1, 3)),
+    *(Case("made", stage, "float32", 1, 2048) for stage in (1, 3)),
+    *(Case("made", stage, "float32", 2, 2048) for stage in range(4)),
     *(Case("made", stage, "bfloat16", ranks, 2048) for ranks in (1, 2) for stage in range(4)),
-    *(Case("smollm2-135m-instruct", stage, "float32", 1, 1024) for stage in range(4)),
+    *(Case("smollm2-135m-instruct", stage, "float32", 1, 1024) for stage in (1, 3)),
     *(Case("smollm2-135m-instruct", stage, "bfloat16", 2, 1024) for stage in range(4)),
     Case("smollm2-135m-instruct", 1, "float32", 1, 4096, checkpointing=True),
     Case("smollm2-135m-instruct", 1, "bfloat16", 1, 4096, checkpointing=True, ema=True),
