@@ -286,8 +286,8 @@ class TrainEngine:
     def load(self, directory: str) -> int:
         """Take up what `save` wrote, with the same ZeRO stage; returns the number of ranks that wrote it.
 
-        Another number of ranks than this group's is laid anew: every rank reads what it will hold from all of their
-        files. The same number goes on bit by bit. The files are unpickled: load only what you wrote yourself and have
+        What another number of ranks wrote is laid anew: every rank reads what it will hold from all of their files.
+        The same number goes on bit by bit. The files are unpickled: load only what you wrote yourself and have
         verified. Raises FileNotFoundError where a file is missing, ValueError for one that cannot be read or holds
         something else, in both cases before anything is changed where states are laid anew.
         """
@@ -304,8 +304,12 @@ class TrainEngine:
         else:
             averages = [state[f"average.{number}"] for number in range(len(self._average))]
         folder = Path(directory) / _TAG
-        cut = any(folder.glob("*_optim_states.pt"))  # without ZeRO every rank holds, and rank 0 wrote, the whole
-        if cut != (self._stage > 0) or (cut and anew):
+        sharded = any(folder.glob("*_optim_states.pt"))  # without ZeRO every rank holds, and rank 0 wrote, the whole
+        if sharded != (self._stage > 0) and self._dtype != torch.float32:
+            raise ValueError(
+                f"{folder} was written {'with' if sharded else 'without'} ZeRO, and zero_stage says otherwise"
+            )
+        if sharded != (self._stage > 0) or (sharded and anew):
             self._load_relaid(folder, len(files))
         else:
             path, _ = self._engine.load_checkpoint(directory, tag=_TAG)

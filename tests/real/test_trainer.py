@@ -340,6 +340,11 @@ class Scenario:
             self.note(f"again-{name}", self.flat(worker.update(plan, table, 0.0, texts())))
             self.keep(f"again-{name}", weights_of(worker))
             worker.export_average(str(self.out / f"average-again-{name}"))
+        for stage, written in ((1, 0), (0, 1)):
+            try:
+                self.fresh(stage, "bfloat16", self.out / f"checkpoint-{written}-bfloat16")
+            except ValueError as error:
+                self.note(f"refused-{stage}", str(error))
 
     def damaged(self, stage: int, dtype: str) -> list[tuple[str, bool]]:
         """What is said of each file of two ranks that is missing or cut off, and whether nothing was changed."""
@@ -674,6 +679,11 @@ def test_a_missing_or_damaged_file_of_any_rank_is_named_and_nothing_is_loaded(gr
         said = facts(groups[1])[f"damaged-{stage}-float32"]
         # Two ranks, of each our own file and the optimizer's, and the model's.
         assert said == [["FileNotFoundError True", True], ["ValueError True", True]] * 5
+
+
+def test_bfloat16_keeps_its_zero_stage(groups: dict[int, Path]) -> None:
+    assert "was written without ZeRO" in facts(groups[1])["refused-1"]
+    assert "was written with ZeRO" in facts(groups[1])["refused-0"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
