@@ -14,7 +14,7 @@ from workers.config import PolicyConfig
 
 ROWS = 4
 PROMPT_TOKENS = RESPONSE_TOKENS = 64
-"""A batch is small, so that a turn sees many updates."""
+"""A batch is small, so that a turn sees more than one row of it."""
 ANSWER_TIMEOUT_S = 300.0
 
 
@@ -49,8 +49,11 @@ class TrainingLoad:
     def _train(self) -> None:
         try:
             while True:
-                self._trainer.update(self._batch, self._advantages)
-                self._tokens += ROWS * RESPONSE_TOKENS
+                for number in range(ROWS):  # counted row by row: an update takes longer than a turn
+                    row = slice(number, number + 1)
+                    train = self._trainer.update if number == ROWS - 1 else self._trainer.add_gradients
+                    train(self._batch[row], self._advantages[row])
+                    self._tokens += RESPONSE_TOKENS
         except Exception as error:
             self._failure = repr(error)
 
