@@ -280,6 +280,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+def where(machine: Mapping[str, Any], versions: Mapping[str, str], day: str) -> str:
+    """In words, what something was measured on, with what, and when."""
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "troupe-rl")
+    return f"{machine['cores']} cores of {machine['cpu']}, {day}; {packages}"
+
+
 def _cpu_model() -> str:
     with open("/proc/cpuinfo") as cpuinfo:
         names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))

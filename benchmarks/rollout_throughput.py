@@ -168,12 +168,12 @@ async def measure(settings: Settings, turns: int, outstanding: int, training: bo
         return Report("rollout_throughput", arguments, taken, best_bare, checks)
 
 
-def measure_anew(times: int, measure: Callable[[], Report], baselines: Sequence[str]) -> Report:
+def measure_anew(times: int, once: Callable[[], Report], baselines: Sequence[str]) -> Report:
     """The turns of that many runs as those of one, everybody started anew for each.
 
     Processes of equal settings differ by a few per cent as long as they live, which more turns do not even out.
     """
-    runs = [measure() for _ in range(times)]
+    runs = [once() for _ in range(times)]
     if times == 1:
         return runs[0]
     taken = {name: [turn for run in runs for turn in run.taken[name]] for name in runs[0].taken}

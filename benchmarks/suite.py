@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Spread, Turn, ratios
+from benchmarks.harness import Spread, Turn, ratios, where
 
 RECORDED = Path(__file__).parent / "recorded"
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
@@ -180,19 +180,13 @@ def table(benchmarks: Sequence[Benchmark] = SUITE) -> str:
                 verdict = "met" if goal.met(found.median) else "missed"
                 loaded = f"**{load.text(2)}**" if load.median > MORE_LOAD else load.text(2)
                 cells = (goal.what, found.text(goal.digits), wanted, verdict, loaded, f"`{benchmark.command}`")
-                machines[benchmark.name] = _machine(document)
+                machines[benchmark.name] = where(document["machine"], document["versions"], document["time"][:10])
             lines.append(f"| {' | '.join(cells)} |")
-    told = [
-        f"- {where}: {', '.join(name for name, there in machines.items() if there == where)}"
-        for where in dict.fromkeys(machines.values())
+    measured_on = [
+        f"- {told}: {', '.join(name for name, there in machines.items() if there == told)}"
+        for told in dict.fromkeys(machines.values())
     ]
-    return "\n".join([*lines, "", "Median (least .. greatest) of the turns. Measured on", "", *told])
-
-
-def _machine(document: Mapping[str, Any]) -> str:
-    machine, versions = document["machine"], document["versions"]
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "troupe-rl")
-    return f"{machine['cores']} cores of {machine['cpu']}, {document['time'][:10]}; {packages}"
+    return "\n".join([*lines, "", "Median (least .. greatest) of the turns. Measured on", "", *measured_on])
 
 
 def write_page(page: Path = PAGE) -> None:

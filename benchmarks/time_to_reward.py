@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.grpo_step import BARE, PRODUCT, Steps, take_steps
-from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out, machine
+from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out, machine, versions, where
 from benchmarks.workload import DEVICE, Settings, add_settings
 
 RUNS = Unit("runs", "run", digits=4)
@@ -102,12 +102,6 @@ def earlier(path: Path | None, fresh: Report) -> Report:
     return replace(fresh, taken=taken, checks=document["checks"], arguments=fresh.arguments | {"seeds": seeds})
 
 
-def described() -> str:
-    """This machine and today, in words."""
-    here = machine()
-    return f"{here['cores']} cores of {here['cpu']}, {datetime.now(UTC):%Y-%m-%d}"
-
-
 def measure(settings: Settings, given: argparse.Namespace) -> Report:
     """One run for each seed. Raises NotCorrect, and TroupeError where a run fails."""
 
@@ -125,7 +119,11 @@ def measure(settings: Settings, given: argparse.Namespace) -> Report:
             name: [*report.taken.get(name, ()), to_target(name, steps, given.target, given.window)]
             for name in steps.taken
         }
-        found = {"machine": described()} | steps.checks | never_there(steps, given.target, given.window)
+        found = (
+            {"machine": where(machine(), versions(), f"{datetime.now(UTC):%Y-%m-%d}")}
+            | steps.checks
+            | never_there(steps, given.target, given.window)
+        )
         checks = report.checks | {f"seed {seed}, {check}": outcome for check, outcome in found.items()}
         seeds = [*report.arguments["seeds"], seed]
         report = replace(report, taken=taken, checks=checks, arguments=report.arguments | {"seeds": seeds})

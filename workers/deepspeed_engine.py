@@ -222,10 +222,9 @@ class TrainEngine:
         return StepResult(grad_norm, rate, skipped=not applied)
 
     def _step(self) -> tuple[float, bool]:
-        if self._stage > 0 or self._dtype != torch.float32:
+        if not _plain(self._stage, self._dtype):
             self._engine.step()
             return float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
-        # Plain float32 is the one case in which DeepSpeed neither reports the norm nor looks whether it is finite.
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         norm = _norm(gradients)
         if not math.isfinite(norm):
@@ -454,6 +453,11 @@ def _all(groups: Sequence[Mapping[str, Sequence[int]]]) -> list[tuple[str, tuple
     return [(name, tuple(shape)) for group in groups for name, shape in group.items()]
 
 
+def _plain(stage: int, dtype: torch.dtype) -> bool:
+    """The one case in which DeepSpeed neither reports the gradients' norm nor looks whether it is finite."""
+    return stage == 0 and dtype == torch.float32
+
+
 def _norm(gradients: Sequence[torch.Tensor]) -> float:
     """Norm of all of them together, summed in double in pieces that fit a cache: a copy of a whole one would not."""
     pieces = (piece for gradient in gradients for piece in gradient.flatten().split(_NORM_PIECE))
@@ -487,14 +491,13 @@ def _settings(config: TrainerConfig, stage: int, dtype: torch.dtype, numbers: in
 
     Gradients of several micro-batches add up in float32 from ZeRO-1 on. In plain float32 the engine clips them itself.
     """
-    plain = stage == 0 and dtype == torch.float32
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(REDUCE_BUCKET, numbers)}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0 if plain else config.max_grad_norm,
+        "gradient_clipping": 0.0 if _plain(stage, dtype) else config.max_grad_norm,
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
