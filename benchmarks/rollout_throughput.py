@@ -209,14 +209,12 @@ async def compare(
 
     def contender(name: str) -> Callable[[int], Any]:
         async def take(turn: int) -> Turn:
-            before = beside.trained()
             if name == PRODUCT:
                 with stopped(baselines):
-                    figures, ids = await streaming.turn(turn)
+                    figures, ids = await beside.during(streaming.turn(turn))
             else:
                 with stopped([os.getpid()], without=[*everyone[name], *beside.pids]):
-                    figures, ids = await bare[name].turn(work[turn])
-            figures = beside.noted(figures, before)
+                    figures, ids = await beside.during(bare[name].turn(work[turn]))
             gate.turn(name, work[turn], ids)
             return figures
 

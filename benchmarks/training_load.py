@@ -6,15 +6,19 @@ Engines set their threads before torch is imported, and their processes import t
 from __future__ import annotations
 
 import threading
+from collections.abc import Awaitable
 from dataclasses import replace
+from typing import TypeVar
 
 from benchmarks.harness import Turn
 from benchmarks.processes import Child
 from workers.config import PolicyConfig
 
-ROWS = 4
-PROMPT_TOKENS = RESPONSE_TOKENS = 64
-"""A batch is small, so that a turn sees more than one row of it."""
+Ids = TypeVar("Ids")
+
+ROWS = 16
+PROMPT_TOKENS = RESPONSE_TOKENS = 16
+"""Rows are small: a turn sees several of them, and what it trains is counted in rows."""
 ANSWER_TIMEOUT_S = 300.0
 
 
@@ -73,11 +77,17 @@ class Beside:
         """Response tokens so far. The first call starts the training."""
         return 0 if self._load is None else self._load.call("trained", timeout_s=ANSWER_TIMEOUT_S)
 
-    def noted(self, turn: Turn, before: int) -> Turn:
-        """The turn with the load's tokens per second beside it: a contender may be fast at the trainer's expense."""
+    async def during(self, turn: Awaitable[tuple[Turn, Ids]]) -> tuple[Turn, Ids]:
+        """The turn with the load's tokens per second beside it: a contender may be fast at the trainer's expense.
+
+        All other contenders stand still by then: what is trained while they are being stopped belongs to nobody.
+        """
         if self._load is None:
-            return turn
-        return replace(turn, figures={"trained beside it, tokens/s": (self.trained() - before) / turn.wall_s})
+            return await turn
+        before = self.trained()
+        figures, ids = await turn
+        trained = self.trained() - before
+        return replace(figures, figures={"trained beside it, tokens/s": trained / figures.wall_s}), ids
 
     def close(self) -> None:
         """End the load."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -132,22 +133,36 @@ def test_the_spec_takes_prefix_caching_and_the_device() -> None:
     assert 3 * roles.rollout.gpu_memory_utilization < 0.9
 
 
-def test_nothing_is_noted_without_a_load() -> None:
-    plain = Turn(2.0, 10.0, 1.0, 0.0)
-    assert Beside(None).noted(plain, 0) is plain and Beside(None).trained() == 0
+TURN = Turn(2.0, 10.0, 1.0, 0.0)
+
+
+async def test_nothing_is_noted_without_a_load() -> None:
+    async def turn() -> tuple[Turn, list[int]]:
+        return TURN, [1]
+
+    assert await Beside(None).during(turn()) == (TURN, [1])
     assert Beside(None).pids == []
 
 
-def test_the_load_trains_until_it_is_ended(tiny_model: Path) -> None:
+async def test_what_the_load_trains_during_a_turn_is_noted_and_nothing_else(tiny_model: Path) -> None:
     load = Child("training-load", TrainingLoad, spec(SETTINGS, tiny_model, 1, 1).policy_config())
     beside = Beside(load)
-    try:
+
+    async def rows(count: int) -> int:
         first, until = beside.trained(), time.monotonic() + 120
-        while beside.trained() <= first and time.monotonic() < until:
-            time.sleep(0.1)
-        figures = beside.noted(Turn(2.0, 10.0, 1.0, 0.0), first).figures
-        assert figures["trained beside it, tokens/s"] >= RESPONSE_TOKENS / 2.0
-        assert (beside.trained() - first) % RESPONSE_TOKENS == 0
+        while (trained := beside.trained() - first) < count * RESPONSE_TOKENS and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        return trained
+
+    async def turn() -> tuple[Turn, int]:
+        return TURN, await rows(2)
+
+    try:
+        assert await rows(20) >= 20 * RESPONSE_TOKENS  # more than the turn waits for, and none of it counts
+        figures, trained = await beside.during(turn())
+        noted = figures.figures["trained beside it, tokens/s"] * TURN.wall_s
+        assert noted % RESPONSE_TOKENS == 0
+        assert noted >= trained >= 2 * RESPONSE_TOKENS
         assert beside.pids == [load.pid]
     finally:
         beside.close()

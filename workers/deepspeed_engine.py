@@ -7,7 +7,6 @@ variable at import.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import logging
 import math
@@ -27,6 +26,7 @@ from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
 from workers.config import REDUCE_BUCKET, OptimizerConfig, Rendezvous, TrainerConfig
+from workers.heap import keep_freed, return_freed, return_kept
 from workers.rank_files import opened, rank_file, rank_files, require
 from workers.shards import (
     ZERO_1_2,
@@ -50,8 +50,6 @@ Device = Literal["cpu", "cuda"]
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A rank that waits longer for another fails: no collective waits for ever."""
 _TAG = "state"
-_M_MMAP_THRESHOLD = -3
-"""Of glibc's mallopt: blocks of so many bytes are had from the system one by one."""
 _NORM_PIECE = 2**18
 """Numbers of a gradient whose squares are summed at a time."""
 _UNCOPIED = {"config.json", "generation_config.json"}
@@ -166,8 +164,11 @@ class TrainEngine:
             if reentrant:
                 model.enable_input_require_grads()
         module.train()
-        if device == "cpu" and self._stage == 3:
-            _return_what_is_freed()
+        if device == "cpu":
+            if self._stage == 3:
+                return_freed()
+            else:
+                keep_freed()
         numbers = sum(parameter.numel() for parameter in module.parameters())
         # One of DeepSpeed's optimizers prints its memory use while it is built.
         with contextlib.redirect_stdout(io.StringIO()):
@@ -435,17 +436,7 @@ class TrainEngine:
     def close(self) -> None:
         """Let go of the engine's memory."""
         self._engine.destroy()
-
-
-def _return_what_is_freed() -> None:
-    """Have the C library give memory of tensors back to the system as soon as it is freed.
-
-    By default it keeps most of it in pieces between others that are in use; under ZeRO-3, which makes and drops tensors
-    all the time, a quarter of the peak is such pieces (`python -m benchmarks.plan_memory`). What is given back has to
-    be had again, which takes time: not where memory is not what one is short of. Only glibc knows the call.
-    """
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
+        return_kept()
 
 
 def _all(groups: Sequence[Mapping[str, Sequence[int]]]) -> list[tuple[str, tuple[int, ...]]]:

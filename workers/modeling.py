@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from workers.config import CHUNK_LOGITS, ModelConfig
+from workers.linear import use_onednn
 from workers.messages import RankPlan
 from workers.tensors import TokenBatch, TokenTable, score_table
 
@@ -98,6 +99,7 @@ def _prepared(model: PreTrainedModel) -> PreTrainedModel:
         for name, value in list(vars(module).items()):
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
+    use_onednn(model)
     return model
 
 

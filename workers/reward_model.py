@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from workers.config import ModelConfig
+from workers.linear import use_onednn
 from workers.rewards.runner import Outcome
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -39,6 +40,7 @@ class RewardModel:
         )
         if missing := sorted(report["missing_keys"]):
             raise ValueError(f"{config.path}: not a reward model: it has no weights for {', '.join(missing[:5])}")
+        use_onednn(model)
         self.model: Any = model.to(device).eval().requires_grad_(False)
         text_config = self.model.config.get_text_config()
         if text_config.pad_token_id is None:

@@ -1,0 +1,102 @@
+"""Linear layers by oneDNN against torch's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from workers.linear import OneDnnLinear, onednn_is_faster, use_onednn
+
+AMD = "vendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\n"
+INTEL = "vendor_id\t: GenuineIntel\n"
+
+
+def double(layer: nn.Linear) -> OneDnnLinear:
+    """The same layer, by oneDNN."""
+    other = OneDnnLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def worked(layer: nn.Module, inputs: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    """What comes out, and the gradients of all that goes in."""
+    inputs = inputs.clone().requires_grad_()
+    result = layer(inputs)
+    weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed))
+    (result * weights).sum().backward()
+    assert inputs.grad is not None
+    return [result.detach(), inputs.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lead=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    wide=st.integers(1, 70),
+    out=st.integers(1, 70),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_results_and_gradients_are_torchs(lead: list[int], wide: int, out: int, bias: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    layer = nn.Linear(wide, out, bias=bias)
+    inputs = torch.randn(*lead, wide)
+    ours, theirs = worked(double(layer), inputs, seed), worked(layer, inputs, seed)
+    assert len(ours) == len(theirs) == 3 + bias
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_may_lie_in_memory_in_any_order() -> None:
+    layer = nn.Linear(6, 5)
+    inputs = torch.randn(6, 4, 3).permute(2, 1, 0)
+    for own, other in zip(worked(double(layer), inputs, 1), worked(layer, inputs, 1), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
+    layer = double(nn.Linear(4, 3)).requires_grad_(False)
+    inputs = torch.randn(2, 4, requires_grad=True)
+    layer(inputs).sum().backward()
+    assert inputs.grad is not None and layer.weight.grad is None and layer.bias.grad is None
+    with torch.no_grad():
+        assert not layer(inputs).requires_grad
+
+
+@pytest.mark.parametrize(("dtype", "swapped"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_float32_layers_are_swapped_in_place(
+    dtype: torch.dtype, swapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.linear.onednn_is_faster", lambda: True)
+
+    class Own(nn.Linear):
+        """A subclass multiplies as it likes."""
+
+    model = nn.Sequential(nn.Linear(4, 3), Own(3, 3), nn.Linear(3, 2)).to(dtype)
+    names, weights = list(model.state_dict()), [id(parameter) for parameter in model.parameters()]
+    use_onednn(model)
+    assert [type(module) is OneDnnLinear for module in model] == [swapped, False, swapped]
+    assert list(model.state_dict()) == names and [id(parameter) for parameter in model.parameters()] == weights
+
+
+def test_it_is_for_processors_that_mkl_does_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    amd, intel = tmp_path / "amd", tmp_path / "intel"
+    amd.write_text(AMD)
+    intel.write_text(INTEL)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert onednn_is_faster(amd) == (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available())
+    assert not onednn_is_faster(intel)
+    assert not onednn_is_faster(tmp_path / "nowhere")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not onednn_is_faster(amd)
+
+
+def test_nothing_is_swapped_where_torchs_own_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.linear.onednn_is_faster", lambda: False)
+    model = nn.Sequential(nn.Linear(4, 3))
+    use_onednn(model)
+    assert type(model[0]) is nn.Linear
