@@ -166,7 +166,11 @@ class TrlLoop:
         wall_s, generate_s = self._wall_s, seconds["generate"]
         prepare_s = seconds["sample and score"] - generate_s
         phases = {"generate": generate_s, "prepare": prepare_s, "update": wall_s - generate_s - prepare_s}
-        figures = {"grad_norm": float(logs["grad_norm"]), "reward": sum(self._rewards) / len(self._rewards)}
+        figures = {
+            "grad_norm": float(logs["grad_norm"]),
+            "reward": sum(self._rewards) / len(self._rewards),
+            "groups without signal": float(logs["frac_reward_zero_std"]),
+        }
         return BareStep(wall_s, phases, sum(map(len, self._sampled)), figures, self._sampled)
 
 
@@ -177,14 +181,20 @@ def micro_batch_rows(sequences: int, longest: int, budget: int) -> int:
 
 
 def check_steps(steps: Sequence[BareStep], settings: Settings) -> str:
-    """What is right about the steps. Raises NotCorrect where one sampled something else, or learnt nothing."""
+    """What is right about the steps.
+
+    Raises NotCorrect where one sampled something else, or learnt nothing although a group had rewards to tell apart.
+    """
     check_lengths("TRL", [step.response_ids for step in steps], settings)
+    silent = 0
     for number, step in enumerate(steps, 1):
-        norm = step.figures["grad_norm"]
-        if not (math.isfinite(norm) and norm > 0.0):
+        norm, nothing_to_learn = step.figures["grad_norm"], step.figures["groups without signal"] == 1.0
+        silent += norm == 0.0
+        if not math.isfinite(norm) or (norm == 0.0 and not nothing_to_learn):
             raise NotCorrect(f"TRL, step {number}: a gradient of norm {norm}")
     wanted = f"{'' if settings.endless else 'at most '}{settings.max_tokens}"
-    return f"{settings.sequences} responses of {wanted} tokens in all {len(steps)} steps; gradients are not zero"
+    learnt = f"gradients are zero in {silent}, which had no signal" if silent else "gradients are not zero"
+    return f"{settings.sequences} responses of {wanted} tokens in all {len(steps)} steps; {learnt}"
 
 
 def _check_prompts(tokenizer: Any, chats: Sequence[Any], groups: Sequence[Group]) -> None:

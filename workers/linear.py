@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -76,4 +77,6 @@ def onednn_is_faster(cpuinfo: Path = _CPUINFO) -> bool:
 
 def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[..., in] @ [out, in]^T + [out]: torch's name for oneDNN's product with nothing after it."""
+    if not input.numel():  # a chunk without a response token; oneDNN has no sum over nothing
+        return F.linear(input, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
