@@ -28,7 +28,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator hides the name `ctx`
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         input, weight = ctx.saved_tensors
@@ -48,7 +48,7 @@ class OneDnnLinear(nn.Linear):
         """[..., out_features] of [..., in_features]."""
         if not input.is_cpu:
             return super().forward(input)
-        result: torch.Tensor = _Linear.apply(input, self.weight, self.bias)  # pyright: ignore[reportAssignmentType]
+        result: torch.Tensor = _Linear.apply(input, self.weight, self.bias)
         return result
 
 
