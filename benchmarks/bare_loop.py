@@ -2,7 +2,7 @@
 
 Written as a competent user would: bfloat16 weights with float32 master weights and gradient sums, micro-batches sorted
 by length, logits on response tokens only, one fused AdamW, weights handed over through shared memory. On the CPU it
-multiplies matrices and keeps freed memory as the product does. The maths is the product's GRPO with one update a step.
+multiplies matrices as the product does. The maths is the product's GRPO with one update a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from benchmarks.workload import TASKS, Group, TaskName
 from orchestrator.batching import cut_micro_batches
 from workers.config import PolicyConfig, RolloutConfig
 from workers.engine_process import forked_engines
-from workers.heap import keep_freed
 from workers.linear import use_onednn
 from workers.rollout import RolloutWorker
 
@@ -72,7 +71,6 @@ class BareTrainer:
             config.device == "cpu"
         ):  # the product's products and its use of memory, or faster ones would hide what it costs
             use_onednn(cast(nn.Module, self.model))
-            keep_freed()
         self._device = torch.device(config.device)
         self.model.to(self._device)  # pyright: ignore[reportArgumentType] (its stubs know nn.Module's by another name)
         self.model.train()

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
 from workers.config import REDUCE_BUCKET, OptimizerConfig, Rendezvous, TrainerConfig
-from workers.heap import keep_freed, return_freed, return_kept
+from workers.heap import return_freed
 from workers.rank_files import opened, rank_file, rank_files, require
 from workers.shards import (
     ZERO_1_2,
@@ -164,11 +164,8 @@ class TrainEngine:
             if reentrant:
                 model.enable_input_require_grads()
         module.train()
-        if device == "cpu":
-            if self._stage == 3:
-                return_freed()
-            else:
-                keep_freed()
+        if device == "cpu" and self._stage == 3:
+            return_freed()
         numbers = sum(parameter.numel() for parameter in module.parameters())
         # One of DeepSpeed's optimizers prints its memory use while it is built.
         with contextlib.redirect_stdout(io.StringIO()):
@@ -436,7 +433,6 @@ class TrainEngine:
     def close(self) -> None:
         """Let go of the engine's memory."""
         self._engine.destroy()
-        return_kept()
 
 
 def _all(groups: Sequence[Mapping[str, Sequence[int]]]) -> list[tuple[str, tuple[int, ...]]]:

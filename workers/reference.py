@@ -5,7 +5,6 @@ from __future__ import annotations
 import pyarrow as pa
 
 from workers.config import ReferenceConfig
-from workers.heap import keep_freed
 from workers.messages import RankPlan, ScoreSummary, WorkerHealth
 from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
 from workers.rank import own_peak, prepare_torch, worker_health
@@ -22,8 +21,6 @@ class ReferenceWorker:
     def start(self) -> WorkerHealth:
         """Load the model. Raises OSError where it is missing."""
         prepare_torch(self._config.threads)
-        if self._config.device == "cpu":
-            keep_freed()
         model = load_causal(self._config.model)
         chunks = head_chunks(model.config.get_text_config().vocab_size, self._config.micro_batch_tokens)
         module = CausalLogprobs(model, self._config.temperature, chunks)
