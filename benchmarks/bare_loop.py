@@ -67,10 +67,7 @@ class BareTrainer:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             config.model.path, dtype=getattr(torch, config.model.dtype)
         )
-        if (
-            config.device == "cpu"
-        ):  # the product's products and its use of memory, or faster ones would hide what it costs
-            use_onednn(cast(nn.Module, self.model))
+        use_onednn(cast(nn.Module, self.model))  # as the product: faster products would hide what orchestration costs
         self._device = torch.device(config.device)
         self.model.to(self._device)  # pyright: ignore[reportArgumentType] (its stubs know nn.Module's by another name)
         self.model.train()

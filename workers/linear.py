@@ -23,7 +23,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.has_bias = bias is not None
         return _product(input, weight, bias)
 
     @staticmethod
@@ -37,7 +36,7 @@ class _Linear(torch.autograd.Function):
         return (
             _product(grads[0], weight.t(), None) if of_input else None,
             _product(grad.t(), input.flatten(0, -2).t(), None) if of_weight else None,
-            grad.sum(0) if ctx.has_bias and of_bias else None,
+            grad.sum(0) if of_bias else None,
         )
 
 
