@@ -168,6 +168,32 @@ class Meter:
         return own, max(0.0, (_machine_busy_s() - self._machine - own) / elapsed)
 
 
+class SurvivorMeter:
+    """As :class:`Meter`, for a contender of which processes are killed: only those that are left at the end count."""
+
+    def __init__(self, roots: Sequence[int]) -> None:
+        self._roots = roots
+        self._own = _each(roots)
+        self._machine = _machine_busy_s()
+        self._began = time.monotonic()
+
+    def read(self) -> tuple[float, float]:
+        """(CPU seconds, cores busy with something else on average)."""
+        own = sum(seconds - self._own.get(process, 0.0) for process, seconds in _each(self._roots).items())
+        elapsed = time.monotonic() - self._began
+        return own, max(0.0, (_machine_busy_s() - self._machine - own) / elapsed)
+
+
+def _each(roots: Iterable[int]) -> dict[psutil.Process, float]:
+    """CPU seconds so far of each of these processes and of each below them, without those that it outlived."""
+    found: dict[psutil.Process, float] = {}
+    for process in (process for root in roots for process in _tree(root)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found[process] = times.user + times.system
+    return found
+
+
 def _machine_busy_s() -> float:
     times = psutil.cpu_times()
     return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice

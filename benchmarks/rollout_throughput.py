@@ -123,7 +123,7 @@ class Gate:
         self.checks["same token ids, greedy and seeded"] = f"{tokens} tokens of {len(groups)} prompts equal"
 
 
-async def measure(settings: Settings, turns: int, outstanding: int, training: bool, baselines: Sequence[str]) -> Report:
+async def measure(settings: Settings, turns: int, max_load: int, training: bool, baselines: Sequence[str]) -> Report:
     """Start everybody, check, take turns; with `training` beside a process that trains. Raises NotCorrect."""
     from benchmarks.streaming import Streaming  # every engine's process imports this module, and needs no Ray
 
@@ -158,13 +158,13 @@ async def measure(settings: Settings, turns: int, outstanding: int, training: bo
             stack.callback(child.close)
             child.send("ready")
         streaming = await stack.enter_async_context(
-            Streaming.open(run, pool.table, work, [*pids, *beside.pids], outstanding, rollout)
+            Streaming.open(run, pool.table, work, [*pids, *beside.pids], max_load, rollout)
         )
         for child in processes:
             await asyncio.to_thread(child.receive, START_TIMEOUT_S)
         bare = {name: Bare(name, members) for name, members in children.items()}
         taken, best_bare, checks = await compare(turns, bare, streaming, checked, work, Gate(settings), beside)
-        arguments = asdict(settings) | {"turns": turns, "outstanding": streaming.outstanding, "training": training}
+        arguments = asdict(settings) | {"turns": turns, "max_load": streaming.max_load, "training": training}
         return Report("rollout_throughput", arguments, taken, best_bare, checks)
 
 
@@ -246,7 +246,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--baseline", choices=BARE, help="only this one (default: both, and the better one counts)")
     add("--training", action="store_true", help="beside a process that trains all the time, for every contender")
     add("--runs", type=int, default=1, help="start everybody anew so many times; the turns of all count (default: 1)")
-    add("--outstanding", type=int, default=0, help="samples an engine may hold, queued ones too (0: as troupe decides)")
+    add(
+        "--max-load",
+        type=int,
+        default=0,
+        help="samples an engine has yet to finish, queued ones too (0: as troupe decides)",
+    )
     add(
         "--sweep",
         type=swept,
@@ -268,14 +273,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write: once for every point of the sweep."""
     given = vars(parse(sys.argv[1:]))
-    turns, runs, outstanding, path = (given.pop(name) for name in ("turns", "runs", "outstanding", "json"))
+    turns, runs, max_load, path = (given.pop(name) for name in ("turns", "runs", "max_load", "json"))
     training, sweeps, baseline = given.pop("training"), given.pop("sweep"), given.pop("baseline")
     baselines = list(BARE) if baseline is None else [baseline]
     for point in points(sweeps):
         settings = replace(Settings(**given), **point)
 
         def run(settings: Settings = settings) -> Report:
-            return asyncio.run(measure(settings, turns, outstanding, training, baselines))
+            return asyncio.run(measure(settings, turns, max_load, training, baselines))
 
         carry_out(lambda run=run: measure_anew(runs, run, baselines), named(path, point))
 

@@ -33,7 +33,7 @@ from workers.reward import RewardWorker
 from workers.rollout import RolloutWorker
 
 CLASSES = WorkerClasses(RolloutWorker, PolicyWorker, CriticWorker, ReferenceWorker, RewardWorker)
-_CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 10.0
 
 
 class Unscored(Scorer):
@@ -75,22 +75,23 @@ class Streaming:
         table: pa.Table,
         work: Sequence[Sequence[Group]],
         others: Sequence[int],
-        outstanding: int,
+        max_load: int,
         rollout: type[RolloutWorker] = RolloutWorker,
     ) -> AsyncIterator[Streaming]:
         """A cluster with the engines of `spec`, of class `rollout`, and all of it ended afterwards.
 
-        `work`: the groups of each turn; `outstanding`: bound on the samples an engine holds, 0 for the product's own.
+        `work`: the groups of each turn; `max_load`: bound on the samples an engine has yet to finish, 0 for the
+        product's own.
         """
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         try:
             casting = Casting(spec, cluster, replace(CLASSES, rollout=rollout))
             stage = await casting.open(frozenset({"rollout", "reward"}))
             bounds = pool_bounds(spec)
-            bounds = replace(bounds, max_outstanding=outstanding or bounds.max_outstanding)
+            bounds = replace(bounds, max_load=max_load or bounds.max_load)
             pool = EnginePool(stage.engines, casting.engine, bounds)
             prompts = cluster.put(table)
-            picks = _picks(work)
+            picks = picks_of(work)
             plan = SchedulePlan(
                 groups_per_step=spec.schedule.prompts_per_step,
                 group_size=spec.group_size,
@@ -104,14 +105,14 @@ class Streaming:
             scheduler = RolloutScheduler(plan, pool, Unscored(), Ledger(), lambda: next(picks), prompts)
             yield cls(pool, scheduler, prompts, work, others)
             await scheduler.close()
-            await cluster.close(_CLOSE_TIMEOUT_S)
+            await cluster.close(CLOSE_TIMEOUT_S)
         finally:
             cluster.abandon()
 
     @property
-    def outstanding(self) -> int:
-        """Bound on the samples an engine holds."""
-        return self._pool.bounds.max_outstanding
+    def max_load(self) -> int:
+        """Bound on the samples an engine has yet to finish."""
+        return self._pool.bounds.max_load
 
     async def turn(self, turn: int) -> tuple[Turn, list[list[int]]]:
         """One turn, and the response token ids in the order of the groups' samples."""
@@ -146,5 +147,6 @@ def response_ids(rollouts: TableRef) -> list[list[int]]:
     return [row["response_ids"] for row in table.select(["response_ids"]).to_pylist()]
 
 
-def _picks(work: Sequence[Sequence[Group]]) -> Iterator[PromptPick]:
+def picks_of(work: Sequence[Sequence[Group]]) -> Iterator[PromptPick]:
+    """The prompts of all turns, in order."""
     return (PromptPick(group.uid, group.row) for groups in work for group in groups)

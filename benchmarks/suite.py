@@ -75,6 +75,8 @@ _TROUPE, _EIGHT, _TORCH = "troupe", "troupe, 8 samples a prompt", "ray.put of to
 _ENGINES = "16000 engines"
 _ROLLOUT = (*_FLOAT, "--groups", "8", "--samples", "8", "--runs", "3", "--turns", "4")
 _SIXTEEN = ("--lengths", "natural", "--max-tokens", "16")
+_TAIL = ("--lengths", "long-tail", "--max-tokens", "64")
+_QUEUE = ("--groups", "16", "--concurrency", "32")
 
 
 def _sampling(variant: str, what: str, *arguments: str) -> Benchmark:
@@ -92,7 +94,8 @@ SUITE = (
     _sampling("2-engines", "with two engines", *_SIXTEEN, "--engines", "2", "--threads", "1"),
     _sampling("concurrency-16", "with 16 sequences at a time", *_SIXTEEN, "--concurrency", "16"),
     _sampling("fixed", "with responses of one length", "--lengths", "fixed", "--max-tokens", "16"),
-    _sampling("long-tail", "with long-tailed lengths", "--lengths", "long-tail", "--max-tokens", "64"),
+    _sampling("long-tail", "with long-tailed lengths", *_TAIL),
+    _sampling("queue", "with long-tailed lengths, a quarter of the sequences at a time", *_TAIL, *_QUEUE),
     _sampling("no-prefix-caching", "without prefix caching", *_SIXTEEN, "--no-prefix-caching"),
     _sampling("training", "beside a process that trains", *_SIXTEEN, "--training"),
     Benchmark(

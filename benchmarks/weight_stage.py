@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import ray
 
+from benchmarks.streaming import CLOSE_TIMEOUT_S
 from benchmarks.weight_workers import MeasuredPolicy, MeasuredRollout
 from orchestrator.actor_group import Cluster
 from orchestrator.cast import Casting, WorkerClasses
@@ -29,7 +30,6 @@ from workers.reward import RewardWorker
 
 _CLASSES = WorkerClasses(MeasuredRollout, MeasuredPolicy, CriticWorker, ReferenceWorker, RewardWorker)
 _TIMEOUT_S = 300.0
-_CLOSE_TIMEOUT_S = 10.0
 
 
 class WeightStage:
@@ -60,7 +60,7 @@ class WeightStage:
             prompts, _ = load_pools(spec.data)
             sync = weight_sync(spec, stage.policy, pool, cluster)
             yield cls(stage.policy, pool, sync, cluster.put(prompts.table), spec.group_size)
-            await cluster.close(_CLOSE_TIMEOUT_S)
+            await cluster.close(CLOSE_TIMEOUT_S)
         finally:
             cluster.abandon()
 
@@ -84,14 +84,7 @@ class WeightStage:
 
     async def gap(self) -> tuple[float, int]:
         """(mean nats a token between what was sampled last and the policy as it stands, number of those tokens)."""
-        differences: list[float] = []
-        for summary, rollouts in self._sampled:
-            lengths = [sample.prompt_tokens + sample.response_tokens for sample in summary.samples]
-            scores = await self._scorer.score(lengths, rollouts)
-            sampled, scored = _by_sample([rollouts], "rollout_logprobs"), _by_sample(scores, "old_logprobs")
-            for index, row in sampled.items():
-                differences += [abs(own - other) for own, other in zip(row, scored[index], strict=True)]
-        return sum(differences) / len(differences), len(differences)
+        return await gap(self._scorer, self._sampled)
 
     async def push(self, version: int) -> SyncReport:
         """The product's own sync."""
@@ -128,6 +121,18 @@ class WeightStage:
     async def _every_engine(self, method: str, *args: Any) -> list[Any]:
         calls = (engine.handle.call(method, *args, timeout_s=_TIMEOUT_S) for engine in self._pool.engines)
         return await asyncio.gather(*calls)
+
+
+async def gap(scorer: TokenScorer, sampled: Iterable[tuple[GroupSummary, TableRef]]) -> tuple[float, int]:
+    """(mean nats a token between groups as they were sampled and the trainer as it stands, number of those tokens)."""
+    differences: list[float] = []
+    for summary, rollouts in sampled:
+        lengths = [sample.prompt_tokens + sample.response_tokens for sample in summary.samples]
+        scores = await scorer.score(lengths, rollouts)
+        own, other = _by_sample([rollouts], "rollout_logprobs"), _by_sample(scores, "old_logprobs")
+        for index, row in own.items():
+            differences += [abs(one - same) for one, same in zip(row, other[index], strict=True)]
+    return sum(differences) / len(differences), len(differences)
 
 
 def _by_sample(tables: Any, column: str) -> dict[int, list[float]]:

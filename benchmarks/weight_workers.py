@@ -46,6 +46,11 @@ class MeasuredPolicy(PolicyWorker):
         for (_, tensor), first in zip(self.engine.named_weights(), self._first, strict=True):
             torch.mul(first, math.exp(factors.uniform(-0.2, 0.2)), out=tensor)
 
+    def restore(self) -> None:
+        """The weights that were loaded."""
+        for (_, tensor), first in zip(self.engine.named_weights(), self._first, strict=True):
+            tensor.copy_(first)
+
     def parts(self) -> dict[str, float]:
         """Seconds of publishing since the last call, hashed on the way: `write`."""
         return self._parts.read()

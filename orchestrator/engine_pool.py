@@ -41,6 +41,9 @@ class Engine:
     host: str
     version: int = 0
     outstanding: int = 0
+    """Samples of the groups it holds."""
+    finished_ahead: int = 0
+    """How many of these it said were finished already, when it last finished a group."""
     missed_probes: int = 0
     state: EngineState = EngineState.SERVING
 
@@ -49,13 +52,18 @@ class Engine:
         """The worker's name."""
         return self.handle.name
 
+    @property
+    def load(self) -> int:
+        """Samples it has yet to finish, as far as it has told: those finished since a group's end last still count."""
+        return max(0, self.outstanding - self.finished_ahead)
+
 
 @dataclass(frozen=True)
 class PoolBounds:
     """Bounds of the pool."""
 
-    max_outstanding: int
-    """Samples one engine holds at most, running and queued."""
+    max_load: int
+    """Samples one engine has yet to finish at most, running and queued."""
     generate_timeout_s: float
     probe_timeout_s: float
     probe_misses: int
@@ -72,9 +80,9 @@ BringUp = Callable[[Engine], Awaitable[None]]
 
 
 class _Loads:
-    """Engines by what they hold: the one with least to do is found without a look at the others.
+    """Engines by their load: the one with least to do is found without a look at the others.
 
-    Among engines that hold as much, the one that has held it for longest comes first.
+    Among engines of one load the one that has had it for longest comes first.
     """
 
     def __init__(self) -> None:
@@ -82,14 +90,14 @@ class _Loads:
         self._load: dict[Engine, int] = {}
 
     def least(self) -> Engine | None:
-        """An engine that holds least; None where there is no engine."""
+        """An engine of the least load; None where there is no engine."""
         return next(iter(self._by_load[min(self._by_load)])) if self._by_load else None
 
     def note(self, engine: Engine) -> None:
-        """The engine is to be found by what it holds now."""
+        """The engine is to be found by the load it has now."""
         self.forget(engine)
-        self._load[engine] = engine.outstanding
-        self._by_load.setdefault(engine.outstanding, {})[engine] = None
+        self._load[engine] = engine.load
+        self._by_load.setdefault(engine.load, {})[engine] = None
 
     def forget(self, engine: Engine) -> None:
         """The engine is not to be found; harmless where it was not before."""
@@ -101,7 +109,11 @@ class _Loads:
 
 
 class EnginePool:
-    """Least-outstanding dispatch over engines that come and go."""
+    """Dispatch to the engine with least to do, over engines that come and go.
+
+    A group whose samples differ in length leaves places free in its engine long before it is finished. With every group
+    it finishes an engine tells how many, and these are given away: or long tails would leave half of it idle.
+    """
 
     def __init__(self, engines: Sequence[Engine], spawn: Spawn, bounds: PoolBounds) -> None:
         self.engines = list(engines)
@@ -139,9 +151,11 @@ class EnginePool:
 
     async def generate(self, request: GroupRequest, prompts: TableRef, engine: Engine) -> tuple[GroupSummary, TableRef]:
         """Run a request on an engine that :meth:`acquire` returned."""
-        return await engine.handle.call_for_table(
+        summary, rollouts = await engine.handle.call_for_table(
             "generate", request, prompts, timeout_s=self.bounds.generate_timeout_s
         )
+        engine.finished_ahead = summary.finished_ahead
+        return summary, rollouts
 
     async def acquire(self, samples: int) -> Engine:
         """Wait for a serving engine with room for `samples`, and book them on the one with least to do.
@@ -169,6 +183,7 @@ class EnginePool:
 
     async def report_failure(self, engine: Engine, error: WorkerError) -> None:
         """A call failed: probe the engine, and replace it unless it answers as healthy."""
+        engine.finished_ahead = 0  # of which groups is not known
         if engine.state is EngineState.LEAVING:
             await self._drop(engine, error)
             return
@@ -270,7 +285,7 @@ class EnginePool:
     def _with_room(self, samples: int) -> Engine | None:
         """The engine with least to do if it has room; if not, no other one has."""
         engine = self._loads.least()
-        if engine is None or (engine.outstanding and engine.outstanding + samples > self.bounds.max_outstanding):
+        if engine is None or (engine.outstanding and engine.load + samples > self.bounds.max_load):
             return None
         return engine
 

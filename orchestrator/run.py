@@ -376,9 +376,12 @@ def weight_sync(spec: Spec, policy: Gang, pool: EnginePool, cluster: Cluster) ->
 
 
 def pool_bounds(spec: Spec) -> PoolBounds:
-    """What the pool of engines may take and wait for."""
+    """What the pool of engines may take and wait for.
+
+    Two groups may wait in an engine that is full, for the places that samples free between the ends of two groups.
+    """
     return PoolBounds(
-        max_outstanding=max(spec.roles.rollout.max_num_seqs, spec.group_size) + spec.group_size,
+        max_load=max(spec.roles.rollout.max_num_seqs, spec.group_size) + 2 * spec.group_size,
         generate_timeout_s=spec.schedule.generate_timeout_s,
         probe_timeout_s=spec.failures.health_interval_s,
         probe_misses=spec.failures.health_misses,

@@ -32,7 +32,7 @@ from workers.messages import (
 )
 
 BOUNDS = PoolBounds(
-    max_outstanding=64,
+    max_load=64,
     generate_timeout_s=5.0,
     probe_timeout_s=0.05,
     probe_misses=1,

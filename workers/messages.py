@@ -180,6 +180,8 @@ class GroupSummary:
     """Why the prompt itself cannot be used (too long, empty, ...); then there are no samples."""
     cached_tokens: int = 0
     """Prompt tokens of all samples together that the engine had in its cache, and did not compute."""
+    finished_ahead: int = 0
+    """Samples of the engine's other groups that are finished while their groups are not: their places are free."""
 
 
 @dataclass(frozen=True)

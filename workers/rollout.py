@@ -143,8 +143,7 @@ class RolloutWorker:
             prompt_ids = await self._encode(prompt["messages"])
         except PromptRefused as error:
             refused = f"{prompt['origin']}: {error}"
-            summary = GroupSummary(request.prompt_uid, request.attempt, self._name, (), 0.0, refused)
-            return summary, ROLLOUTS.empty_table()
+            return self._summary(request, (), 0.0, refused=refused), ROLLOUTS.empty_table()
         engine = self._open_engine()  # it may have been shut meanwhile
         outputs = await self._all_or_none(
             [self._sample(engine, request, index, prompt_ids) for index in range(request.samples)]
@@ -153,7 +152,7 @@ class RolloutWorker:
         samples = tuple(_sample_summary(row, self._version) for row in rows)
         seconds = time.monotonic() - started
         cached = sum(output.num_cached_tokens or 0 for output in outputs)
-        summary = GroupSummary(request.prompt_uid, request.attempt, self._name, samples, seconds, cached_tokens=cached)
+        summary = self._summary(request, samples, seconds, cached_tokens=cached)
         return summary, pa.Table.from_pylist(rows, schema=ROLLOUTS)
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
@@ -337,6 +336,20 @@ class RolloutWorker:
         longest = self._config.engine.max_model_len - self._config.sampling.max_tokens
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizing, encode_prompt, self._tokenizer, messages, longest)
+
+    def _summary(
+        self,
+        request: GroupRequest,
+        samples: tuple[SampleSummary, ...],
+        seconds: float,
+        *,
+        refused: str = "",
+        cached_tokens: int = 0,
+    ) -> GroupSummary:
+        ahead = sum(sample.done() for sample in self._running)
+        return GroupSummary(
+            request.prompt_uid, request.attempt, self._name, samples, seconds, refused, cached_tokens, ahead
+        )
 
     async def _all_or_none(self, samples: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
         """Outputs of all; the first failure cancels the rest and is raised."""

@@ -69,6 +69,24 @@ async def test_a_group(worker: RolloutWorker) -> None:
         assert (sample.oldest_version, sample.newest_version, sample.finish_reason) == (0, 0, "length")
 
 
+async def test_a_group_tells_what_others_have_finished(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three samples of four are done long before the fourth; a group that ends meanwhile says so."""
+    tokens = {"long": (1, 1, 1, 400), "short": (8,)}
+    params = worker._sampling_params
+
+    def limited(request: GroupRequest, index: int) -> Any:
+        found = params(request, index)
+        found.max_tokens = tokens[request.prompt_uid][index]
+        return found
+
+    monkeypatch.setattr(worker, "_sampling_params", limited)
+    long = asyncio.create_task(worker.generate(replace(REQUEST, prompt_uid="long"), PROMPTS))
+    summary, _ = await worker.generate(replace(REQUEST, prompt_uid="short", samples=1), PROMPTS)
+    assert (summary.finished_ahead, long.done()) == (3, False)
+    summary, _ = await long
+    assert summary.finished_ahead == 0
+
+
 async def test_samples_of_a_group_share_their_prompt(worker: RolloutWorker) -> None:
     """All but the first find in the cache what fills whole blocks; on the CPU vLLM's own blocks would be too large."""
     prompts = pool(chat("A prompt of more than one block, and fewer than 128 tokens."))
