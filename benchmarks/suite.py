@@ -142,6 +142,11 @@ SUITE = (
         ),
     ),
     Benchmark(
+        "recovery",
+        (*_FLOAT, "--turns", "5"),
+        (Goal("engine killed until all it held is sampled again, of a bare engine's start", _TROUPE, "ratio", 0.91),),
+    ),
+    Benchmark(
         "time_to_reward",
         (),
         (
