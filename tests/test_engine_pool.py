@@ -88,7 +88,7 @@ async def test_samples_free_their_places_before_their_group_is_finished() -> Non
     async def group(uid: str) -> None:
         given = await pool.acquire(size)
         try:
-            await pool.generate(GroupRequest(uid, 0, 0, size, 0), prompts, given)  # pyright: ignore[reportArgumentType]
+            await pool.generate(GroupRequest(uid, 0, 0, size, 0), prompts, given)
         finally:
             await pool.release(given, size)
 
