@@ -25,7 +25,7 @@ from benchmarks.bare_engines import BareAsyncLLM, Sampled
 from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out, take_turns
 from benchmarks.processes import Child, Meter, stopped
 from benchmarks.weight_sync import MAX_GAP, MIN_CHANGE
-from benchmarks.workload import Group, Settings, add_settings, check_lengths, encoded, group, spec, without_end
+from benchmarks.workload import Group, Settings, add_settings, check_lengths, encoded, spec, turns_of, without_end
 from orchestrator.prompts import load_pools
 from workers.config import RolloutConfig
 from workers.rollout import RolloutWorker
@@ -81,7 +81,7 @@ class Gate:
 def cold_start(config: RolloutConfig, groups: Sequence[Group], settings: Settings) -> Turn:
     """From nothing to the samples of all groups by a bare engine. Raises NotCorrect, ChildFailed."""
     meter, began = Meter([os.getpid()]), time.monotonic()
-    child = Child(COLD.replace(" ", "-"), BareAsyncLLM, config, RolloutWorker)
+    child = Child("cold-start", BareAsyncLLM, config, RolloutWorker)
     try:
         sampled: Sampled = child.call("sample", groups, timeout_s=_TIMEOUT_S)
         wall_s = time.monotonic() - began
@@ -103,14 +103,7 @@ async def measure(settings: Settings, turns: int) -> Report:
         run = spec(settings, model, turns + 1, prompts)
         pool, _ = load_pools(run.data)
         prompt_ids = encoded(model, pool.table, range(prompts), _LONGEST_PROMPT)
-        work = [
-            [
-                group(settings, f"turn-{turn}-{i}", row, prompt_ids[row])
-                for i in range(settings.groups)
-                for row in [turn * settings.groups + i]
-            ]
-            for turn in range(turns + 1)
-        ]
+        work = turns_of(settings, turns + 1, prompt_ids)
         stage = await stack.enter_async_context(RecoveryStage.open(run, pool.table, work))
         gate = Gate(settings)
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from benchmarks.harness import Turn
 from benchmarks.processes import SurvivorMeter
-from benchmarks.streaming import CLASSES, CLOSE_TIMEOUT_S, Unscored, picks_of, response_ids
+from benchmarks.streaming import CLASSES, CLOSE_TIMEOUT_S, Unscored, picks_of, response_ids, schedule_plan
 from benchmarks.weight_stage import gap
 from benchmarks.weight_workers import MeasuredPolicy
 from benchmarks.workload import Group
@@ -25,7 +25,7 @@ from orchestrator.handles import Gang
 from orchestrator.ledger import Ledger
 from orchestrator.placement import demand, place, role_sizes
 from orchestrator.run import pool_bounds, weight_sync
-from orchestrator.scheduler import RolloutScheduler, SchedulePlan
+from orchestrator.scheduler import RolloutScheduler
 from orchestrator.scoring import TokenScorer
 from orchestrator.spec import Spec
 from orchestrator.weight_sync import WeightSync
@@ -91,16 +91,7 @@ class RecoveryStage:
                 raise RuntimeError("the spec has no policy")
             pool = EnginePool(stage.engines, casting.engine, replace(pool_bounds(spec), restarts=len(work)))
             picks, ledger = picks_of(work), Ledger()
-            plan = SchedulePlan(
-                groups_per_step=spec.schedule.prompts_per_step,
-                group_size=spec.group_size,
-                max_staleness=0,
-                steps=len(work),
-                max_attempts=_ATTEMPTS,
-                max_failed_fraction=0.0,
-                min_group=1,
-                seed=spec.seed,
-            )
+            plan = schedule_plan(spec, len(work), _ATTEMPTS)
             prompts = cluster.put(table)
             scheduler = RolloutScheduler(plan, pool, Unscored(), ledger, lambda: next(picks), prompts)
             sync = weight_sync(spec, stage.policy, pool, cluster)
@@ -113,7 +104,7 @@ class RecoveryStage:
 
     async def turn(self, turn: int, seed: int) -> Recovered:
         """New weights (by `seed`) into the engine, the turn's groups, and -9 for the engine when it samples them."""
-        await self._disturb(seed)
+        await self._policy.broadcast("disturb", seed, timeout_s=_TIMEOUT_S)
         await self._sync.push(turn + 1)
         before, restarts = self._ledger.counts(), self._pool.restarts_used
         if turn == 0:
@@ -147,9 +138,6 @@ class RecoveryStage:
             fresh,
             stale,
         )
-
-    async def _disturb(self, seed: int) -> None:
-        await self._policy.broadcast("disturb", seed, timeout_s=_TIMEOUT_S)
 
     async def _sampling(self, samples: int) -> int:
         """Process id of the engine's worker, once all samples are on their way there."""

@@ -26,7 +26,7 @@ from benchmarks.harness import NotCorrect, Report, Turn, best, carry_out, take_t
 from benchmarks.processes import Child, Meter, stopped
 from benchmarks.sweep import named, points, swept
 from benchmarks.training_load import Beside, TrainingLoad
-from benchmarks.workload import Group, Settings, add_settings, encoded, group, lengths_of, spec, without_end
+from benchmarks.workload import Group, Settings, add_settings, encoded, group, lengths_of, spec, turns_of, without_end
 from orchestrator.prompts import load_pools
 from workers.rollout import RolloutWorker
 
@@ -138,14 +138,7 @@ async def measure(settings: Settings, turns: int, max_load: int, training: bool,
         checked = [
             group(replace(settings, samples=1), f"check-{row}", row, prompt_ids[row]) for row in range(CHECKED_PROMPTS)
         ]
-        work = [
-            [
-                group(settings, f"turn-{turn}-{i}", row, prompt_ids[row])
-                for i in range(settings.groups)
-                for row in [CHECKED_PROMPTS + turn * settings.groups + i]
-            ]
-            for turn in range(turns + 1)
-        ]
+        work = turns_of(settings, turns + 1, prompt_ids, CHECKED_PROMPTS)
         children = {
             name: [Child(f"{name}-{i}", BARE[name], run.rollout_config(), rollout) for i in range(settings.engines)]
             for name in baselines

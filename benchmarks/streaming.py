@@ -92,16 +92,7 @@ class Streaming:
             pool = EnginePool(stage.engines, casting.engine, bounds)
             prompts = cluster.put(table)
             picks = picks_of(work)
-            plan = SchedulePlan(
-                groups_per_step=spec.schedule.prompts_per_step,
-                group_size=spec.group_size,
-                max_staleness=0,
-                steps=len(work),
-                max_attempts=1,
-                max_failed_fraction=0.0,
-                min_group=1,
-                seed=spec.seed,
-            )
+            plan = schedule_plan(spec, len(work), attempts=1)
             scheduler = RolloutScheduler(plan, pool, Unscored(), Ledger(), lambda: next(picks), prompts)
             yield cls(pool, scheduler, prompts, work, others)
             await scheduler.close()
@@ -145,6 +136,20 @@ def response_ids(rollouts: TableRef) -> list[list[int]]:
     """Response token ids of a ROLLOUTS table in the object store, by row."""
     table: pa.Table = ray.get(rollouts)
     return [row["response_ids"] for row in table.select(["response_ids"]).to_pylist()]
+
+
+def schedule_plan(spec: Spec, turns: int, attempts: int) -> SchedulePlan:
+    """A turn is a step, sampled from the newest weights, of which no sample may be missing."""
+    return SchedulePlan(
+        groups_per_step=spec.schedule.prompts_per_step,
+        group_size=spec.group_size,
+        max_staleness=0,
+        steps=turns,
+        max_attempts=attempts,
+        max_failed_fraction=0.0,
+        min_group=1,
+        seed=spec.seed,
+    )
 
 
 def picks_of(work: Sequence[Sequence[Group]]) -> Iterator[PromptPick]:

@@ -168,6 +168,18 @@ def group(settings: Settings, uid: str, row: int, prompt_ids: Sequence[int], ans
     return Group(uid, row, tuple(prompt_ids), settings.samples, sampling_seed(settings.seed, uid), answer)
 
 
+def turns_of(settings: Settings, turns: int, prompt_ids: Sequence[Sequence[int]], first: int = 0) -> list[list[Group]]:
+    """The groups of every turn, each on a prompt of its own: rows of the pool from `first` on.
+
+    `prompt_ids`: of the whole pool.
+    """
+    starts = range(first, first + turns * settings.groups, settings.groups)
+    return [
+        [group(settings, f"turn-{turn}-{i}", start + i, prompt_ids[start + i]) for i in range(settings.groups)]
+        for turn, start in enumerate(starts)
+    ]
+
+
 def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rate: float = 1e-5) -> Spec:
     """A GRPO run of `turns` steps over a pool of `prompts` prompts; `model` is the folder that is really loaded."""
     threads, task = settings.threads, TASKS[settings.task]

@@ -54,7 +54,7 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """Samples it has yet to finish, as far as it has told: those finished since a group's end last still count."""
+        """Samples it has yet to finish, as far as it has told: those finished since it last ended a group count."""
         return max(0, self.outstanding - self.finished_ahead)
 
 

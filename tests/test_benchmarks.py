@@ -32,7 +32,7 @@ from benchmarks.harness import (
 )
 from benchmarks.processes import RAY_NICENESS, Child, ChildFailed, Meter, cpu_seconds, stopped
 from benchmarks.rollout_throughput import PRODUCT, Gate
-from benchmarks.workload import Group, Settings, encoded, group, spec, without_end
+from benchmarks.workload import Group, Settings, encoded, group, spec, turns_of, without_end
 from orchestrator.batching import plan_update
 from orchestrator.prompts import PromptPool, load_pools
 from orchestrator.scheduler import sampling_seed
@@ -60,6 +60,16 @@ SETTINGS = Settings(
 )
 
 GROUPS = [group(SETTINGS, uid, row, [1, 2]) for row, uid in enumerate(("p0", "p1"))]
+
+
+def test_every_turn_has_prompts_of_its_own() -> None:
+    ids = [[row] for row in range(10)]
+    turns = turns_of(SETTINGS, 3, ids, first=4)
+    assert [[(one.uid, one.row, one.prompt_ids) for one in groups] for groups in turns] == [
+        [("turn-0-0", 4, (4,)), ("turn-0-1", 5, (5,))],
+        [("turn-1-0", 6, (6,)), ("turn-1-1", 7, (7,))],
+        [("turn-2-0", 8, (8,)), ("turn-2-1", 9, (9,))],
+    ]
 
 
 def turn(tokens: int, seconds: float = 1.0, **phases: float) -> Turn:
