@@ -2,10 +2,10 @@
 
     python -m benchmarks.controller_scale --engines 1000 4000 16000
 
-Two runs a turn and size. In the first, engines answer at once and a step has one group for each, so that the controller
-is all there is to wait for: its sequences per second. In the second, engines take so long over a group that all of them
-together finish `--load` groups a second, whatever their number: how long an engine whose group is done waits for the
-next one, which is there. In both, engines die and are replaced meanwhile.
+Each turn of a size makes two runs. In the first, engines answer at once and a step has one group per engine, so that
+the controller is the only bottleneck: it gives sequences per second. In the second, the engines together finish
+`--load` groups per second, whatever their number: it gives the dispatch latency, from the end of an engine's group to
+the start of its next one while a group is available. In both runs, engines die and are replaced.
 """
 
 from __future__ import annotations
@@ -22,34 +22,38 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import SEQUENCES, NotCorrect, Report, Turn, carry_out, take_turns
-from benchmarks.processes import Meter
-from benchmarks.simulated import Clock, LocalWorker, Shape, SimEngine, SimPolicy, Simulation, Stage, check
-from orchestrator.metrics import percentiles
-from orchestrator.prompts import PromptPick
-from workers.messages import GroupRequest, WorkerGone
+import numpy as np
+
+from benchmarks.support.harness import SEQUENCES, NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
+from benchmarks.support.processes import Meter
+from benchmarks.support.simulated import Clock, Shape, SimPolicy, SimulatedWorkers, Simulation, check
+from orchestrator.data.prompts import PromptPick
+from tests.fakes import FakeEngine, LocalWorker
+from workers.contract.messages import GroupRequest, WorkerGone
 
 WARM_STEPS = 1
 
 
 @dataclass
 class Waits:
-    """How long engines waited for a group that was there."""
+    """Records how long engines wait while a group is available."""
 
     free_since: dict[str, float] = field(default_factory=dict)
-    """By engine, when its last group's time was over, whether or not the loop came round to it then; an engine that has
-    not sampled yet is not in it."""
+    """By engine, when its last group was due to end, even if the event loop noticed later. Engines that have not
+    sampled yet are missing."""
     drawn_at: dict[str, float] = field(default_factory=dict)
-    """By prompt_uid: from then on the group waits."""
+    """By prompt_uid, when the prompt was drawn and its group became available."""
     seconds: list[float] = field(default_factory=list)
+    """Dispatch latency of each group."""
     died: int = 0
+    """Number of engines that died."""
 
     def drawn(self, pick: PromptPick) -> None:
-        """The group is there."""
+        """Record that a prompt was drawn and its group is available."""
         self.drawn_at[pick.prompt_uid] = time.perf_counter()
 
     def begins(self, engine: str, request: GroupRequest) -> None:
-        """An engine has been given a group."""
+        """Record that an engine starts a group."""
         free_since = self.free_since.get(engine)
         if free_since is not None:
             self.seconds.append(time.perf_counter() - max(free_since, self.drawn_at[request.prompt_uid]))
@@ -57,79 +61,86 @@ class Waits:
 
 @dataclass(frozen=True)
 class Faults:
-    """Every so many groups, on average, an engine dies over one."""
+    """Decides which groups kill their engine."""
 
     every: int
+    """Average number of groups per death."""
     seed: int
 
     def kills(self, request: GroupRequest) -> bool:
-        """Whether this attempt ends its engine."""
+        """Whether this attempt kills its engine."""
         return random.Random(f"{self.seed}-{request.prompt_uid}-{request.attempt}").randrange(self.every) == 0
 
 
 Seconds = Callable[[bool], float]
-"""What a group takes; told whether it is the engine's first."""
+"""Seconds that a group takes; the argument says whether it is the engine's first group."""
 
 
-class WatchedEngine(SimEngine):
-    """A simulated engine that may die over a group, and says when it begins and ends one."""
+class WatchedEngine(FakeEngine):
+    """A simulated engine that may die during a group, and records when it starts and ends one."""
 
     def __init__(self, name: str, seconds: Seconds, faults: Faults, waits: Waits) -> None:
         super().__init__(name, self._time)
-        self._seconds = seconds
+        self._group_seconds = seconds
         self._over = 0.0
         self._faults = faults
         self._waits = waits
 
     async def generate(self, request: GroupRequest, prompts: object) -> Any:
-        """One group. Raises WorkerGone where the engine dies over it."""
+        """Sample one group. Raises WorkerGone where the engine dies."""
         waits = self._waits
         waits.begins(self.name, request)
         answer = await super().generate(request, prompts)
         if self._faults.kills(request):
             waits.died += 1
-            waits.free_since.pop(self.name, None)  # a fresh engine has this name next
+            waits.free_since.pop(self.name, None)  # the replacement engine takes this name
             raise WorkerGone("killed by the benchmark")
         waits.free_since[self.name] = self._over
         return answer
 
     def _time(self, request: GroupRequest) -> float:
-        seconds = self._seconds(self.name not in self._waits.free_since)
+        seconds = self._group_seconds(self.name not in self._waits.free_since)
         self._over = time.perf_counter() + seconds
         return seconds
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a turn of one size is made of."""
+    """The work of a turn."""
 
     samples: int
+    """Samples per group."""
     saturated_groups: int
-    """Groups measured in the run whose engines answer at once, at least."""
+    """Minimum number of groups measured in the saturated run, whose engines answer at once."""
     paced_groups: int
-    """Groups of a step in the run whose engines take their time."""
+    """Groups per step in the paced run, whose engines take time."""
     paced_steps: int
-    """Steps of that run in which latency is measured."""
+    """Steps of the paced run in which latency is measured."""
     groups_per_s: float
-    """What all engines of that run finish together."""
+    """Groups per second that all engines of the paced run finish together."""
     fault_every: int
+    """Average number of groups per death of an engine."""
 
     def saturated(self, engines: int) -> Shape:
-        """A group of every step for each engine; one step is sampled while the one before is trained."""
+        """The saturated run: one group per engine and step; one step is sampled while the previous one is trained."""
         measured = -(-self.saturated_groups // engines)
         return Shape(engines, 1, engines, self.samples, 1, WARM_STEPS + measured + 1, restarts=engines)
 
     def paced(self, engines: int) -> Shape:
-        """So many steps open that there is always a group that waits for an engine. Stopped before its last step."""
+        """The paced run: enough open steps that a group is always available. It is stopped before its last step."""
         staleness = -(-3 * engines // (2 * self.paced_groups))
         steps = WARM_STEPS + self.paced_steps + staleness + 1
         return Shape(engines, 1, self.paced_groups, self.samples, staleness, steps, restarts=engines)
 
 
 async def simulate(shape: Shape, seconds: Seconds, faults: Faults, stop_at: int) -> tuple[Waits, Clock]:
-    """One run, to the end of step `stop_at`; waits are those after the warm-up.
+    """Run to the end of step `stop_at`.
 
-    Raises NotCorrect where a sequence or an engine is not accounted for.
+    Returns:
+        The waits after the warm-up, and the times of the steps.
+
+    Raises:
+        NotCorrect: A sequence or an engine is not accounted for.
     """
     waits, policy, stop = Waits(), SimPolicy(), asyncio.Event()
 
@@ -139,21 +150,24 @@ async def simulate(shape: Shape, seconds: Seconds, faults: Faults, stop_at: int)
         if step == stop_at:
             stop.set()
 
-    def engine(name: str) -> LocalWorker:
+    def engine(name: str) -> LocalWorker[FakeEngine]:
         return LocalWorker(name, WatchedEngine(name, seconds, faults, waits))
 
     engines = [engine(f"rollout-{i}") for i in range(shape.engines)]
-    stage = replace(Stage.local(shape, policy), engines=engines, spawn=engine)
-    simulation = Simulation(shape, stage, Clock(on_step), waits.drawn, stop)
+    workers = replace(SimulatedWorkers.local(shape, policy), engines=engines, spawn=engine)
+    simulation = Simulation(shape, workers, Clock(on_step), waits.drawn, stop)
     outcome, pool = await simulation.run()
     check(replace(shape, steps=stop_at), outcome, policy)
     if not waits.died == pool.restarts_used == outcome.ledger["retries"]:
-        raise NotCorrect(f"{waits.died} engines died, {pool.restarts_used} restarts, books {outcome.ledger}")
+        raise NotCorrect(
+            f"{waits.died} engines died, but the pool counts {pool.restarts_used} restarts and the ledger has "
+            f"{outcome.ledger}"
+        )
     return waits, simulation.clock
 
 
 async def scale_turn(engines: int, load: Load, seed: int) -> Turn:
-    """Both runs of one size. Raises NotCorrect."""
+    """Make both runs of one size. Raises NotCorrect."""
     faults = Faults(load.fault_every, seed)
     shape = load.saturated(engines)
     meter = Meter([os.getpid()])
@@ -168,7 +182,7 @@ async def scale_turn(engines: int, load: Load, seed: int) -> Turn:
         return mean_s * (rng.uniform(0.0, 1.0) if first else rng.uniform(0.5, 1.5))
 
     paced, _ = await simulate(load.paced(engines), seconds, faults, WARM_STEPS + load.paced_steps)
-    p50, p99 = (1e3 * value for value in percentiles(paced.seconds, (50, 99)))
+    p50, p99 = (1e3 * value for value in np.percentile(paced.seconds, (50, 99)))
     figures = {
         "p50 dispatch, ms": p50,
         "p99 dispatch, ms": p99,
@@ -180,12 +194,12 @@ async def scale_turn(engines: int, load: Load, seed: int) -> Turn:
 
 
 def name_of(engines: int) -> str:
-    """The contender of this size."""
+    """The contender's name."""
     return f"{engines} engines"
 
 
 async def measure(sizes: Sequence[int], load: Load, turns: int) -> Report:
-    """All sizes by turns; the first is the baseline. Raises NotCorrect."""
+    """Alternate the turns of all sizes; the first size is the baseline. Raises NotCorrect."""
 
     def contender(engines: int) -> Callable[[int], Any]:
         async def take(turn: int) -> Turn:
@@ -196,32 +210,38 @@ async def measure(sizes: Sequence[int], load: Load, turns: int) -> Report:
     taken = await take_turns({name_of(engines): contender(engines) for engines in sizes}, turns)
     checks = {
         "ledger": "in every run every sequence dispatched was trained or still in flight, none twice, none dropped",
-        "engines": "every engine that died was replaced, and its group sampled anew, once",
+        "engines": "every engine that died was replaced, and its group sampled again, once",
     }
     arguments = asdict(load) | {"engines": list(sizes), "turns": turns}
     return Report("controller_scale", arguments, taken, name_of(sizes[0]), checks, SEQUENCES)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.controller_scale", description=__doc__)
+    """Parse the command line."""
+    parser = command_parser("controller_scale", __doc__)
     add = parser.add_argument
-    add("--engines", type=int, nargs="+", default=[1000, 4000, 16000], help="the first is the baseline")
-    add("--samples", type=int, default=8, help="samples of a prompt")
-    add("--saturated-groups", type=int, default=16000, help="groups measured in the first run, at least")
-    add("--paced-groups", type=int, default=256, help="groups of a step in the second run")
+    add(
+        "--engines",
+        type=int,
+        nargs="+",
+        default=[1000, 4000, 16000],
+        help="numbers of engines; the first is the baseline",
+    )
+    add("--samples", type=int, default=8, help="samples per prompt")
+    add("--saturated-groups", type=int, default=16000, help="minimum number of groups measured in the first run")
+    add("--paced-groups", type=int, default=256, help="groups per step in the second run")
     add("--paced-steps", type=int, default=4, help="steps measured in the second run")
-    add("--load", type=float, default=100.0, help="groups a second that engines finish in the second run")
-    add("--fault-every", type=int, default=1000, help="groups over which one engine dies")
-    add("--turns", type=int, default=5, help="turns of each size, after a warm-up turn")
+    add("--load", type=float, default=100.0, help="groups per second that all engines finish in the second run")
+    add("--fault-every", type=int, default=1000, help="average number of groups per death of an engine")
+    add("--turns", type=int, default=5, help="turns of each size after a warm-up turn")
     add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table, write the results file."""
     given = parse(sys.argv[1:])
-    logging.getLogger("orchestrator").setLevel(logging.CRITICAL)  # it reports every engine that dies
+    logging.getLogger("orchestrator").setLevel(logging.CRITICAL)  # the pool logs every death
     load = Load(
         given.samples,
         given.saturated_groups,
@@ -230,7 +250,7 @@ def main() -> None:
         given.load,
         given.fault_every,
     )
-    carry_out(lambda: asyncio.run(measure(given.engines, load, given.turns)), given.json)
+    run_benchmark(lambda: asyncio.run(measure(given.engines, load, given.turns)), given.json)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How fast the product's tables go through the object store, and how often their bytes are copied.
+"""Throughput of the product's tables through the object store, and the number of copies of their bytes.
 
     python -m benchmarks.data_plane --table train
     python -m benchmarks.data_plane --table rollouts
 
-`put` is `Cluster.put`, as the product places its tables; it ends when the bytes are in shared memory. `get` copies
-nothing: it maps the table where it lies, in no time that depends on its size. GB/s of a `get` alone would mean nothing,
-so here every byte is read after it, and the same reading of a table that is in private memory stands beside it.
-Baseline: `memcpy` between two warm buffers of the same size.
+`put` is `Cluster.put`, which the product uses; it returns when the bytes are in shared memory. `get` copies nothing: it
+maps the table in a time that does not depend on its size, so GB/s of `get` alone would be meaningless. The benchmark
+therefore reads every byte after `get`, and also times the same reading of a table in private memory. Baseline: `memcpy`
+between two warm buffers of the same size.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ import pyarrow as pa
 import ray
 import torch
 
-from benchmarks.harness import GIGABYTES, NotCorrect, Report, Turn, carry_out, take_turns
-from benchmarks.processes import Meter
-from orchestrator.actor_group import Cluster
-from workers.messages import ROLLOUTS, TRAIN
-from workers.tensors import Ragged, list_column, ragged
+from benchmarks.support.harness import GIGABYTES, NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
+from benchmarks.support.processes import Meter
+from orchestrator.cluster.ray_cluster import Cluster
+from workers.contract.messages import ROLLOUTS, TRAIN
+from workers.models.token_batch import Ragged, list_column, ragged
 
 MEMCPY, PUT, GET, TORCH = "memcpy", "troupe put", "troupe get, then read", "ray.put of torch tensors"
 BUFFER = "ray.put of one buffer"
-"""Bytes without any structure, as many as the table has: what Ray itself takes."""
+"""As many unstructured bytes as the table has: the cost of Ray itself."""
 PROMPT_TOKENS = 256
 CHARACTERS = 4
-"""Of text for each response token."""
+"""Characters of text per response token."""
 HELD_BYTES = 2**26
-"""What a turn keeps in the store before it drops it, so that memory there is in use already, as it is in a long run."""
+"""Bytes that a turn keeps in the store before it drops them, so that the store reuses memory, as in a long run."""
 FREE_S = 0.02
-"""Wait, out of the measurement, for the store to take back what was dropped."""
+"""Unmeasured wait for the store to free dropped objects."""
 
 
 def rollouts_table(samples: int, tokens: int, seed: int) -> pa.Table:
-    """A group as a rollout worker returns it: ROLLOUTS, one row a sample, made from rows as there."""
+    """A ROLLOUTS table of one group, one row per sample, built from rows as a rollout worker builds it."""
     rng = np.random.default_rng(seed)
     prompt = rng.integers(0, 50_000, PROMPT_TOKENS).tolist()
     rows = [
@@ -75,7 +75,7 @@ def rollouts_table(samples: int, tokens: int, seed: int) -> pa.Table:
 
 
 def train_table(samples: int, tokens: int, seed: int) -> pa.Table:
-    """A step's batch as the trainers read it: TRAIN, with the columns of GRPO."""
+    """A TRAIN table of one step's batch, with the columns of GRPO."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(each: int) -> pa.Array:
@@ -105,7 +105,7 @@ def train_table(samples: int, tokens: int, seed: int) -> pa.Table:
 
 
 def tensors_of(table: pa.Table) -> dict[str, Ragged]:
-    """What the tokens of a table are as torch tensors, which others move in its place."""
+    """The token columns of a table as torch tensors, the form that other frameworks send."""
     columns = [
         name
         for name in table.column_names
@@ -127,7 +127,7 @@ def tensor_bytes(tensors: dict[str, Ragged]) -> int:
 
 
 def read(table: pa.Table) -> int:
-    """Read every byte once; the result depends on all of them (64-bit words xored, and what is left over)."""
+    """Read every byte once; returns the XOR of all 64-bit words and of the sums of the remaining bytes."""
     total = 0
     for buffer in buffers(table):
         whole = buffer.size // 8 * 8
@@ -137,7 +137,7 @@ def read(table: pa.Table) -> int:
 
 
 def shared_ranges() -> list[tuple[int, int]]:
-    """Where shared memory is mapped into this process."""
+    """Address ranges (start, end) of the shared memory mapped into this process."""
     ranges: list[tuple[int, int]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, permissions = line.split()[:2]
@@ -148,24 +148,28 @@ def shared_ranges() -> list[tuple[int, int]]:
 
 
 def bytes_in_place(table: pa.Table) -> int:
-    """Bytes of the table that lie in shared memory."""
+    """Number of the table's bytes that are in shared memory."""
     ranges = shared_ranges()
     return sum(b.size for b in buffers(table) if any(start <= b.address < end for start, end in ranges))
 
 
 @dataclass(frozen=True)
 class Copies:
-    """How often a byte of a table is copied on its way."""
+    """Copies per byte of a table, at `put` and at `get`."""
 
     put: float
     get: float
 
     @classmethod
     def of(cls, table: pa.Table, got: pa.Table) -> Copies:
-        """`got`: the table as it came out of the store.
+        """Count the copies of a table.
 
-        Put: a buffer of the table is written to shared memory from where it is (1); what goes into a stream or a pickle
-        first is copied there, too (2). Get: buffers that lie in shared memory are not copied (0); others are (1).
+        At `put`, a buffer that is written to shared memory directly counts 1, and one that is serialized into a stream
+        or a pickle first counts 2. At `get`, buffers in shared memory count 0 and others 1.
+
+        Args:
+            table: The table that was put.
+            got: The table that came out of the store.
         """
         moved: list[pickle.PickleBuffer] = []
         inside = len(pickle.dumps(table, protocol=5, buffer_callback=moved.append))
@@ -177,7 +181,7 @@ class Copies:
 
 
 class Contenders:
-    """Every way to move the same content; a turn does it `repeat` times."""
+    """The ways to move the same content; a turn moves it `repeat` times."""
 
     def __init__(self, table: pa.Table, repeat: int) -> None:
         self._table = table
@@ -190,7 +194,7 @@ class Contenders:
         self.copies = self._checked()
 
     def all(self) -> dict[str, Callable[[], Iterator[float]]]:
-        """Seconds of every repetition, by contender."""
+        """By contender, a function that yields the seconds of each repetition."""
         return {
             MEMCPY: self._memcpy,
             PUT: lambda: self._put(self._table),
@@ -202,7 +206,7 @@ class Contenders:
         }
 
     def turn(self, name: str) -> Turn:
-        """One turn of a contender."""
+        """Run one turn of a contender."""
         size = tensor_bytes(self._tensors) if name == TORCH else self._size
         copies = {PUT: self.copies.put, GET: self.copies.get}
         figures = {"copies per byte": copies[name]} if name in copies else {}
@@ -216,18 +220,18 @@ class Contenders:
         return Turn(seconds, self._repeat * size / 1e9, cpu_s, foreign, figures=figures)
 
     def _checked(self) -> Copies:
-        """Whatever went in comes out. Raises NotCorrect."""
+        """Check that every way preserves the content. Raises NotCorrect."""
         got: pa.Table = ray.get(self._ref)
         if not got.equals(self._table) or got.schema.metadata != self._table.schema.metadata:
-            raise NotCorrect("the table that came out of the store is not the one that went in")
+            raise NotCorrect("the table from the store differs from the one that was put")
         if read(got) != read(self._table):
-            raise NotCorrect("the digests of the table in the store and of the one that went in differ")
+            raise NotCorrect("the table from the store has another digest than the one that was put")
         if not pickle.loads(pickle.dumps(self._table)).equals(self._table):  # noqa: S301 (its own bytes)
-            raise NotCorrect("the table that was unpickled is not the one that was pickled")
+            raise NotCorrect("the unpickled table differs from the one that was pickled")
         tensors = ray.get(ray.put(self._tensors))
         for name, one in self._tensors.items():
             if not torch.equal(one.values, tensors[name].values) or not torch.equal(one.lengths, tensors[name].lengths):
-                raise NotCorrect(f"the tensors of {name} that came out of the store are not those that went in")
+                raise NotCorrect(f"the tensors of {name} from the store differ from those that were put")
         return Copies.of(self._table, got)
 
     def _memcpy(self) -> Iterator[float]:
@@ -260,7 +264,7 @@ class Contenders:
 
 
 async def measure(kind: str, samples: int, tokens: int, repeat: int, turns: int) -> Report:
-    """Start Ray, check, take turns. Raises NotCorrect."""
+    """Start Ray, check the content, alternate the turns. Raises NotCorrect."""
     table = {"rollouts": rollouts_table, "train": train_table}[kind](samples, tokens, 17)
     cluster = Cluster.connect({"CPU": 1.0})
     try:
@@ -277,31 +281,31 @@ async def measure(kind: str, samples: int, tokens: int, repeat: int, turns: int)
         cluster.abandon()
     size = sum(buffer.size for buffer in buffers(table))
     checks = {
-        "content": f"{table.num_rows} rows, {size} bytes equal after the store, digests of all bytes too",
-        "copies": f"{contenders.copies.put:.4f} a byte at put, {contenders.copies.get:.4f} at get",
+        "content": f"{table.num_rows} rows and the digest of all {size} bytes equal after the store",
+        "copies": f"{contenders.copies.put:.4f} per byte at put, {contenders.copies.get:.4f} at get",
     }
     arguments = {"table": kind, "samples": samples, "tokens": tokens, "repeat": repeat, "turns": turns, "bytes": size}
     return Report("data_plane", arguments, taken, MEMCPY, checks, GIGABYTES)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_plane", description=__doc__)
+    """Parse the command line."""
+    parser = command_parser("data_plane", __doc__)
     add = parser.add_argument
-    add("--table", choices=("train", "rollouts"), default="train", help="a step's batch, or one group")
-    add("--samples", type=int, default=0, help="rows of the table (0: 1024 of a batch, 8 of a group)")
-    add("--tokens", type=int, default=4096, help="response tokens of a row")
-    add("--repeat", type=int, default=0, help="times that the table is moved in a turn (0: 8 batches, 64 groups)")
-    add("--turns", type=int, default=9, help="turns of each contender, after a warm-up turn")
+    add("--table", choices=("train", "rollouts"), default="train", help="train: a step's batch; rollouts: one group")
+    add("--samples", type=int, default=0, help="rows of the table (default: 1024 for train, 8 for rollouts)")
+    add("--tokens", type=int, default=4096, help="response tokens per row (default: 4096)")
+    add("--repeat", type=int, default=0, help="moves of the table per turn (default: 8 for train, 64 for rollouts)")
+    add("--turns", type=int, default=9, help="turns of each contender after a warm-up turn (default: 9)")
     add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table, write the results file."""
     given = parse(sys.argv[1:])
     samples, repeat = {"train": (1024, 8), "rollouts": (8, 64)}[given.table]
-    carry_out(
+    run_benchmark(
         lambda: asyncio.run(
             measure(given.table, given.samples or samples, given.tokens, given.repeat or repeat, given.turns)
         ),

@@ -1,10 +1,10 @@
-"""How close a step comes to the slower of generation and training, by staleness.
+"""Time of a step against the slower of generation and training, by staleness.
 
     python -m benchmarks.pipeline_bubble --groups 32 --train-ms 300
 
-Stages only wait: a group takes its engine a time drawn from a distribution with a long tail, an update always the same
-time. Whatever is lost against max(R, T) is lost by the order in which the real controller runs them. R of a step is the
-time its groups take on all slots of all engines, kept busy without a gap; T is the update's. No schedule is faster.
+Simulated workers only wait: a group takes a time from a long-tailed distribution, an update a constant time. R is the
+time that the groups of a step take on all slots of all engines without idle slots, and T the time of the update, so no
+schedule is faster than max(R, T). The difference to it is the loss from the product's own schedule.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out, take_turns
-from benchmarks.processes import Meter
-from benchmarks.simulated import Shape, SimPolicy, Simulation, Stage, check
-from workers.messages import GroupRequest
+from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
+from benchmarks.support.processes import Meter
+from benchmarks.support.simulated import Shape, SimPolicy, SimulatedWorkers, Simulation, check
+from workers.contract.messages import GroupRequest
 
 BOUND = "bound"
 UNIT = Unit("max(R, T) seconds", "second", digits=3)
@@ -30,40 +30,47 @@ SAMPLES = 8
 TAIL = 0.8
 """Sigma of the lognormal lengths: the longest of 16 groups is about three times the mean."""
 LONGEST = 6.0
-"""Lengths are cut there, in means, as `max_tokens` cuts responses."""
+"""Lengths are truncated at this multiple of their mean, as `max_tokens` truncates responses."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """What the stages take."""
+    """Durations of generation and training."""
 
     mean_s: float
-    """Of a group on its engine."""
+    """Mean time of a group on its engine."""
     train_s: float
+    """Time of an update."""
     seed: int
 
     def of(self, row: int) -> float:
-        """Seconds of the group of this prompt: the same in every run."""
+        """Seconds of the group of this prompt, which are the same in every run."""
         draw = random.Random(f"{self.seed}-{row}").lognormvariate(-TAIL * TAIL / 2, TAIL)
         return self.mean_s * min(draw, LONGEST)
 
 
 def measured_steps(shape: Shape) -> range:
-    """Steps (from 0) in the steady state: the pipeline is full before them, and not yet drained after them."""
+    """Steps (from 0) in the steady state, after the pipeline has filled and before it drains."""
     edge = shape.staleness + 1
     return range(edge, shape.steps - edge)
 
 
 def stages_s(shape: Shape, times: Times, rows: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """(R, T) in seconds of steps with these prompts."""
+    """(R, T), in seconds, of steps with these prompts.
+
+    Args:
+        shape: The engines and slots.
+        times: The durations.
+        rows: Rows of the prompts of each step.
+    """
     slots = shape.engines * shape.slots
     generate = sum(times.of(row) for step in rows for row in step) / slots
     return generate, times.train_s * len(rows)
 
 
 async def pipeline_turn(shape: Shape, times: Times) -> Turn:
-    """One run; measured are its steady steps, against the bound for the groups trained in them. Raises NotCorrect."""
-    policy = SimPolicy(times.train_s)
+    """Run once and measure the steady steps, against the bound for the groups trained in them. Raises NotCorrect."""
+    policy = SimPolicy(update_s=times.train_s)
     taken: list[tuple[str, float]] = []
 
     def work(request: GroupRequest) -> float:
@@ -71,7 +78,7 @@ async def pipeline_turn(shape: Shape, times: Times) -> Turn:
         taken.append((request.prompt_uid, seconds))
         return seconds
 
-    simulation = Simulation(shape, Stage.local(shape, policy, work))
+    simulation = Simulation(shape, SimulatedWorkers.local(shape, policy, work))
     meter = Meter([])
     began = time.process_time()
     outcome, _ = await simulation.run()
@@ -79,11 +86,13 @@ async def pipeline_turn(shape: Shape, times: Times) -> Turn:
     _, foreign = meter.read()
     check(shape, outcome, policy)
     if len(dict(taken)) != len(taken) or len(taken) != shape.steps * shape.groups:
-        raise NotCorrect(f"engines were asked for {len(taken)} groups, not {shape.steps * shape.groups}")
+        raise NotCorrect(
+            f"the engines received {len(taken)} groups, expected {shape.steps * shape.groups} distinct ones"
+        )
     steps = measured_steps(shape)
     ticks = simulation.clock.ticks
     wall_s = ticks[steps.stop - 1].wall - ticks[steps.start - 1].wall
-    rows = [[row_of(uid) for uid in dict.fromkeys(uid for uid, _ in policy.kept[step])] for step in steps]
+    rows = [[row_of(uid) for uid in dict.fromkeys(uid for uid, _ in policy.prepared[step])] for step in steps]
     generate_s, train_s = stages_s(shape, times, rows)
     parts = {"step, s": wall_s, "R of a step, s": generate_s, "T of a step, s": train_s}
     figures = {name: seconds / len(steps) for name, seconds in parts.items()}
@@ -91,12 +100,12 @@ async def pipeline_turn(shape: Shape, times: Times) -> Turn:
 
 
 def row_of(uid: str) -> int:
-    """The row of a prompt by the name of its visit, `e<epoch>-r<row>`."""
+    """The row of a prompt from its uid, `e<epoch>-r<row>`."""
     return int(uid.rpartition("r")[2])
 
 
 async def measure(shape: Shape, staleness: Sequence[int], times: Times, turns: int) -> Report:
-    """All contenders by turns. Raises NotCorrect."""
+    """Alternate the turns of all stalenesses. Raises NotCorrect."""
 
     def contender(bound: int) -> Callable[[int], Any]:
         async def take(turn: int) -> Turn:
@@ -118,12 +127,12 @@ async def measure(shape: Shape, staleness: Sequence[int], times: Times, turns: i
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_bubble", description=__doc__)
+    """Parse the command line."""
+    parser = command_parser("pipeline_bubble", __doc__)
     add = parser.add_argument
-    add("--groups", type=int, default=32, help="prompts of a step")
+    add("--groups", type=int, default=32, help="prompts per step")
     add("--engines", type=int, default=4)
-    add("--slots", type=int, default=4, help="groups that an engine holds")
+    add("--slots", type=int, default=4, help="groups that one engine samples at once")
     add("--mean-ms", type=float, default=200.0, help="mean time of a group on its engine")
     add("--train-ms", type=float, default=300.0, help="time of an update")
     add("--staleness", type=int, nargs="+", default=[0, 1, 4])
@@ -131,20 +140,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--steps",
         type=int,
         default=30,
-        help="steps of a turn; those in which the pipeline fills and drains not measured",
+        help="steps per turn, including those in which the pipeline fills and drains, which are not measured",
     )
-    add("--turns", type=int, default=5, help="turns of each contender, after a warm-up turn")
+    add("--turns", type=int, default=5, help="turns of each contender after a warm-up turn")
     add("--seed", type=int, default=17)
     add("--json", type=Path, default=None, help="results file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table, write the results file."""
     given = parse(sys.argv[1:])
     shape = Shape(given.engines, given.slots, given.groups, SAMPLES, 0, given.steps)
     times = Times(given.mean_ms / 1e3, given.train_ms / 1e3, given.seed)
-    carry_out(lambda: asyncio.run(measure(shape, given.staleness, times, given.turns)), given.json)
+    run_benchmark(lambda: asyncio.run(measure(shape, given.staleness, times, given.turns)), given.json)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""What `troupe plan` says a training rank needs, against what real ranks take: `python -m benchmarks.plan_memory`.
+"""Memory of a training rank as `troupe plan` estimates it, against the memory of real ranks.
 
-Every case starts a real `PolicyWorker` in processes of their own, without Ray, and makes two updates of two
-micro-batches at the full token budget. Measured is the peak resident memory (VmHWM, reset before the model is made);
-estimated is `orchestrator.memory.training`. With `--processes` it measures what processes take without a model, which
-is where the constants of `orchestrator/memory_plan.py` come from. Linux only.
+    python -m benchmarks.plan_memory
+    python -m benchmarks.plan_memory --only "zero 3"    # some of the cases
+    python -m benchmarks.plan_memory --processes        # processes without a model
+
+Each case starts `PolicyWorker`s in processes of their own, without Ray, and runs two updates of two micro-batches at
+the full token budget. It measures the peak resident memory (VmHWM, reset before the model is built) and compares it
+with `orchestrator.capacity.worker_memory.training`. `--processes` measures processes without a model; the constants of
+`orchestrator/capacity/fit.py` come from there. Linux only.
 """
 
 from __future__ import annotations
@@ -23,14 +27,15 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
-from orchestrator.memory import MIB, Training, training
-from orchestrator.memory_plan import TRAINER_PROCESS
-from orchestrator.model_size import read_size
-from workers.config import Dtype, TrainerConfig
-from workers.peaks import resident_peak
+from benchmarks.support.harness import command_parser
+from orchestrator.capacity.model_size import read_size
+from orchestrator.capacity.spec_memory import TRAINER_PROCESS
+from orchestrator.capacity.worker_memory import MIB, Training, WorkerMemory, training
+from workers.contract.config import Dtype, TrainerConfig
+from workers.contract.memory import resident_peak
 
 MODELS = Path(".cache/models")
-BOUND_S = 1800.0
+TIMEOUT_S = 1800.0
 ROW_TOKENS = 256
 PROMPT_TOKENS = 8
 
@@ -40,23 +45,25 @@ class Case:
     """One measurement."""
 
     model: str
-    """A folder of `.cache/models`, or `made`: a Llama of 30 million parameters with a head of its own."""
+    """A folder of `.cache/models`, or `made`: a Llama of 30 million parameters with an untied head."""
     stage: int
+    """DeepSpeed's ZeRO stage."""
     dtype: Dtype
     ranks: int
     tokens: int
+    """Token budget of a micro-batch."""
     checkpointing: bool = False
     ema: bool = False
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Name in the table."""
         extras = ("checkpointing",) * self.checkpointing + ("ema",) * self.ema
         what = f"{self.model} zero {self.stage} {self.dtype} x{self.ranks} {self.tokens} tokens"
         return " ".join([what, *extras])
 
     def trainer(self) -> TrainerConfig:
-        """What its ranks are told."""
+        """Configuration of the ranks."""
         return TrainerConfig(
             zero_stage=self.stage,  # pyright: ignore[reportArgumentType]
             micro_batch_tokens=self.tokens,
@@ -66,7 +73,7 @@ class Case:
         )
 
 
-CASES = (  # one rank takes stages 1 and 2 in float32 as 0
+CASES = (  # in float32, one rank runs stages 1 and 2 as stage 0
     *(Case("tiny-llama", stage, "float32", 1, 2048) for stage in (1, 3)),
     *(Case("made", stage, "float32", 1, 2048) for stage in (1, 3)),
     *(Case("made", stage, "float32", 2, 2048) for stage in range(4)),
@@ -85,29 +92,37 @@ class Measured:
     process: int
     """Resident before the model is made."""
     built: int
-    """Peak until the model stands under DeepSpeed."""
+    """Peak until DeepSpeed has built the engine."""
     peak: int
     """Peak until the updates are done."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, default=MODELS, help="folder of the models")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--json", type=Path, default=Path("runs/plan_memory.json"), help="where the figures go")
-    parser.add_argument("--processes", action="store_true", help="measure processes without a model instead")
-    parser.add_argument("--list", action="store_true", help="name the cases and estimates, and measure nothing")
-    options = parser.parse_args(arguments)
-    if options.processes:
-        figures: list[dict[str, Any]] = [processes(options.models)]
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = command_parser("plan_memory", __doc__)
+    add = parser.add_argument
+    add("--models", type=Path, default=MODELS, help=f"folder of the models (default: {MODELS})")
+    add("--only", default="", help="run the cases whose name contains this text")
+    add(
+        "--json", type=Path, default=Path("runs/plan_memory.json"), help="results file (default: runs/plan_memory.json)"
+    )
+    add("--processes", action="store_true", help="measure processes without a model instead")
+    add("--list", action="store_true", help="print the cases and their estimates without measuring")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, print the table, write the results file."""
+    given = parse(sys.argv[1:])
+    if given.processes:
+        rows: list[dict[str, Any]] = [processes(given.models)]
     else:
         with tempfile.TemporaryDirectory() as made:
-            folders = _folders(options.models, Path(made))
-            chosen = [case for case in CASES if options.only in case.name]
-            figures = [_row(case, folders[case.model], not options.list) for case in chosen]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(figures, indent=2) + "\n")
+            folders = _folders(given.models, Path(made))
+            chosen = [case for case in CASES if given.only in case.name]
+            rows = [_row(case, folders[case.model], not given.list) for case in chosen]
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def _row(case: Case, folder: Path, measures: bool) -> dict[str, Any]:
@@ -127,9 +142,9 @@ def _row(case: Case, folder: Path, measures: bool) -> dict[str, Any]:
     return row
 
 
-def estimate(case: Case, folder: Path):
-    """What the plan says of one rank."""
-    told = Training(
+def estimate(case: Case, folder: Path) -> tuple[WorkerMemory, ...]:
+    """The estimate of `troupe plan` for one rank."""
+    settings = Training(
         size=read_size(folder),
         dtype=case.dtype,
         trainer=case.trainer(),
@@ -138,11 +153,11 @@ def estimate(case: Case, folder: Path):
         longest=ROW_TOKENS,
         process=TRAINER_PROCESS,
     )
-    return training("policy-0", told)
+    return training("policy-0", settings)
 
 
 def measure(case: Case, folder: Path) -> Measured:
-    """Run the case's ranks. Raises RuntimeError where one of them fails."""
+    """Run the ranks of a case. Raises RuntimeError where one of them fails."""
     context = multiprocessing.get_context("spawn")
     meeting, results = context.Queue(), context.Queue()
     ranks = [
@@ -151,7 +166,7 @@ def measure(case: Case, folder: Path) -> Measured:
     for rank in ranks:
         rank.start()
     try:
-        found = [results.get(timeout=BOUND_S) for _ in ranks]
+        found = [results.get(timeout=TIMEOUT_S) for _ in ranks]
     finally:
         for rank in ranks:
             rank.join(timeout=30)
@@ -164,7 +179,7 @@ def measure(case: Case, folder: Path) -> Measured:
 
 
 def _rank(case: Case, folder: str, rank: int, meeting: Queue[Any], results: Queue[Any]) -> None:
-    """The process of one rank: (process, built, peak) in bytes, or what went wrong."""
+    """Main function of one rank's process: puts (process, built, peak) in bytes, or a traceback, into `results`."""
     try:
         results.put(_updates(case, folder, rank, meeting))
     except BaseException:
@@ -172,8 +187,16 @@ def _rank(case: Case, folder: str, rank: int, meeting: Queue[Any], results: Queu
 
 
 def _updates(case: Case, folder: str, rank: int, meeting: Queue[Any]) -> tuple[int, int, int]:
-    from workers.config import AdvantageConfig, ModelConfig, PolicyConfig, PolicyLossConfig, Rendezvous, SamplingConfig
-    from workers.messages import RankPlan
+    """Build a worker and run its updates; returns (process, built, peak) in bytes."""
+    from workers.contract.config import (
+        AdvantageConfig,
+        ModelConfig,
+        PolicyConfig,
+        PolicyLossConfig,
+        Rendezvous,
+        SamplingConfig,
+    )
+    from workers.contract.messages import RankPlan
     from workers.policy import PolicyWorker
 
     config = PolicyConfig(
@@ -210,10 +233,10 @@ def _updates(case: Case, folder: str, rank: int, meeting: Queue[Any]) -> tuple[i
 
 
 def batch(rows: int) -> Any:
-    """A TRAIN table; every second row is a little shorter, so that micro-batches have padding as real ones do."""
+    """A TRAIN table; every second row is one token shorter, so that micro-batches have padding as real ones do."""
     import pyarrow as pa
 
-    from workers.messages import TRAIN
+    from workers.contract.messages import TRAIN
 
     def row(number: int) -> dict[str, Any]:
         response = ROW_TOKENS - PROMPT_TOKENS - number % 2
@@ -233,12 +256,12 @@ def batch(rows: int) -> Any:
 
 
 def reset_peak() -> None:
-    """Let VmHWM start again from what is resident now (proc(5), clear_refs)."""
+    """Reset VmHWM to the memory that is resident now (proc(5), clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def _folders(models: Path, made: Path) -> dict[str, Path]:
-    """Folder by name of model; the made one is made here, in a process of its own so that torch stays out of this."""
+    """Folders by model name; creates the model `made`, in a process of its own so that this one does not load torch."""
     code = (
         "import sys, torch; from transformers import LlamaConfig, LlamaForCausalLM; "
         "LlamaForCausalLM(LlamaConfig(vocab_size=16384, hidden_size=512, intermediate_size=1408, num_hidden_layers=4, "
@@ -252,7 +275,7 @@ def _folders(models: Path, made: Path) -> dict[str, Path]:
 def processes(models: Path) -> dict[str, int]:
     """Peak memory of processes without a model, in bytes."""
     imports = {
-        "scorer": "import workers.reference, workers.reward_model",
+        "scorer": "import workers.reference, workers.rewards.model",
         "reward": "import workers.reward",
         "function": "import workers.rewards.child",
     }
@@ -272,10 +295,10 @@ def _peak_of(code: str) -> int:
 
 
 async def _engine(folder: Path) -> int:
-    """An engine's processes, less its weights and its cache."""
+    """Peak memory of an engine's processes, less its weights and its KV cache."""
     import psutil
 
-    from workers.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+    from workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
     from workers.rollout import RolloutWorker
 
     cache = 0.0625

@@ -1,10 +1,10 @@
-"""A whole PPO step with four models, by phase, against the same stages one by one with nothing else going on.
+"""A whole PPO step with four models, by phase, against the same stages run one by one.
 
     python -m benchmarks.ppo_step --groups 16 --samples 2 --max-tokens 16
 
-The product's side is its own controller, step by step. Between two steps the same workers do the same amount of every
-stage alone: generation, scoring by reward, reference, critic and policy, preparation, both updates, weight sync. Their
-sum is what a step costs that overlaps nothing and adds nothing.
+The product runs its own controller, step by step. Between two steps the same workers run the same amount of each stage
+in isolation: generation, scoring by reward, reference, critic and policy, preparation, both updates, weight sync. The
+sum of the stages is the time of a step without overlap and without orchestration overhead.
 """
 
 from __future__ import annotations
@@ -19,69 +19,83 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.harness import NotCorrect, Report, Turn, carry_out, take_turns
-from benchmarks.workload import Settings, add_settings, spec, without_end
-from orchestrator.spec import Spec
+from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
+from benchmarks.support.workload import MAX_GAP, Settings, add_settings, grpo_spec, without_eos
+from orchestrator.spec.errors import Source
+from orchestrator.spec.load import parse_rollout_spec
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.spec.yaml_reader import Document
 
 STAGES, PRODUCT = "stages alone", "troupe"
 PHASES = ("generate", "prepare", "update", "sync")
-MAX_GAP = 0.1
-"""Nats between sampler and trainer per token, in every policy update of either."""
-SIDE_BY_SIDE = ("policy update", "critic update")
-SCORING = ("reward", "reference", "critic", "old log-probs")
 
 
-def four_models(plan: Spec) -> Spec:
-    """The spec with PPO: a critic, and a reference in a worker of its own. Raises ValidationError."""
-    document = plan.model_dump(mode="json", exclude_defaults=True)
+def four_models(spec: RolloutSpec) -> RolloutSpec:
+    """The spec with PPO, a critic, and a reference in a worker of its own. Raises SpecError."""
+    document = spec.model_dump(mode="json", exclude_defaults=True)
     policy = document["roles"]["policy"]
     document["roles"]["critic"] = dict(policy)
     shared = policy.keys() & {"cpus", "gpus", "threads", "micro_batch_tokens"}
     document["roles"]["reference"] = {key: policy[key] for key in shared}
-    document["algorithm"] = {"name": "ppo", "group_size": plan.group_size, "kl": {"coef": 0.02}}
-    return Spec.model_validate(document)
-
-
-def critical_path(stages: Mapping[str, float]) -> float:
-    """Seconds of a step of these stages with a machine for every worker, without streaming between stages.
-
-    Scoring is fanned out, and so are the two updates: the longest of each counts.
-    """
-    alone = sum(seconds for name, seconds in stages.items() if name not in (*SCORING, *SIDE_BY_SIDE))
-    return alone + max(stages[name] for name in SCORING) + max(stages[name] for name in SIDE_BY_SIDE)
+    document["algorithm"] = {"name": "ppo", "group_size": spec.group_size, "kl": {"coef": 0.02}}
+    return parse_rollout_spec(Document(document, Source("ppo_step")))
 
 
 def check(settings: Settings, metrics: Sequence[Mapping[str, float]], gaps: Sequence[float]) -> dict[str, str]:
-    """What was right about all steps, or NotCorrect. `gaps`: of the policy updates of the stages, in nats a token."""
+    """Check the steps of the product and of the stages.
+
+    Args:
+        settings: The requested work.
+        metrics: The product's metrics, one line per step.
+        gaps: Sampler-to-trainer gaps of the policy updates of the stages, in nats per token.
+
+    Returns:
+        The checks and their outcomes.
+
+    Raises:
+        NotCorrect: A check failed.
+    """
     wanted = settings.sequences
     for line in metrics:
         if line["ledger/trained"] != wanted * (line["step"] - 1) or line["ledger/dropped"]:
-            raise NotCorrect(f"step {line['step']:g}: the ledger has {line['ledger/trained']:g} samples trained")
+            raise NotCorrect(
+                f"step {line['step']:g}: the ledger counts {line['ledger/trained']:g} samples trained and "
+                f"{line['ledger/dropped']:g} dropped, expected {wanted * (line['step'] - 1):g} and 0"
+            )
         if line["response_tokens/mean"] != settings.max_tokens:
-            raise NotCorrect(f"step {line['step']:g}: {line['response_tokens/mean']:g} tokens a response")
+            raise NotCorrect(
+                f"step {line['step']:g}: {line['response_tokens/mean']:g} tokens per response, expected "
+                f"{settings.max_tokens}"
+            )
     worst = max([*gaps, *(line["policy/rollout_logprob_gap"] for line in metrics)])
     if not worst <= MAX_GAP:
-        raise NotCorrect(f"sampler and trainer are {worst:.4f} nats a token apart")
+        raise NotCorrect(f"sampler and trainer differ by {worst:.4f} nats per token, more than {MAX_GAP}")
     return {
         "samples": f"{wanted} of {settings.max_tokens} tokens in each of {len(metrics)} steps, trained once each",
-        "sampler to trainer": f"{worst:.4f} nats a token at most; every weight update verified by digest",
+        "sampler to trainer": f"{worst:.4f} nats per token at most; every weight update verified by digest",
     }
 
 
 async def measure(settings: Settings, turns: int) -> Report:
-    """Start the cast, let step and stages take turns, check. Raises NotCorrect, and TroupeError where the run fails."""
-    from benchmarks.ppo_stage import PPOStage  # every engine's process imports this module, and needs no Ray
+    """Start the workers, alternate between steps and isolated stages, and check.
+
+    Raises:
+        NotCorrect: A check failed.
+        TroupeError: The run failed.
+    """
+    # Imported here because engine processes import this module, and they do not need Ray.
+    from benchmarks.support.ppo_setup import PPOSetup
 
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = without_end(settings.model, folder / "model")
-        plan = four_models(spec(settings, model, turns + 1, 2 * settings.groups * (turns + 1)))
-        stage = await stack.enter_async_context(PPOStage.open(plan, folder / "run"))
-        taken = await take_turns({STAGES: stage.stages, PRODUCT: stage.step}, turns)
-        await stage.finish()
+        model = without_eos(settings.model, folder / "model")
+        spec = four_models(grpo_spec(settings, model, turns + 1, 2 * settings.groups * (turns + 1)))
+        setup = await stack.enter_async_context(PPOSetup.open(spec, folder / "run"))
+        taken = await take_turns({STAGES: setup.stages, PRODUCT: setup.step}, turns)
+        await setup.finish()
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     metrics: list[dict[str, float]] = [json.loads(line) for line in lines]
-    checks = check(settings, metrics, stage.gaps)
+    checks = check(settings, metrics, setup.gaps)
     taken[PRODUCT] = [
         Turn(turn.wall_s, turn.amount, turn.cpu_s, turn.foreign_cores, phases_of(line, turn.wall_s))
         for turn, line in zip(taken[PRODUCT], metrics[1:], strict=True)
@@ -90,25 +104,27 @@ async def measure(settings: Settings, turns: int) -> Report:
 
 
 def phases_of(metrics: Mapping[str, float], wall_s: float) -> dict[str, float]:
-    """Seconds by phase of a line of metrics.jsonl; what is in none of them comes under `other`."""
+    """Seconds by phase of a line of metrics.jsonl; the rest of the step is `other`."""
     phases = {phase: metrics[f"seconds/{phase}"] for phase in PHASES}
     return phases | {"other": wall_s - sum(phases.values())}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ppo_step", description=__doc__)
+    """Parse the command line."""
+    parser = command_parser("ppo_step", __doc__)
     defaults = {"groups": 16, "samples": 2, "max_tokens": 16, "concurrency": 64, "threads": 2}
     add_settings(parser, **defaults, turns=5, seed=17)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each of the four")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU for each of the four models"
+    )
     return parser.parse_args(arguments)
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table, write the results file."""
     given = vars(parse(sys.argv[1:]))
     turns, path = given.pop("turns"), given.pop("json")
-    carry_out(lambda: asyncio.run(measure(Settings(**given, lengths="fixed", engines=1), turns)), path)
+    run_benchmark(lambda: asyncio.run(measure(Settings(**given, lengths="fixed", engines=1), turns)), path)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Small versions of the benchmarks in a few minutes, and whether any ratio got worse on this kind of machine.
+"""Regression check: small versions of the benchmarks in a few minutes, compared with recorded ratios.
 
-    python -m benchmarks.quick            # exit 1 when a ratio is worse than recorded
-    python -m benchmarks.quick --write    # record the ratios of this machine, from three runs
+    python -m benchmarks.quick            # exit code 1 if a ratio is worse than recorded, 2 if nothing is recorded
+    python -m benchmarks.quick --write    # record the ratios of this kind of machine, from three runs
 
-The figures are those of a tiny model: they show that something changed, not how fast the product is.
+The ratios are those of a tiny model: they show that something changed, not how fast the product is.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import Spread, machine, progress
-from benchmarks.regression import (
+from benchmarks.support.harness import Spread, command_parser, machine, progress
+from benchmarks.support.regression import (
     Ratios,
     Verdict,
     baseline_path,
     compare,
-    pooled,
+    pool_runs,
     ratios_of,
     read_baseline,
     write_baseline,
@@ -40,16 +40,16 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "pipeline_bubble": ("--groups", "16", "--staleness", "1", "--mean-ms", "50", "--train-ms", "75"),
     "data_plane": ("--samples", "256", "--repeat", "2", "--turns", "7"),
 }
-"""Arguments of each benchmark. Sampling is compared as a phase of grpo_step: starting engines takes most time."""
+"""Arguments of each benchmark. Sampling is compared as a phase of grpo_step, because starting engines takes longest."""
 PHASES = {"grpo_step": ("generate", "update")}
-"""Phases with a ratio of their own."""
+"""Phases that are compared separately."""
 LONGEST_S = 300
 NO_BASELINE = 2
-"""Exit code where nothing was recorded on this kind of machine."""
+"""Exit code where nothing is recorded for this kind of machine."""
 
 
 def run(names: Sequence[str]) -> Ratios:
-    """Run the benchmarks one after another. Raises CalledProcessError where one of them refuses its own figures."""
+    """Run the benchmarks one after another. Raises CalledProcessError where one of them fails."""
     ratios: Ratios = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
@@ -62,8 +62,8 @@ def run(names: Sequence[str]) -> Ratios:
     return ratios
 
 
-def judged(recorded: Ratios, names: Sequence[str]) -> list[Verdict]:
-    """Verdicts on the benchmarks `names`. One with a bad verdict is run again: bad is what is bad twice."""
+def judge(recorded: Ratios, names: Sequence[str]) -> list[Verdict]:
+    """Run and judge the benchmarks `names`; a benchmark with a bad verdict runs again, and the second run decides."""
     recorded = {name: spread for name, spread in recorded.items() if benchmark_of(name) in names}
     verdicts = compare(recorded, run(names))
     again = sorted({benchmark_of(verdict.name) for verdict in verdicts if verdict.bad})
@@ -74,13 +74,13 @@ def judged(recorded: Ratios, names: Sequence[str]) -> list[Verdict]:
 
 
 def benchmark_of(ratio: str) -> str:
-    """The benchmark of a ratio's name."""
+    """The name of the benchmark that a ratio belongs to."""
     return ratio.partition(":")[0]
 
 
 def show(verdicts: Sequence[Verdict]) -> None:
-    """Print the table."""
-    table = Table(title="ratios to each benchmark's own baseline, median (least .. greatest)")
+    """Print the table of verdicts."""
+    table = Table(title="ratios to each benchmark's own baseline, median (min .. max)")
     for title in ("ratio", "recorded", "now", ""):
         table.add_column(title)
     for verdict in verdicts:
@@ -93,36 +93,40 @@ def _text(spread: Spread | None) -> str:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quick", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="not all of them")
-    parser.add_argument("--write", action="store_true", help="record what is measured as this machine's baseline")
-    parser.add_argument("--runs", type=int, default=3, help="how many of them --write records as one (default: 3)")
+    """Parse the command line."""
+    parser = command_parser("quick", __doc__)
+    parser.add_argument(
+        "--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="benchmarks to run (default: all)"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="record the ratios as the baseline of this kind of machine"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="number of runs that --write combines (default: 3)")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Measure, compare or record; the exit code."""
+    """Measure, then compare or record; returns the exit code."""
     given = parse(sys.argv[1:])
     began, kind = time.monotonic(), machine()
     path = baseline_path(kind)
     recorded = read_baseline(path) if path.is_file() and not given.write else None
     if recorded is None:
         runs = given.runs if given.write else 1
-        verdicts = compare({}, pooled([run(given.only) for _ in range(runs)]))
+        verdicts = compare({}, pool_runs([run(given.only) for _ in range(runs)]))
     else:
-        verdicts = judged(recorded, given.only)
+        verdicts = judge(recorded, given.only)
     show(verdicts)
     print(f"{time.monotonic() - began:.0f} s")
     if given.write:
         write_baseline(path, kind, {verdict.name: verdict.measured for verdict in verdicts if verdict.measured})
         print(f"wrote {path}")
     elif recorded is None:
-        print(f"no baseline for this kind of machine: record one with --write ({path})")
+        print(f"no baseline is recorded for this kind of machine ({path}): record one with --write")
         return NO_BASELINE
     bad = [verdict for verdict in verdicts if verdict.bad]
     for verdict in bad:
-        print(f"{verdict.outcome}: {verdict.name}: {_text(verdict.measured)}, recorded was {_text(verdict.recorded)}")
+        print(f"{verdict.outcome}: {verdict.name}: {_text(verdict.measured)}, recorded {_text(verdict.recorded)}")
     return 1 if bad else 0
 
 

@@ -1,4 +1,4 @@
-"""Reward curves of finished runs as one Markdown table; docs/results.md is made of it.
+"""Reward curves of finished runs as one Markdown table, as in docs/explanation/results.md.
 
 python -m benchmarks.reward_curves runs/grpo runs/rloo chain=runs/three-stage/ppo
 """
@@ -11,20 +11,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FIGURE = "reward/mean"
+from benchmarks.support.harness import command_parser
+
+METRIC = "reward/mean"
 
 
-def curve(run: Path, figure: str) -> dict[int, float]:
-    """The figure by step. Raises ValueError where the run has no finished step with it."""
+def curve(run: Path, metric: str) -> dict[int, float]:
+    """The metric by step. Raises ValueError where no finished step of the run has it."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = {line["step"]: line[figure] for line in lines if line.get(figure) is not None}
+    found = {line["step"]: line[metric] for line in lines if line.get(metric) is not None}
     if not found:
-        raise ValueError(f"{run}: no finished step has {figure}")
+        raise ValueError(f"{run}: no finished step has {metric}")
     return found
 
 
 def table(curves: dict[str, dict[int, float]]) -> str:
-    """One row a step, one column a run; a run that has ended leaves its cells empty."""
+    """A table with one row per step and one column per run; cells after the end of a run are empty."""
     steps = sorted({step for values in curves.values() for step in values})
     rows = [["step", *curves], ["---:"] * (1 + len(curves))]
     rows += [
@@ -34,23 +36,23 @@ def table(curves: dict[str, dict[int, float]]) -> str:
 
 
 def named(text: str) -> tuple[str, Path]:
-    """`NAME=RUN`, or the folder of a run, which then names it."""
+    """Parse `NAME=RUN` or `RUN`, the folder of a run, into (name, folder); the name defaults to the folder's."""
     name, equals, folder = text.rpartition("=")
     return (name, Path(folder)) if equals else (Path(text).name, Path(text))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reward_curves", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="folders of runs, and what to call them")
-    parser.add_argument("--figure", default=FIGURE, help="a name in metrics.jsonl")
+    """Parse the command line."""
+    parser = command_parser("reward_curves", __doc__)
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="folders of runs, with names for the columns")
+    parser.add_argument("--metric", default=METRIC, help=f"a metric of metrics.jsonl (default: {METRIC})")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     """Print the table."""
     given = parse(sys.argv[1:])
-    sys.stdout.write(table({name: curve(run, given.figure) for name, run in map(named, given.runs)}) + "\n")
+    sys.stdout.write(table({name: curve(run, given.metric) for name, run in map(named, given.runs)}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Every benchmark as its goal is meant, and the table of docs/benchmarks.md from what they leave: `make bench`.
+"""Run every benchmark with the arguments of its goal, and write the table of docs/explanation/benchmarks.md: `make
+bench`.
 
-    python -m benchmarks.suite                    # all of them, one after another: hours on two cores
+    python -m benchmarks.suite                    # all benchmarks, one after another: hours on two cores
     python -m benchmarks.suite --only data_plane  # some of them
-    python -m benchmarks.suite --page             # measure nothing: the table from the files that are there
+    python -m benchmarks.suite --page             # no measurement: the table from the recorded results
 
-Each leaves `benchmarks/recorded/NAME.json`, the file that its own command writes. Nothing else should run meanwhile.
+Each benchmark writes its results to `benchmarks/recorded/NAME.json`. Nothing else should run on the machine meanwhile.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -19,33 +19,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Spread, Turn, ratios, where
+from benchmarks.support.harness import Spread, Turn, command_parser, ratios, where
 
 RECORDED = Path(__file__).parent / "recorded"
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "benchmarks.md"
 BEGIN, END = "<!-- measured: python -m benchmarks.suite --page -->", "<!-- end of measured -->"
 LONGEST_S = 4 * 3600
 MORE_LOAD = 0.2
-"""Cores; a row that was measured beside more than this says so."""
+"""Other load, in cores, above which a row of the table is highlighted."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure of a benchmark, and what it should be."""
+    """The goal for one measurement of a benchmark."""
 
     what: str
     contender: str
     figure: str
-    """`ratio`, or what a contender's summary or its figures call it."""
+    """`ratio`, or a name in the contender's summary or its figures."""
     goal: float
     over: str = ""
-    """Whom a ratio is to; empty: the baseline."""
+    """The contender that a ratio is relative to; empty for the baseline."""
     most: bool = False
-    """The goal is the most it may be; otherwise the least."""
+    """Whether the goal is a maximum; otherwise it is a minimum."""
     digits: int = 3
+    """Decimals in the table."""
 
     def met(self, found: float) -> bool:
-        """Whether a figure is as it should be."""
+        """Whether a measured value meets the goal."""
         return found <= self.goal if self.most else found >= self.goal
 
 
@@ -57,16 +58,16 @@ class Benchmark:
     arguments: tuple[str, ...]
     goals: tuple[Goal, ...]
     variant: str = ""
-    """What is different from the module's other benchmarks."""
+    """Distinguishes benchmarks of the same module."""
 
     @property
     def name(self) -> str:
-        """What its file is called."""
+        """Name of the results file, without its suffix."""
         return "-".join(filter(None, (self.module, self.variant)))
 
     @property
     def command(self) -> str:
-        """As a user types it."""
+        """The command line as a user types it."""
         return " ".join(("python -m", f"benchmarks.{self.module}", *self.arguments))
 
 
@@ -80,7 +81,7 @@ _QUEUE = ("--groups", "16", "--concurrency", "32")
 
 
 def _sampling(variant: str, what: str, *arguments: str) -> Benchmark:
-    """Sampling under other circumstances, against the baseline that is the better one on this machine."""
+    """A variant of rollout_throughput, against the baseline that is faster on this machine."""
     goal = Goal(f"tokens/s {what}, of `AsyncLLM`", _TROUPE, "ratio", 0.97)
     return Benchmark("rollout_throughput", (*_ROLLOUT, "--baseline", "AsyncLLM", *arguments), (goal,), variant)
 
@@ -158,13 +159,13 @@ SUITE = (
 
 
 def recorded(benchmark: Benchmark) -> Mapping[str, Any] | None:
-    """What the benchmark left; None where it has not been run."""
+    """The recorded results of a benchmark; None where there are none."""
     path = RECORDED / f"{benchmark.name}.json"
     return json.loads(path.read_text()) if path.is_file() else None
 
 
 def figure_of(document: Mapping[str, Any], goal: Goal) -> Spread:
-    """The goal's figure in a benchmark's results. Raises KeyError where it is not there."""
+    """The measurement of a goal in a benchmark's results. Raises KeyError where the results do not have it."""
     if goal.over:
         own, other = ([Turn(**turn) for turn in document["turns"][name]] for name in (goal.contender, goal.over))
         return Spread.of(ratios(own, other))
@@ -173,7 +174,7 @@ def figure_of(document: Mapping[str, Any], goal: Goal) -> Spread:
 
 
 def table(benchmarks: Sequence[Benchmark] = SUITE) -> str:
-    """The table in Markdown: goal against measured, with command, machine and load."""
+    """The Markdown table of goals and measurements, with other load, command and machine."""
     lines = ["| what | measured | goal | | other load, cores | command |", "|---|---|---|---|---|---|"]
     machines: dict[str, str] = {}
     for benchmark in benchmarks:
@@ -191,23 +192,23 @@ def table(benchmarks: Sequence[Benchmark] = SUITE) -> str:
                 machines[benchmark.name] = where(document["machine"], document["versions"], document["time"][:10])
             lines.append(f"| {' | '.join(cells)} |")
     measured_on = [
-        f"- {told}: {', '.join(name for name, there in machines.items() if there == told)}"
-        for told in dict.fromkeys(machines.values())
+        f"- {machine}: {', '.join(name for name, own in machines.items() if own == machine)}"
+        for machine in dict.fromkeys(machines.values())
     ]
     return "\n".join([*lines, "", "Median (least .. greatest) of the turns. Measured on", "", *measured_on])
 
 
 def write_page(page: Path = PAGE) -> None:
-    """Put the table between the marks of the page. Raises ValueError where there are none."""
+    """Replace the table between the marks of the page. Raises ValueError where the page has no marks."""
     text = page.read_text()
     if BEGIN not in text or END not in text:
-        raise ValueError(f"{page} has no place for the table: {BEGIN} ... {END}")
+        raise ValueError(f"{page} has no marks for the table: add the lines {BEGIN} and {END}")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     page.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}")
 
 
 def run(benchmark: Benchmark) -> bool:
-    """Measure; whether the benchmark came to a result."""
+    """Run a benchmark; returns whether it succeeded."""
     path = RECORDED / f"{benchmark.name}.json"
     command = [sys.executable, "-m", f"benchmarks.{benchmark.module}", *benchmark.arguments, "--json", str(path)]
     print(f"\n{benchmark.command}", flush=True)
@@ -218,11 +219,13 @@ def run(benchmark: Benchmark) -> bool:
 
 
 def main() -> int:
-    """Measure, and write the page; 1 where a benchmark came to no result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__)
+    """Measure and write the page; returns exit code 1 if a benchmark failed."""
+    parser = command_parser("suite", __doc__)
     names = [benchmark.name for benchmark in SUITE]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="not all of them")
-    parser.add_argument("--page", action="store_true", help="measure nothing, write the page")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="benchmarks to run (default: all)")
+    parser.add_argument(
+        "--page", action="store_true", help="write the page from the recorded results, without measuring"
+    )
     given = parser.parse_args()
     began = time.monotonic()
     chosen = [] if given.page else [benchmark for benchmark in SUITE if benchmark.name in given.only]
@@ -230,7 +233,7 @@ def main() -> int:
     write_page()
     print(f"wrote {PAGE} after {time.monotonic() - began:.0f} s")
     if failed:
-        print(f"no result: {', '.join(failed)}")
+        print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
 
 

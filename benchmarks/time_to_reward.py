@@ -1,12 +1,12 @@
-"""Steps and seconds until what is sampled earns a reward, for the product, the bare loop and TRL.
+"""Steps and seconds until training reaches a target reward, for the product, the bare loop and TRL.
 
     python -m benchmarks.time_to_reward --seeds 17 18 19 --json rewards.json
 
-The task is to add two digits; the reward is 1 for the right sum. Every seed is a training run of all three from the
-same model on the same prompts, in turns as in grpo_step, each until it is there. Seconds are those of a contender's own
-steps; loading is left out. One that is not there in `--steps` counts with the seconds it took: it would take more.
-A seed takes half an hour, so each is written to the file when it is done, with the machine it ran on, and a command
-with the same file and settings measures only the seeds that it lacks.
+The task is to add two digits; the reward is 1 for the right sum. For each seed, all three train from the same model on
+the same prompts, in alternation as in grpo_step, until they reach the target. Only the seconds of a contender's own
+steps count, not loading. A baseline that misses the target in `--steps` steps counts with the seconds of all of them,
+which is a lower bound. A seed takes half an hour, so the results file is written after each seed, with the machine; the
+same command with the same file and settings measures only the seeds that the file lacks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.grpo_step import BARE, PRODUCT, Steps, take_steps
-from benchmarks.harness import NotCorrect, Report, Turn, Unit, carry_out, machine, versions, where
-from benchmarks.workload import DEVICE, Settings, add_settings
+from benchmarks.support.grpo_setup import BARE, PRODUCT, Steps, take_steps
+from benchmarks.support.harness import (
+    NotCorrect,
+    Report,
+    Turn,
+    Unit,
+    command_parser,
+    machine,
+    run_benchmark,
+    versions,
+    where,
+)
+from benchmarks.support.workload import DEVICE, Settings, add_settings
 
 RUNS = Unit("runs", "run", digits=4)
 
 
 def steps_to(rewards: Sequence[float], target: float, window: int) -> int | None:
-    """Steps until the mean of the last `window` steps' rewards is at least `target`; None where it never is."""
+    """Number of steps until the mean reward of `window` consecutive steps reaches `target`; None if it never does."""
     for done in range(window, len(rewards) + 1):
         if fmean(rewards[done - window : done]) >= target:
             return done
@@ -36,20 +46,26 @@ def steps_to(rewards: Sequence[float], target: float, window: int) -> int | None
 
 
 def best(rewards: Sequence[float], window: int) -> float:
-    """The highest mean of `window` steps in a row."""
+    """The highest mean reward of `window` consecutive steps."""
     return max(fmean(rewards[done - window : done]) for done in range(window, len(rewards) + 1))
 
 
 def to_target(name: str, steps: Steps, target: float, window: int) -> Turn:
-    """A contender's run up to the target; all of it where another than the product never was there: at least so long.
+    """A contender's run up to the target as one turn.
 
-    Raises NotCorrect where the product was not.
+    A baseline that misses the target counts with all its steps, which is a lower bound of its time.
+
+    Raises:
+        NotCorrect: The product misses the target.
     """
     rewards = steps.rewards[name]
-    there = steps_to(rewards, target, window)
-    if there is None and name == PRODUCT:
-        raise NotCorrect(f"{name} came to a reward of {best(rewards, window):.4f} in {len(rewards)} steps")
-    needed = there or len(rewards)
+    reached = steps_to(rewards, target, window)
+    if reached is None and name == PRODUCT:
+        raise NotCorrect(
+            f"{name} reached a reward of {best(rewards, window):.4f} in {len(rewards)} steps, less than the target "
+            f"of {target:g}"
+        )
+    needed = reached or len(rewards)
     taken = steps.taken[name][:needed]
     return Turn(
         wall_s=sum(turn.wall_s for turn in taken),
@@ -60,36 +76,41 @@ def to_target(name: str, steps: Steps, target: float, window: int) -> Turn:
     )
 
 
-def never_there(steps: Steps, target: float, window: int) -> dict[str, str]:
-    """By contender, what it came to where that was less than the target."""
+def missed_target(steps: Steps, target: float, window: int) -> dict[str, str]:
+    """The contenders that missed the target, with the highest reward they reached."""
     return {
-        name: f"not there: {best(rewards, window):.4f} at best; all its {len(rewards)} steps count"
+        name: f"target missed: {best(rewards, window):.4f} at best; all {len(rewards)} steps count"
         for name, rewards in steps.rewards.items()
         if steps_to(rewards, target, window) is None
     }
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.time_to_reward", description=__doc__)
+    """Parse the command line."""
+    parser = command_parser("time_to_reward", __doc__)
     add = parser.add_argument
     defaults = {"groups": 16, "samples": 8, "max_tokens": 12, "concurrency": 64, "threads": 2}
     add_settings(parser, **defaults, micro_batch_tokens=1024)
     parser.set_defaults(dtype="float32")
     add("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE)
     add("--learning-rate", type=float, default=3e-5)
-    add("--target", type=float, default=0.8, help="mean reward of the samples of a step")
-    add("--window", type=int, default=1, help="steps that the reward is the mean of")
-    add("--steps", type=int, default=20, help="at most")
-    add("--seeds", type=int, nargs="+", default=[17, 18, 19], help="one run each")
-    add("--no-trl", dest="trl", action="store_false", help="without TRL")
+    add("--target", type=float, default=0.8, help="mean reward to reach (default: 0.8)")
+    add(
+        "--window",
+        type=int,
+        default=1,
+        help="number of consecutive steps that the reward is averaged over (default: 1)",
+    )
+    add("--steps", type=int, default=20, help="maximum number of steps (default: 20)")
+    add("--seeds", type=int, nargs="+", default=[17, 18, 19], help="seeds, one run each (default: 17 18 19)")
+    add("--no-trl", dest="trl", action="store_false", help="leave out TRL")
     return parser.parse_args(arguments)
 
 
 def earlier(path: Path | None, fresh: Report) -> Report:
-    """What the file holds already of the same settings, or else `fresh`, which is empty.
+    """The report in the file if it has the same settings, otherwise `fresh`, which is empty.
 
-    On whatever machine: the contenders of a seed share one, and only their ratio is compared with other seeds'.
+    The machine may differ: the contenders of one seed share a machine, and only ratios are compared across seeds.
     """
     if path is None or not path.is_file():
         return fresh
@@ -103,18 +124,23 @@ def earlier(path: Path | None, fresh: Report) -> Report:
 
 
 def measure(settings: Settings, given: argparse.Namespace) -> Report:
-    """One run for each seed. Raises NotCorrect, and TroupeError where a run fails."""
+    """Run every seed that the results file does not have yet, and write the file after each.
 
-    def there(rewards: Sequence[float]) -> bool:
+    Raises:
+        NotCorrect: A check failed.
+        TroupeError: A run failed.
+    """
+
+    def reached(rewards: Sequence[float]) -> bool:
         return steps_to(rewards, given.target, given.window) is not None
 
-    settled = {key: vars(given)[key] for key in ("learning_rate", "target", "window", "steps", "trl")}
-    arguments = asdict(settings) | settled | {"seeds": []}
+    fixed = {key: vars(given)[key] for key in ("learning_rate", "target", "window", "steps", "trl")}
+    arguments = asdict(settings) | fixed | {"seeds": []}
     report = earlier(given.json, Report("time_to_reward", arguments, {}, BARE, {}, RUNS))
     for seed in given.seeds:
         if seed in report.arguments["seeds"]:
             continue
-        steps = take_steps(replace(settings, seed=seed), given.steps, given.learning_rate, given.trl, there)
+        steps = take_steps(replace(settings, seed=seed), given.steps, given.learning_rate, given.trl, reached)
         taken = {
             name: [*report.taken.get(name, ()), to_target(name, steps, given.target, given.window)]
             for name in steps.taken
@@ -122,7 +148,7 @@ def measure(settings: Settings, given: argparse.Namespace) -> Report:
         found = (
             {"machine": where(machine(), versions(), f"{datetime.now(UTC):%Y-%m-%d}")}
             | steps.checks
-            | never_there(steps, given.target, given.window)
+            | missed_target(steps, given.target, given.window)
         )
         checks = report.checks | {f"seed {seed}, {check}": outcome for check, outcome in found.items()}
         seeds = [*report.arguments["seeds"], seed]
@@ -133,7 +159,7 @@ def measure(settings: Settings, given: argparse.Namespace) -> Report:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table, write the results file."""
     given = parse(sys.argv[1:])
     settings = Settings(
         model=given.model,
@@ -150,7 +176,7 @@ def main() -> None:
         device=given.device,
         seed=0,  # each run has its own
     )
-    carry_out(lambda: measure(settings, given), given.json)
+    run_benchmark(lambda: measure(settings, given), given.json)
 
 
 if __name__ == "__main__":

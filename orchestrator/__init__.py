@@ -1,1 +1,1 @@
-"""Decisions: the spec, the one loop, the ledger, the placement. Nothing here touches a model."""
+"""The controller and its services: spec, data, scheduling, training loop, ledger, checkpoints. Loads no model."""

@@ -1,39 +1,48 @@
-"""The `troupe` command: thin; every command is one call into the room that does the work."""
+"""The `troupe` command line: each command parses its flags, calls the module that does the work, and prints the
+result."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+import yaml
 
 from orchestrator.errors import StopRequested, TroupeError, UsageError
-from orchestrator.spec_any import AnySpec, any_schema
-from orchestrator.spec_chain import PlannedRun, plan_runs, read_document, to_send
-from orchestrator.spec_errors import SpecError
-from orchestrator.spec_files import RESOLVED_SPEC
-from orchestrator.spec_offline import OfflineSpec
+from orchestrator.platforms.flags import KubernetesFlags, SlurmFlags, with_flags
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.hub import uses_hub
+from orchestrator.spec.load import spec_schema
+from orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
 
 if TYPE_CHECKING:
-    from orchestrator.cast import WorkerClasses
+    from orchestrator.capacity.placement import Node
+    from orchestrator.launcher import WorkerClasses
+    from orchestrator.run import RunRequest
+    from orchestrator.spec.rollout import RolloutSpec
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train language models with RL."
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train language models with reinforcement learning.",
 )
 
-SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spec.")]
+SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="YAML spec of the run.")]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Folder of the run (default: runs/NAME).")]
-AddressOption = Annotated[str | None, typer.Option("--address", help="Ray cluster to join (default: start one here).")]
-JobServerOption = Annotated[str, typer.Option("--address", help="The cluster's job server, http://HOST:8265.")]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
-AnswerOption = Annotated[float, typer.Option("--timeout-s", help="Longest wait for the run's answer, in seconds.")]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, as `troupe submit` printed it.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder (default: runs/NAME).")]
+AddressOption = Annotated[
+    str | None, typer.Option("--address", help="Ray cluster to join (default: start a local one).")
+]
+JobServerOption = Annotated[str, typer.Option("--address", help="URL of the cluster's job server, http://HOST:8265.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as in runs/NAME.")]
+AnswerOption = Annotated[float, typer.Option("--timeout-s", help="Timeout for the run's response, in seconds.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as printed by `troupe submit`.")]
 
 USER_ERROR = 2
 FAILURE = 1
@@ -41,25 +50,48 @@ STOPPED = 130
 
 
 def main() -> NoReturn:
-    """Entry point. Exit codes: 0 done, 1 a failure at run time, 2 a spec or command line that cannot work (each told
-    in a line), 130 stopped by SIGINT or SIGTERM, with everything saved."""
+    """Run the command and exit.
+
+    Exit codes: 0 success, 1 failure at run time, 2 invalid spec or command line (one line per error), 130 stopped by
+    SIGINT or SIGTERM after saving.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         app(standalone_mode=True)
     except SpecError as error:
-        _leave(str(error), USER_ERROR)
+        _exit(str(error), USER_ERROR)
     except UsageError as error:
-        _leave(f"error: {error}", USER_ERROR)
+        _exit(f"error: {error}", USER_ERROR)
     except StopRequested as error:
-        _leave(str(error), STOPPED)
+        _exit(str(error), STOPPED)
     except TroupeError as error:
-        _leave("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), FAILURE)
+        _exit("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), FAILURE)
     sys.exit(0)
 
 
-def _leave(text: str, code: int) -> NoReturn:
+def _exit(text: str, code: int) -> NoReturn:
     sys.stderr.write(text + "\n")
     sys.exit(code)
+
+
+def _show_versions(asked: bool) -> None:
+    if asked:
+        from orchestrator.doctor.versions import versions
+
+        typer.echo(versions())
+        raise typer.Exit
+
+
+@app.callback()
+def troupe(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_versions, is_eager=True, help="Print versions: troupe, torch, vLLM ..."
+        ),
+    ] = False,
+) -> None:
+    """Train language models with reinforcement learning."""
 
 
 @app.command()
@@ -67,27 +99,25 @@ def run(
     spec: SpecArgument,
     set_: SetOption = [],  # noqa: B006
     out: OutOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest valid checkpoint.")] = False,
     address: AddressOption = None,
 ) -> None:
-    """Train: start (or join) Ray, place the workers, run every step."""
-    runs = _ready(spec, set_, out)
-    from orchestrator.console import Console
-    from orchestrator.run import RunRequest, newest_step
+    """Train: start or join Ray, place the workers and run every step."""
+    runs = _ready(spec, set_, out, resume=resume)
+    from orchestrator.reporting.console import Console
     from orchestrator.run import run as run_spec
 
-    for planned in runs:
-        request = RunRequest(planned.spec, planned.out, resume, address)
-        if planned.stage and resume:
-            done = newest_step(request)
-            if done is not None and done >= planned.spec.schedule.steps:
-                typer.echo(f"{planned.spec.name}: done before, in {planned.out}")
-                continue
-            request = replace(request, resume=done is not None)  # a stage that has not begun has nothing to resume
+    requests = [(planned, _request(planned, resume, address)) for planned in runs]
+    _read_data([planned for planned, request in requests if request is not None][1:])  # the first run reads its own
+    for planned, request in requests:
+        if request is None:
+            steps = planned.spec.schedule.steps
+            typer.echo(f"{planned.spec.name}: already complete in {planned.out} (schedule.steps: {steps})")
+            continue
         console = Console()
         console.start(planned.spec.name, planned.spec.schedule.steps)
         try:
-            outcome = run_spec(request, _worker_classes, console)
+            outcome = run_spec(request, worker_classes, console)
             console.finish(outcome.summary(request.out))
         finally:
             console.close()
@@ -98,36 +128,65 @@ def run(
 @app.command("eval")
 def evaluate(
     spec: SpecArgument,
-    model: Annotated[Path | None, typer.Option("--model", help="Model folder (default: the spec's).")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Model folder (default: the spec's model).")] = None,
     set_: SetOption = [],  # noqa: B006
     address: AddressOption = None,
 ) -> None:
-    """Evaluate a model on the spec's held-out data: on prompts with engines and reward workers only, on given examples
-    with the loss and the figures of its algorithm."""
+    """Evaluate a model on the spec's held-out data and print the metrics as JSON.
+
+    On prompts, only engines and reward workers are started; on offline data, the metrics are the loss and the metrics
+    of the spec's algorithm.
+    """
     runs = plan_runs(read_document(spec, set_))
     if any(planned.stage for planned in runs):
-        _leave(f"{spec}: has stages; evaluate with the spec.yaml that a stage's run has written", USER_ERROR)
-    overrides = set_ if model is None else [*set_, *_other_model(runs[0].spec, model)]
+        _exit(f"{spec}: cannot evaluate a file with stages; use the spec.yaml in a stage's run folder", USER_ERROR)
+    overrides = set_ if model is None else [*set_, *runs[0].spec.with_model(model)]
     loaded = _ready(spec, overrides)[0].spec
-    from orchestrator.console import Console
+    from orchestrator.reporting.console import Console
     from orchestrator.run import RunRequest
     from orchestrator.run import evaluate as evaluate_spec
 
-    console = Console(sys.stderr)  # standard output is the result's alone
-    metrics = evaluate_spec(RunRequest(loaded, loaded.run_folder, False, address), _worker_classes, console)
+    console = Console(sys.stderr)  # standard output holds the result only
+    metrics = evaluate_spec(RunRequest(loaded, loaded.run_folder, False, address), worker_classes, console)
     typer.echo(json.dumps(metrics, indent=2))
 
 
 @app.command()
+def init(
+    model: Annotated[str | None, typer.Option(help="Model folder in Hugging Face format.")] = None,
+    data: Annotated[str | None, typer.Option(help="JSON Lines file, or reasoning_gym:TASK.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Algorithm (default: grpo).")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine (default: those it has).")] = None,
+    gpu_type: Annotated[str | None, typer.Option(help="Their type, such as H100 (default: as detected).")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Longest response (0: 64 on CPUs, 1024 on GPUs).")] = 0,
+    name: Annotated[str | None, typer.Option(help="Name of the run (default: from model and algorithm).")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing."""
+    from orchestrator.starter.command import Flags, complete, text_of, write
+
+    if output.exists() and not force:
+        _exit(f"error: {output} exists; --force overwrites it, --output names another file", USER_ERROR)
+
+    def ask(question: str, default: str) -> str:
+        return str(typer.prompt(question, default=default or None))
+
+    flags = Flags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens)
+    write(text_of(complete(flags, ask if sys.stdin.isatty() else None), output), output, force)
+    typer.echo(f"wrote {output}; next: troupe validate {output}")
+
+
+@app.command()
 def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
-    """Check a spec, and what it names, without starting anything."""
-    for planned in _ready(spec, set_):
+    """Check a spec and the files and data it names, without starting anything. Names on the hub are looked up."""
+    runs = _ready(spec, set_)
+    for planned, lines in zip(runs, _read_data(runs), strict=True):
         loaded = planned.spec
-        if isinstance(loaded, OfflineSpec):
-            size = f"{loaded.schedule.examples_per_step} examples"
-        else:
-            size = f"{loaded.samples_per_step} samples"
-        typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {size} a step")
+        typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.batch_description} per step")
+        for line in lines:
+            typer.echo(f"  {line}")
 
 
 @app.command()
@@ -137,84 +196,117 @@ def plan(
     address: AddressOption = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="A described cluster, NODESxGPUS[xTYPE], as in 2x8 or 2x8xH200; auto: the live one here."),
+        typer.Option(help="Cluster as NODESxGPUS[xTYPE], as in 2x8 or 2x8xH200; auto: the local Ray cluster."),
     ] = None,
-    cpus_per_node: Annotated[int, typer.Option(help="CPUs of a node of --cluster.")] = 128,
-    gib_per_node: Annotated[float, typer.Option(help="Host memory of a node of --cluster (0: not checked).")] = 0.0,
+    cpus_per_node: Annotated[int, typer.Option(help="CPUs per node of --cluster.")] = 128,
+    gib_per_node: Annotated[
+        float, typer.Option(help="Host memory per node of --cluster, in GiB (0: not checked).")
+    ] = 0.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: seats, memory in bytes, what does not fit.")
+        bool, typer.Option("--json", help="Print JSON: placement, memory in bytes, what does not fit.")
     ] = False,
 ) -> None:
-    """Who goes where and how much memory it takes, part by part, against what the cluster has."""
-    runs = plan_runs(read_document(spec, set_))
-    from orchestrator import plan as plans
-    from orchestrator.memory_plan import Sizes
+    """Show the placement and the memory of every worker, part by part, compared with the resources of the cluster."""
+    runs = _with_model_configs(plan_runs(read_document(spec, set_)))
+    from orchestrator.capacity.plan import as_json as plan_json
+    from orchestrator.capacity.stages import plan_stages
+    from orchestrator.reporting.plan_table import show
 
-    if cluster == "auto":
-        cluster, address = None, address or "auto"
-    if cluster is not None:
-        nodes = plans.described_nodes(cluster, cpus_per_node, gib_per_node)
-    elif address is not None:
-        from orchestrator.actor_group import Cluster
-
-        nodes = Cluster.look(address)
+    plans = list(plan_stages(runs, _nodes(cluster, address, cpus_per_node, gib_per_node)))
+    if as_json:
+        typer.echo(json.dumps([plan_json(planned.spec.name, found) for planned, found in plans], indent=2))
     else:
-        nodes = None
-    sizes, told, misfit = Sizes(), [], ""
-    for planned in runs:
-        there = [plans.local_node(os.cpu_count() or 1, planned.spec)] if nodes is None else nodes
-        seating = plans.plan(planned.spec, there, sizes)
-        trained = sizes.of(planned.spec.model)
-        if trained is not None:
-            sizes.known[str(planned.model)] = trained  # a later stage may start from it
-        told.append(plans.as_json(planned.spec.name, seating))
-        if not as_json:
+        for planned, found in plans:
             if planned.stage:
                 typer.echo(f"{planned.spec.name}:")
-            plans.show(seating)
-        misfit = seating.misfit
-        if misfit:
-            break
-    if as_json:
-        typer.echo(json.dumps(told, indent=2))
-    if misfit:
-        _leave(f"{spec}: {misfit}", FAILURE)
+            show(found)
+    if misfit := plans[-1][1].misfit:
+        _exit(f"{spec}: {misfit}", FAILURE)
+
+
+@app.command()
+def doctor(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="SPEC", help="Spec whose needs this machine must meet.")
+    ] = None,
+    set_: SetOption = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this machine: packages, GPUs, memory, disks, limits, network. Each finding names its remedy."""
+    runs = None if spec is None else plan_runs(read_document(spec, set_))
+    from orchestrator.doctor import checks
+    from orchestrator.doctor.facts import gather
+    from orchestrator.doctor.needs import needs_of
+
+    findings = checks.examine(gather(Path.cwd()), None if runs is None else needs_of(runs))
+    typer.echo(checks.as_json(findings) if as_json else checks.as_text(findings))
+    if not checks.healthy(findings):
+        sys.exit(FAILURE)
 
 
 @app.command()
 def schema() -> None:
-    """Print the spec's JSON Schema."""
-    typer.echo(json.dumps(any_schema(), indent=2))
+    """Print the JSON Schema of a spec."""
+    typer.echo(json.dumps(spec_schema(), indent=2))
 
 
 @app.command("algorithms")
-def algorithms_(name: Annotated[str | None, typer.Argument(help="Show this one in full.")] = None) -> None:
-    """List the algorithms, or show one with its formula, source and defaults."""
-    from orchestrator.algorithm_reference import description, listing
-    from orchestrator.algorithm_table import ALGORITHMS
-    from orchestrator.algorithms import unknown_algorithm
-    from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
+def algorithms_(
+    name: Annotated[
+        str | None, typer.Argument(help="Algorithm to describe in full; package.module:attribute for one of your own.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Check one of your own on random batches: gradients, order, splits, masks, edge cases."
+        ),
+    ] = False,
+    args: Annotated[str, typer.Option(help="Its arguments, as a YAML mapping.")] = "{}",
+) -> None:
+    """List the algorithms, or describe one with its formula, source and defaults."""
+    from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+    from orchestrator.algorithms.reference import description, listing
+    from orchestrator.algorithms.section import is_custom, unknown_algorithm
+    from orchestrator.algorithms.table import ALGORITHMS
 
-    if name is None:
+    if name is not None and is_custom(name):
+        _own_algorithm(name, args, check)
+    elif check:
+        _exit("error: --check is for an algorithm of your own, package.module:attribute", USER_ERROR)
+    elif name is None:
         typer.echo(listing())
     elif name in ALGORITHMS or name in OFFLINE_ALGORITHMS:
         typer.echo(description(name))
     else:
-        _leave(f"error: {unknown_algorithm(name)}", USER_ERROR)
+        _exit(f"error: {unknown_algorithm(name)}", USER_ERROR)
 
 
 @app.command()
 def export(
     run_folder: RunArgument,
-    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the Hugging Face model folder goes.")],
+    target: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Folder to write the Hugging Face model to.")
+    ] = None,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint (default: the newest valid one).")] = None,
-    average: Annotated[bool, typer.Option("--average", help="The moving average of the weights (ema_decay).")] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="Export the moving average of the weights (ema_decay).")
+    ] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload the model to the Hugging Face hub.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --push: do not ask before uploading.")] = False,
 ) -> None:
-    """Write a run's trained policy as a Hugging Face folder that transformers and vLLM load."""
-    from orchestrator.checkpoint import AVERAGE, MODEL, export_model
+    """Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."""
+    from orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model, write_model
 
-    model = AVERAGE if average else MODEL
-    typer.echo(f"wrote {export_model(run_folder / 'checkpoints', target, step, model)}")
+    if target is None and push is None:
+        _exit("error: export where? Name a FOLDER, or --push ORG/NAME", USER_ERROR)
+    source = exported_model(run_folder / "checkpoints", step, AVERAGE if average else MODEL)
+    if target is not None:
+        typer.echo(f"wrote {write_model(source, target)}")
+    if push is not None:
+        _push(source, push, private=not public, ask=not yes)
 
 
 @app.command()
@@ -222,23 +314,21 @@ def submit(
     spec: SpecArgument,
     address: JobServerOption,
     set_: SetOption = [],  # noqa: B006
-    follow: Annotated[bool, typer.Option("--follow", help="Show the job's log until it ends.")] = False,
-    job: Annotated[str | None, typer.Option("--submission-id", help="The job's id (default: Ray makes one).")] = None,
-    working_dir: Annotated[Path | None, typer.Option(help="Folder to send along (your reward functions).")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Print the job's log until the job ends.")] = False,
+    job: Annotated[str | None, typer.Option("--submission-id", help="Job id (default: generated by Ray).")] = None,
+    working_dir: Annotated[Path | None, typer.Option(help="Folder to upload, as with your reward functions.")] = None,
     requirements: Annotated[
-        Path | None, typer.Option(help="Requirements file with what your reward functions need, pinned.")
+        Path | None, typer.Option(help="Requirements file with the pinned dependencies of your reward functions.")
     ] = None,
 ) -> None:
-    """Send a spec to a cluster as a Ray job."""
+    """Submit a spec to a cluster as a Ray job."""
     document = read_document(spec, set_)
     loaded = to_send(document, plan_runs(document))
-    for option, path in (("--working-dir", working_dir), ("--requirements", requirements)):
-        if path is not None and not path.exists():
-            _leave(f"{option}: no such {'folder' if path is working_dir else 'file'}: {path}", USER_ERROR)
-    from orchestrator.jobs import JobServer, Submission
+    from orchestrator.platforms.ray_jobs import JobServer, Submission
 
+    submission = Submission(job, working_dir, requirements)
     server = JobServer(address)
-    job = server.submit(loaded, Submission(job, working_dir, requirements))
+    job = server.submit(loaded, submission)
     typer.echo(f"submitted {job}")
     if not follow:
         typer.echo(f"follow it with: troupe logs {job} --address {address} --follow")
@@ -248,8 +338,8 @@ def submit(
 
 @app.command()
 def jobs(address: JobServerOption) -> None:
-    """List a cluster's jobs, the newest first."""
-    from orchestrator.jobs import JobServer
+    """List a cluster's jobs, newest first."""
+    from orchestrator.platforms.ray_jobs import JobServer
 
     for state in JobServer(address).jobs():
         typer.echo(state.line())
@@ -257,8 +347,8 @@ def jobs(address: JobServerOption) -> None:
 
 @app.command()
 def status(job: JobArgument, address: JobServerOption) -> None:
-    """Say how a job stands."""
-    from orchestrator.jobs import JobServer
+    """Show the state of a job."""
+    from orchestrator.platforms.ray_jobs import JobServer
 
     typer.echo(JobServer(address).state(job).line())
 
@@ -267,10 +357,10 @@ def status(job: JobArgument, address: JobServerOption) -> None:
 def logs(
     job: JobArgument,
     address: JobServerOption,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep printing until the job ends.")] = False,
 ) -> None:
-    """Show what a job prints."""
-    from orchestrator.jobs import JobServer
+    """Print a job's log."""
+    from orchestrator.platforms.ray_jobs import JobServer
 
     server = JobServer(address)
     if not follow:
@@ -283,10 +373,10 @@ def logs(
 def stop(
     job: JobArgument,
     address: JobServerOption,
-    timeout_s: Annotated[float, typer.Option(help="Longest wait for its end, in seconds.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(help="Timeout for the job to end, in seconds.")] = 600.0,
 ) -> None:
-    """Have a job save and leave, and wait for its end; submitting the spec again goes on."""
-    from orchestrator.jobs import JobServer
+    """Stop a job: it saves and exits. Submitting the spec again resumes it."""
+    from orchestrator.platforms.ray_jobs import JobServer
 
     typer.echo(JobServer(address).stop(job, timeout_s).line())
 
@@ -295,13 +385,13 @@ def stop(
 def scale(
     run_folder: RunArgument,
     workers: Annotated[
-        list[str] | None, typer.Argument(metavar="[ROLE=WORKERS]...", help="Number of workers a role should have.")
+        list[str] | None, typer.Argument(metavar="[ROLE=WORKERS]...", help="New number of workers of a role.")
     ] = None,
     timeout_s: AnswerOption = 30.0,
 ) -> None:
-    """Add or take away workers of a run that goes on; without ROLE=WORKERS, say how its roles stand."""
-    from orchestrator.control import ask
-    from orchestrator.live_spec import worker_changes
+    """Add or remove workers of an active run. Without ROLE=WORKERS, show the state of its roles."""
+    from orchestrator.live.control import ask
+    from orchestrator.live.diff import worker_changes
 
     for state in ask(run_folder, worker_changes(workers or []), timeout_s):
         typer.echo(state)
@@ -312,91 +402,43 @@ def apply(
     spec: SpecArgument,
     set_: SetOption = [],  # noqa: B006
     out: OutOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the differences, and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the differences without changing anything.")] = False,
     timeout_s: AnswerOption = 30.0,
 ) -> None:
-    """Bring a run that goes on up to a changed spec: show what differs, change what can be, refuse the rest."""
+    """Apply a changed spec to an active run: show the differences, change what can change, refuse the rest."""
     runs = plan_runs(read_document(spec, set_), out)
-    from orchestrator.control import ask
-    from orchestrator.live_spec import differences
-    from orchestrator.spec import Spec, load_spec
+    from orchestrator.live.control import ask
+    from orchestrator.live.diff import compare
 
-    wanted = runs[0].spec
-    if runs[0].stage or not isinstance(wanted, Spec):
-        _leave(f"{spec}: a spec of one run with rollouts is needed; nothing else changes while it goes on", USER_ERROR)
-    found = differences(load_spec(runs[0].out / RESOLVED_SPEC), wanted)
-    for difference in found:
-        typer.echo(difference)
-    if not found:
-        typer.echo("nothing differs")
-    refused = [difference for difference in found if difference.refused]
-    changes = {difference.field: difference.new for difference in found if not difference.refused}
+    wanted: RolloutSpec | None = runs[0].spec.dispatch(lambda rollout: rollout, lambda offline: None)
+    if runs[0].stage or wanted is None:
+        _exit(f"{spec}: only a run with rollouts and without stages can change while it is active", USER_ERROR)
+    comparison = compare(runs[0].out, wanted)
+    for line in comparison.lines():
+        typer.echo(line)
     if not dry_run:
-        for state in ask(runs[0].out, changes, timeout_s):
+        for state in ask(runs[0].out, comparison.changes, timeout_s):
             typer.echo(state)
-    if refused:
-        _leave(f"{len(refused)} of {len(found)} difference(s) refused", USER_ERROR)
+    if refused := comparison.refused:
+        _exit(f"{refused} of {len(comparison.differences)} difference(s) refused", USER_ERROR)
 
 
 @app.command()
+@with_flags
 def deploy(
     spec: SpecArgument,
+    kubernetes: KubernetesFlags,
+    for_slurm: SlurmFlags,
     set_: SetOption = [],  # noqa: B006
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write (default: print it).")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder of the run, as pods or nodes see it.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Run folder, as pods or nodes see it.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the job (default: the spec's).")] = None,
-    image: Annotated[str | None, typer.Option(help="Image (default: troupe-rl:VERSION-gpu or -cpu).")] = None,
-    namespace: Annotated[str | None, typer.Option(help="Kubernetes namespace.")] = None,
-    cluster_only: Annotated[bool, typer.Option("--cluster-only", help="A RayCluster without a job.")] = False,
-    pvc: Annotated[list[str], typer.Option("--pvc", metavar="CLAIM:/FOLDER", help="Mount a claim in all pods.")] = [],  # noqa: B006
-    root: Annotated[str | None, typer.Option(help="Start of relative paths (default: the first --pvc).")] = None,
-    env: Annotated[
-        list[str], typer.Option("--env", metavar="NAME=SECRET:KEY", help="A variable from a Secret's key.")
-    ] = [],  # noqa: B006
-    env_from_secret: Annotated[
-        list[str], typer.Option("--env-from-secret", metavar="SECRET", help="Every key of a Secret as a variable.")
-    ] = [],  # noqa: B006
-    auth_secret: Annotated[
-        str | None, typer.Option(help="Secret with Ray's token as `auth_token` (default: KubeRay makes one).")
-    ] = None,
-    shm_gib: Annotated[int | None, typer.Option(help="/dev/shm of a worker pod (default: half its memory).")] = None,
-    gib_per_cpu: Annotated[int | None, typer.Option(help="Memory of a pod for each CPU (default 4).")] = None,
-    gib_per_gpu: Annotated[int | None, typer.Option(help="Memory of a pod for each GPU (default 64).")] = None,
-    ttl_s: Annotated[int | None, typer.Option(help="Seconds a finished cluster is kept (default 300).")] = None,
-    retries: Annotated[int | None, typer.Option(help="New clusters after failures (default 1).")] = None,
-    deadline_s: Annotated[int | None, typer.Option(help="Longest life (default: the spec's bounds).")] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="An sbatch script instead of a manifest.")] = False,
-    nodes: Annotated[int | None, typer.Option(help="With --slurm: nodes (default 1).")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="With --slurm: GPUs of a node (default 0).")] = None,
-    cpus_per_node: Annotated[int | None, typer.Option(help="With --slurm: CPUs of a node (default 128).")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write an sbatch script instead of a manifest.")] = False,
 ) -> None:
     """Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."""
-    for_slurm = {"nodes": nodes, "gpus_per_node": gpus_per_node, "cpus_per_node": cpus_per_node}
-    for_kubernetes = {
-        "image": image,
-        "namespace": namespace,
-        "cluster_only": cluster_only or None,
-        "claims": pvc or None,
-        "root": root,
-        "variables": env or None,
-        "secrets": env_from_secret or None,
-        "auth_secret": auth_secret,
-        "shm_gib": shm_gib,
-        "gib_per_cpu": gib_per_cpu,
-        "gib_per_gpu": gib_per_gpu,
-        "ttl_s": ttl_s,
-        "retries": retries,
-        "deadline_s": deadline_s,
-    }
-    from orchestrator.deploy import Request, batch_script, manifest, refuse, write
+    from orchestrator.platforms.manifest import Request, deployment, write
 
-    request = Request(spec, set_, name, out)
-    if slurm:
-        refuse(for_kubernetes, "is not for --slurm")
-        text, notes = batch_script(request, for_slurm), []
-    else:
-        refuse(for_slurm, "is for --slurm")
-        text, notes = manifest(request, for_kubernetes)
+    text, notes = deployment(Request(spec, set_, name, out), slurm, kubernetes, for_slurm)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     if output is None:
@@ -406,26 +448,133 @@ def deploy(
         typer.echo(f"wrote {output}")
 
 
-def _ready(path: Path, overrides: list[str], out: Path | None = None) -> tuple[PlannedRun, ...]:
-    """The runs of a file (one, but for a chain), with everything they name there."""
+def _ready(
+    path: Path, overrides: list[str], out: Path | None = None, *, resume: bool = False
+) -> tuple[PlannedRun, ...]:
+    """Load every run of a file, with names on the hub pinned to commits.
+
+    Raises:
+        SpecError: A spec is invalid, or a file or repository it names does not exist.
+    """
     runs = plan_runs(read_document(path, overrides), out)
     problems = list(dict.fromkeys(problem for planned in runs for problem in planned.missing()))
     if problems:
         raise SpecError(problems)
-    return runs
+    if not any(uses_hub(planned.spec) for planned in runs):
+        return runs
+    from orchestrator.hub.resolve import pin_run
+
+    return tuple(pin_run(planned, resume=resume) for planned in runs)
 
 
-def _other_model(spec: AnySpec, model: Path) -> list[str]:
-    """Overrides that put another model in the place of the spec's."""
-    overrides = [f"model.path={json.dumps(str(model))}"]
-    if isinstance(spec, OfflineSpec) and spec.roles.reference is not None and spec.roles.reference.model is None:
-        # What it is compared with stays the model that training started from.
-        overrides.append(f"roles.reference.model={spec.model.model_dump_json()}")
-    return overrides
+def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:
+    """The runs with folders that hold `config.json` in the place of models on the hub, to plan with."""
+    if not any(uses_hub(planned.spec) for planned in runs):
+        return runs
+    from orchestrator.hub.resolve import pin_configs
+
+    planned_runs = []
+    for planned in runs:
+        spec, findings = pin_configs(planned.spec)
+        for path, message in findings:
+            typer.echo(f"note: {path}: {message}", err=True)
+        planned_runs.append(replace(planned, spec=spec))
+    return tuple(planned_runs)
 
 
-def _worker_classes() -> WorkerClasses:
-    from orchestrator.cast import WorkerClasses
+def _push(folder: Path, name: str, *, private: bool, ask: bool) -> None:
+    """Upload a model's folder to the hub, after listing what it holds."""
+    from orchestrator.hub.push import contents, push_model
+
+    for line in contents(folder, name, private=private):
+        typer.echo(line)
+    if ask:
+        typer.confirm("Upload?", abort=True)
+    typer.echo(f"pushed {push_model(folder, name, private=private)}")
+
+
+def _read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
+    """Read all data of several runs; a description of the data of each. Raises SpecError where data cannot be used."""
+    from orchestrator.data.prompt_check import check_prompts
+    from orchestrator.data.readers import DataError
+    from orchestrator.data.survey import describe, read_pools
+
+    problems = []
+    described = []
+    for planned in runs:
+        if uses_hub(planned.spec):
+            from orchestrator.hub.resolve import describe as describe_hub
+
+            described.append(describe_hub(planned.spec))  # nothing is downloaded before the run
+            continue
+        try:
+            pools = read_pools(planned.spec)
+        except DataError as error:
+            problems.append(planned.problem("data", str(error)))
+            continue
+        found = check_prompts(planned.spec, pools["train"])
+        problems += [planned.problem(field, problem) for field, problem in found.problems]
+        described.append([*describe(pools), *found.lines])
+    if problems:
+        raise SpecError(list(dict.fromkeys(problems)))
+    return described
+
+
+def _own_algorithm(name: str, args: str, check: bool) -> None:
+    """Describe or check an algorithm of the user's own."""
+    from orchestrator.algorithms.custom import report
+    from orchestrator.algorithms.reference import describe_row
+    from orchestrator.algorithms.section import custom_row
+    from workers.algorithms.custom_checks import check_custom
+    from workers.contract.config import CustomConfig
+
+    try:
+        config = CustomConfig(name=name, args=yaml.safe_load(args))
+        row = custom_row(config)
+    except (ValueError, yaml.YAMLError) as error:
+        _exit(f"error: {error}", USER_ERROR)
+    if not check:
+        typer.echo(describe_row(row))
+        return
+    checks = check_custom(config)
+    typer.echo(report(checks))
+    if any(one.problem for one in checks):
+        sys.exit(FAILURE)
+
+
+def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunRequest | None:
+    """The request for one run; None where it resumes a run that is already complete.
+
+    `--resume` resumes a plain spec; in a chain it skips complete stages, resumes the interrupted one and starts the
+    rest.
+    """
+    from orchestrator.run import RunRequest, saved_step
+
+    request = RunRequest(planned.spec, planned.out, resume, address)
+    if not resume:
+        return request
+    done = saved_step(request)
+    if done >= planned.spec.schedule.steps:
+        return None
+    return replace(request, resume=done > 0) if planned.stage else request
+
+
+def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> list[Node] | None:
+    """Nodes of the cluster that --cluster or --address names; None: this machine."""
+    if cluster is not None and cluster != "auto":
+        from orchestrator.capacity.plan import described_nodes
+
+        return described_nodes(cluster, cpus, gib)
+    if cluster is None and address is None:
+        return None
+    from orchestrator.cluster.ray_cluster import Cluster
+
+    return Cluster.list_nodes(address or "auto")
+
+
+def worker_classes() -> WorkerClasses:
+    """The worker class of each role, imported on the first call because torch takes seconds to import."""
+    from orchestrator.launcher import WorkerClasses
     from workers.critic import CriticWorker
     from workers.offline import ExamplePolicyWorker, RewardTrainer
     from workers.policy import PolicyWorker

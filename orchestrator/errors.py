@@ -1,6 +1,9 @@
-"""What can go wrong at run time, each naming role, worker and what it was doing."""
+"""Errors at run time; each names the role, the worker and what it was doing."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class TroupeError(RuntimeError):
@@ -8,7 +11,7 @@ class TroupeError(RuntimeError):
 
 
 class UsageError(TroupeError):
-    """A command line that cannot work."""
+    """A command line that is not valid."""
 
 
 class WorkerError(TroupeError):
@@ -22,27 +25,32 @@ class WorkerError(TroupeError):
 
 
 class WorkerDied(WorkerError):
-    """The worker's process is gone (or cannot be reached)."""
+    """The worker's process has died or cannot be reached."""
+
+    def __init__(self, worker: str, method: str, detail: str, fault: str = "") -> None:
+        """`fault` says what ended it, the same text for the same cause; empty where it is not known."""
+        super().__init__(worker, method, detail)
+        self.fault = fault
 
 
 class WorkerTimeout(WorkerError):
-    """The worker did not answer within the bound."""
+    """The worker did not answer within the timeout."""
 
 
 class WorkerRaised(WorkerError):
-    """The worker's method raised; the worker itself is still there."""
+    """The worker's method raised an exception; the worker itself is alive."""
 
 
 class DataLost(WorkerRaised):
-    """A table that the call needs is gone, with the node that held it."""
+    """A table that the call needs was lost with the node that held it."""
 
 
 class EnginesLost(TroupeError):
-    """No rollout engine is left and the restart budget is spent."""
+    """No rollout engine is left, and no restarts remain."""
 
 
 class WeightsNotVerified(TroupeError):
-    """An engine acknowledged other weights than those that were sent."""
+    """An engine acknowledged weights other than those that were sent."""
 
 
 class BatchFailed(TroupeError):
@@ -54,12 +62,23 @@ class TrainingDiverged(TroupeError):
 
 
 class DoesNotFit(TroupeError):
-    """The cluster has not the resources the spec asks for."""
+    """The cluster does not have the resources that the spec asks for."""
 
 
 class ClusterUnreachable(TroupeError):
-    """There is no Ray cluster at the address, or it does not let us in."""
+    """There is no Ray cluster at the address, or it refuses the connection."""
 
 
 class StopRequested(TroupeError):
     """The user asked the run to stop."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'X'?` for the nearest known word; empty where none is near."""
+    near = nearest_word(word, known)
+    return f"did you mean '{near}'?" if near else ""
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str:
+    """The nearest known word; empty where none is near."""
+    return next(iter(difflib.get_close_matches(word[:60], list(known), n=1)), "")

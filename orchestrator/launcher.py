@@ -1,210 +1,223 @@
-"""Puts the cast on stage: from a spec to running workers, in their places, started and known by name."""
+"""From a spec to running workers: placement groups reserved, actors started, groups formed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, TypeVar
 
-from orchestrator.actor_group import ActorSpec, ActorWorker, Cluster
-from orchestrator.console import Console
-from orchestrator.engine_pool import Engine
-from orchestrator.errors import TroupeError
-from orchestrator.handles import Gang
-from orchestrator.placement import Placement, Seat, place, place_one, role_sizes
-from orchestrator.spec import Spec
-from orchestrator.spec_any import AnySpec
-from orchestrator.spec_offline import OfflineSpec
-from workers.config import CPU_THREADS, Rendezvous
-from workers.messages import WorkerHealth
+from orchestrator.capacity.placement import Placement, Seat, place, place_one, role_sizes
+from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
+from orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, ReferenceGroup, TrainerGroup
+from orchestrator.hub.client import Snapshot, download_all
+from orchestrator.reporting.console import Console
+from orchestrator.rollouts.engine_pool import Engine
+from orchestrator.spec.base import RunSpec, WorkerKind
+from orchestrator.spec.sections import RoleName
+from workers.contract import roles
+from workers.contract.config import CPU_THREADS
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
+
+GroupT = TypeVar("GroupT", bound=TrainerGroup[Any])
 
 
 @dataclass(frozen=True)
 class WorkerClasses:
-    """The classes behind the roles; handed in, so that nothing heavy is imported to plan or to test."""
+    """The classes behind the roles; passed in, so that planning and tests import no model library."""
 
-    rollout: type
-    policy: type
-    critic: type
-    reference: type
-    reward: type
-    example_policy: type | None = None
-    """Needed for runs on given examples only, as is the next one."""
-    reward_trainer: type | None = None
+    rollout: type[roles.Engine]
+    policy: type[roles.Policy]
+    critic: type[roles.Critic]
+    reference: type[roles.Reference]
+    reward: type[roles.Reward]
+    example_policy: type[roles.ExampleTrainer]
+    reward_trainer: type[roles.ExampleTrainer]
+
+    def by_kind(self) -> Mapping[WorkerKind, type[roles.Worker]]:
+        """The class of each kind of worker."""
+        return {
+            "rollout": self.rollout,
+            "policy": self.policy,
+            "critic": self.critic,
+            "reference": self.reference,
+            "reward": self.reward,
+            "example_policy": self.example_policy,
+            "reward_trainer": self.reward_trainer,
+        }
 
 
 @dataclass(frozen=True)
-class Stage:
+class Workers:
     """Every worker of a run, started."""
 
-    policy: Gang | None
-    critic: Gang | None
-    reference: Gang | None
+    policy: PolicyGroup | None
+    """In runs on rollouts."""
+    critic: CriticGroup | None
+    reference: ReferenceGroup | None
+    examples: ExampleGroup | None
+    """The trained model, in runs on offline data."""
     engines: tuple[Engine, ...]
-    reward: tuple[ActorWorker, ...]
+    reward: tuple[ActorWorker[roles.Reward], ...]
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What a run plays on."""
+class RunContext:
+    """What a run has at its disposal."""
 
     cluster: Cluster
-    casting: Casting
-    stage: Stage
+    launcher: WorkerLauncher
+    workers: Workers
     console: Console
     stop: asyncio.Event
-    """Set when the run is to save and leave."""
+    """Set when the run must save and exit."""
 
 
-class Casting:
-    """Starts workers on a cluster as a spec says."""
+class WorkerLauncher:
+    """Starts the workers of a spec on a cluster."""
 
-    def __init__(self, spec: AnySpec, cluster: Cluster, classes: WorkerClasses) -> None:
+    def __init__(
+        self, spec: RunSpec, cluster: Cluster, classes: WorkerClasses, snapshots: Sequence[Snapshot] = ()
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            spec: The spec, with models that are folders.
+            cluster: Where the workers run.
+            classes: The class of each role.
+            snapshots: Those of the folders that are snapshots of the hub: nodes without them download them.
+        """
         self._spec = spec
+        self._snapshots = tuple(snapshots)
         self._cluster = cluster
-        self._classes = classes
+        self._classes = classes.by_kind()
         self._sizes = {size.role: size for size in role_sizes(spec)}
         self._seats: dict[str, tuple[Placement, Seat]] = {}
-        """By the name of the worker."""
-        self._workers: dict[str, ActorWorker] = {}
+        """By worker name."""
+        self._workers: dict[str, ActorWorker[Any]] = {}
 
-    async def open(self, roles: frozenset[str] | None = None) -> Stage:
-        """Reserve places and start the workers of all roles (or of `roles` only), side by side.
+    async def open(self, only: frozenset[str] | None = None) -> Workers:
+        """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently.
 
-        Raises DoesNotFit when the cluster has no room, WorkerError when a worker does not start.
+        Raises:
+            DoesNotFit: The cluster has no room.
+            WorkerError: A worker does not start.
         """
         spec, bound = self._spec, self._spec.schedule.start_timeout_s
-        placements = [p for p in place(role_sizes(spec)) if roles is None or any(s.role in roles for s in p.seats)]
+        placements = [p for p in place(role_sizes(spec)) if only is None or any(s.role in only for s in p.seats)]
         await self._cluster.reserve(placements, bound)
         for placement in placements:
             self._take(placement)
+        await self._download()
         try:
             return await self._start()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _start(self) -> Stage:
+    async def _start(self) -> Workers:
+        names = self._names("policy")
+        policy_names, example_names = self._spec.dispatch(lambda _: (names, []), lambda _: ([], names))
         async with asyncio.TaskGroup() as tasks:
             engines = [tasks.create_task(self.engine(name)) for name in self._names("rollout")]
             rewards = tasks.create_task(self._replicas("reward"))
-            policy = tasks.create_task(self._gang("policy"))
-            critic = tasks.create_task(self._gang("critic"))
+            policy = tasks.create_task(self._trainers(PolicyGroup, "policy", policy_names))
+            examples = tasks.create_task(self._trainers(ExampleGroup, self._spec.trains, example_names))
+            critic = tasks.create_task(self._trainers(CriticGroup, "critic", self._names("critic")))
             reference = tasks.create_task(self._reference())
-        return Stage(
+        return Workers(
             policy.result(),
             critic.result(),
             reference.result(),
+            examples.result(),
             tuple(task.result() for task in engines),
             rewards.result(),
         )
 
     async def engine(self, name: str) -> Engine:
-        """Start the rollout engine of this name in its seat (also to replace one that is gone)."""
-        worker = self._spawn(name)
-        health: WorkerHealth = await worker.call("start", timeout_s=self._spec.schedule.start_timeout_s)
+        """Starts the rollout engine of this name, also to replace one that is gone."""
+        await self._download()
+        worker: ActorWorker[roles.Engine] = self._spawn(name)
+        health = await worker.call(roles.Engine.start, self._spec.schedule.start_timeout_s)
         return Engine(worker, health.host)
 
-    async def replica(self, name: str) -> ActorWorker:
-        """Start the reward or reference worker of this name in its seat."""
-        worker = self._spawn(name)
-        await worker.call("start", timeout_s=self._spec.schedule.start_timeout_s)
+    async def replica(self, name: str) -> ActorWorker[Any]:
+        """Starts the reward or reference worker of this name."""
+        worker: ActorWorker[roles.Reward | roles.Reference] = self._spawn(name)
+        await worker.call(roles.Replica.start, self._spec.schedule.start_timeout_s)
         return worker
 
     async def make_room(self, name: str) -> None:
-        """Reserve a seat for one more worker of a role whose workers are placed on their own; that of a worker which is
-        gone is taken again. Raises DoesNotFit."""
+        """Reserves resources for one more worker of a role whose workers are placed one by one.
+
+        The seat of a worker that is gone is reused.
+
+        Raises:
+            DoesNotFit: The cluster has no room.
+        """
         if name in self._seats:
             return
         role, index = name.rsplit("-", 1)
         placement = place_one(self._sizes[role], int(index))
         await self._cluster.reserve([placement], self._spec.schedule.start_timeout_s)
         self._take(placement)
+        await self._download()
 
     async def dismiss(self, name: str, timeout_s: float) -> None:
-        """End the worker of this name, if there is one, and give back its seat, which was its own."""
+        """Ends the worker of this name, if there is one, and releases its resources."""
         worker = self._workers.pop(name, None)
         if worker is not None:
             await self._cluster.end(worker, timeout_s)
         if name in self._seats:
             placement, _ = self._seats.pop(name)
-            self._cluster.give_back(placement.name)
+            self._cluster.release(placement.name)
+
+    async def _download(self) -> None:
+        """Downloads the models to nodes that do not have them; workers use no network."""
+        if self._snapshots:
+            await self._cluster.prepare_nodes(download_all, self._spec.schedule.start_timeout_s, self._snapshots)
 
     def _take(self, placement: Placement) -> None:
         self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in placement.seats}
 
-    def _names(self, role: str) -> list[str]:
-        """Workers of a role that have a seat, in order."""
+    def _names(self, role: RoleName) -> list[str]:
+        """Names of the role's workers that have a seat, in order."""
         indices = sorted(seat.index for _, seat in self._seats.values() if seat.role == role)
         return [f"{role}-{index}" for index in indices]
 
-    async def _gang(self, role: Literal["policy", "critic"]) -> Gang | None:
-        """Ranks that train together: rank 0 names the meeting point, all join."""
-        names = self._names(role)
+    async def _trainers(self, group: type[GroupT], role: str, names: Sequence[str]) -> GroupT | None:
+        """Starts the ranks that train one model together; None where there are none.
+
+        `role` names the group in metrics and checkpoints.
+        """
         if not names:
             return None
-        bound = self._spec.schedule.start_timeout_s
-        workers = [self._spawn(name) for name in names]
-        address, port = await workers[0].call("rendezvous", timeout_s=bound)
-        trainer = self._spec.roles.trainers()[role]
-        gang = Gang(role, workers, trainer.micro_batch_tokens)
-        places = [Rendezvous(address=address, port=port, rank=r, world_size=gang.ranks) for r in range(gang.ranks)]
-        await gang.scatter("start", places, timeout_s=bound)
-        if role == "policy" and isinstance(self._spec, Spec):
-            gang.shares_prompts = all(await gang.broadcast("shares_prompts", timeout_s=bound))
-        return gang
+        section = self._spec.roles.trainers()[self._seats[names[0]][1].role]
+        ranks = group(role, [self._spawn(name) for name in names], section.micro_batch_tokens)
+        await ranks.start(self._spec.schedule.start_timeout_s)
+        return ranks
 
-    async def _reference(self) -> Gang | None:
+    async def _reference(self) -> ReferenceGroup | None:
         role = self._spec.roles.reference
         workers = await self._replicas("reference")
-        return Gang("reference", workers, role.micro_batch_tokens) if role is not None and workers else None
+        return ReferenceGroup("reference", workers, role.micro_batch_tokens) if role is not None and workers else None
 
-    async def _replicas(self, role: str) -> tuple[ActorWorker, ...]:
+    async def _replicas(self, role: RoleName) -> tuple[ActorWorker[Any], ...]:
         return tuple(await asyncio.gather(*(self.replica(name) for name in self._names(role))))
 
-    def _spawn(self, name: str) -> ActorWorker:
+    def _spawn(self, name: str) -> ActorWorker[Any]:
         placement, seat = self._seats[name]
-        worker = self._cluster.spawn(placement, seat, name, self._actor(seat.role, name))
+        settings = self._spec.worker_settings(seat.role)
+        arguments = (*settings.args, name, *settings.extra)
+        env = _env(settings.threads, settings.device)
+        actor = ActorSpec(self._classes[settings.kind], arguments, env, settings.concurrent)
+        worker = self._cluster.spawn(placement, seat, name, actor)
         self._workers[name] = worker
         return worker
 
-    def _actor(self, role: str, name: str) -> ActorSpec:
-        if isinstance(self._spec, OfflineSpec):
-            return self._example_actor(self._spec, role, name)
-        return self._rollout_actor(self._spec, role, name)
-
-    def _example_actor(self, spec: OfflineSpec, role: str, name: str) -> ActorSpec:
-        """Actors of a run on given examples."""
-        classes = self._classes
-        if role == "reference" and (reference := spec.reference_config()) is not None:
-            return ActorSpec(classes.reference, (reference, name), _env(reference.threads, reference.device))
-        config = spec.trainer_config()
-        trainer = classes.reward_trainer if spec.row.trains == "reward_model" else classes.example_policy
-        if trainer is None:
-            raise TroupeError(f"no worker class was given to train a {spec.row.trains} on examples")
-        return ActorSpec(trainer, (config, name), _env(config.trainer.threads, config.device))
-
-    def _rollout_actor(self, spec: Spec, role: str, name: str) -> ActorSpec:
-        """Actors of a run on rollouts."""
-        classes = self._classes
-        if role == "rollout":
-            config = spec.rollout_config()
-            return ActorSpec(classes.rollout, (config, name), _env(config.engine.threads, config.device), True)
-        if role == "policy":
-            config = spec.policy_config()
-            return ActorSpec(classes.policy, (config, name), _env(config.trainer.threads, config.device))
-        if role == "critic" and (critic := spec.critic_config()) is not None:
-            return ActorSpec(classes.critic, (critic, name), _env(critic.trainer.threads, critic.device))
-        if role == "reference" and (reference := spec.reference_config()) is not None:
-            return ActorSpec(classes.reference, (reference, name), _env(reference.threads, reference.device))
-        reward, device = spec.reward_config(), "cuda" if spec.roles.reward.gpus > 0 else "cpu"
-        return ActorSpec(classes.reward, (reward, name, device, spec.model), _env(reward.threads, device))
-
 
 def _env(threads: int, device: str) -> dict[str, str]:
-    """Environment of a worker's process, set before any library is loaded."""
+    """Environment variables of a worker's process, set before any library is loaded."""
     env: Mapping[str, str] = {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",

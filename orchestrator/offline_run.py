@@ -1,123 +1,106 @@
-"""A run on given examples: joins trainers, data and books into the controller that every run has."""
+"""A run on offline data: assembles trainers, data and ledger into the controller that every run uses."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
-from orchestrator.cast import Scene
-from orchestrator.checkpoint import Checkpoint, CheckpointStore, take_up
-from orchestrator.controller import Cast, Controller, TrainPlan
+from orchestrator.controller import Controller, RunComponents, TrainSettings
+from orchestrator.data.examples import ExamplePool
+from orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
+from orchestrator.data.survey import data_metrics, named
 from orchestrator.errors import TroupeError
-from orchestrator.examples import ExamplePool
-from orchestrator.handles import Gang, TableRef
-from orchestrator.ledger import Ledger
-from orchestrator.metrics import MetricSinks
-from orchestrator.offline_source import (
+from orchestrator.launcher import RunContext
+from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
+from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
+from orchestrator.training.ledger import Ledger
+from orchestrator.training.offline_source import (
     BatchMaker,
-    Bounds,
     ExampleEvaluator,
-    OfflineCast,
+    OfflineComponents,
     OfflineSource,
+    OfflineTimeouts,
     ReferenceScorer,
     Tokenized,
 )
-from orchestrator.prompts import DataError, PromptSource, evaluation_picks
-from orchestrator.spec_offline import OfflineEvaluation, OfflineSpec
-from workers.messages_offline import ExampleSummary
-
-log = logging.getLogger(__name__)
+from orchestrator.training.updates import OfflineUpdates, UpdateSettings
+from workers.contract.roles import TableRef
 
 Pools = tuple[ExamplePool, ExamplePool | None]
 
 
-class OfflineCompany:
-    """Everybody a run on given examples needs."""
+class OfflineRun:
+    """Assembles trainers, data and ledger into a controller."""
 
-    def __init__(self, spec: OfflineSpec, out: Path, scene: Scene) -> None:
-        stage = scene.stage
-        if stage.policy is None:
-            raise TroupeError("there is no model to train")
+    def __init__(self, spec: OfflineSpec, out: Path, context: RunContext) -> None:
+        if context.workers.examples is None:
+            raise TroupeError("the run has no trainer: it cannot train")
         self._spec = spec
         self._out = out
-        self._scene = scene
-        # The trained model gives its name to metrics and to its folder in a checkpoint.
-        self._trainer = Gang(spec.row.trains, stage.policy.workers, stage.policy.micro_batch_tokens)
+        self._context = context
+        self._trainer = context.workers.examples
 
     async def controller(self, pools: Pools, store: CheckpointStore, found: Checkpoint | None) -> Controller:
-        """The controller, at step 0 or where the checkpoint left off."""
+        """The controller, at step 0 or at the step of the checkpoint."""
         spec, done = self._spec, found.step if found is not None else 0
         examples, train = await self._tokenize(pools[0], "data.train")
+        data = data_metrics(named(*pools))
+        data |= {"data/train_rows": float(examples.rows)}
+        data["data/train_bad_rows"] += pools[0].rows - examples.rows
         order = PromptSource(examples, spec.seed)
         ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
         if found is not None:
             order.restore(found.state["source"])
-            for line in await take_up(found, [self._trainer], spec.schedule.train_timeout_s):
-                self._scene.console.message(line)
+            for line in await load_checkpoint(found, [self._trainer], spec.schedule.train_timeout_s):
+                self._context.console.message(line)
         held_out = pools[1] if spec.evaluation is not None else None
-        makers = OfflineCast(self._maker(train), order, ledger, spec.schedule.examples_per_step)
-        cast = Cast(
-            policy=self._trainer,
-            critic=None,
-            source=OfflineSource(makers, self._scene.console, self._scene.stop),
+        offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
+        components = RunComponents(
+            source=OfflineSource(offline, self._context.console, self._context.stop),
+            updates=OfflineUpdates(UpdateSettings.from_spec(spec), self._trainer, self._context.console),
             sync=None,
             evaluator=None if held_out is None else await self.evaluator(held_out),
             ledger=ledger,
-            peaks=self._scene.cluster.peaks,
+            peaks=self._context.cluster.peaks,
+            data=data,
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
-        return Controller(_train_plan(spec), cast, store, sinks, self._scene.console, self._scene.stop, done)
+        settings = TrainSettings.from_spec(spec, probe_every_s=spec.schedule.step_timeout_s)  # no engine to probe
+        return Controller(settings, components, store, sinks, self._context.console, self._context.stop, done)
 
     async def evaluator(self, pool: ExamplePool) -> ExampleEvaluator:
-        """Held-out figures of the model as it stands, on `data.eval`; on all of it where the spec says nothing else."""
+        """Held-out metrics of the current model on `data.eval`; on all of it unless the spec says otherwise."""
         evaluation = self._spec.evaluation or OfflineEvaluation()
         examples, table = await self._tokenize(pool, "data.eval")
         picks = evaluation_picks(examples, self._spec.seed, evaluation.examples)
         return ExampleEvaluator(self._trainer, self._maker(table), picks, self._spec.schedule.train_timeout_s)
 
     async def _tokenize(self, pool: ExamplePool, label: str) -> tuple[Tokenized, TableRef]:
-        """Every example as tokens, once; those that do not fit are bad rows like any others."""
-        self._scene.console.phase("tokenise", 0, 1)
-        worker, bound = self._trainer.workers[0], self._spec.schedule.train_timeout_s
-        summary: ExampleSummary
-        summary, table = await worker.call_for_table("tokenize", self._scene.cluster.put(pool.table), timeout_s=bound)
-        problems = [*pool.problems, *summary.problems]
+        """Tokenizes every example once; an example that is too long counts as a bad row.
+
+        Bad rows that were found before are reported where the data are read.
+        """
+        self._context.console.phase("tokenise", 0, 1)
+        timeout_s = self._spec.schedule.train_timeout_s
+        summary, table = await self._trainer.tokenize(self._context.cluster.put(pool.table), timeout_s=timeout_s)
         if summary.refused and self._spec.failures.on_bad_row == "stop":
             raise DataError(summary.problems[0])
         if not summary.usable:
-            raise DataError(f"{label}: no row can be used ({summary.refused} do not fit; the first: {problems[0]})")
-        skipped = pool.bad_rows + summary.refused
-        if skipped:
-            self._scene.console.message(f"{label}: {skipped} bad rows skipped; the first: {problems[0]}")
+            raise DataError(
+                f"{label}: no row can be used ({summary.refused} do not fit; the first: {summary.problems[0]})"
+            )
+        if summary.refused:
+            words = f"{summary.refused} rows do not fit and are skipped"
+            self._context.console.message(f"{label}: {words}; the first: {summary.problems[0]}")
         return Tokenized(summary.usable, pool.digest), table
 
     def _maker(self, table: TableRef) -> BatchMaker:
         schedule = self._spec.schedule
-        bounds = Bounds(train_timeout_s=schedule.train_timeout_s, score_timeout_s=schedule.score_timeout_s)
-        return BatchMaker(self._trainer, self._reference(), table, bounds)
+        timeouts = OfflineTimeouts(train_timeout_s=schedule.train_timeout_s, score_timeout_s=schedule.score_timeout_s)
+        return BatchMaker(self._trainer, self._reference(), table, timeouts)
 
     def _reference(self) -> ReferenceScorer | None:
-        if self._scene.stage.reference is not None:
-            return ReferenceScorer(self._scene.stage.reference, "score")
-        return ReferenceScorer(self._trainer, "reference_logprobs") if self._spec.reference_in_policy else None
-
-
-def _train_plan(spec: OfflineSpec) -> TrainPlan:
-    schedule, evaluation = spec.schedule, spec.evaluation
-    return TrainPlan(
-        steps=schedule.steps,
-        epochs=schedule.epochs,
-        minibatches=schedule.minibatches,
-        skip_silent=False,
-        seed=spec.seed,
-        critic_warmup=0,
-        train_timeout_s=schedule.train_timeout_s,
-        step_timeout_s=schedule.step_timeout_s,
-        probe_every_s=schedule.step_timeout_s,  # there are no engines to look after
-        checkpoint_every=spec.checkpoint.every_steps,
-        evaluate_every=evaluation.every_steps if evaluation is not None else 0,
-        evaluate_at_start=evaluation is not None and evaluation.at_start,
-        evaluate_at_end=evaluation is not None and evaluation.at_end,
-        nonfinite_limit=spec.failures.nonfinite_steps,
-        averages=spec.roles.policy.ema_decay > 0,
-    )
+        reference, trainer = self._context.workers.reference, self._trainer
+        if reference is not None:
+            return ReferenceScorer(reference, reference.score)
+        return ReferenceScorer(trainer, trainer.reference_logprobs) if self._spec.reference_in_policy else None

@@ -1,4 +1,4 @@
-"""What the tests of the benchmarks run in a child: a module of its own, which a fresh process imports at once."""
+"""The server that tests run in a child process. It has its own module so that the child imports it quickly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 class Server:
-    """What runs in the child."""
+    """An object that answers calls in the child process."""
 
     def __init__(self, start: int) -> None:
         self._value = start

@@ -1,4 +1,4 @@
-"""An event loop on virtual time: a wait takes none, and what comes when is exact."""
+"""An event loop on virtual time: waits take no real time, and the order of events is deterministic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _Selector(selectors.DefaultSelector):
-    """Lets the time pass instead of waiting."""
+    """Advances the virtual time instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Counts the timers that were set."""
+    """An event loop on virtual time that counts the timers set on it."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -30,16 +30,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._virtual)
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Virtual seconds since the loop was created."""
         return self._virtual.now
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
-        """As the loop's."""
+        """Set a timer and count it."""
         self.timers += 1
         return super().call_at(when, callback, *args, context=context)
 
 
 def on_virtual_time(work: Coroutine[Any, Any, None]) -> None:
-    """Run it to its end."""
+    """Run a coroutine to completion on virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(work)

@@ -1,4 +1,4 @@
-"""What every test shares: a quiet and offline environment, the two small models, and the order of the suite."""
+"""Shared by all tests: an offline environment, the two small models, and the order of the suite."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
-from workers.config import CPU_THREADS
+from workers.contract.config import CPU_THREADS
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
 REAL_TIMEOUT_S = 1200
 LONG_FIRST = (
-    *("test_offline.py", "test_trainer.py", "test_runs.py", "test_algorithms.py", "test_ppo.py", "test_faults.py"),
-    *("test_weight_sync.py", "test_rollout.py", "test_submit.py"),
-    *("test_cluster.py", "test_chain.py", "test_deaths.py", "test_rollout_killed.py"),
+    *("test_offline_runs.py", "test_trainer.py", "test_grpo_run.py", "test_algorithms.py", "test_ppo_run.py"),
+    *("test_reward_failures.py", "test_weight_sync.py", "test_rollout.py", "test_submit.py"),
+    *("test_cluster_demo.py", "test_staged_run.py", "test_worker_deaths.py", "test_rollout_worker_killed.py"),
 )
-"""Files of real tests by what they take; the others are short."""
+"""Files of real tests by duration, longest first. Files that are not listed are short."""
 
-# Before any library reads them: nothing asks a hub, nothing reports usage, and what is compiled finds ninja.
+# Set before any library reads them: no access to a model hub, no usage reports, and ninja on the path.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -33,9 +34,13 @@ os.environ |= {
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
 }
 
+# How long an example takes depends on what else runs on the machine; no test may.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ray makes its token at its first start on a machine; two clusters that start side by side would make two."""
+    """Create Ray's token. Ray creates one at its first start, and two clusters that start at once would create two."""
     token = Path.home() / ".ray" / "auth_token"
     if not hasattr(config, "workerinput") and not token.exists():
         token.parent.mkdir(exist_ok=True)
@@ -45,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cheap tests first, real stacks last; GPU tests only where there is a GPU."""
+    """Run cheap tests first and real-stack tests last, and skip GPU tests on a machine without a GPU."""
     for item in items:
         if ROOT / "tests" / "real" in item.path.parents:
             item.add_marker(pytest.mark.real)
@@ -53,15 +58,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(REAL_TIMEOUT_S))
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    items.sort(key=_place)
+    items.sort(key=_rank)
     if hasattr(config, "workerinput"):
-        # One of several processes, which take whole files in this order: the longest file goes first, so that one of
-        # them begins with it while the others do the cheap tests.
-        items.sort(key=lambda item: _place(item) != 0)
+        # One of several processes, which take whole files in this order. The longest file comes first, so that one
+        # process starts with it while the others run the cheap tests.
+        items.sort(key=lambda item: _rank(item) != 0)
 
 
-def _place(item: pytest.Item) -> int:
-    """Real tests after the others; long files before short ones, so that all processes end at about one time."""
+def _rank(item: pytest.Item) -> int:
+    """Sort key: real tests after the others, long files before short ones, so that processes end at about one time."""
     if item.get_closest_marker("real") is None:
         return -1
     return LONG_FIRST.index(item.path.name) if item.path.name in LONG_FIRST else len(LONG_FIRST)
@@ -69,7 +74,7 @@ def _place(item: pytest.Item) -> int:
 
 @cache
 def has_gpu() -> bool:
-    """Whether torch sees a CUDA device; torch is imported only if a collected test asks."""
+    """Whether torch finds a CUDA device. Imports torch, so only tests that need a GPU call it."""
     import torch
 
     return torch.cuda.is_available()
@@ -78,7 +83,7 @@ def has_gpu() -> bool:
 def _model(name: str) -> Path:
     folder = MODELS / name
     if not (folder / "config.json").exists():
-        pytest.fail(f"{folder} is not there: run `make models`", pytrace=False)
+        pytest.fail(f"{folder} does not exist: run `make models`", pytrace=False)
     return folder
 
 

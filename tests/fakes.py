@@ -1,35 +1,57 @@
-"""Workers without Ray and without models, for the scheduler, the controller and the weight sync.
+"""Workers without Ray and without models, for tests of the orchestrator and for benchmarks of the controller.
 
-They honour the real protocol (`call`, `call_for_table`, the messages), take virtual time (sleeps of the event loop),
-and can be told to fail in every way a worker can.
+`FakeEngine`, `FakeReward`, `FakePolicy` and `FakeCritic` implement the protocols of their roles
+(`workers/contract/roles.py`) in this process; `LocalWorker` is their handle. They cost as little as possible, so that a
+benchmark can measure the controller around them. `FaultyEngine`, `FaultyReward` and `FaultyWorker` fail on request in
+every way a worker can, and record what they were asked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import random
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
-from orchestrator.controller import TrainPlan
-from orchestrator.engine_pool import Engine, EnginePool, PoolBounds
+from orchestrator.cluster.event_loop import within
+from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
+from orchestrator.controller import Controller, RunOutcome, TrainSettings
 from orchestrator.errors import WorkerDied, WorkerTimeout
-from orchestrator.handles import Gang
-from workers.messages import (
+from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
+from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from orchestrator.training.ledger import Ledger
+from orchestrator.training.updates import UpdateSettings
+from workers.contract import roles
+from workers.contract.config import Rendezvous
+from workers.contract.messages import (
     GroupRequest,
     GroupSummary,
     PrepareRequest,
     RankPlan,
     RewardSummary,
     SampleSummary,
+    TextSummary,
     TrainRow,
     TrainSummary,
     UpdateMetrics,
     WeightAck,
     WeightUpdate,
+    WorkerGone,
     WorkerHealth,
 )
+from workers.contract.roles import EngineLink, Reply
+
+P = ParamSpec("P")
+R = TypeVar("R")
+W_co = TypeVar("W_co", bound=roles.Worker, covariant=True)
+
+PROMPT_TOKENS, RESPONSE_TOKENS = 64, 256
 
 BOUNDS = PoolBounds(
     max_load=64,
@@ -39,15 +61,8 @@ BOUNDS = PoolBounds(
     start_timeout_s=1.0,
     restarts=2,
 )
-
-
-PLAN = TrainPlan(
+SETTINGS = TrainSettings(
     steps=4,
-    epochs=1,
-    minibatches=1,
-    skip_silent=True,
-    seed=3,
-    critic_warmup=0,
     train_timeout_s=5.0,
     step_timeout_s=5.0,
     probe_every_s=1.0,
@@ -55,41 +70,87 @@ PLAN = TrainPlan(
     evaluate_every=0,
     evaluate_at_start=False,
     evaluate_at_end=False,
-    nonfinite_limit=2,
 )
-"""Four steps with a checkpoint after every second; what a test changes it replaces."""
+"""Four steps with a checkpoint after every second one."""
+UPDATES = UpdateSettings(
+    epochs=1, minibatches=1, seed=3, train_timeout_s=5.0, nonfinite_limit=2, skip_zero_advantage=True
+)
 
 
-@dataclass
-class FakeTable:
-    """Stands where a reference to an Arrow table stands; says what it holds."""
+class FakeTable(NamedTuple):
+    """In place of a reference to an Arrow table; describes the table's content."""
 
     kind: str
     uids: tuple[str, ...]
     attempt: int = 0
     versions: tuple[int, ...] = ()
+    samples: int = 4
 
 
-@dataclass
-class FakeHandle:
-    """A worker whose methods are coroutines of a plain object."""
+class LocalWorker(Generic[W_co]):
+    """Handle of a worker in this process."""
 
-    name: str
-    target: Any
-    dead: bool = False
-    frozen: bool = False
-    calls: list[str] = field(default_factory=list)
-    _death: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, name: str, target: W_co) -> None:
+        self._name = name
+        self.target = target
+        self.dead = False
 
-    def __hash__(self) -> int:
-        return id(self)
+    @property
+    def name(self) -> str:
+        """Role and index."""
+        return self._name
 
-    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Run the method unless dead; a frozen worker answers nothing until the bound."""
-        self.calls.append(method)
+    async def call(
+        self, method: Callable[Concatenate[W_co, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """See `WorkerHandle.call`. A call in progress notices the worker's death when it ends."""
+        name = method.__name__
         if self.dead:
-            raise WorkerDied(self.name, method, "the process is gone")
-        work = asyncio.ensure_future(self._run(method, *args))
+            raise WorkerDied(self._name, name, "the process is gone")
+        try:
+            answer = await within(timeout_s, getattr(self.target, name)(*args, **kwargs))
+        except TimeoutError:
+            raise WorkerTimeout(self._name, name, f"no answer in {timeout_s:g} s") from None
+        except WorkerGone as error:
+            self.dead = True
+            raise WorkerDied(self._name, name, str(error)) from None
+        if self.dead:
+            raise WorkerDied(self._name, name, "the process is gone")
+        return answer
+
+    async def call_for_table(
+        self,
+        method: Callable[Concatenate[W_co, P], Reply[tuple[R, Any]]],
+        timeout_s: float,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> tuple[R, Any]:
+        """See `WorkerHandle.call_for_table`."""
+        return await self.call(method, timeout_s, *args, **kwargs)
+
+    def kill(self) -> None:
+        """Ends the worker."""
+        self.dead = True
+
+
+class FaultyWorker(LocalWorker[W_co]):
+    """A handle that records its calls, notices death at once, and can be frozen."""
+
+    def __init__(self, name: str, target: W_co) -> None:
+        super().__init__(name, target)
+        self.frozen = False
+        self.calls: list[str] = []
+        self._death = asyncio.Event()
+
+    async def call(
+        self, method: Callable[Concatenate[W_co, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """See `WorkerHandle.call`. A frozen worker does not answer within the timeout."""
+        name = method.__name__
+        self.calls.append(name)
+        if self.dead:
+            raise WorkerDied(self._name, name, "the process is gone")
+        work = asyncio.ensure_future(self._answer(name, *args, **kwargs))
         death = asyncio.ensure_future(self._death.wait())
         done, _ = await asyncio.wait({work, death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         death.cancel()
@@ -97,159 +158,414 @@ class FakeHandle:
             return work.result()
         work.cancel()
         if self.dead:
-            raise WorkerDied(self.name, method, "the process is gone")
-        raise WorkerTimeout(self.name, method, f"no answer in {timeout_s:g} s")
-
-    async def call_for_table(self, method: str, *args: Any, timeout_s: float) -> tuple[Any, Any]:
-        """As the real handle: (summary, reference)."""
-        return await self.call(method, *args, timeout_s=timeout_s)
+            raise WorkerDied(self._name, name, "the process is gone")
+        raise WorkerTimeout(self._name, name, f"no answer in {timeout_s:g} s")
 
     def kill(self) -> None:
         """As kill -9."""
-        self.dead = True
+        super().kill()
         self._death.set()
 
-    async def _run(self, method: str, *args: Any) -> Any:
+    async def _answer(self, method: str, *args: Any, **kwargs: Any) -> Any:
         while self.frozen:
             await asyncio.sleep(0.01)
-        return await getattr(self.target, method)(*args)
+        answer = getattr(self.target, method)(*args, **kwargs)
+        return await answer if inspect.isawaitable(answer) else answer
 
 
-@dataclass
+Seconds = Callable[[GroupRequest], float]
+"""Seconds that a group takes an engine. Raises WorkerGone where it kills the engine."""
+
+
+def no_work(request: GroupRequest) -> float:
+    """Engines answer immediately."""
+    return 0.0
+
+
+@lru_cache(maxsize=64)
+def _samples(count: int, oldest: int, newest: int) -> tuple[SampleSummary, ...]:
+    return tuple(SampleSummary(i, PROMPT_TOKENS, RESPONSE_TOKENS, "stop", oldest, newest) for i in range(count))
+
+
+@lru_cache(maxsize=8)
+def _alternating(count: int) -> tuple[float, ...]:
+    return tuple(float(i % 2) for i in range(count))
+
+
 class FakeEngine:
-    """Generates by sleeping; records the version every token would have."""
+    """Samples a group by waiting; even without work, the answer comes in a later turn of the event loop."""
 
-    name: str
-    rng: random.Random
-    mean_s: float = 0.002
-    version: int = 0
-    digest: str = "d0"
-    refuse_rows: frozenset[int] = frozenset()
-    lie_about_digest: bool = False
-    fail_next: int = 0
-    served: list[GroupRequest] = field(default_factory=list)
+    def __init__(self, name: str, seconds: Seconds = no_work) -> None:
+        self.name = name
+        self._seconds = seconds
+        self.version = 0
+        self.digest = "d0"
+
+    async def start(self) -> WorkerHealth:
+        """Starts."""
+        return await self.health()
 
     async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
-        """One group; half of the time is spent before a possible weight update, half after."""
-        self.served.append(request)
-        if request.row in self.refuse_rows:
-            return GroupSummary(request.prompt_uid, request.attempt, self.name, (), 0.0, "too long"), FakeTable("", ())
+        """One group, with the versions before and after the wait."""
         oldest = self.version
-        await asyncio.sleep(self.rng.expovariate(1 / self.mean_s))
-        if self.fail_next:
-            self.fail_next -= 1
-            raise WorkerDied(self.name, "generate", "lost on the way")
-        samples = tuple(SampleSummary(i, 10, 5 + i, "stop", oldest, self.version) for i in range(request.samples))
-        table = FakeTable("rollouts", (request.prompt_uid,), request.attempt, (oldest, self.version))
+        await asyncio.sleep(self._seconds(request))
+        samples, versions = self._sampled(request.samples, oldest), (oldest, self.version)
+        table = FakeTable("rollouts", (request.prompt_uid,), request.attempt, versions, request.samples)
         return GroupSummary(request.prompt_uid, request.attempt, self.name, samples, 0.0), table
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
-        """Take the weights."""
+        """Serves the version."""
         await asyncio.sleep(0)
         self.version, self.digest = update.version, update.digest
-        return WeightAck(self.name, self.version, "other" if self.lie_about_digest else self.digest, 0.0)
+        return WeightAck(self.name, update.version, update.digest, 0.0)
+
+    async def write_weights(self, update: WeightUpdate, payload: Any) -> None:
+        """Writes nothing."""
 
     async def health(self) -> WorkerHealth:
-        """Alive."""
+        """Healthy."""
+        await asyncio.sleep(0)
         return WorkerHealth(self.name, "host", 1, self.version, 0)
 
+    async def close(self) -> None:
+        """Nothing to close."""
 
-@dataclass
+    async def transfer_init(self, init_info: dict[str, Any]) -> None:
+        """Joins."""
+
+    async def transfer_start(self) -> None:
+        """Pauses."""
+
+    async def transfer_receive(self, update_info: dict[str, Any]) -> None:
+        """Receives nothing."""
+
+    async def transfer_finish(self, version: int) -> None:
+        """Serves the version."""
+        self.version = version
+
+    def _sampled(self, count: int, oldest: int) -> tuple[SampleSummary, ...]:
+        return _samples(count, oldest, self.version)
+
+
+class FaultyEngine(FakeEngine):
+    """Takes a random time for a group, refuses prompts and fails on request."""
+
+    def __init__(
+        self,
+        name: str,
+        rng: random.Random,
+        mean_s: float = 0.002,
+        refuse_rows: frozenset[int] = frozenset(),
+        lie_about_digest: bool = False,
+        fail_next: int = 0,
+    ) -> None:
+        """`fail_next` calls of `generate` fail."""
+        super().__init__(name, lambda request: rng.expovariate(1 / self.mean_s))
+        self.mean_s = mean_s
+        self.refuse_rows = refuse_rows
+        self.lie_about_digest = lie_about_digest
+        self.fail_next = fail_next
+        self.served: list[GroupRequest] = []
+        self.truncated: frozenset[int] = frozenset()
+        """Samples of every group that are cut at the longest response."""
+        self.candidates = 0
+        """Answers from other sources to every prompt."""
+
+    async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
+        """One group, a refusal or a failure."""
+        self.served.append(request)
+        if request.row in self.refuse_rows:
+            return GroupSummary(request.prompt_uid, request.attempt, self.name, (), 0.0, "too long"), FakeTable("", ())
+        summary, table = await super().generate(request, prompts)
+        answer = summary, table
+        if request.candidates and self.candidates:
+            others = range(request.samples, request.samples + self.candidates)
+            given = tuple(SampleSummary(i, 10, 50 + i, "stop", self.version, self.version) for i in others)
+            answer = replace(summary, candidates=given), table._replace(samples=others.stop)
+        if self.fail_next:
+            self.fail_next -= 1
+            raise WorkerDied(self.name, "generate", "lost on the way")
+        return answer
+
+    async def update_weights(self, update: WeightUpdate) -> WeightAck:
+        """Serves the version; may acknowledge another digest."""
+        ack = await super().update_weights(update)
+        return WeightAck(ack.engine, ack.version, "other" if self.lie_about_digest else ack.digest, 0.0)
+
+    def _sampled(self, count: int, oldest: int) -> tuple[SampleSummary, ...]:
+        reasons = ["length" if i in self.truncated else "stop" for i in range(count)]
+        return tuple(SampleSummary(i, 10, 5 + i, reasons[i], oldest, self.version) for i in range(count))
+
+
 class FakeReward:
-    """Reward 1.0 for odd samples, or a failure where told."""
+    """Rewards 0 and 1 in turn; writes nothing."""
 
-    fail: dict[tuple[str, int], str] = field(default_factory=dict)
-    silent: frozenset[str] = frozenset()
-    """Groups whose rewards are all equal."""
+    async def start(self) -> WorkerHealth:
+        """Starts."""
+        return await self.health()
 
     async def score(self, rollouts: FakeTable) -> tuple[RewardSummary, FakeTable]:
-        """Scalars for a group of eight at most (the fake does not know the group's size: it is told by `samples`)."""
+        """One group."""
+        await asyncio.sleep(0)
+        (uid,), samples = rollouts.uids, rollouts.samples
+        rewards = _alternating(samples)
+        return RewardSummary(uid, rollouts.attempt, ("ok",) * samples, rewards, {"fake": rewards}), rollouts
+
+    async def write_trajectories(self, path: str, *tables: FakeTable) -> int:
+        """Writes nothing."""
+        return 0
+
+    async def write_evaluation(self, path: str, step: int, *tables: FakeTable) -> int:
+        """Writes nothing."""
+        return 0
+
+    async def health(self) -> WorkerHealth:
+        """Healthy."""
+        return WorkerHealth("reward-0", "host", 1, 0, 0)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+class FaultyReward(FakeReward):
+    """Fails on chosen samples; gives chosen groups equal rewards."""
+
+    def __init__(self, fail: dict[tuple[str, int], str] | None = None, uniform: frozenset[str] = frozenset()) -> None:
+        """`fail`: status by (prompt_uid, sample_index). `uniform`: groups whose rewards are all equal."""
+        self.fail = fail or {}
+        self.uniform = uniform
+
+    async def score(self, rollouts: FakeTable) -> tuple[RewardSummary, FakeTable]:
+        """One group."""
         uid = rollouts.uids[0]
-        statuses = tuple(self.fail.get((uid, i), "ok") for i in range(self.samples))
-        signal = uid not in self.silent
-        rewards = tuple(float(signal and i % 2) if s == "ok" else None for i, s in enumerate(statuses))
+        statuses = tuple(self.fail.get((uid, i), "ok") for i in range(rollouts.samples))
+        differs = uid not in self.uniform
+        rewards = tuple(float(differs and i % 2) if s == "ok" else None for i, s in enumerate(statuses))
         return RewardSummary(uid, rollouts.attempt, statuses, rewards, {"fake": rewards}), FakeTable("rewards", (uid,))
 
-    samples: int = 4
+
+class FakeTrainer:
+    """The part of a training rank that is the same for every model; trains by counting."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.updates: list[RankPlan] = []
+
+    async def rendezvous(self) -> tuple[str, int]:
+        """An address nobody connects to."""
+        return "127.0.0.1", 1
+
+    async def start(self, rendezvous: Rendezvous) -> WorkerHealth:
+        """Starts."""
+        return await self.health()
+
+    async def save(self, directory: str) -> None:
+        """Writes one file, so that the checkpoint has something to verify."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / f"rank-{self.rank}").write_text(str(len(self.updates)))
+
+    async def load(self, directory: str) -> int:
+        """Number of ranks that saved."""
+        return len(list(Path(directory).iterdir()))
+
+    async def export(self, directory: str) -> None:
+        """As `save`."""
+        await self.save(directory)
+
+    async def export_average(self, directory: str) -> None:
+        """As `save`."""
+        await self.save(directory)
+
+    async def health(self) -> WorkerHealth:
+        """Healthy."""
+        return WorkerHealth(f"rank-{self.rank}", "host", 1, 0, 0)
+
+    async def close(self) -> None:
+        """Nothing to close."""
 
 
-@dataclass
-class FakePolicy:
-    """Trains by counting; publishes a digest that follows the version."""
+class FakeCritic(FakeTrainer):
+    """A critic that trains by counting."""
 
-    rank: int = 0
-    updates: list[RankPlan] = field(default_factory=list)
-    prepared: list[tuple[tuple[str, int], ...]] = field(default_factory=list)
-    skip_updates: bool = False
-    update_s: float = 0.0
-    kl_old: tuple[float, ...] = ()
-    """KL(old || new) that the first updates find; 0 after them."""
-    kl_old_coefs: list[float] = field(default_factory=list)
-    learnt_texts: list[FakeTable | None] = field(default_factory=list)
-    held: list[tuple[RankPlan, int]] = field(default_factory=list)
+    async def compute_values(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[int, FakeTable]:
+        """Lists the groups of the wave."""
+        return 0, FakeTable("values", tuple(uid for table in rollouts for uid in table.uids))
+
+    async def update(self, plan: RankPlan, batch: FakeTable) -> UpdateMetrics:
+        """Counts."""
+        self.updates.append(plan)
+        return UpdateMetrics({"loss": 0.5}, {"grad_norm": 1.0})
+
+
+class FakePolicy(FakeTrainer):
+    """A policy that trains by waiting; publishes a digest that follows the version."""
+
+    def __init__(self, rank: int = 0, update_s: float = 0.0) -> None:
+        super().__init__(rank)
+        self.update_s = update_s
+        self.prepared: list[tuple[tuple[str, int], ...]] = []
+        """(prompt_uid, sample_index) of the samples of every batch."""
+        self.masked: list[tuple[tuple[str, int], ...]] = []
+        """Those of them without loss."""
+        self.candidates: list[tuple[tuple[str, int], ...]] = []
+        """Those of them that come from other sources."""
+        self.skip_updates = False
+        self.kl_old: tuple[float, ...] = ()
+        """KL(old || new) that the first updates find; 0 after them."""
+        self.kl_old_coefs: list[float] = []
+        self.learned_texts: list[FakeTable | None] = []
+        self.held: list[tuple[RankPlan, int]] = []
+        self.divergences: list[float] = []
+        self.step_lengths = [1.0]
+        self.releases = 0
+
+    async def shares_prompts(self) -> bool:
+        """No."""
+        return False
 
     async def prepare(self, request: PrepareRequest, *tables: FakeTable) -> tuple[TrainSummary, FakeTable]:
-        """Every row has signal but the first."""
-        keep = request.keep
-        self.prepared.append(keep)
-        rows = tuple(TrainRow(15, 5, i > 0) for i in range(len(keep)))
-        return TrainSummary(rows, {"advantages/std": 1.0}), FakeTable("train", tuple(uid for uid, _ in keep))
+        """A row for each sample."""
+        await asyncio.sleep(0)
+        self.prepared.append(request.keep)
+        self.masked.append(request.masked)
+        self.candidates.append(request.candidates)
+        table = FakeTable("train", tuple(uid for uid, _ in request.keep))
+        return TrainSummary(self._rows(request), {"advantages/std": 1.0}), table
 
-    async def compute_logprobs(self, plan: RankPlan, *tables: FakeTable) -> tuple[int, FakeTable]:
-        """Names the groups of the wave."""
-        return 0, FakeTable("old_logprobs", tuple(uid for table in tables for uid in table.uids))
+    async def compute_logprobs(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[int, FakeTable]:
+        """Lists the groups of the wave."""
+        return 0, FakeTable("old_logprobs", tuple(uid for table in rollouts for uid in table.uids))
 
-    async def hold_distributions(self, plan: RankPlan, batch: FakeTable, stride: int) -> None:
-        """Keep what was asked for."""
+    async def reference_logprobs(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[int, FakeTable]:
+        """Lists the groups of the wave."""
+        return 0, FakeTable("ref_logprobs", tuple(uid for table in rollouts for uid in table.uids))
+
+    async def cut_texts(self, texts: FakeTable, max_tokens: int) -> tuple[TextSummary, FakeTable]:
+        """No text."""
+        return TextSummary(()), texts
+
+    async def hold_distributions(self, plan: RankPlan, batch: FakeTable, stride: int, weights: bool = False) -> None:
+        """Records the request."""
         self.held.append((plan, stride))
+        self.step_lengths = [1.0]
 
     async def divergence(self) -> tuple[float, int]:
-        """A quarter nat at each of ten states."""
-        return 2.5, 10
+        """At each of ten states the next of `divergences`, or a quarter nat times the step's length squared."""
+        whole = self.divergences.pop(0) if self.divergences else 0.25
+        return 10 * whole * self.step_lengths[-1] ** 2, 10
+
+    async def shorten_step(self, factor: float) -> tuple[float, int]:
+        """Records the step's length."""
+        self.step_lengths.append(self.step_lengths[-1] * factor)
+        return await self.divergence()
+
+    async def release_held(self) -> None:
+        """Counts."""
+        self.releases += 1
 
     async def update(
         self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0, texts: FakeTable | None = None
     ) -> UpdateMetrics:
-        """Count."""
-        self.learnt_texts.append(texts)
+        """Counts."""
+        self.learned_texts.append(texts)
         await asyncio.sleep(self.update_s)
-        found = dict(enumerate(self.kl_old)).get(len(self.updates), 0.0)
+        found = self.kl_old[len(self.updates)] if len(self.updates) < len(self.kl_old) else 0.0
         self.updates.append(plan)
         self.kl_old_coefs.append(kl_old_coef)
         return UpdateMetrics({"loss": 0.5}, {"grad_norm": 1.0, "kl_old": found}, skipped=self.skip_updates)
 
     async def publish_weights(self, version: int) -> WeightUpdate | None:
-        """Only rank 0 has something to say."""
-        if self.rank:
-            return None
-        return WeightUpdate(version, f"d{version}", "/dev/shm/x", "host", (), 100)
+        """An update that no file backs; only rank 0 returns it."""
+        await asyncio.sleep(0)
+        return None if self.rank else WeightUpdate(version, f"d{version}", "/dev/shm/x", "host", (), 100)
 
-    async def save(self, directory: str) -> None:
-        """One file, so that the checkpoint has something to verify."""
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        (Path(directory) / f"rank-{self.rank}").write_text(str(len(self.updates)))
+    async def read_weights(self, update: WeightUpdate) -> tuple[int, Any]:
+        """The digest in place of the bytes."""
+        return update.nbytes, update.digest
 
-    async def load(self, directory: str) -> int:
-        """How many ranks saved."""
-        return len(list(Path(directory).iterdir()))
+    async def connect_engines(self, link: EngineLink) -> None:
+        """Connects to nothing."""
 
-    async def export(self, directory: str) -> None:
-        """As save."""
-        await self.save(directory)
+    async def send_weights(self, version: int) -> int:
+        """Sends nothing."""
+        return 0
+
+    def _rows(self, request: PrepareRequest) -> tuple[TrainRow, ...]:
+        """Every row but the first has an advantage."""
+        rows = tuple(TrainRow(15, 5, i > 0) for i in range(len(request.keep)))
+        return tuple(row for row, key in zip(rows, request.keep, strict=True) if key not in request.masked)
 
 
-def fake_pool(engines: list[FakeEngine], bounds: PoolBounds = BOUNDS) -> EnginePool:
+def fake_pool(engines: Sequence[FaultyEngine], bounds: PoolBounds = BOUNDS) -> EnginePool:
     """A pool over fake engines that can replace them."""
-    made = {"n": 0}
+    started = 0
 
     async def spawn(name: str) -> Engine:
+        nonlocal started
         await asyncio.sleep(0.001)
-        made["n"] += 1
-        return Engine(FakeHandle(name, FakeEngine(f"{name}#{made['n']}", random.Random(made["n"]))), "host")
+        started += 1
+        return Engine(FaultyWorker(name, FaultyEngine(f"{name}#{started}", random.Random(started))), "host")
 
-    return EnginePool([Engine(FakeHandle(e.name, e), "host") for e in engines], spawn, bounds)
+    return EnginePool([Engine(FaultyWorker(e.name, e), "host") for e in engines], spawn, bounds)
 
 
-def gang(*policies: FakePolicy) -> Gang:
-    """The policy gang over fakes."""
-    return Gang("policy", [FakeHandle(f"policy-{p.rank}", p) for p in policies], 256)
+def policy_group(*policies: FakePolicy) -> PolicyGroup:
+    """The policy's ranks over fakes."""
+    return PolicyGroup("policy", [FaultyWorker(f"policy-{p.rank}", p) for p in policies], 256)
+
+
+def critic_group(*critics: FakeCritic) -> CriticGroup:
+    """The critic's ranks over fakes."""
+    return CriticGroup("critic", [FaultyWorker(f"critic-{c.rank}", c) for c in critics], 256)
+
+
+class FakeRun(ABC):
+    """A controller with the fakes that it needs, which a subclass builds."""
+
+    def __init__(self, out: Path, settings: TrainSettings, updates: UpdateSettings, resume: bool) -> None:
+        self.out = out
+        self.settings = settings
+        self.updates = updates
+        self.resume = resume
+        self.stop = asyncio.Event()
+
+    @abstractmethod
+    def build(self) -> Controller:
+        """Build the controller. Called inside the running event loop."""
+
+    def open_store(self) -> tuple[CheckpointStore, Checkpoint | None, Ledger]:
+        """The run's checkpoints, the one to resume from, and the ledger as it was then."""
+        store = CheckpointStore(self.out / "checkpoints", 2)
+        store.prepare()
+        found = store.latest() if self.resume else None
+        return store, found, Ledger() if found is None else Ledger.restore(found.state["ledger"])
+
+    def run(self) -> RunOutcome:
+        """Run to the end."""
+
+        async def run() -> RunOutcome:
+            return await self.build().run()
+
+        return asyncio.run(run())
+
+    def run_until(self, version: int) -> RunOutcome:
+        """Run, and set `stop` once the policy has this version."""
+
+        async def run() -> RunOutcome:
+            controller = self.build()
+
+            async def stop() -> None:
+                while controller.version < version:
+                    await asyncio.sleep(0)
+                self.stop.set()
+
+            stopper = asyncio.create_task(stop())
+            outcome = await controller.run()
+            await stopper
+            return outcome
+
+        return asyncio.run(run())
+
+    def lines(self) -> list[dict[str, float]]:
+        """Lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]

@@ -1,13 +1,14 @@
-"""The layering of docs and design, held by reading every import: who may know of whom, and who owns which library."""
+"""Layering rules, checked on every import: which module may import which, and which folder owns which library."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,52 +16,31 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("orchestrator", "workers")
 
-PURE_WORKER_NAMES = (
-    *("advantage_state", "advantages", "config", "estimators", "losses", "messages", "tables", "tensors"),
-    *("config_offline", "messages_offline", "preference_losses", "objectives", "peaks"),
+PURE = (
+    *("workers.contract", "workers.algorithms", "workers.models.token_batch"),
+    *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
+    *("orchestrator.capacity", "orchestrator.live.diff"),
+    *("orchestrator.doctor.machine", "orchestrator.doctor.checks", "orchestrator.doctor.needs"),
+    *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
+    *(f"orchestrator.doctor.{name}" for name in ("software", "graphics", "resources", "surroundings")),
+    *("orchestrator.training.ledger", "orchestrator.training.micro_batches", "orchestrator.training.state"),
 )
-PURE_WORKERS = {f"workers.{name}" for name in PURE_WORKER_NAMES}
-PURE_ORCHESTRATOR = {
-    f"orchestrator.{name}"
-    for name in (
-        "algorithm_table",
-        "algorithms",
-        "algorithms_offline",
-        "batching",
-        "errors",
-        "ledger",
-        "live_spec",
-        "memory",
-        "model_size",
-        "spec",
-        "spec_any",
-        "spec_chain",
-        "spec_checks",
-        "spec_errors",
-        "spec_files",
-        "spec_offline",
-        "spec_paths",
-        "spec_sections",
-        "spec_yaml",
-        "train_memory",
-    )
-}
-PURE = PURE_WORKERS | PURE_ORCHESTRATOR
-ROOTS = {f"orchestrator.{name}" for name in ("controller", "run", "run_offline", "cli")}
-"""All other modules of orchestrator/ are services."""
+"""Layer 0, as folders and modules. They import each other, the standard library and data libraries."""
+ROOTS = tuple(f"orchestrator.{name}" for name in ("controller", "run", "rollout_run", "offline_run", "launcher", "cli"))
+"""Layer 3. All other modules of orchestrator/ are services, layer 2."""
 
-NAMES_WORKER_CLASSES = {"orchestrator.run", "orchestrator.cli"}
+NAMES_WORKER_CLASSES = "orchestrator.cli"
 ROLES = {f"workers.{name}" for name in ("rollout", "policy", "critic", "reference", "reward", "offline")}
 
-PURE_LIBRARIES = {"pydantic", "pydantic_core", "yaml", "numpy", "pyarrow"}
-TORCH_IN_PURE = {
-    f"workers.{name}" for name in ("tensors", "losses", "advantages", "estimators", "preference_losses", "objectives")
-}
+PURE_LIBRARIES = {"packaging", "pydantic", "pydantic_core", "yaml", "numpy", "pyarrow"}
+TENSORS_IN_PURE = ("workers.algorithms", "workers.models.token_batch")
+"""Modules of layer 0 that may import torch, because they compute on tensors."""
 
 OWNERS = {
-    "ray": {"orchestrator.actor_group", "orchestrator.jobs", "orchestrator.ray_nodes"},
-    "deepspeed": {"workers.deepspeed_engine"},
-    "vllm": {"workers.rollout", "workers.weight_transfer"},
+    "ray": ("orchestrator.cluster", "orchestrator.platforms"),
+    "deepspeed": ("workers.training",),
+    "huggingface_hub": ("orchestrator.hub.client",),
+    "vllm": ("workers.rollout", "workers.engine", "workers.weights.vllm_transfer"),
 }
 HEAVY = {"torch", "ray", "vllm", "deepspeed", "transformers", "datasets", "pandas"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -69,20 +49,20 @@ UNSAFE_BUILTINS = {"eval", "exec", "compile", "__import__"}
 
 @dataclass(frozen=True)
 class Module:
-    """One source file of the product."""
+    """One source file of the two packages."""
 
     name: str
     path: Path
     tree: ast.Module
 
-    def at(self, node: ast.AST) -> str:
-        """Where, for a message: `workers/policy.py:17`."""
+    def location(self, node: ast.AST) -> str:
+        """Location of a node, for messages: `workers/policy.py:17`."""
         return f"{self.path.relative_to(ROOT)}:{vars(node)['lineno']}"
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, wherever in the file the import stands."""
+    """One imported module, at any place in a file."""
 
     target: str
     where: str
@@ -104,136 +84,180 @@ def modules() -> tuple[Module, ...]:
 
 
 def imports(module: Module) -> Iterator[Import]:
-    """Every import of a module; `from a import b` counts as `a.b` where that is a module of ours."""
+    """Every import of a module. `from a import b` is an import of `a.b` if that is a module of the two packages."""
     names = {other.name for other in modules()}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, module.at(node))
+                yield Import(alias.name, module.location(node))
         elif isinstance(node, ast.ImportFrom):
             if node.level or node.module is None:
-                pytest.fail(f"{module.at(node)}: imports are absolute")
+                pytest.fail(f"{module.location(node)}: imports are absolute")
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                yield Import(full if full in names else node.module, module.at(node))
+                yield Import(full if full in names else node.module, module.location(node))
 
 
 def calls(module: Module) -> Iterator[tuple[str, ast.Call]]:
-    """Every call, with the dotted name of what is called."""
+    """Every call and the dotted name of the called function."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
 
 
-def ours(target: str, package: str) -> bool:
-    """Whether an import is of this package of ours."""
+def belongs_to(target: str, package: str) -> bool:
+    """Whether a module is this package or in it."""
     return target == package or target.startswith(f"{package}.")
+
+
+def within(name: str, places: Iterable[str]) -> bool:
+    """Whether a module is one of these, or in one of these packages."""
+    return any(belongs_to(name, place) for place in places)
 
 
 def layer(name: str) -> int:
     """0 pure, 1 workers, 2 services, 3 roots."""
-    if name in PURE or name in PACKAGES:
+    if within(name, PURE) or name in PACKAGES:
         return 0
-    if ours(name, "workers"):
+    if belongs_to(name, "workers"):
         return 1
-    return 3 if name in ROOTS else 2
+    return 3 if within(name, ROOTS) else 2
 
 
-def report(faults: list[str]) -> None:
-    """Fail with all faults at once."""
-    if faults:
-        pytest.fail("\n".join(faults), pytrace=False)
+def report(violations: list[str]) -> None:
+    """Fail with all violations."""
+    if violations:
+        pytest.fail("\n".join(violations), pytrace=False)
 
 
-def test_the_tables_of_this_file_name_modules_that_exist() -> None:
-    named = PURE | ROOTS | ROLES | NAMES_WORKER_CLASSES | set().union(*OWNERS.values())
+def test_all_modules_named_in_the_rules_exist() -> None:
+    owners = [place for places in OWNERS.values() for place in places]
+    named = {*PURE, *ROOTS, *ROLES, *TENSORS_IN_PURE, NAMES_WORKER_CLASSES, *owners}
     assert named - {module.name for module in modules()} == set()
 
 
 def test_pure_modules_import_only_pure_modules_and_data_libraries() -> None:
-    faults: list[str] = []
+    violations: list[str] = []
     for module in modules():
-        if module.name not in PURE:
+        if layer(module.name) != 0:
             continue
-        allowed = PURE_LIBRARIES | sys.stdlib_module_names | ({"torch"} if module.name in TORCH_IN_PURE else set())
+        allowed = PURE_LIBRARIES | sys.stdlib_module_names
+        allowed |= {"torch"} if within(module.name, TENSORS_IN_PURE) else set()
         for found in imports(module):
             if found.library in PACKAGES:
                 if layer(found.target) != 0:
-                    faults.append(f"{found.where}: a pure module imports {found.target}")
+                    violations.append(f"{found.where}: a pure module imports {found.target}")
             elif found.library not in allowed:
-                faults.append(f"{found.where}: a pure module imports {found.target}")
-    report(faults)
+                violations.append(f"{found.where}: a pure module imports {found.target}")
+    report(violations)
 
 
-def test_workers_know_neither_orchestrator_nor_another_role() -> None:
-    faults: list[str] = []
+def test_workers_import_neither_orchestrator_nor_ray_nor_another_role() -> None:
+    violations: list[str] = []
     for module in modules():
-        if not ours(module.name, "workers"):
+        if not belongs_to(module.name, "workers"):
             continue
         for found in imports(module):
             if found.library in {"orchestrator", "ray"}:
-                faults.append(f"{found.where}: a worker imports {found.target}")
+                violations.append(f"{found.where}: a worker imports {found.target}")
             if module.name in ROLES and found.target in ROLES - {module.name}:
-                faults.append(f"{found.where}: {module.name} imports another role, {found.target}")
-    report(faults)
+                violations.append(f"{found.where}: {module.name} imports another role, {found.target}")
+    report(violations)
 
 
-def test_orchestrator_knows_only_the_pure_half_of_workers() -> None:
-    faults: list[str] = []
+def test_orchestrator_imports_only_pure_modules_of_workers() -> None:
+    violations: list[str] = []
     for module in modules():
-        if not ours(module.name, "orchestrator") or module.name in NAMES_WORKER_CLASSES:
+        if not belongs_to(module.name, "orchestrator") or module.name == NAMES_WORKER_CLASSES:
             continue
-        faults += [
+        violations += [
             f"{found.where}: {module.name} imports {found.target}; only the roots name worker classes"
             for found in imports(module)
-            if ours(found.target, "workers") and layer(found.target) != 0
+            if belongs_to(found.target, "workers") and layer(found.target) != 0
         ]
-    report(faults)
+    report(violations)
 
 
-def test_services_do_not_import_roots_and_orchestrator_never_touches_a_model() -> None:
-    faults: list[str] = []
+def test_services_do_not_import_roots_and_orchestrator_imports_no_model_library() -> None:
+    violations: list[str] = []
     for module in modules():
-        if not ours(module.name, "orchestrator"):
+        if not belongs_to(module.name, "orchestrator"):
             continue
         for found in imports(module):
             if layer(module.name) < 3 and layer(found.target) == 3 and found.library == "orchestrator":
-                faults.append(f"{found.where}: a service imports the root {found.target}")
+                violations.append(f"{found.where}: a service imports the root {found.target}")
             if found.library in {"torch", "transformers", "safetensors"}:
-                faults.append(f"{found.where}: {module.name} imports {found.library}")
-    report(faults)
+                violations.append(f"{found.where}: {module.name} imports {found.library}")
+    report(violations)
+
+
+def _file(name: str) -> str:
+    return name
+
+
+def _folder(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+@pytest.mark.parametrize("part", [_file, _folder])
+def test_imports_form_no_circle(part: Callable[[str], str]) -> None:
+    """Neither between files nor between the folders of a package."""
+    graph: dict[str, set[str]] = {}
+    names = {module.name for module in modules()}
+    for module in modules():
+        targets = {part(found.target) for found in imports(module) if found.target in names}
+        graph.setdefault(part(module.name), set()).update(targets - {part(module.name), *PACKAGES})
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+
+
+def test_worker_methods_are_named_by_their_protocol() -> None:
+    violations: list[str] = []
+    for module in modules():
+        for name, call in calls(module):
+            if name.endswith((".call", ".call_for_table")) and call.args and isinstance(call.args[0], ast.Constant):
+                violations.append(f"{module.location(call)}: names a worker method in quotes")
+    report(violations)
+
+
+def test_no_code_tells_the_kinds_of_spec_apart() -> None:
+    violations: list[str] = []
+    for module in modules():
+        for name, call in calls(module):
+            if name == "isinstance" and ast.unparse(call.args[1]).endswith("Spec"):
+                violations.append(f"{module.location(call)}: isinstance on a spec: use a method that both kinds have")
+    report(violations)
 
 
 @pytest.mark.parametrize("library", OWNERS)
-def test_a_heavy_library_has_one_owner(library: str) -> None:
+def test_only_its_owners_import_a_heavy_library(library: str) -> None:
     report(
         [
             f"{found.where}: {module.name} imports {found.target}"
             for module in modules()
             for found in imports(module)
-            if found.library == library and module.name not in OWNERS[library]
+            if found.library == library and not within(module.name, OWNERS[library])
         ]
     )
 
 
-def test_product_code_neither_prints_nor_asserts_nor_runs_data() -> None:
-    faults: list[str] = []
+def test_the_packages_contain_no_print_no_assert_and_no_unsafe_loading() -> None:
+    violations: list[str] = []
     for module in modules():
         for found in imports(module):
             if found.library in UNSAFE_MODULES:
-                faults.append(f"{found.where}: imports {found.target}")
+                violations.append(f"{found.where}: imports {found.target}")
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Assert):
-                faults.append(f"{module.at(node)}: assert (validation must survive python -O)")
+                violations.append(f"{module.location(node)}: assert (validation must survive python -O)")
         for name, call in calls(module):
             if name == "print" or name in UNSAFE_BUILTINS or name == "yaml.load":
-                faults.append(f"{module.at(call)}: calls {name}")
-            if name == "torch.load" and not _says_weights_only(call):
-                faults.append(f"{module.at(call)}: torch.load without weights_only=True")
-    report(faults)
+                violations.append(f"{module.location(call)}: calls {name}")
+            if name == "torch.load" and not _loads_weights_only(call):
+                violations.append(f"{module.location(call)}: torch.load without weights_only=True")
+    report(violations)
 
 
-def _says_weights_only(call: ast.Call) -> bool:
+def _loads_weights_only(call: ast.Call) -> bool:
     return any(
         keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
         for keyword in call.keywords
@@ -243,42 +267,52 @@ def _says_weights_only(call: ast.Call) -> bool:
 @pytest.mark.parametrize(
     "module",
     [
-        *("orchestrator", "workers", "workers.config", "orchestrator.spec", "orchestrator.plan", "orchestrator.cli"),
-        *("orchestrator.deploy", "orchestrator.kubernetes", "orchestrator.slurm"),
+        *(
+            "orchestrator",
+            "workers",
+            "workers.contract.config",
+            "orchestrator.spec.rollout",
+            "orchestrator.capacity.plan",
+            "orchestrator.cli",
+        ),
+        *("orchestrator.platforms.manifest", "orchestrator.platforms.slurm"),
     ],
 )
-def test_the_front_door_imports_nothing_heavy(module: str) -> None:
+def test_importing_the_command_imports_no_heavy_library(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
 
-def test_naming_the_worker_classes_imports_no_model_library() -> None:
-    """The driver names them before Ray starts; what a model or an engine needs is imported where one is loaded."""
-    later = {"transformers", "vllm", "deepspeed", "datasets", "pandas"}
-    named = "from orchestrator.cli import _worker_classes; _worker_classes()"
-    code = f"import sys; {named}; print(*sorted({later!r} & set(sys.modules)))"
+def test_importing_the_worker_classes_imports_no_model_library() -> None:
+    """The driver imports them before Ray starts; model libraries are imported when a model is loaded."""
+    model_libraries = {"transformers", "vllm", "deepspeed", "datasets", "pandas"}
+    statement = "from orchestrator.cli import worker_classes; worker_classes()"
+    code = f"import sys; {statement}; print(*sorted({model_libraries!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
-def test_a_broken_rule_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rules above are only as good as what they can see: lazy, aliased and type-checking imports."""
+def test_the_rules_detect_violations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules see lazy, aliased and type-checking imports."""
     source = (
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    import ray as r\n"
         "def f():\n    from workers import policy\n    from vllm.v1 import engine\n    print(1)\n"
+        "    worker.call('update', 1.0)\n    isinstance(spec, OfflineSpec)\n"
     )
     module = Module("orchestrator.bad", tmp_path / "bad.py", ast.parse(source))
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     known = Module("workers.policy", tmp_path / "policy.py", ast.parse(""))
     monkeypatch.setattr(sys.modules[__name__], "modules", lambda: (module, known))
     assert [found.target for found in imports(module)] == ["typing", "ray", "workers.policy", "vllm.v1"]
-    assert [name for name, _ in calls(module)] == ["print"]
+    assert [name for name, _ in calls(module)] == ["print", "worker.call", "isinstance"]
     for broken in (
-        test_orchestrator_knows_only_the_pure_half_of_workers,
-        test_product_code_neither_prints_nor_asserts_nor_runs_data,
+        test_orchestrator_imports_only_pure_modules_of_workers,
+        test_the_packages_contain_no_print_no_assert_and_no_unsafe_loading,
+        test_worker_methods_are_named_by_their_protocol,
+        test_no_code_tells_the_kinds_of_spec_apart,
     ):
         with pytest.raises(pytest.fail.Exception):
             broken()

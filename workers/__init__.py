@@ -1,1 +1,1 @@
-"""Compute: the rollout engine, the trainers, the scorers. Nothing here knows of ``orchestrator``."""
+"""The workers: rollout engine, trainers, scorers and reward functions. Nothing here imports `orchestrator`."""

@@ -1,20 +1,19 @@
-"""The critic: values of what was sampled, and updates."""
+"""The critic: values of sampled tokens, and updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pyarrow as pa
 import torch
 
-from workers.config import CriticConfig, Rendezvous
-from workers.deepspeed_engine import TrainEngine
-from workers.losses import LossOutput, token_weights, value_loss
-from workers.messages import RankPlan, UpdateMetrics, WorkerHealth
-from workers.modeling import TokenValues, load_value, score_plan
-from workers.rank import TrainingRank, update_metrics
-from workers.tensors import TokenBatch, TokenTable
+from workers.algorithms.policy_loss import LossOutput, token_weights, value_loss
+from workers.contract.config import CriticConfig, Rendezvous
+from workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
+from workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
+from workers.models.token_batch import TokenBatch, TokenTable
+from workers.training.deepspeed_engine import Forward, TrainEngine
+from workers.training.rank import TrainingRank, update_metrics
 
 
 class CriticWorker(TrainingRank):
@@ -25,22 +24,22 @@ class CriticWorker(TrainingRank):
         self._config = config
 
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
-        """Join the group and load the model. Raises OSError for a missing model, ValueError for an unfit one."""
+        """Join the group and load the model. Raises OSError for a missing model, ValueError for an unsuitable one."""
         self.join(rendezvous)
         return self.build()
 
     def build(self) -> WorkerHealth:
-        """Load the model and put it under DeepSpeed, in a process that has joined its group."""
+        """Load the model into DeepSpeed; the process must have joined its group."""
         config = self._config
         model = load_value(config.model)
-        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        dtype = torch_dtype(config.model.dtype)
         self._engine = TrainEngine(
             TokenValues(model), model, config.trainer, config.total_updates, config.device, dtype
         )
         return self.health()
 
     def compute_values(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
-        """(rows, token_scores table): `values` of the plan's rows under the critic as it stands. Collective."""
+        """(rows, token_scores table): `values` of the plan's rows under the current critic. Collective."""
         return score_plan(self.engine.module, plan, rollouts, "values", self.engine.device)
 
     def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
@@ -48,7 +47,7 @@ class CriticWorker(TrainingRank):
         table = TokenTable(batch)
         outputs: list[LossOutput] = []
 
-        def loss_fn(forward: Callable[..., Any], rows: Sequence[int]) -> torch.Tensor:
+        def loss_fn(forward: Forward, rows: Sequence[int]) -> torch.Tensor:
             output = self._loss(forward, table.cut(rows).to(self.engine.device), table, plan)
             outputs.append(output.statistics())
             return output.loss
@@ -56,13 +55,11 @@ class CriticWorker(TrainingRank):
         step = self.engine.update(plan.micro_batches, loss_fn)
         return update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
 
-    def _loss(
-        self, forward: Callable[..., Any], micro_batch: TokenBatch, table: TokenTable, plan: RankPlan
-    ) -> LossOutput:
+    def _loss(self, forward: Forward, micro_batch: TokenBatch, table: TokenTable, plan: RankPlan) -> LossOutput:
         values = forward(micro_batch.input_ids, micro_batch.attention_mask, micro_batch.positions, micro_batch.targets)
         old_values, returns = table.floats("values", micro_batch), table.floats("returns", micro_batch)
         if old_values is None or returns is None:
-            raise ValueError("a batch for the critic needs values and returns")
+            raise ValueError("a critic batch needs the columns values and returns")
         mask = micro_batch.loss_mask
         weights = token_weights(
             mask, micro_batch.sequence, "token_mean", plan.total_loss_tokens, plan.total_sequences, max_tokens=1

@@ -1,72 +1,91 @@
-"""Trainers on given examples: the policy (SFT and preferences) and the reward model.
+"""Offline trainers: the policy (SFT and preferences) and the reward model.
 
-They are ranks like the policy's and the critic's: they join, save, load, export and update alike. What differs between
-algorithms is the objective (`workers.objectives`), looked up once by the configuration they are told.
+They are training ranks like the policy and the critic: they join, save, load, export and update in the same way. The
+algorithms differ in their objective (`workers.algorithms.offline_objectives`), selected by the loss configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 import torch
 
-from workers.config import Rendezvous
-from workers.config_offline import OfflineConfig, RewardLossConfig
-from workers.deepspeed_engine import StepResult, TrainEngine, all_reduce
-from workers.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, pack, tokenize
-from workers.messages import RankPlan, UpdateMetrics, WorkerHealth
-from workers.messages_offline import EvaluationPart, ExampleBatchSummary, ExampleSummary, add_tallies, figures
-from workers.modeling import (
+from workers.algorithms.offline_objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
+from workers.algorithms.preference_losses import kto_reference_point
+from workers.contract.config import Rendezvous
+from workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
+from workers.contract.offline_config import OfflineConfig, RewardLossConfig
+from workers.contract.offline_messages import (
+    EvaluationPart,
+    ExampleBatchSummary,
+    ExampleSummary,
+    add_tallies,
+    tally_means,
+)
+from workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, pack, tokenize
+from workers.models.modeling import (
     CausalLogprobs,
     RewardScores,
+    evaluating,
     head_chunks,
     load_causal,
     load_value,
-    packs,
     score_plan,
     share_backbone,
+    torch_dtype,
 )
-from workers.objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
-from workers.preference_losses import kto_reference_point
-from workers.rank import TrainingRank, own_peak
+from workers.models.trials import packs
+from workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
+from workers.training.group import all_reduce
+from workers.training.rank import TrainingRank, own_peak
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Forward = Callable[..., Any]
-
 
 class ExampleTrainer(TrainingRank):
-    """One rank of a group that trains on given examples; what the model is, a subclass says."""
+    """One rank of a group that trains on offline data; subclasses define the model."""
 
     def __init__(self, config: OfflineConfig, name: str) -> None:
         super().__init__(name, config.device, config.model.path, config.seed, config.trainer.threads)
         self._config = config
         self._objective = OBJECTIVES[type(config.loss)]
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._reference: CausalLogprobs | None = None
 
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
-        """Join the group and load the models. Raises OSError for a missing model, ValueError for an unfit one."""
+        """Join the group and load the models. Raises OSError for a missing model, ValueError for an unsuitable one."""
         self.join(rendezvous)
         return self.build()
 
     def build(self) -> WorkerHealth:
-        """Load the models and put the trained one under DeepSpeed, in a process that has joined its group."""
+        """Load the models, the trained one into DeepSpeed; the process must have joined its group."""
         raise NotImplementedError
 
     def tokenize(self, texts: pa.Table) -> tuple[ExampleSummary, pa.Table]:
-        """See `workers.examples.tokenize`; not collective, one rank does it for all."""
+        """See `workers.data.examples.tokenize`. Not collective: one rank tokenizes for all."""
         return tokenize(self._tokens(), texts, self._config.examples)
 
     def assemble(self, picks: Picks, examples: pa.Table) -> tuple[ExampleBatchSummary, pa.Table]:
-        """See `workers.examples.assemble`; not collective."""
+        """See `workers.data.examples.assemble`. Not collective."""
         return assemble(picks, examples, self._config.examples)
 
     def attach(self, batch: pa.Table, *scores: pa.Table) -> tuple[int, pa.Table]:
-        """(rows, batch with the reference's log-probs); not collective."""
+        """(rows, batch with the reference's log-probs). Not collective."""
         return batch.num_rows, attach(batch, scores)
+
+    def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
+        """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
+
+        Raises:
+            RuntimeError: the worker has no colocated reference.
+        """
+        if self._reference is None:
+            raise RuntimeError(f"{self._name} has no colocated reference")
+        return score_plan(self._reference, plan, tables, "ref_logprobs", self.engine.device)
 
     def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
         """One optimizer step on the plan's rows of an EXAMPLE_BATCH table. Collective."""
@@ -83,23 +102,20 @@ class ExampleTrainer(TrainingRank):
         return self._metrics(step, outputs, sum(map(len, plan.micro_batches)))
 
     def evaluate(self, plan: RankPlan, batch: pa.Table) -> EvaluationPart:
-        """This rank's share of the loss and the figures of the plan's rows, without learning from them. Collective."""
+        """This rank's share of the loss and metrics of the plan's rows, without an update. Collective."""
         table, module = ExampleTable(batch), self.engine.module
-        training = module.training
-        module.eval()
-        with torch.no_grad():
+        with evaluating(module), torch.no_grad():
             point = self._reference_point(module, plan, table)
             outputs = [self._loss(module, self._batch(table, rows), plan, point) for rows in plan.micro_batches]
-        module.train(training)
         return EvaluationPart(_terms(outputs), _tally(outputs))
 
     def _batch(self, table: ExampleTable, rows: Sequence[int]) -> ExampleMicroBatch:
-        """What is trained on of a micro-batch: mismatched responses only help to find the reference point."""
+        """The rows of a micro-batch that are trained on; mismatched responses serve only the reference point."""
         skip = self._config.examples.mismatched
         return table.batch([row for row in rows if not (skip and table.member[row])], self.engine.device)
 
     def _reference_point(self, module: torch.nn.Module, plan: RankPlan, table: ExampleTable) -> float:
-        """z0 of KTO from the mismatched responses of the whole update, over all ranks; 0 for other objectives."""
+        """z0 of KTO, from the mismatched responses of the whole update over all ranks; 0 for other objectives."""
         if not self._config.examples.mismatched:
             return 0.0
         total = count = 0.0
@@ -107,7 +123,7 @@ class ExampleTrainer(TrainingRank):
             for rows in plan.micro_batches:
                 batch = table.batch([row for row in rows if table.member[row]], self.engine.device)
                 scored = self._scored(module, batch, 0.0)
-                total, count = total + float(scored.ratios(per_token=False).double().sum()), count + scored.rows
+                total, count = total + float(scored.ratios(per_token=False).sum()), count + scored.rows
         sums = all_reduce({"total": total, "count": count}, self._device, "sum")
         return kto_reference_point(sums["total"], sums["count"])
 
@@ -123,7 +139,7 @@ class ExampleTrainer(TrainingRank):
         tally = _tally(outputs)
         totals = all_reduce({f"{n}/total": t for n, (t, _) in tally.items()}, self._device, "sum")
         weights = all_reduce({f"{n}/weight": w for n, (_, w) in tally.items()}, self._device, "sum")
-        means = figures({name: (totals[f"{name}/total"], weights[f"{name}/weight"]) for name in tally})
+        means = tally_means({name: (totals[f"{name}/total"], weights[f"{name}/weight"]) for name in tally})
         return UpdateMetrics(
             sums=_terms(outputs) | {"sequences": float(sequences)},
             values=means | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
@@ -145,11 +161,7 @@ class ExampleTrainer(TrainingRank):
 
 
 class ExamplePolicyWorker(ExampleTrainer):
-    """One rank of a policy that learns from demonstrations or preferences."""
-
-    def __init__(self, config: OfflineConfig, name: str) -> None:
-        super().__init__(config, name)
-        self._reference: CausalLogprobs | None = None
+    """One rank of a policy that trains on demonstrations or preferences."""
 
     def build(self) -> WorkerHealth:
         """Load the policy and, where it is colocated, the reference."""
@@ -157,24 +169,13 @@ class ExamplePolicyWorker(ExampleTrainer):
         model = load_causal(config.model)
         module = CausalLogprobs(model, temperature=1.0, chunks=self._chunks(model))
         if config.packing and not packs(module):
-            raise ValueError(
-                f"{type(model).__name__} does not keep packed sequences apart: set algorithm.packing: false"
-            )
+            raise ValueError(f"{type(model).__name__} does not isolate packed sequences: set algorithm.packing: false")
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
             reference = load_causal(config.reference_model)
             scorer = CausalLogprobs(reference, temperature=1.0, chunks=self._chunks(reference))
             self._reference = scorer.requires_grad_(False).to(self._engine.device)
         return self.health()
-
-    def reference_logprobs(self, plan: RankPlan, *tables: pa.Table) -> tuple[int, pa.Table]:
-        """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
-
-        Raises RuntimeError where the worker has none.
-        """
-        if self._reference is None:
-            raise RuntimeError(f"{self._name} has no colocated reference")
-        return score_plan(self._reference, plan, tables, "ref_logprobs", self.engine.device)
 
     def _scored(self, forward: Forward, batch: ExampleMicroBatch, point: float) -> Scored:
         tokens = batch.tokens
@@ -183,59 +184,62 @@ class ExamplePolicyWorker(ExampleTrainer):
             logprobs, _ = forward(packed.input_ids, None, packed.positions, tokens.targets, packed.position_ids)
         else:
             logprobs, _ = forward(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)
-        return Scored(
-            groups=batch.groups,
-            sequence=tokens.sequence,
-            loss_mask=tokens.loss_mask,
-            score=batch.score,
-            margin=batch.margin,
-            desirable=batch.desirable,
-            logprobs=logprobs,
-            ref_logprobs=batch.ref_logprobs,
-            reference_point=point,
-        )
+        return replace(_unscored(batch, point), logprobs=logprobs, ref_logprobs=batch.ref_logprobs)
 
 
 class RewardTrainer(ExampleTrainer):
     """One rank of a reward model: a sequence classifier with one label, as the roles `reward` and `critic` load it."""
 
     def build(self) -> WorkerHealth:
-        """Load the backbone with a head that starts at zero (or with the one it was saved with)."""
+        """Load the backbone with a head that starts at zero, or with the head it was saved with."""
         config = self._config
         model = load_value(config.model)
         _keep_last_token(model.config.get_text_config(), self._tokens())
         keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
         language = share_backbone(model, config.model, self._chunks(model)) if keeps_language else None
-        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        dtype = torch_dtype(config.model.dtype)
         module = RewardScores(model, language)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, dtype)
         return self.health()
 
+    @property
+    def _by_token(self) -> bool:
+        """Whether the loss compares the scores of all response tokens."""
+        loss = self._config.loss
+        return isinstance(loss, RewardLossConfig) and loss.level == "token"
+
     def _scored(self, forward: Forward, batch: ExampleMicroBatch, point: float) -> Scored:
-        tokens = batch.tokens
-        # Only the best answer's likelihood may count: the output head, the dearest layer, runs on nothing else.
-        kept = (batch.groups.member == 0)[tokens.sequence]
-        rewards, best = forward(tokens.input_ids, tokens.attention_mask, tokens.positions[kept], tokens.targets[kept])
-        logprobs = None if best is None else best.new_zeros(len(kept)).masked_scatter(kept, best)
-        rows = len(batch.groups.group)
-        return Scored(
-            groups=batch.groups,
-            sequence=tokens.sequence,
-            loss_mask=tokens.loss_mask,
-            score=batch.score,
-            margin=batch.margin,
-            desirable=batch.desirable,
-            logprobs=logprobs,
-            rewards=rewards[:rows],  # the filler batch has a sequence and no row
-            reference_point=point,
+        tokens, unscored = batch.tokens, _unscored(batch, point)
+        # Only the best responses' likelihood is used: the output head, the most expensive layer, runs on no other.
+        kept = unscored.best[tokens.sequence]
+        read_at = tokens.positions + 1 if self._by_token else None
+        rewards, token_rewards, best = forward(
+            tokens.input_ids, tokens.attention_mask, tokens.positions[kept], tokens.targets[kept], read_at
         )
+        logprobs = None if best is None else best.new_zeros(len(kept)).masked_scatter(kept, best)
+        # The filler batch has a sequence and no row.
+        return replace(unscored, logprobs=logprobs, rewards=rewards[: unscored.rows], token_rewards=token_rewards)
+
+
+def _unscored(batch: ExampleMicroBatch, point: float) -> Scored:
+    """The micro-batch without the models' outputs. `point`: KTO's reference point."""
+    return Scored(
+        groups=batch.groups,
+        sequence=batch.tokens.sequence,
+        loss_mask=batch.tokens.loss_mask,
+        score=batch.score,
+        margin=batch.margin,
+        desirable=batch.desirable,
+        targets=batch.tokens.targets,
+        reference_point=point,
+    )
 
 
 def _keep_last_token(text_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let no token that ends a turn be taken for padding.
+    """Choose a padding token that ends no turn.
 
-    A classifier reads its score at the last token that is not padding. Where padding and end of turn are one token it
-    would read it one token early, and not where it was trained to.
+    A classifier reads its score at the last token that is not padding. If padding and end of turn were the same token,
+    it would read the score one token too early.
     """
     configured = text_config.eos_token_id
     ends = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]

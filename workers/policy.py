@@ -1,9 +1,9 @@
-"""The policy: log-probs of what was sampled, updates, and weights for the rollout engines."""
+"""The policy: log-probs of sampled tokens, updates, and weights for the rollout engines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from workers.config import PolicyConfig, Rendezvous
-from workers.deepspeed_engine import TrainEngine
-from workers.losses import LossOutput, PolicyTokens, exact_kl, policy_loss, token_weights
-from workers.messages import (
+from workers.algorithms.policy_loss import LossOutput, PolicyTokens, exact_kl, policy_loss, token_weights
+from workers.algorithms.train_batch import prepare
+from workers.contract.config import PolicyConfig, Rendezvous
+from workers.contract.messages import (
     PrepareRequest,
     RankPlan,
     TextSummary,
@@ -25,54 +25,28 @@ from workers.messages import (
     WeightUpdate,
     WorkerHealth,
 )
-from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan, shares_prompts
-from workers.prepare import prepare
-from workers.rank import TrainingRank, free_port, own_address, update_metrics
-from workers.shared_file import shared_directory
-from workers.tensors import TokenBatch, TokenTable
-from workers.texts import cut_texts, text_batches
-from workers.weight_file import WeightPublisher, read_payload
-
-Forward = Callable[..., Any]
+from workers.contract.roles import EngineLink
+from workers.data.texts import cut_texts, text_batches
+from workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
+from workers.models.token_batch import TokenBatch, TokenTable
+from workers.models.trials import shares_prompts
+from workers.training.deepspeed_engine import Forward, TrainEngine
+from workers.training.group import free_port, own_address
+from workers.training.rank import TrainingRank, update_metrics
+from workers.training.step_length import HeldStep
+from workers.weights.file import WeightPublisher, read_payload
+from workers.weights.shared_memory import shared_directory
 
 
 class Sender(Protocol):
     """vLLM's trainer-side transfer engine."""
 
     def send_weights(self) -> None:
-        """Send what the source gives now."""
+        """Send the current weights of the source."""
         ...
 
     def shutdown(self) -> None:
         """Leave the transfer group."""
-        ...
-
-
-class EngineLink(Protocol):
-    """The rollout engines as the sender drives them; vLLM's `VLLMWeightSyncClient` and what Troupe adds."""
-
-    version: int
-    """Version the engines serve after the next transfer."""
-
-    @property
-    def processes(self) -> int:
-        """Engine processes that take part."""
-        ...
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See vLLM."""
-        ...
-
-    def start_weight_update(self) -> None:
-        """See vLLM."""
-        ...
-
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """See vLLM."""
-        ...
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See vLLM."""
         ...
 
 
@@ -83,10 +57,12 @@ class PolicyWorker(TrainingRank):
         super().__init__(name, config.device, config.model.path, config.seed, config.trainer.threads)
         self._config = config
         self._reference: CausalLogprobs | None = None
+        self._shares_prompts = False
         self._publisher: WeightPublisher | None = None
         self._sender: Sender | None = None
         self._link: EngineLink | None = None
         self._held: list[tuple[TokenBatch, torch.Tensor]] = []
+        self._held_step: HeldStep | None = None
 
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
         """Join the group and load the models. Raises OSError for a missing model."""
@@ -94,10 +70,11 @@ class PolicyWorker(TrainingRank):
         return self.build()
 
     def build(self) -> WorkerHealth:
-        """Load the models and put the policy under DeepSpeed, in a process that has joined its group."""
+        """Load the models, the policy into DeepSpeed; the process must have joined its group."""
         config = self._config
         model = load_causal(config.model)
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
+        self._shares_prompts = config.share_prompts and shares_prompts(module)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
             reference = self._logprobs(load_causal(config.reference_model), entropy_grad=False)
@@ -105,29 +82,32 @@ class PolicyWorker(TrainingRank):
         return self.health()
 
     def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
-        """(rows, token_scores table): `old_logprobs` of the plan's rows under the policy as it stands."""
+        """(rows, token_scores table): `old_logprobs` of the plan's rows under the current policy."""
         return score_plan(self.engine.module, plan, rollouts, "old_logprobs", self.engine.device)
 
     def reference_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
         """(rows, token_scores table): `ref_logprobs` of the plan's rows under the colocated reference.
 
-        Raises RuntimeError where the worker has none.
+        Raises:
+            RuntimeError: the worker has no colocated reference.
         """
         if self._reference is None:
             raise RuntimeError(f"{self._name} has no colocated reference")
         return score_plan(self._reference, plan, rollouts, "ref_logprobs", self.engine.device)
 
     def shares_prompts(self) -> bool:
-        """Whether the samples of a group may be trained behind one copy of their prompt: asked for, and exact with this
-        model. Collective."""
-        return self._config.share_prompts and shares_prompts(cast(CausalLogprobs, self.engine.module))
+        """Whether samples of a group train behind one copy of their prompt.
+
+        They do where it is configured and the result is exact with this model.
+        """
+        return self._shares_prompts
 
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
-        """See `workers.prepare.prepare`; not collective, one rank does it for all."""
+        """See `workers.algorithms.train_batch.prepare`. Not collective: one rank prepares the batch for all."""
         return prepare(self._config.advantage, request, tables)
 
     def cut_texts(self, texts: pa.Table, max_tokens: int) -> tuple[TextSummary, pa.Table]:
-        """See `workers.texts.cut_texts`; not collective, one rank does it for all."""
+        """See `workers.data.texts.cut_texts`. Not collective: one rank cuts the texts for all."""
         from transformers import AutoTokenizer
 
         model = self._config.model
@@ -139,14 +119,17 @@ class PolicyWorker(TrainingRank):
     ) -> UpdateMetrics:
         """One optimizer step on the plan's rows of a TRAIN table. Collective.
 
-        `kl_old_coef`: weight of KL(old || new) in this update (PPO with a KL penalty).
-        `texts`: TEXTS table that `plan.texts` counts in; their likelihood is learnt in the same step (PPO-ptx).
+        Args:
+            plan: Micro-batches of this rank.
+            batch: TRAIN table.
+            kl_old_coef: Weight of KL(old || new) in this update (PPO with a KL penalty).
+            texts: TEXTS table for the rows of `plan.texts`, trained on in the same step (PPO-ptx).
         """
         table = TokenTable(batch)
         outputs: list[LossOutput] = []
         text_losses: list[torch.Tensor] = []
 
-        # A micro-batch is cut when its turn comes: what an update holds does not grow with their number.
+        # Micro-batches are cut one at a time: the memory of an update does not grow with their number.
         def of_rollouts(rows: Sequence[int], forward: Forward) -> torch.Tensor:
             micro_batch = table.cut(rows, plan.shared).to(self.engine.device)
             output = self._loss(forward, micro_batch, table, plan, kl_old_coef)
@@ -159,7 +142,7 @@ class PolicyWorker(TrainingRank):
             text_losses.append(loss.detach())
             return self._config.ptx_coef * loss
 
-        # Without a row that has anything to teach, the texts still have.
+        # The texts are trained on even where no row has a signal.
         work = [partial(of_rollouts, rows) for rows in plan.micro_batches or ((),)]
         if texts is not None and plan.texts is not None:
             work += [partial(of_texts, part) for part in text_batches(texts, plan.texts)]
@@ -167,36 +150,60 @@ class PolicyWorker(TrainingRank):
         metrics = update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
         return _with_texts(metrics, text_losses, self._config.ptx_coef) if text_losses else metrics
 
-    def hold_distributions(self, plan: RankPlan, batch: pa.Table, stride: int) -> None:
-        """Remember what the policy as it stands makes of the plan's rows: every `stride`-th state of each micro-batch.
+    def hold_distributions(self, plan: RankPlan, batch: pa.Table, stride: int, weights: bool = False) -> None:
+        """Store the current policy's distributions for `divergence`. Collective.
 
-        Collective. Memory: states times vocabulary times 4 bytes.
+        Memory: number of states times vocabulary times 4 bytes.
+
+        Args:
+            plan: Micro-batches of this rank.
+            batch: TRAIN table.
+            stride: Every `stride`-th state of each micro-batch is stored.
+            weights: Store the weights too, for `shorten_step`.
         """
+        self._held_step = self.engine.hold_step() if weights else None
         parts = TokenTable(batch).batches(plan.micro_batches, plan.shared)
-        batches = [_every(stride, part).to(self.engine.device) for part in parts]
+        batches = [_subsample(stride, part).to(self.engine.device) for part in parts]
         self._held = [(part, self._distributions(part)) for part in batches]
 
     def divergence(self) -> tuple[float, int]:
-        """(sum over the states held, their number) of KL(then || now) in nats, exact over the vocabulary. Collective.
+        """(sum over the stored states, their number) of KL(stored || current) in nats, exact over the vocabulary.
 
-        What was held is let go.
+        Collective. Discards the stored distributions, unless the weights are stored too.
         """
-        held, self._held = self._held, []
+        held = self._held
+        if self._held_step is None:
+            self._held = []
         total = sum(float(exact_kl(old, self._distributions(part)).double().sum()) for part, old in held)
         return total, sum(len(part.positions) for part, _ in held)
 
+    def shorten_step(self, factor: float) -> tuple[float, int]:
+        """`divergence` after moving the weights to stored + `factor` * (current - stored). Collective.
+
+        Raises:
+            RuntimeError: no weights are stored.
+        """
+        if self._held_step is None:
+            raise RuntimeError(f"{self._name} holds no weights of before the step")
+        self._held_step.shorten(factor)
+        return self.divergence()
+
+    def release_held(self) -> None:
+        """Discard the stored distributions and weights."""
+        self._held, self._held_step = [], None
+
     def publish_weights(self, version: int) -> WeightUpdate | None:
-        """Write the weights to shared memory as `version`. Collective; only rank 0 has a result."""
+        """Write the weights to shared memory as `version`. Collective; only rank 0 returns an update."""
         self._version = version
         return self._weight_publisher().publish(version)
 
     def read_weights(self, update: WeightUpdate) -> tuple[int, npt.NDArray[np.uint8]]:
-        """(bytes, uint8 payload) of a published version, for engines on other nodes."""
+        """(number of bytes, uint8 payload) of a published version, for engines on other nodes."""
         return update.nbytes, read_payload(update)
 
     def connect_engines(self, link: EngineLink) -> None:
-        """Join the rollout engines for transfers from GPU to GPU (nccl, ipc). Collective. Untried on a GPU."""
-        from workers.weight_transfer import IterableSource, ipc_sender, nccl_sender
+        """Join the rollout engines for transfers from GPU to GPU (nccl, ipc). Collective. Untested on GPU."""
+        from workers.weights.vllm_transfer import IterableSource, ipc_sender, nccl_sender
 
         if self._sender is not None:
             self._sender.shutdown()
@@ -209,7 +216,7 @@ class PolicyWorker(TrainingRank):
             self._sender = nccl_sender(source, link, self.engine.rank, address, port, 1 + link.processes)
 
     def send_weights(self, version: int) -> int:
-        """Send the weights to the connected engines as `version`; returns bytes sent. Collective."""
+        """Send the weights to the connected engines as `version`; returns the number of bytes sent. Collective."""
         if self._sender is None or self._link is None:
             raise RuntimeError(f"{self._name} is not connected to any engine")
         self._version = self._link.version = version
@@ -217,7 +224,7 @@ class PolicyWorker(TrainingRank):
         return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self.engine.weight_shapes())
 
     def release(self) -> None:
-        """Let go of the models and the engines, and remove what was published."""
+        """Release the models and the engines, and remove the published file."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
@@ -225,12 +232,12 @@ class PolicyWorker(TrainingRank):
             self._sender.shutdown()
             self._sender = None
         self._reference = None
-        self._held = []
+        self.release_held()
         super().release()
 
     def _weight_publisher(self) -> WeightPublisher:
         if self._publisher is None:
-            # Under ZeRO-3 every rank takes part in gathering a tensor; rank 0 alone writes.
+            # Under ZeRO-3 every rank participates in gathering a tensor; only rank 0 writes.
             self._publisher = WeightPublisher(
                 self.engine.named_weights,
                 shared_directory(),
@@ -246,11 +253,8 @@ class PolicyWorker(TrainingRank):
 
     def _distributions(self, batch: TokenBatch) -> torch.Tensor:
         module = cast(CausalLogprobs, self.engine.module)
-        training = module.training
-        module.eval()
-        found = module.distributions(batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids)
-        module.train(training)
-        return found
+        with evaluating(module):
+            return module.distributions(batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids)
 
     @staticmethod
     def _text_loss(forward: Forward, batch: TokenBatch, total_tokens: int) -> torch.Tensor:
@@ -272,11 +276,12 @@ class PolicyWorker(TrainingRank):
             micro_batch.positions,
             micro_batch.targets,
             micro_batch.position_ids,
+            temperature=None if self._config.loss.has_ratio else 1.0,
         )
         rollout_logprobs = table.floats("rollout_logprobs", micro_batch)
         advantages = table.floats("advantages", micro_batch)
         if rollout_logprobs is None or advantages is None:
-            raise ValueError("a batch for the policy needs rollout_logprobs and advantages")
+            raise ValueError("a policy batch needs the columns rollout_logprobs and advantages")
         tokens = PolicyTokens(
             logprobs=logprobs,
             entropy=entropy,
@@ -299,12 +304,12 @@ class PolicyWorker(TrainingRank):
 
 
 def _with_texts(metrics: UpdateMetrics, losses: Sequence[torch.Tensor], coef: float) -> UpdateMetrics:
-    """`ptx_loss`, and `loss` with it."""
+    """The metrics with `ptx_loss`, and with `loss` including it."""
     texts = sum(float(loss) for loss in losses)
     return replace(metrics, sums=metrics.sums | {"ptx_loss": texts, "loss": metrics.sums["loss"] + coef * texts})
 
 
-def _every(stride: int, batch: TokenBatch) -> TokenBatch:
-    """The batch with every `stride`-th of its states that the policy sampled a token in."""
+def _subsample(stride: int, batch: TokenBatch) -> TokenBatch:
+    """The batch with every `stride`-th state in which the policy sampled a token."""
     chosen = batch.loss_mask.nonzero().flatten()[::stride]
     return replace(batch, positions=batch.positions[chosen])

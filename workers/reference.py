@@ -1,25 +1,27 @@
-"""The frozen reference, on its own worker."""
+"""The reference worker: a frozen model that scores samples."""
 
 from __future__ import annotations
 
 import pyarrow as pa
 
-from workers.config import ReferenceConfig
-from workers.messages import RankPlan, ScoreSummary, WorkerHealth
-from workers.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
-from workers.rank import own_peak, prepare_torch, worker_health
+from workers.contract.arrow import pickle_tables
+from workers.contract.config import ReferenceConfig
+from workers.contract.messages import RankPlan, ScoreSummary, WorkerHealth
+from workers.models.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
+from workers.training.rank import own_peak, prepare_torch, worker_health
 
 
 class ReferenceWorker:
-    """Scores samples under a model that never changes. Workers of this role do not talk to each other."""
+    """Scores samples under a frozen model. Workers of this role are independent of each other."""
 
     def __init__(self, config: ReferenceConfig, name: str) -> None:
+        pickle_tables()
         self._config = config
         self._name = name
         self._module: CausalLogprobs | None = None
 
     def start(self) -> WorkerHealth:
-        """Load the model. Raises OSError where it is missing."""
+        """Load the model. Raises OSError if it is missing."""
         prepare_torch(self._config.threads)
         model = load_causal(self._config.model)
         chunks = head_chunks(model.config.get_text_config().vocab_size, self._config.micro_batch_tokens)
@@ -35,9 +37,9 @@ class ReferenceWorker:
         return ScoreSummary(rows, peak=own_peak(self._config.device)), table
 
     def health(self) -> WorkerHealth:
-        """A sign of life."""
+        """Health of the worker."""
         return worker_health(self._name, 0, self._config.device)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._module = None

@@ -1,68 +1,67 @@
-"""The reward worker: adds up reward functions and a reward model into the reward of a sample and of its steps."""
+"""The reward worker: combines reward functions and a reward model into the reward of a sample and of its steps."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from workers.config import ModelConfig, RewardConfig, RewardFunctionConfig
-from workers.messages import IDENTITY, REWARDS, ROLLOUTS, Peak, RewardSummary, WorkerHealth
-from workers.peaks import resident_peak
+from workers.contract.arrow import pickle_tables
+from workers.contract.config import Device, ModelConfig, RewardConfig, RewardFunctionConfig
+from workers.contract.memory import resident_peak
+from workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
+from workers.data.trajectories import write_evaluation, write_trajectories
 from workers.rewards.runner import Outcome, RewardProcess, Sample
 from workers.rewards.steps import Step, token_counts
-from workers.trajectories import write_trajectories
 
 if TYPE_CHECKING:
-    from workers.reward_model import RewardModel
-
-logger = logging.getLogger(__name__)
+    from workers.rewards.model import RewardModel
 
 MODEL_LABEL = "reward_model"
 
 
 @dataclass(frozen=True)
 class Reward:
-    """One sample's reward: there is none unless status is ok."""
+    """Reward of one sample; None unless the status is ok."""
 
     status: str
     reward: float | None
     spans: tuple[Step, ...] = ()
-    """Process rewards: (tokens up to the step's end, reward), rising."""
+    """Process rewards: (tokens up to the end of the step, reward), in order."""
 
 
 def component_labels(config: RewardConfig) -> tuple[str, ...]:
-    """Names of the reward's components, the functions' first and the reward model's last.
+    """Names of the reward's components: the functions, then the reward model.
 
     Raises:
-        ValueError: there is no component, or two have one label.
+        ValueError: there is no component, or two have the same label.
     """
     labels = [function_label(function) for function in config.functions]
     if config.model is not None:
         labels.append(MODEL_LABEL)
     if not labels:
-        raise ValueError("a reward needs a function or a model")
+        raise ValueError("a reward needs at least one function or a model")
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise ValueError(f"reward components must have different labels; used more than once: {', '.join(twice)}")
     return tuple(labels)
 
 
 def function_label(function: RewardFunctionConfig) -> str:
-    """The label, or without one the function's own name."""
+    """The label; if it is empty, the function's own name."""
     return function.label or function.name.rpartition(":")[2]
 
 
 def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[Outcome]) -> Reward:
-    """Weighted sum of one sample's components; a failed component fails the reward, and the status says which."""
+    """Weighted sum of one sample's components. A failed component fails the reward; the status names it."""
     failures = [f"{label}: {o.status}" for label, o in zip(labels, outcomes, strict=True) if o.value is None]
     if failures:
         return Reward("; ".join(failures), None)
@@ -76,11 +75,15 @@ def reward_spans(
     tokens: int,
     counts: Callable[[Sequence[int]], Sequence[int]],
 ) -> tuple[Step, ...]:
-    """Process rewards of one sample whose components are all ok: the weighted sum of what ends at each token.
+    """Process rewards of one sample whose components are all ok: at each token, the weighted sum of the steps that end.
 
-    `counts` gives, for the character positions that steps end at, the tokens up to there. A component without steps
-    ends at the last of the `tokens`. One with weight 0 is only measured: it makes no step for others to be compared
-    with.
+    A component without steps ends at the last token. A component with weight 0 is only reported and adds no steps.
+
+    Args:
+        weights: Weight of each component.
+        outcomes: Outcome of each component.
+        tokens: Number of tokens of the response.
+        counts: From character positions, where steps end, to the number of tokens up to there.
 
     Raises:
         ValueError: a sum is not finite.
@@ -99,20 +102,40 @@ def reward_spans(
     return tuple(sorted(at_end.items()))
 
 
+def find_faults(labels: Sequence[str], components: Sequence[Sequence[Outcome]]) -> tuple[Fault, ...]:
+    """The causes for which samples failed, by component (outcomes by component, then by sample)."""
+    faults: dict[str, Fault] = {}
+    for label, outcomes in zip(labels, components, strict=True):
+        for outcome in outcomes:
+            if outcome.value is None:
+                cause = f"{label}: {outcome.cause or outcome.status}"
+                before = faults.get(cause, Fault(cause, outcome.status, 0))
+                faults[cause] = replace(before, samples=before.samples + 1)
+    return tuple(faults.values())
+
+
 class RewardWorker:
-    """Scores groups of samples. Every reward function runs in a process of its own."""
+    """Scores groups of samples. Every reward function runs in its own process."""
 
     def __init__(
         self,
         config: RewardConfig,
         name: str,
-        device: Literal["cpu", "cuda"] = "cpu",
+        device: Device = "cpu",
         policy: ModelConfig | None = None,
     ) -> None:
-        """`policy`: whose tokens the responses are; needed for process rewards."""
+        """Set up the components.
+
+        Args:
+            config: Reward functions and reward model.
+            name: Name of the worker.
+            device: Device of the reward model.
+            policy: The model whose tokenizer made the responses; needed for process rewards.
+        """
+        pickle_tables()
         self.config = config
         self.name = name
-        self.device: Literal["cpu", "cuda"] = device
+        self.device: Device = device
         self.policy = policy
         self.labels = component_labels(config)
         model_weight = (config.model_weight,) if config.model else ()
@@ -123,7 +146,7 @@ class RewardWorker:
         self._tokenizer: Any = None
 
     def start(self) -> WorkerHealth:
-        """Load every function and the model, so that what cannot work is refused before the run.
+        """Load every function and the model, so that errors show before the run.
 
         Raises:
             RewardFunctionError: a function cannot be loaded.
@@ -137,7 +160,7 @@ class RewardWorker:
             if self.config.model is not None and self._model is None:
                 import torch
 
-                from workers.reward_model import RewardModel
+                from workers.rewards.model import RewardModel
 
                 if self.config.threads:
                     torch.set_num_threads(self.config.threads)
@@ -148,12 +171,13 @@ class RewardWorker:
         return self.health()
 
     def score(self, rollouts: pa.Table) -> tuple[RewardSummary, pa.Table]:
-        """Score one group: a ROLLOUTS table in, a REWARDS table out, one row per sample in order of sample_index.
+        """Score one group: from a ROLLOUTS table to a REWARDS table with one row per sample, in order of sample_index.
 
         Raises:
-            ValueError: not a rollouts table, or not of exactly one group and attempt.
+            ValueError: it is not a rollouts table, or not of exactly one group and attempt.
             RuntimeError: there is a reward model, or there are process rewards, and `start` was not called.
         """
+        started = time.perf_counter()
         rollouts = _check_group(rollouts)
         components = self._components(rollouts)
         per_sample = list(zip(*components, strict=True))
@@ -162,9 +186,6 @@ class RewardWorker:
             texts = rollouts.select(["response", "response_ids"]).to_pylist()
             rewards = [self._with_spans(*parts) for parts in zip(rewards, per_sample, texts, strict=True)]
         identities = rollouts.select([field.name for field in IDENTITY]).to_pylist()
-        for identity, reward in zip(identities, rewards, strict=True):
-            if reward.reward is None:
-                logger.warning("%s: %s: %s", self.name, identity, reward.status)
         summary = RewardSummary(
             prompt_uid=identities[0]["prompt_uid"],
             attempt=identities[0]["attempt"],
@@ -175,32 +196,38 @@ class RewardWorker:
                 for label, outcomes in zip(self.labels, components, strict=True)
             },
             steps_differ=len({reward for judged in rewards for _, reward in judged.spans}) > 1,
+            faults=find_faults(self.labels, components),
+            seconds=time.perf_counter() - started,
             peak=self._peak(),
         )
         return summary, _rewards_table(identities, self.labels, rewards, per_sample)
 
     def write_trajectories(self, path: str, *tables: pa.Table) -> int:
-        """Join ROLLOUTS and REWARDS tables into one Parquet file; returns its rows. See `workers.trajectories`."""
+        """Join ROLLOUTS and REWARDS tables into one Parquet file; returns its rows. See `workers.data.trajectories`."""
         return write_trajectories(path, tables)
 
+    def write_evaluation(self, path: str, step: int, *tables: pa.Table) -> int:
+        """Write the readable columns of ROLLOUTS and REWARDS tables; returns the number of rows."""
+        return write_evaluation(path, step, tables)
+
     def health(self) -> WorkerHealth:
-        """A sign of life; a reward worker has no policy version."""
+        """Health of the worker; a reward worker has no policy version."""
         return WorkerHealth(self.name, socket.gethostname(), os.getpid(), 0, 0, peak=self._peak())
 
     def close(self) -> None:
-        """End the functions' processes and let go of the model."""
+        """End the functions' processes and release the model."""
         for process in self._processes:
             process.close()
         self._model = None
         self._tokenizer = None
 
     def _peak(self) -> Peak:
-        """Of this process and the functions' own; what a function starts itself does not count."""
+        """Peak memory of this process and the functions' processes, without processes that a function starts."""
         functions = [process.pid for process in self._processes if process.pid is not None]
         return Peak(resident_peak(functions), 0 if self._model is None else self._model.gpu_peak())
 
     def _components(self, rollouts: pa.Table) -> list[list[Outcome]]:
-        """Outcomes by component, then by sample; the functions side by side, the model on this thread."""
+        """Outcomes by component, then by sample. Functions run concurrently, the model on this thread."""
         samples = _samples(rollouts)
         with contextlib.ExitStack() as stack:
             futures = []
@@ -211,7 +238,7 @@ class RewardWorker:
             return [*(future.result() for future in futures), *model]
 
     def _with_spans(self, reward: Reward, outcomes: Sequence[Outcome], row: dict[str, Any]) -> Reward:
-        """The reward with its process rewards, or why there are none."""
+        """The reward with its process rewards, or a failed reward that says why there are none."""
         if reward.reward is None:
             return reward
         text, ids = row["response"], row["response_ids"]
@@ -224,28 +251,29 @@ class RewardWorker:
         return replace(reward, spans=spans)
 
     def _decode(self, ids: list[int]) -> str:
-        """As the rollout worker decodes a response."""
+        """Decode tokens as the rollout worker does."""
         if self._tokenizer is None:
-            raise RuntimeError(f"{self.name}: start() loads the policy's tokenizer and was not called")
+            raise RuntimeError(f"{self.name}: the policy's tokenizer is not loaded; call start() first")
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _loaded_model(self) -> RewardModel:
         if self._model is None:
-            raise RuntimeError(f"{self.name}: start() loads the reward model and was not called")
+            raise RuntimeError(f"{self.name}: the reward model is not loaded; call start() first")
         return self._model
 
 
 def _load_tokenizer(policy: ModelConfig | None) -> Any:
-    """The policy's tokenizer, which says where in a response its tokens end.
+    """The policy's tokenizer, which locates the end of each token in a response.
 
-    It is the reward worker that maps steps to tokens, and not the rollout worker, which has the tokenizer at hand: only
-    the steps say which few positions are wanted, runs without process rewards pay nothing, and generation never waits.
+    The reward worker maps steps to tokens, although the rollout worker has the tokenizer loaded: only the steps say
+    which few positions are needed, runs without process rewards pay nothing, and generation does not wait.
 
     Raises:
-        ValueError, OSError: it was not given, or cannot be loaded.
+        ValueError: no policy was given.
+        OSError: the tokenizer cannot be loaded.
     """
     if policy is None:
-        raise ValueError("process rewards need the policy's tokenizer, and no policy was given")
+        raise ValueError("process rewards need the policy's tokenizer, but no policy was given")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(policy.path, trust_remote_code=policy.trust_remote_code)
@@ -271,16 +299,16 @@ def _rewards_table(
 
 
 def _check_group(rollouts: pa.Table) -> pa.Table:
-    """The table in order of sample_index, if it is one group."""
+    """The table ordered by sample_index; it must have exactly one group."""
     if missing := [name for name in ROLLOUTS.names if name not in rollouts.column_names]:
-        raise ValueError(f"not a rollouts table: it lacks {', '.join(missing)}")
+        raise ValueError(f"not a rollouts table: missing columns {', '.join(missing)}")
     groups = set(zip(rollouts["prompt_uid"].to_pylist(), rollouts["attempt"].to_pylist(), strict=True))
     if len(groups) != 1:
-        raise ValueError(f"a reward worker scores one group at a time, not {len(groups)}")
+        raise ValueError(f"a reward worker scores one group at a time, got {len(groups)}")
     return rollouts.sort_by("sample_index")
 
 
 def _samples(rollouts: pa.Table) -> list[Sample]:
-    rows = rollouts.select(["response", "answer", "metadata", "finish_reason"]).to_pylist()
+    rows = rollouts.select(["response", "answer", "metadata", "messages", "finish_reason"]).to_pylist()
     tokens = pc.call_function("list_value_length", [rollouts["response_ids"]]).to_numpy()
     return [Sample(**row, response_tokens=int(count)) for row, count in zip(rows, tokens, strict=True)]

@@ -1,15 +1,16 @@
-"""The rollout worker: one vLLM engine that samples groups and takes verified weights while it runs."""
+"""The rollout worker: one vLLM engine that samples groups and loads verified weights while it runs."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import socket
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from workers.config import RolloutConfig, TransferBackend
-from workers.engine_process import forked_engines, import_ahead
-from workers.messages import (
+from workers.contract.arrow import pickle_tables
+from workers.contract.config import RolloutConfig
+from workers.contract.memory import resident_peak
+from workers.contract.messages import (
     ROLLOUTS,
     GroupRequest,
     GroupSummary,
@@ -30,9 +32,11 @@ from workers.messages import (
     WorkerGone,
     WorkerHealth,
 )
-from workers.peaks import resident_peak
-from workers.rollout_prompts import PromptRefused, encode_prompt, sample_seed
-from workers.shared_file import remove_at_death, retire
+from workers.data.chat import PromptRefused, encode_prompt, sample_seed
+from workers.engine.log import last_error, own_logs
+from workers.engine.process import forked_engines
+from workers.engine.settings import engine_args, set_environment
+from workers.weights.shared_memory import remove_at_death, retire
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,19 +47,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 INITIAL_VERSION = 0
-_TRANSFER_BACKENDS: dict[TransferBackend, str] = {"shm": "troupe_shm", "ipc": "ipc", "nccl": "nccl"}
-_EXTENSION = "workers.weight_transfer.EngineExtension"
-_OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
+_PROCESS_FAILED = "Engine core initialization failed"
+"""Beginning of the error with which vLLM's client refers to one in the engine's process."""
 _LIVENESS_S = 0.5
-_SHUTDOWN_S = 30.0  # vLLM needs 5 on two cores; one it has to kill leaves its shared memory behind
-_CPU_PREFILL_TOKENS = 4096
-_CPU_BLOCK_TOKENS = 32
-"""In a block of the KV cache. Samples share the whole blocks of their prompt: by default vLLM's CPU build makes them of
-128, more than many a prompt. Its kernels want multiples of 32."""
+_SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
 
 
 class EngineClosed(RuntimeError):
-    """The engine does not serve: it was not started, is shut, or its last weight update failed."""
+    """The engine does not serve: it was not started, is closed, or its last weight update failed."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -65,13 +64,31 @@ class EngineClosed(RuntimeError):
 
 
 class EngineDead(WorkerGone):
-    """The engine's process is gone; only a new worker helps."""
+    """The engine's process has ended; the worker must be replaced."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, fault: str = "", log: str = "") -> None:
+        """`fault` is vLLM's last error, `log` the file it stands in; empty where they are not known."""
+        super().__init__(name, fault, log)
+
+    @property
+    def fault(self) -> str:
+        """vLLM's last error."""
+        return self.args[1]
 
     def __str__(self) -> str:
-        return f"the engine process of {self.args[0]} is gone"
+        name, fault, log = self.args
+        words = f"the engine process of {name} has ended"
+        words = f"{words}; vLLM's last error: {fault}" if fault else words
+        return f"{words}; its log: {socket.gethostname()}:{log}" if log else words
+
+
+def engine_dead(name: str) -> EngineDead:
+    """The error for an engine whose process has ended, with what the log says."""
+    logs = own_logs()
+    for log in logs:
+        if fault := last_error(log):
+            return EngineDead(name, fault, str(log))
+    return EngineDead(name, "", str(logs[0])) if logs else EngineDead(name)
 
 
 class _State(Enum):
@@ -81,16 +98,17 @@ class _State(Enum):
 
 
 class RolloutWorker:
-    """Samples groups of completions from the policy, token by token accountable to a weight version.
+    """Samples groups of completions from the policy and records the weight version of every token.
 
-    Several `generate` calls run at once. `update_weights` freezes them, swaps the weights and lets them go on; their
-    KV cache is computed anew, so that every token is sampled from exactly the version it is recorded under. After an
-    update that failed the engine stays closed until a good one arrives.
+    `generate` calls run concurrently. `update_weights` pauses them, swaps the weights and resumes them. Their KV cache
+    is recomputed, so that every token is sampled from exactly the version it is recorded under. After a failed update
+    the engine stays closed until an update succeeds.
 
-    Tensor parallelism passes through to vLLM and every rank must confirm the digest, but it has not been tried.
+    Tensor parallelism is passed to vLLM, and every rank must confirm the digest. It is untested.
     """
 
     def __init__(self, config: RolloutConfig, name: str) -> None:
+        pickle_tables()
         self._config = config
         self._name = name
         self._engine: AsyncLLM | None = None
@@ -101,16 +119,19 @@ class RolloutWorker:
         self._serial = itertools.count()
         self._update_lock = asyncio.Lock()
         self._files_written: set[str] = set()
-        # Its own tokenizer in one thread: a long prompt blocks no other group, and a tokenizer is not shared.
+        # One thread with its own tokenizer: a long prompt blocks no other group, and tokenizers are not thread-safe.
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
 
     async def start(self) -> WorkerHealth:
-        """Load the model; minutes, and the event loop waits with it.
+        """Load the model. This takes minutes and blocks the event loop.
 
-        Raises ValueError for a model without a chat template, and what vLLM raises for one it cannot load.
+        Raises:
+            ValueError: the model has no chat template.
+            EngineDead: the engine's process failed.
+            Exception: vLLM cannot load the model.
         """
-        _set_environment(self._config)
+        set_environment(self._config)
         from transformers import AutoTokenizer
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -119,48 +140,73 @@ class RolloutWorker:
         if tokenizer.chat_template is None:
             raise ValueError(f"the tokenizer in {model.path} has no chat template")
         self._tokenizer = tokenizer
-        with forked_engines(self._config.device):
-            self._engine = AsyncLLM.from_engine_args(_engine_args(self._config))
+        try:
+            with forked_engines(self._config.device):
+                self._engine = AsyncLLM.from_engine_args(engine_args(self._config))
+        except RuntimeError as error:
+            if _PROCESS_FAILED not in str(error):
+                raise
+            raise engine_dead(self._name) from error
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._state = _State.OPEN
         return await self.health()
 
     async def generate(self, request: GroupRequest, prompts: pa.Table) -> tuple[GroupSummary, pa.Table]:
-        """Sample one group; returns its summary and its ROLLOUTS table, one row per sample, in order.
+        """Sample one group.
 
-        `prompts`: the whole PROMPTS pool. A prompt that cannot be used gives a summary with `refused` set and an
-        empty table. `response` is the text of all response tokens but special ones, a stop string included: what is
-        scored is what is trained. The end-of-sequence token is part of `response_ids` where it was sampled.
+        A prompt that cannot be used gives a summary with `refused` set and an empty table. `response` is the text of
+        all response tokens except special ones, a stop string included: the text that is scored is the text that is
+        trained. `response_ids` includes the end-of-sequence token where it was sampled.
 
-        Raises EngineClosed, EngineDead, and IndexError for a row the pool does not have.
+        Args:
+            request: Row of the prompt, number of samples and sampling parameters.
+            prompts: The whole PROMPTS pool.
+
+        Returns:
+            The summary and the ROLLOUTS table of the group: one row per sample, in order, then one per candidate.
+
+        Raises:
+            EngineClosed: the engine does not serve.
+            EngineDead: the engine's process has ended.
+            IndexError: the pool does not have the row.
         """
         self._open_engine()
         if not 0 <= request.row < prompts.num_rows:
-            raise IndexError(f"row {request.row} of a pool of {prompts.num_rows} prompts")
+            raise IndexError(f"row {request.row} is outside the pool of {prompts.num_rows} prompts")
         prompt = prompts.slice(request.row, 1).to_pylist()[0]
         started = time.monotonic()
         try:
             prompt_ids = await self._encode(prompt["messages"])
+            answers = await self._encode_candidates(prompt, prompt_ids) if request.candidates else []
         except PromptRefused as error:
             refused = f"{prompt['origin']}: {error}"
             return self._summary(request, (), 0.0, refused=refused), ROLLOUTS.empty_table()
-        engine = self._open_engine()  # it may have been shut meanwhile
+        engine = self._open_engine()  # it may have been closed meanwhile
         outputs = await self._all_or_none(
             [self._sample(engine, request, index, prompt_ids) for index in range(request.samples)]
         )
         rows = [self._row(request, index, prompt, prompt_ids, output) for index, output in enumerate(outputs)]
+        rows += [
+            self._candidate(request, request.samples + number, prompt, prompt_ids, ids)
+            for number, ids in enumerate(answers)
+        ]
         samples = tuple(_sample_summary(row, self._version) for row in rows)
         seconds = time.monotonic() - started
         cached = sum(output.num_cached_tokens or 0 for output in outputs)
-        summary = self._summary(request, samples, seconds, cached_tokens=cached)
+        summary = self._summary(request, samples[: request.samples], seconds, cached_tokens=cached)
+        summary = replace(summary, candidates=samples[request.samples :])
         return summary, pa.Table.from_pylist(rows, schema=ROLLOUTS)
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
-        """Swap in a published version (shared-memory back-end) while running requests wait.
+        """Load a published version (shared-memory backend) while running requests are paused.
 
-        The acknowledged version and digest are the word of the processes that hold the weights. Raises
-        WeightDigestMismatch (naming this worker), or EngineClosed for whatever else kept the update from arriving. From
-        then on running and new requests end with EngineClosed until an update succeeds.
+        The acknowledged version and digest are reported by the processes that hold the weights. After an error,
+        running and new requests end with EngineClosed until an update succeeds.
+
+        Raises:
+            WeightDigestMismatch: the loaded weights are not the published ones; names this worker.
+            EngineClosed: the update failed for another reason.
+            EngineDead: the engine's process has ended.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -183,8 +229,13 @@ class RolloutWorker:
         return WeightAck(self._name, update.version, digest, seconds, peak=await self._peak())
 
     async def write_weights(self, update: WeightUpdate, payload: npt.NDArray[np.uint8]) -> None:
-        """Make the weight file of `update` on this node, for all engines here. `payload`: its bytes."""
-        from workers.weight_file import write_payload
+        """Write the weight file of `update` on this node, for all engines of the node.
+
+        Args:
+            update: The published version.
+            payload: uint8 [update.nbytes], the bytes of the file.
+        """
+        from workers.weights.file import write_payload
 
         if update.path not in self._files_written:
             remove_at_death(update.path)
@@ -194,27 +245,31 @@ class RolloutWorker:
         await asyncio.to_thread(write_payload, update, payload)
 
     async def health(self) -> WorkerHealth:
-        """A sign of life that has been through the engine's process, so that a hanging engine does not answer.
+        """Health of the worker, requested through the engine's process: a hanging engine does not answer.
 
-        Raises EngineClosed and EngineDead; an engine in the middle of an update answers after it.
+        During an update the engine answers when the update has ended.
+
+        Raises:
+            EngineClosed: the engine does not serve.
+            EngineDead: the engine's process has ended.
         """
         version = int(await self._call(self._open_engine().get_weight_version()))
         peak, running = await self._peak(), len(self._running)
         return WorkerHealth(self._name, socket.gethostname(), os.getpid(), version, running, peak=peak)
 
     async def close(self) -> None:
-        """Stop the engine and remove what was written. Running requests end with EngineClosed."""
-        self._shut("it was shut")
+        """Stop the engine and remove the written weight files. Running requests end with EngineClosed."""
+        self._shut("it was closed")
         engine, self._engine = self._engine, None
         if engine is not None:
             if engine.output_handler is not None:
-                engine.output_handler.cancel()  # or it takes the end of the engine for its death, and says so
+                engine.output_handler.cancel()  # or it reports the shutdown as a crash
             await asyncio.to_thread(engine.shutdown, _SHUTDOWN_S)
         for path in self._files_written:
             retire(path)
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
-    # The receiving side of vLLM's own GPU back-ends, driven by the trainer's sender. Untried on a GPU.
+    # The receiving side of vLLM's GPU backends, driven by the trainer's sender. Untested on GPU.
 
     async def transfer_init(self, init_info: dict[str, Any]) -> None:
         """vLLM's `init_weight_transfer_engine` (nccl, ipc)."""
@@ -223,7 +278,7 @@ class RolloutWorker:
         await self._call(self._open_engine().init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def transfer_start(self) -> None:
-        """vLLM's `start_weight_update` (nccl, ipc), with running requests frozen."""
+        """vLLM's `start_weight_update` (nccl, ipc); running requests are paused."""
         async with self._update_lock:
             engine = await self._pause()
             await self._closing_on_failure(engine.start_weight_update())
@@ -235,9 +290,9 @@ class RolloutWorker:
         await self._closing_on_failure(self._live_engine().update_weights(WeightTransferUpdateRequest(update_info)))
 
     async def transfer_finish(self, version: int) -> None:
-        """vLLM's `finish_weight_update` (nccl, ipc); serve `version` from here on.
+        """vLLM's `finish_weight_update` (nccl, ipc); the engine then serves `version`.
 
-        These back-ends carry no digest: nothing but the transport vouches for the bytes.
+        These backends carry no digest: the integrity of the bytes rests on the transport alone.
         """
         await self._closing_on_failure(self._live_engine().finish_weight_update(str(version)))
         await self._resume(version)
@@ -253,7 +308,7 @@ class RolloutWorker:
         if self._engine is None:
             raise EngineClosed(self._name, self._closed_because)
         if self._engine.errored:
-            raise EngineDead(self._name)
+            raise engine_dead(self._name)
         return self._engine
 
     def _open_engine(self) -> AsyncLLM:
@@ -263,7 +318,7 @@ class RolloutWorker:
         return engine
 
     async def _call(self, call: Awaitable[T]) -> T:
-        """Wait for a call into the engine's process; vLLM itself waits for ever when that dies before it answers."""
+        """Wait for a call into the engine's process until it answers or dies; vLLM does not notice that it died."""
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
@@ -273,13 +328,13 @@ class RolloutWorker:
             return task.result()
         except Exception as error:
             if self._engine is not None and self._engine.errored:
-                raise EngineDead(self._name) from error
+                raise engine_dead(self._name) from error
             raise
         finally:
             task.cancel()
 
     async def _peak(self) -> Peak:
-        """Of this process and vLLM's; on GPUs of the rank that holds most. Untried on a GPU."""
+        """Peak memory of this process and vLLM's; on GPUs, that of the rank with the highest peak. Untested on GPU."""
         import psutil
 
         gpus: list[int] = []
@@ -292,8 +347,8 @@ class RolloutWorker:
         engine = self._live_engine()
         self._state = _State.UPDATING
         try:
-            # Clearing the cache also sends the running requests back to recompute theirs under the new weights. vLLM's
-            # own `pause_generation` does this and then sleeps 20 ms for its callers to see outputs in a certain order.
+            # Clearing the cache also makes running requests recompute theirs under the new weights. vLLM's own
+            # `pause_generation` does the same and then sleeps 20 ms to order the outputs for its callers.
             await self._call(engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True))
         except BaseException as error:
             self._shut(f"it could not be paused: {error}")
@@ -306,7 +361,7 @@ class RolloutWorker:
         self._state = _State.OPEN
 
     def _shut(self, reason: str) -> None:
-        """Serve no more, and end what is running (vLLM drops a request whose consumer is cancelled)."""
+        """Stop serving and cancel the running samples (vLLM drops a request whose consumer is cancelled)."""
         self._state = _State.CLOSED
         self._closed_because = reason
         for sample in self._running:
@@ -321,8 +376,8 @@ class RolloutWorker:
         return update.digest
 
     async def _update_failure(self, update: WeightUpdate, error: Exception) -> Exception:
-        """vLLM hands on the message of a worker's error but not its type: ask the workers what they saw."""
-        from workers.weight_file import WeightDigestMismatch
+        """The exception to raise. vLLM forwards the message of a worker's error but not its type: ask the workers."""
+        from workers.weights.file import WeightDigestMismatch
 
         ranks: list[dict[str, Any]] = await self._call(self._live_engine().collective_rpc("troupe_loaded_weights"))
         wrong = [rank["mismatch"] for rank in ranks if rank["mismatch"]]
@@ -336,6 +391,18 @@ class RolloutWorker:
         longest = self._config.engine.max_model_len - self._config.sampling.max_tokens
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizing, encode_prompt, self._tokenizer, messages, longest)
+
+    async def _encode_candidates(self, prompt: dict[str, Any], prompt_ids: list[int]) -> list[list[int]]:
+        """Token ids of the prompt's answers from other sources. Raises PromptRefused where one does not fit."""
+        texts = prompt["candidates"]
+        if not texts:
+            return []
+        if self._tokenizer is None:
+            raise EngineClosed(self._name, self._closed_because)
+        from workers.data.candidates import encode_candidates
+
+        arguments = (self._tokenizer, prompt["messages"], prompt_ids, texts, self._config.sampling.max_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode_candidates, *arguments)
 
     def _summary(
         self,
@@ -352,7 +419,7 @@ class RolloutWorker:
         )
 
     async def _all_or_none(self, samples: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
-        """Outputs of all; the first failure cancels the rest and is raised."""
+        """Outputs of all samples; the first failure cancels the others and is raised."""
         tasks = [asyncio.create_task(sample) for sample in samples]
         self._running.update(tasks)
         try:
@@ -370,7 +437,7 @@ class RolloutWorker:
     async def _sample(
         self, engine: AsyncLLM, request: GroupRequest, index: int, prompt_ids: list[int]
     ) -> RequestOutput:
-        """One sample as a request of its own: its own seed and its own timings, and vLLM would split it up anyway."""
+        """One sample as its own request, with its own seed and timings. vLLM would split a larger request anyway."""
         from vllm.inputs.engine import tokens_input
 
         request_id = f"{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
@@ -381,7 +448,7 @@ class RolloutWorker:
                 final = output
         except Exception as error:
             if engine.errored:
-                raise EngineDead(self._name) from error
+                raise engine_dead(self._name) from error
             raise
         if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
             raise RuntimeError(f"{self._name}: vLLM ended {request_id} without a complete response")
@@ -399,7 +466,7 @@ class RolloutWorker:
             max_tokens=sampling.max_tokens,
             stop=list(sampling.stop),
             seed=sample_seed(request.seed, index),
-            logprobs=0,  # of the sampled token only
+            logprobs=0,  # log-prob of the sampled token only
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -409,104 +476,53 @@ class RolloutWorker:
         self, request: GroupRequest, index: int, prompt: dict[str, Any], prompt_ids: list[int], output: RequestOutput
     ) -> dict[str, Any]:
         completion = output.outputs[0]
-        ids = list(completion.token_ids)
         timing = output.metrics
-        if self._tokenizer is None or timing is None:
-            raise RuntimeError(f"{self._name}: no tokenizer or no timings")
+        if timing is None:
+            raise RuntimeError(f"{self._name}: vLLM returned no timings")
+        return self._response(request, index, prompt, prompt_ids, list(completion.token_ids)) | {
+            "rollout_logprobs": _sampled_logprobs(completion),
+            "weight_versions": _version_spans(completion),
+            "finish_reason": completion.finish_reason,
+            "generate_s": max(0.0, timing.last_token_ts - timing.queued_ts),
+            "first_token_s": max(0.0, timing.first_token_ts - timing.queued_ts),
+        }
+
+    def _candidate(
+        self, request: GroupRequest, index: int, prompt: dict[str, Any], prompt_ids: list[int], ids: list[int]
+    ) -> dict[str, Any]:
+        """The row of an answer from another source: no engine sampled it, so it has no log-probs and no versions."""
+        return self._response(request, index, prompt, prompt_ids, ids) | {
+            "rollout_logprobs": [math.nan] * len(ids),
+            "weight_versions": [],
+            "finish_reason": "stop",
+            "generate_s": 0.0,
+            "first_token_s": 0.0,
+        }
+
+    def _response(
+        self, request: GroupRequest, index: int, prompt: dict[str, Any], prompt_ids: list[int], ids: list[int]
+    ) -> dict[str, Any]:
+        """The columns of a row that do not depend on who wrote the response."""
+        if self._tokenizer is None:
+            raise EngineClosed(self._name, self._closed_because)
         return {
             "prompt_uid": request.prompt_uid,
             "sample_index": index,
             "attempt": request.attempt,
             "prompt_ids": prompt_ids,
             "response_ids": ids,
-            "rollout_logprobs": _sampled_logprobs(completion),
             "loss_mask": [True] * len(ids),
-            "weight_versions": _version_spans(completion),
             "turns": [{"name": "assistant", "start": 0, "end": len(ids)}] if ids else [],
-            "finish_reason": completion.finish_reason,
             "response": self._tokenizer.decode(ids, skip_special_tokens=True),
             "messages": prompt["messages"],
             "answer": prompt["answer"],
             "metadata": prompt["metadata"],
             "engine": self._name,
-            "generate_s": max(0.0, timing.last_token_ts - timing.queued_ts),
-            "first_token_s": max(0.0, timing.first_token_ts - timing.queued_ts),
         }
-
-
-def _set_environment(config: RolloutConfig) -> None:
-    """What vLLM reads from the environment, set before its first import and inherited by its processes; on a CPU that
-    import begins here, for the engine's process."""
-    os.environ |= {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DO_NOT_TRACK": "1",
-        # A fork of a process with threads and an event loop hangs sooner or later.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        _OWNER_VARIABLE: str(os.getpid()),
-    }
-    for name, value in {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }.items():
-        os.environ.setdefault(name, value)
-    if config.device == "cpu":
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several actors share the cores
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override `kv_cache_gib`
-        if config.engine.threads:
-            os.environ["OMP_NUM_THREADS"] = str(config.engine.threads)
-        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-        if config.engine.enforce_eager:
-            # vLLM compiles one small function all the same, in the first `generate`: seconds, and it needs a compiler.
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        import_ahead()
-
-
-def _engine_args(config: RolloutConfig) -> Any:
-    from vllm.config.weight_transfer import WeightTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    engine = config.engine
-    on_cpu = config.device == "cpu"
-    # A prompt that is prefilled in parts makes vLLM rewind its sampler's generator, which a CPU generator cannot: the
-    # engine dies. So on the CPU prompts are prefilled whole.
-    special: dict[str, Any] = (
-        {
-            "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30),
-            "enable_chunked_prefill": False,
-            "block_size": _CPU_BLOCK_TOKENS,
-            "max_num_batched_tokens": max(engine.max_model_len, _CPU_PREFILL_TOKENS),
-        }
-        if on_cpu
-        else {"gpu_memory_utilization": engine.gpu_memory_utilization}
-    )
-    if on_cpu and engine.tensor_parallel_size == 1:
-        # The model in the engine's own process. By default vLLM's CPU build gives it a process of its own, to set the
-        # compute threads there; they are set here for all. One process less starts sooner, and samples faster.
-        special["distributed_executor_backend"] = UniProcExecutor
-    return AsyncEngineArgs(
-        model=config.model.path,
-        dtype=config.model.dtype,
-        trust_remote_code=config.model.trust_remote_code,
-        seed=config.seed & 0xFFFFFFFF,
-        tensor_parallel_size=engine.tensor_parallel_size,
-        max_num_seqs=engine.max_num_seqs,
-        max_model_len=engine.max_model_len,
-        enforce_eager=engine.enforce_eager,
-        enable_prefix_caching=engine.enable_prefix_caching,
-        logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after temperature and top-p
-        weight_transfer_config=WeightTransferConfig(backend=_TRANSFER_BACKENDS[config.transfer_backend]),
-        worker_extension_cls=_EXTENSION,
-        enable_log_requests=False,
-        use_tqdm_on_load=False,
-        disable_log_stats=False,  # the timings of each sample come from them
-        **special,
-    )
 
 
 def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
-    """[response tokens] log-probabilities, in nats, of the tokens that were sampled."""
+    """[response tokens] log-probabilities, in nats, of the sampled tokens."""
     from vllm.logprobs import FlatLogprobs
 
     flat = completion.logprobs
@@ -518,12 +534,12 @@ def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
 def _version_spans(completion: CompletionOutput) -> list[dict[str, int]]:
     spans = completion.weight_versions
     if spans is None:
-        raise RuntimeError("vLLM did not say which weights sampled a response")
+        raise RuntimeError("vLLM did not report the weight versions of a response")
     return [{"version": int(span.version), "start": span.start, "end": span.end} for span in spans]
 
 
 def _sample_summary(row: dict[str, Any], version: int) -> SampleSummary:
-    """`version`: of the engine now, for a response without tokens."""
+    """Summary of one row. `version`: current version of the engine, for a response without tokens."""
     versions = [span["version"] for span in row["weight_versions"]] or [version]
     return SampleSummary(
         sample_index=row["sample_index"],

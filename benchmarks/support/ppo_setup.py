@@ -1,62 +1,77 @@
-"""The product's cast and controller as `troupe run` makes them, with pauses between steps in which stages run alone."""
+"""Workers and controller of a PPO run as `troupe run` creates them, with single stages run between the steps."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import io
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-from typing import cast as static_cast
+from typing import Any, cast
 
-from benchmarks.harness import NotCorrect, Turn
-from benchmarks.ppo_step import critical_path
-from benchmarks.processes import Meter
-from benchmarks.streaming import CLASSES, Unscored
-from benchmarks.timing import Parts
-from orchestrator.batch_source import Batch, BatchSource
-from orchestrator.checkpoint import CheckpointStore
-from orchestrator.console import Console
+from benchmarks.support.harness import NotCorrect, Turn
+from benchmarks.support.processes import Meter
+from benchmarks.support.rollout_setup import CLASSES, Unscored
+from benchmarks.support.timing import Parts
+from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from orchestrator.controller import Controller
-from orchestrator.ledger import Ledger
-from orchestrator.metrics import PhaseTimers
-from orchestrator.prompts import PromptSource
-from orchestrator.rollout_source import RolloutSource
-from orchestrator.run import Company, RunRequest, load_data, open_scene
-from orchestrator.scheduler import RolloutScheduler
-from orchestrator.scoring import ScoredGroup, TokenScorer
-from orchestrator.spec import Spec
-from orchestrator.weight_sync import WeightSync
+from orchestrator.data.prompts import PromptSource
+from orchestrator.hub.resolve import LocalFiles
+from orchestrator.reporting.console import Console
+from orchestrator.reporting.metrics import PhaseTimers
+from orchestrator.rollout_run import RolloutRun, load_data
+from orchestrator.rollouts.scheduler import RolloutScheduler
+from orchestrator.rollouts.scoring import ScoredGroup, TokenScorer
+from orchestrator.rollouts.source import RolloutSource
+from orchestrator.rollouts.weight_sync import WeightSync
+from orchestrator.run import RunRequest, open_run
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.training.batch import Batch, BatchSource
+from orchestrator.training.checkpoint import CheckpointStore
+from orchestrator.training.ledger import Ledger
+from orchestrator.training.updates import RolloutUpdates
 
 _ALONE = 1
-"""Added to the run's seed: the stages alone draw the prompts in another order than the steps."""
+"""Added to the run's seed, so that the isolated stages draw prompts in another order than the steps."""
+SIDE_BY_SIDE = ("policy update", "critic update")
+SCORING = ("reward", "reference", "critic", "old log-probs")
 
 
-class Waiting:
-    """The run's own source of batches, which begins to generate only when the step that needs the batch begins."""
+def critical_path(stages: Mapping[str, float]) -> float:
+    """Seconds of a step with a machine for every worker, without streaming between stages.
+
+    The scorers run in parallel, and so do the two updates: the slowest of each counts.
+
+    Args:
+        stages: Seconds by stage.
+    """
+    alone = sum(seconds for name, seconds in stages.items() if name not in (*SCORING, *SIDE_BY_SIDE))
+    return alone + max(stages[name] for name in SCORING) + max(stages[name] for name in SIDE_BY_SIDE)
+
+
+class DeferredSource:
+    """Wraps the run's batch source so that generation starts with the step that needs the batch, not before it."""
 
     def __init__(self, source: RolloutSource) -> None:
         self.source = source
         self._trained: int | None = None
 
     async def next_batch(self, version: int, timers: PhaseTimers) -> Batch:
-        """As the source's, from the first token on."""
-        self.enter_books()
+        """Mark the previous batch as trained, which starts generation, and return the source's next batch."""
+        self.flush_trained()
         return await self.source.next_batch(version, timers)
 
-    def trained(self, version: int) -> None:
-        """Remember it: entering it would start the next step's generation."""
+    def mark_trained(self, version: int) -> None:
+        """Keep the version for `flush_trained`: passing it on would start the next step's generation."""
         self._trained = version
 
-    def enter_books(self) -> None:
-        """Hand on what was remembered."""
+    def flush_trained(self) -> None:
+        """Pass a kept version on to the source."""
         if self._trained is not None:
-            self.source.trained(self._trained)
+            self.source.mark_trained(self._trained)
             self._trained = None
 
     def __getattr__(self, name: str) -> Any:
@@ -64,65 +79,71 @@ class Waiting:
 
 
 @dataclass
-class PPOStage:
-    """Steps of the product, and its stages alone, on the same workers."""
+class PPOSetup:
+    """Runs whole steps of the product, and its stages in isolation, on the same workers."""
 
     controller: Controller
-    source: Waiting
+    source: DeferredSource
     sync: WeightSync
     alone: RolloutScheduler
     """Generation without scoring, on other prompts."""
     ledger: Ledger
-    """Of `alone`."""
-    company: Company
+    """The ledger of `alone`."""
+    run: RolloutRun
+    policy: PolicyGroup
+    critic: CriticGroup
     scorers: dict[str, TokenScorer]
     tokens: int
-    """Response tokens of a step."""
+    """Response tokens per step."""
     gaps: list[float] = field(default_factory=list)
-    """Sampler to trainer in the updates of the stages alone, in nats a token."""
+    """Sampler-to-trainer gap of each policy update of the isolated stages, in nats per token."""
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, spec: Spec, out: Path) -> AsyncIterator[PPOStage]:
-        """Everything `troupe run` starts, ended afterwards."""
+    async def open(cls, spec: RolloutSpec, out: Path) -> AsyncIterator[PPOSetup]:
+        """Start everything that `troupe run` starts, and end it on exit."""
         out.mkdir()
         store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
         store.prepare()
         data = load_data(spec)
         console = Console(io.StringIO())
-        async with open_scene(RunRequest(spec, out, False, None), lambda: CLASSES, console) as scene:
-            company = Company(spec, out, scene, data)
+        async with open_run(RunRequest(spec, out, False, None), LocalFiles(spec), lambda: CLASSES, console) as context:
+            run = RolloutRun(spec, out, context, data)
             try:
-                controller = await company.controller(store, None)
-                cast, stage, bound = controller.cast, scene.stage, spec.schedule.score_timeout_s
-                if cast.sync is None or stage.reference is None or stage.critic is None:
-                    raise NotCorrect("a PPO run has a reference, a critic and weights to hand over")
-                if not isinstance(cast.source, RolloutSource):
-                    raise NotCorrect("a PPO run learns from rollouts")
-                waiting, ledger = Waiting(cast.source), Ledger()
-                controller.cast = replace(cast, source=static_cast("BatchSource", waiting))
+                controller = await run.controller(store, None)
+                components, workers = controller.components, context.workers
+                timeout_s = spec.schedule.score_timeout_s
+                policy, critic, reference = workers.policy, workers.critic, workers.reference
+                if components.sync is None or policy is None or critic is None or reference is None:
+                    raise NotCorrect("a PPO run needs a policy, a critic, a reference and a weight sync")
+                if not isinstance(components.source, RolloutSource):
+                    raise NotCorrect("a PPO run needs a rollout source")
+                source, ledger = DeferredSource(components.source), Ledger()
+                controller.components = replace(components, source=cast("BatchSource", source))
                 prompts = PromptSource(data.train, spec.seed + _ALONE)
-                alone = company._scheduler(ledger, prompts, 0)
+                alone = run._scheduler(ledger, prompts, None, 0)
                 alone._scorer = Unscored()
                 yield cls(
                     controller=controller,
-                    source=waiting,
-                    sync=cast.sync,
+                    source=source,
+                    sync=components.sync,
                     alone=alone,
                     ledger=ledger,
-                    company=company,
+                    run=run,
+                    policy=policy,
+                    critic=critic,
                     scorers={
-                        "reference": TokenScorer(stage.reference, "score", bound),
-                        "critic": TokenScorer(stage.critic, "compute_values", bound),
-                        "old log-probs": TokenScorer(cast.policy, "compute_logprobs", bound),
+                        "reference": TokenScorer(reference, reference.score, timeout_s),
+                        "critic": TokenScorer(critic, critic.compute_values, timeout_s),
+                        "old log-probs": TokenScorer(policy, policy.compute_logprobs, timeout_s),
                     },
                     tokens=spec.schedule.prompts_per_step * spec.group_size * spec.sampling.max_tokens,
                 )
             finally:
-                await company.close()
+                await run.close()
 
     async def step(self, turn: int) -> Turn:
-        """One step of the product."""
+        """Run one step of the product."""
         if turn == 0:
             self.source.source.start()
         meter, began = Meter([os.getpid()]), time.monotonic()
@@ -134,9 +155,9 @@ class PPOStage:
         return Turn(wall_s, self.tokens, cpu_s, foreign)
 
     async def stages(self, turn: int) -> Turn:
-        """Every stage of a step, one after the other."""
+        """Run every stage of a step, one after the other."""
         meter, parts = Meter([os.getpid()]), Parts()
-        with parts.noted("generate"):
+        with parts.timed("generate"):
             if turn == 0:
                 self.alone.start()
             else:
@@ -144,41 +165,41 @@ class PPOStage:
             groups = await self.alone.next_batch()
         sampled = sum(sample.response_tokens for group in groups for sample in group.summary.samples)
         if sampled != self.tokens:
-            raise NotCorrect(f"{sampled} tokens were sampled alone, not {self.tokens}")
+            raise NotCorrect(f"the isolated generation sampled {sampled} tokens, expected {self.tokens}")
         groups = await self._scored(groups, parts)
         remembered = self.source.source._memory
-        with parts.noted("prepare"):
+        with parts.timed("prepare"):
             batch = await self.source.source._prepare(self.controller.version, groups)
         self.source.source._memory = remembered
         await self._updates(turn, batch, parts)
-        with parts.noted("sync"):
+        with parts.timed("sync"):
             await self.sync.push(self.controller.version)
         cpu_s, foreign = meter.read()
         for group in groups:
             for sample in group.summary.samples:
-                self.ledger.trained(group.summary.prompt_uid, sample.sample_index)
+                self.ledger.mark_trained(group.summary.prompt_uid, sample.sample_index)
         phases = parts.read()
         figures = {"critical path, s": critical_path(phases)}
         return Turn(sum(phases.values()), sampled, cpu_s, foreign, phases, figures)
 
     async def finish(self) -> None:
-        """Close both books. Raises NotCorrect where a sample was not trained."""
-        self.source.enter_books()
+        """Close both schedulers and check both ledgers. Raises NotCorrect where a sample was not trained."""
+        self.source.flush_trained()
         await self.source.source.close()
         await self.alone.close()
         self.controller.sinks.close()
-        for ledger in (self.controller.cast.ledger, self.ledger):
+        for ledger in (self.controller.components.ledger, self.ledger):
             ledger.check()
-            if (books := ledger.counts())["trained"] != books["dispatched"]:
-                raise NotCorrect(f"not every sample was trained: {books}")
+            if (counts := ledger.counts())["trained"] != counts["dispatched"]:
+                raise NotCorrect(f"not every sample was trained: {counts}")
 
     async def _scored(self, groups: Sequence[ScoredGroup], parts: Parts) -> list[ScoredGroup]:
-        """The groups with what reward, reference, critic and policy say of them, one kind after the other."""
-        with parts.noted("reward"):
-            rewards = await asyncio.gather(*(self.company._rewards.score(group.rollouts) for group in groups))
+        """Score the groups by reward, reference, critic and policy, one after the other."""
+        with parts.timed("reward"):
+            rewards = await asyncio.gather(*(self.run._rewards.score(group.rollouts) for group in groups))
         scores: list[list[Any]] = [[] for _ in groups]
         for name, scorer in self.scorers.items():
-            with parts.noted(name):
+            with parts.timed(name):
                 scored = await asyncio.gather(*(_score(scorer, group) for group in groups))
             for own, tables in zip(scores, scored, strict=True):
                 own += tables
@@ -188,14 +209,13 @@ class PPOStage:
         ]
 
     async def _updates(self, turn: int, batch: Batch, parts: Parts) -> None:
-        """The policy's updates on the batch, then the critic's, each as the controller has them made."""
-        plan, cast = self.controller.plan, self.controller.cast
-        policy, critic = copy.copy(self.controller), copy.copy(self.controller)
-        policy.cast = replace(cast, critic=None)
-        critic.plan = replace(plan, critic_warmup=turn + 1)
+        """Run the policy's updates on the batch, then the critic's, through the controller."""
+        settings, console = self.controller.components.updates.settings, self.controller.console
+        policy = RolloutUpdates(settings, self.policy, None, console)
+        critic = RolloutUpdates(replace(settings, critic_warmup=turn + 1), self.policy, self.critic, console)
         for name, one in (("policy update", policy), ("critic update", critic)):
-            with parts.noted(name):
-                updates = await one._update(turn, batch)
+            with parts.timed(name):
+                updates, _ = await one.run(turn, batch, self.controller.state)
             self.gaps += [update["policy/rollout_logprob_gap"] for update in updates if name == "policy update"]
 
 

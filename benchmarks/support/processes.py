@@ -1,4 +1,4 @@
-"""Processes of the baselines, and what processes cost."""
+"""Child processes for the baselines, and meters of CPU time."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 
 import psutil
 
-from workers.config import CPU_THREADS
+from workers.contract.config import CPU_THREADS
 
 RAY_NICENESS = int(os.environ.get("RAY_worker_niceness", "0"))  # noqa: SIM112 (Ray spells it so)
-"""The product has Ray run its workers at this niceness (`orchestrator/ray_nodes.py`). The baselines run at the same, or
-whatever else runs here would favour one side."""
+"""Niceness of the product's Ray workers (`orchestrator/cluster/ray_nodes.py`).
 
-
+Baselines run at the same niceness; otherwise other load on the machine would favour one side.
+"""
 _GRACE_S = 5.0
 
 
 class ChildFailed(RuntimeError):
-    """A baseline's process raised, or is gone."""
+    """A child process raised, did not answer in time, or has exited."""
 
 
 class Child:
-    """An object in a process of its own, called by method name. Its process and all below it end with `close`."""
+    """An object in a process of its own, called by method name; `close` ends the process and its descendants."""
 
     def __init__(self, name: str, server: type, *args: Any) -> None:
-        """Start the process; it makes `server(*args)` and then answers calls. Nothing waits for that yet."""
+        """Start the process without waiting for it; it builds `server(*args)` at its first call."""
         context = multiprocessing.get_context("spawn")
         os.environ |= CPU_THREADS  # as the product's workers; read when torch is imported, so it must be inherited
         self._name = name
@@ -42,23 +42,27 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id. Raises ChildFailed before it has one."""
+        """Process id. Raises ChildFailed where the process was not started."""
         if self._process.pid is None:
             raise ChildFailed(f"{self._name} was not started")
         return self._process.pid
 
     def send(self, method: str, *args: Any) -> None:
-        """Start a call."""
+        """Start a call without waiting for its answer."""
         self._pipe.send((method, args))
 
     def receive(self, timeout_s: float) -> Any:
-        """The answer to the oldest call under way. Raises ChildFailed."""
+        """Wait for the answer to the oldest pending call.
+
+        Raises:
+            ChildFailed: The method raised, no answer came within `timeout_s`, or the process has exited.
+        """
         if not self._pipe.poll(timeout_s):
             raise ChildFailed(f"{self._name} gave no answer in {timeout_s:g} s")
         try:
             ok, answer = self._pipe.recv()
         except EOFError:
-            raise ChildFailed(f"{self._name} is gone") from None
+            raise ChildFailed(f"{self._name} has exited") from None
         if not ok:
             raise ChildFailed(f"{self._name} raised:\n{answer}")
         return answer
@@ -69,7 +73,7 @@ class Child:
         return self.receive(timeout_s)
 
     def close(self) -> None:
-        """End the process and all below it; safe to call twice."""
+        """End the process and its descendants. Safe to call twice."""
         with contextlib.suppress(psutil.NoSuchProcess):
             end([psutil.Process(self.pid)])
         self._process.join(_GRACE_S)
@@ -77,7 +81,10 @@ class Child:
 
 
 def _serve(pipe: Connection, server: type, args: tuple[Any, ...]) -> None:
-    """Answer calls until the other side is gone; then leave nothing behind."""
+    """Main loop of the child: answer calls from `pipe` until the parent closes it, then end all descendants.
+
+    A call blocks the loop until its method returns; an exception is sent back as a traceback.
+    """
     os.nice(max(0, RAY_NICENESS - os.nice(0)))
     built: Any = None
     try:
@@ -96,7 +103,7 @@ def _serve(pipe: Connection, server: type, args: tuple[Any, ...]) -> None:
 
 
 def end(processes: Iterable[psutil.Process]) -> None:
-    """End processes and all below them: asked first, so that engines clean up after themselves, and then killed."""
+    """End processes and their descendants: SIGTERM first, so that engines can clean up, then SIGKILL."""
     doomed: list[psutil.Process] = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -109,9 +116,9 @@ def end(processes: Iterable[psutil.Process]) -> None:
 
 
 def cpu_seconds(roots: Iterable[int], without: Sequence[int] = ()) -> float:
-    """CPU seconds so far of these processes and all below them, but not of `without` and those below them.
+    """CPU seconds so far of the process trees of `roots`, excluding the trees of `without`.
 
-    A process that ended counts in its parent.
+    The time of an exited process counts in its parent.
     """
     left_out = {process.pid for root in without for process in _tree(root)}
     total = 0.0
@@ -133,9 +140,9 @@ def _tree(root: int) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def stopped(roots: Iterable[int], without: Sequence[int] = ()) -> Iterator[None]:
-    """These processes and all below them, but for this one and for `without` and those below, stand still.
+    """Suspend the process trees of `roots`, excluding this process and the trees of `without`, within the context.
 
-    An idle cluster still costs about a tenth of a core, and that would be the next contender's loss.
+    An idle cluster uses about a tenth of a core, which would slow down the contender whose turn it is.
     """
     left_out = {os.getpid(), *(process.pid for root in without for process in _tree(root))}
     processes = [process for root in roots for process in _tree(root) if process.pid not in left_out]
@@ -153,7 +160,7 @@ def _resume(process: psutil.Process) -> None:
 
 
 class Meter:
-    """CPU seconds of one contender, and cores busy with anything else, since it was made."""
+    """CPU time of one contender's process trees, and other load on the machine, since the meter was created."""
 
     def __init__(self, roots: Sequence[int], without: Sequence[int] = ()) -> None:
         self._roots, self._without = roots, without
@@ -162,14 +169,14 @@ class Meter:
         self._began = time.monotonic()
 
     def read(self) -> tuple[float, float]:
-        """(CPU seconds, cores busy with something else on average)."""
+        """(CPU seconds, average number of cores busy with other processes)."""
         own = cpu_seconds(self._roots, self._without) - self._own
         elapsed = time.monotonic() - self._began
         return own, max(0.0, (_machine_busy_s() - self._machine - own) / elapsed)
 
 
 class SurvivorMeter:
-    """As :class:`Meter`, for a contender of which processes are killed: only those that are left at the end count."""
+    """A `Meter` for a contender whose processes are killed: counts only the processes that are alive at `read`."""
 
     def __init__(self, roots: Sequence[int]) -> None:
         self._roots = roots
@@ -178,14 +185,14 @@ class SurvivorMeter:
         self._began = time.monotonic()
 
     def read(self) -> tuple[float, float]:
-        """(CPU seconds, cores busy with something else on average)."""
+        """(CPU seconds, average number of cores busy with other processes)."""
         own = sum(seconds - self._own.get(process, 0.0) for process, seconds in _each(self._roots).items())
         elapsed = time.monotonic() - self._began
         return own, max(0.0, (_machine_busy_s() - self._machine - own) / elapsed)
 
 
 def _each(roots: Iterable[int]) -> dict[psutil.Process, float]:
-    """CPU seconds so far of each of these processes and of each below them, without those that it outlived."""
+    """CPU seconds so far of each process in the trees of `roots`, excluding its exited children."""
     found: dict[psutil.Process, float] = {}
     for process in (process for root in roots for process in _tree(root)):
         with contextlib.suppress(psutil.NoSuchProcess):

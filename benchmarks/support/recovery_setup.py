@@ -1,4 +1,4 @@
-"""What the recovery benchmark plays on: a policy, an engine, and the scheduler that has lost groups sampled again."""
+"""The product's side of `benchmarks.recovery`: a policy, an engine, and the scheduler that resamples lost groups."""
 
 from __future__ import annotations
 
@@ -12,56 +12,62 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from benchmarks.harness import Turn
-from benchmarks.processes import SurvivorMeter
-from benchmarks.streaming import CLASSES, CLOSE_TIMEOUT_S, Unscored, picks_of, response_ids, schedule_plan
-from benchmarks.weight_stage import gap
-from benchmarks.weight_workers import MeasuredPolicy
-from benchmarks.workload import Group
-from orchestrator.actor_group import Cluster
-from orchestrator.cast import Casting
-from orchestrator.engine_pool import EnginePool
-from orchestrator.handles import Gang
-from orchestrator.ledger import Ledger
-from orchestrator.placement import demand, place, role_sizes
-from orchestrator.run import pool_bounds, weight_sync
-from orchestrator.scheduler import RolloutScheduler
-from orchestrator.scoring import TokenScorer
-from orchestrator.spec import Spec
-from orchestrator.weight_sync import WeightSync
-from workers.messages import WorkerHealth
+from benchmarks.support.harness import Turn
+from benchmarks.support.processes import SurvivorMeter
+from benchmarks.support.rollout_setup import (
+    CLASSES,
+    CLOSE_TIMEOUT_S,
+    Unscored,
+    prompt_picks,
+    response_ids,
+    schedule_settings,
+)
+from benchmarks.support.weight_sync_setup import call_policy, logprob_gap
+from benchmarks.support.weight_sync_workers import MeasuredPolicy
+from benchmarks.support.workload import Group
+from orchestrator.capacity.placement import demand, place, role_sizes
+from orchestrator.cluster.ray_cluster import Cluster
+from orchestrator.cluster.worker_group import PolicyGroup
+from orchestrator.launcher import WorkerLauncher
+from orchestrator.rollout_run import pool_bounds, weight_sync
+from orchestrator.rollouts.engine_pool import EnginePool
+from orchestrator.rollouts.scheduler import RolloutScheduler
+from orchestrator.rollouts.scoring import TokenScorer
+from orchestrator.rollouts.weight_sync import WeightSync
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.training.ledger import Ledger
 
 _ATTEMPTS = 2
-"""Of a group: the one that dies with its engine, and the next."""
+"""Attempts per group: the one that is lost with the engine, and the next."""
 _SAMPLING_TIMEOUT_S = 60.0
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What came of a kill."""
+    """The outcome of one kill."""
 
     turn: Turn
-    """Its clock runs from the kill until the last group that was lost is there again."""
+    """Measured from the kill until the last lost group is sampled again."""
     response_ids: list[list[int]]
     retried: int
     """Groups that were sampled again."""
     restarts: int
-    """Engines that took the place of another."""
-    books: dict[str, int]
-    """The ledger's counts of all turns so far, this one's samples being trained."""
+    """Engines that replaced another one."""
+    ledger: dict[str, int]
+    """The ledger's counts over all turns so far, with the samples of this turn marked as trained."""
     gap: float
-    """Nats a token between what the fresh engine sampled and the trainer as it stands."""
+    """Mean difference, in nats per token, between the fresh engine's log-probs and the trainer's current ones."""
     stale: float
-    """The same with the trainer as it was loaded, whose weights a fresh engine starts with."""
+    """The same with the weights that the trainer was loaded with, which a fresh engine starts from."""
 
 
-class RecoveryStage:
-    """One engine that is killed, and all that brings back what it held."""
+class RecoverySetup:
+    """One engine, which is killed once per turn, and the product's pool, scheduler and weight sync around it."""
 
     def __init__(
         self,
-        policy: Gang,
+        policy: PolicyGroup,
         pool: EnginePool,
         sync: WeightSync,
         scheduler: RolloutScheduler,
@@ -74,28 +80,33 @@ class RecoveryStage:
         self._scheduler = scheduler
         self._ledger = ledger
         self._work = work
-        self._scorer = TokenScorer(policy, "compute_logprobs", _TIMEOUT_S)
+        self._scorer = TokenScorer(policy, policy.compute_logprobs, _TIMEOUT_S)
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, spec: Spec, table: pa.Table, work: Sequence[Sequence[Group]]) -> AsyncIterator[RecoveryStage]:
-        """A cluster with the policy and the engine of `spec`, and all of it ended afterwards.
+    async def open(
+        cls, spec: RolloutSpec, table: pa.Table, work: Sequence[Sequence[Group]]
+    ) -> AsyncIterator[RecoverySetup]:
+        """Start a cluster with the policy and the engine of `spec`, and end it on exit.
 
-        `work`: the groups of each turn.
+        Args:
+            spec: A spec with one engine.
+            table: The PROMPTS table that the groups refer to.
+            work: The groups of each turn.
         """
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         try:
-            casting = Casting(spec, cluster, replace(CLASSES, policy=MeasuredPolicy))
-            stage = await casting.open(frozenset({"rollout", "policy", "reward"}))
-            if stage.policy is None:
+            launcher = WorkerLauncher(spec, cluster, replace(CLASSES, policy=MeasuredPolicy))
+            workers = await launcher.open(frozenset({"rollout", "policy", "reward"}))
+            if workers.policy is None:
                 raise RuntimeError("the spec has no policy")
-            pool = EnginePool(stage.engines, casting.engine, replace(pool_bounds(spec), restarts=len(work)))
-            picks, ledger = picks_of(work), Ledger()
-            plan = schedule_plan(spec, len(work), _ATTEMPTS)
+            pool = EnginePool(workers.engines, launcher.engine, replace(pool_bounds(spec), restarts=len(work)))
+            picks, ledger = prompt_picks(work), Ledger()
+            settings = schedule_settings(spec, len(work), _ATTEMPTS)
             prompts = cluster.put(table)
-            scheduler = RolloutScheduler(plan, pool, Unscored(), ledger, lambda: next(picks), prompts)
-            sync = weight_sync(spec, stage.policy, pool, cluster)
-            yield cls(stage.policy, pool, sync, scheduler, ledger, work)
+            scheduler = RolloutScheduler(settings, pool, Unscored(), ledger, lambda: next(picks), prompts)
+            sync = weight_sync(spec, workers.policy, pool, cluster)
+            yield cls(workers.policy, pool, sync, scheduler, ledger, work)
             await scheduler.close()
             await pool.close()
             await cluster.close(CLOSE_TIMEOUT_S)
@@ -103,8 +114,8 @@ class RecoveryStage:
             cluster.abandon()
 
     async def turn(self, turn: int, seed: int) -> Recovered:
-        """New weights (by `seed`) into the engine, the turn's groups, and -9 for the engine when it samples them."""
-        await self._policy.broadcast("disturb", seed, timeout_s=_TIMEOUT_S)
+        """Sync new weights (drawn with `seed`), start the turn's groups, and kill the engine while it samples them."""
+        await call_policy(self._policy, MeasuredPolicy.disturb, seed)
         await self._sync.push(turn + 1)
         before, restarts = self._ledger.counts(), self._pool.restarts_used
         if turn == 0:
@@ -122,28 +133,28 @@ class RecoveryStage:
 
         retried = self._ledger.counts()["retries"] - before["retries"]
         for group in groups:
-            self._ledger.trained(group.summary.prompt_uid, *range(len(group.summary.samples)))
+            self._ledger.mark_trained(group.summary.prompt_uid, *range(len(group.summary.samples)))
         self._ledger.check()
         sampled = [(group.summary, group.rollouts) for group in groups]
-        fresh, _ = await gap(self._scorer, sampled)
-        await self._policy.broadcast("restore", timeout_s=_TIMEOUT_S)
-        stale, _ = await gap(self._scorer, sampled)
+        fresh, _ = await logprob_gap(self._scorer, sampled)
+        await call_policy(self._policy, MeasuredPolicy.restore)
+        stale, _ = await logprob_gap(self._scorer, sampled)
         rollouts = {group.summary.prompt_uid: group.rollouts for group in groups}
         return Recovered(
-            Turn(wall_s, 1, cpu_s, foreign),
-            [row for group in self._work[turn] for row in response_ids(rollouts[group.uid])],
-            retried,
-            self._pool.restarts_used - restarts,
-            self._ledger.counts(),
-            fresh,
-            stale,
+            turn=Turn(wall_s, 1, cpu_s, foreign),
+            response_ids=[row for group in self._work[turn] for row in response_ids(rollouts[group.uid])],
+            retried=retried,
+            restarts=self._pool.restarts_used - restarts,
+            ledger=self._ledger.counts(),
+            gap=fresh,
+            stale=stale,
         )
 
     async def _sampling(self, samples: int) -> int:
-        """Process id of the engine's worker, once all samples are on their way there."""
+        """Wait until the engine works on all samples of the turn; returns the process id of its worker."""
         async with asyncio.timeout(_SAMPLING_TIMEOUT_S):
             while True:
                 (engine,) = self._pool.engines
-                health: WorkerHealth = await engine.handle.call("health", timeout_s=_TIMEOUT_S)
+                health = await engine.health(_TIMEOUT_S)
                 if health.in_flight == samples:
                     return health.pid

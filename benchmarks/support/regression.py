@@ -1,7 +1,7 @@
-"""Whether benchmarks got worse: ratios of now against the ratios recorded on the same kind of machine.
+"""Regression check of `benchmarks.quick`: measured ratios against those recorded on the same kind of machine.
 
-Only ratios are compared, each of them taken against a baseline in the same turn: absolute times depend on who else uses
-the machine. A ratio is worse when its median is below every turn that was recorded.
+Only ratios to a baseline of the same turn are compared, because absolute times depend on other load on the machine. A
+ratio is worse when its median is below every recorded turn.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from benchmarks.harness import Spread, Turn, ratios, versions
+from benchmarks.support.harness import Spread, Turn, ratios, versions
 
-BASELINES = Path(__file__).parent / "baselines"
+BASELINES = Path(__file__).parents[1] / "baselines"
 
 Ratios = dict[str, Spread]
-"""By `benchmark: contender`; above 1 is faster than the benchmark's own baseline."""
+"""Spread by `benchmark: contender`; above 1 is faster than the benchmark's own baseline."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One ratio, now and as recorded."""
+    """The comparison of one ratio: as recorded and as measured."""
 
     name: str
     outcome: Literal["as before", "better", "worse", "missing", "new"]
@@ -34,12 +34,12 @@ class Verdict:
 
     @property
     def bad(self) -> bool:
-        """Worse, or measured no more."""
+        """Whether the ratio is worse, or recorded but not measured."""
         return self.outcome in ("worse", "missing")
 
 
 def compare(recorded: Mapping[str, Spread], measured: Mapping[str, Spread]) -> list[Verdict]:
-    """A verdict on every ratio that is in either, in the order recorded, new ones last."""
+    """A verdict on every ratio of either mapping: in recorded order, then the new ones."""
     names = [*recorded, *(name for name in measured if name not in recorded)]
     return [_verdict(name, recorded.get(name), measured.get(name)) for name in names]
 
@@ -55,9 +55,11 @@ def _verdict(name: str, recorded: Spread | None, measured: Spread | None) -> Ver
 
 
 def ratios_of(document: Mapping[str, Any], phases: Sequence[str] = ()) -> Ratios:
-    """The ratios in a benchmark's results (`Report.write`), without that of its baseline to itself.
+    """The ratios in a results file, excluding the baseline's ratio to itself.
 
-    `phases`: those of a turn that have a ratio of their own (amount per second of the phase).
+    Args:
+        document: A results file, as `Report.write` writes it.
+        phases: Phases to compare separately as well, by amount per second of the phase.
     """
     found: Ratios = {}
     baseline = [Turn(**turn) for turn in document["turns"][document["baseline"]]]
@@ -71,14 +73,14 @@ def ratios_of(document: Mapping[str, Any], phases: Sequence[str] = ()) -> Ratios
 
 
 def _in_phase(turns: Sequence[Turn], phase: str) -> list[Turn]:
-    """The turns as if they were this phase alone."""
+    """The turns with the seconds of this phase as their wall time."""
     return [replace(turn, wall_s=turn.phases[phase]) for turn in turns]
 
 
-def pooled(runs: Sequence[Ratios]) -> Ratios:
-    """Several runs of the same benchmarks as one: the median of their medians, the least and greatest of their turns.
+def pool_runs(runs: Sequence[Ratios]) -> Ratios:
+    """Combine runs of the same benchmarks: median of the medians, minimum and maximum over all turns.
 
-    Runs differ more than the turns of one of them do.
+    Runs differ from each other more than the turns of one run do.
     """
     by_name = {name: [run[name] for run in runs] for name in runs[0]}
     return {
@@ -88,19 +90,19 @@ def pooled(runs: Sequence[Ratios]) -> Ratios:
 
 
 def baseline_path(machine: Mapping[str, Any], folder: Path = BASELINES) -> Path:
-    """The file of a kind of machine: CPU model and number of cores (`harness.machine`)."""
+    """The baseline file of a kind of machine, named by CPU model and number of cores (`harness.machine`)."""
     kind = f"{machine['cpu']} {machine['cores']} cores"
     return folder / (re.sub(r"[^a-z0-9.]+", "-", kind.lower()).strip("-") + ".json")
 
 
 def read_baseline(path: Path) -> Ratios:
-    """What :func:`write_baseline` wrote. Raises FileNotFoundError."""
+    """Read what `write_baseline` wrote. Raises FileNotFoundError."""
     document = json.loads(path.read_text())
     return {name: Spread(**spread) for name, spread in document["ratios"].items()}
 
 
 def write_baseline(path: Path, machine: Mapping[str, Any], ratios: Mapping[str, Spread]) -> None:
-    """Record ratios for a kind of machine; those of benchmarks that `ratios` does not have stay as they are."""
+    """Record ratios for a kind of machine; recorded ratios of benchmarks that are not in `ratios` stay unchanged."""
     kept = read_baseline(path) if path.is_file() else {}
     benchmarks = {name.partition(":")[0] for name in ratios}
     merged = {name: spread for name, spread in kept.items() if name.partition(":")[0] not in benchmarks} | dict(ratios)

@@ -1,4 +1,4 @@
-"""The product's sampling path on its own: cluster, cast, engine pool and scheduler, with no trainer behind them."""
+"""The product's sampling path in isolation: cluster, workers, engine pool and scheduler, without a trainer."""
 
 from __future__ import annotations
 
@@ -11,33 +11,30 @@ from dataclasses import replace
 import pyarrow as pa
 import ray
 
-from benchmarks.harness import Turn
-from benchmarks.processes import Meter
-from benchmarks.workload import Group
-from orchestrator.actor_group import Cluster
-from orchestrator.cast import Casting, WorkerClasses
-from orchestrator.engine_pool import EnginePool
-from orchestrator.handles import TableRef
-from orchestrator.ledger import Ledger
-from orchestrator.placement import demand, place, role_sizes
-from orchestrator.prompts import PromptPick
-from orchestrator.run import pool_bounds
-from orchestrator.scheduler import RolloutScheduler, SchedulePlan
-from orchestrator.scoring import RewardPool, ScoredGroup, Scorer
-from orchestrator.spec import Spec
-from workers.critic import CriticWorker
-from workers.messages import GroupRequest, GroupSummary, RewardSummary
-from workers.policy import PolicyWorker
-from workers.reference import ReferenceWorker
-from workers.reward import RewardWorker
+from benchmarks.support.harness import Turn
+from benchmarks.support.processes import Meter
+from benchmarks.support.workload import Group
+from orchestrator.capacity.placement import demand, place, role_sizes
+from orchestrator.cli import worker_classes
+from orchestrator.cluster.ray_cluster import Cluster
+from orchestrator.cluster.worker_group import TableRef
+from orchestrator.data.prompts import PromptPick
+from orchestrator.launcher import WorkerLauncher
+from orchestrator.rollout_run import pool_bounds
+from orchestrator.rollouts.engine_pool import EnginePool
+from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
+from orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.training.ledger import Ledger
+from workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
 from workers.rollout import RolloutWorker
 
-CLASSES = WorkerClasses(RolloutWorker, PolicyWorker, CriticWorker, ReferenceWorker, RewardWorker)
+CLASSES = worker_classes()
 CLOSE_TIMEOUT_S = 10.0
 
 
 class Unscored(Scorer):
-    """Lets every finished group through as it is."""
+    """A scorer that passes every finished group through with rewards of 0."""
 
     def __init__(self) -> None:
         super().__init__(RewardPool((), 1.0), ())
@@ -49,8 +46,8 @@ class Unscored(Scorer):
         return ScoredGroup(summary, rewards, rollouts, None, (), row)
 
 
-class Streaming:
-    """Turns through the scheduler: a turn is what the controller's step would wait for."""
+class RolloutSetup:
+    """Runs turns through the scheduler; a turn is the generation that a controller step would wait for."""
 
     def __init__(
         self,
@@ -60,7 +57,7 @@ class Streaming:
         work: Sequence[Sequence[Group]],
         others: Sequence[int],
     ) -> None:
-        """`others`: process ids whose CPU time is not the product's."""
+        """`others`: ids of processes whose CPU time does not count as the product's."""
         self._pool = pool
         self._scheduler = scheduler
         self._prompts = prompts
@@ -71,29 +68,34 @@ class Streaming:
     @asynccontextmanager
     async def open(
         cls,
-        spec: Spec,
+        spec: RolloutSpec,
         table: pa.Table,
         work: Sequence[Sequence[Group]],
         others: Sequence[int],
         max_load: int,
         rollout: type[RolloutWorker] = RolloutWorker,
-    ) -> AsyncIterator[Streaming]:
-        """A cluster with the engines of `spec`, of class `rollout`, and all of it ended afterwards.
+    ) -> AsyncIterator[RolloutSetup]:
+        """Start a cluster with the engines of `spec`, and end it on exit.
 
-        `work`: the groups of each turn; `max_load`: bound on the samples an engine has yet to finish, 0 for the
-        product's own.
+        Args:
+            spec: The spec of the engines.
+            table: The PROMPTS table that the groups refer to.
+            work: The groups of each turn.
+            others: Ids of processes whose CPU time does not count as the product's.
+            max_load: Maximum number of unfinished samples per engine; 0 for the product's own.
+            rollout: Class of the engines' workers.
         """
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         try:
-            casting = Casting(spec, cluster, replace(CLASSES, rollout=rollout))
-            stage = await casting.open(frozenset({"rollout", "reward"}))
+            launcher = WorkerLauncher(spec, cluster, replace(CLASSES, rollout=rollout))
+            workers = await launcher.open(frozenset({"rollout", "reward"}))
             bounds = pool_bounds(spec)
             bounds = replace(bounds, max_load=max_load or bounds.max_load)
-            pool = EnginePool(stage.engines, casting.engine, bounds)
+            pool = EnginePool(workers.engines, launcher.engine, bounds)
             prompts = cluster.put(table)
-            picks = picks_of(work)
-            plan = schedule_plan(spec, len(work), attempts=1)
-            scheduler = RolloutScheduler(plan, pool, Unscored(), Ledger(), lambda: next(picks), prompts)
+            picks = prompt_picks(work)
+            settings = schedule_settings(spec, len(work), attempts=1)
+            scheduler = RolloutScheduler(settings, pool, Unscored(), Ledger(), lambda: next(picks), prompts)
             yield cls(pool, scheduler, prompts, work, others)
             await scheduler.close()
             await cluster.close(CLOSE_TIMEOUT_S)
@@ -102,11 +104,11 @@ class Streaming:
 
     @property
     def max_load(self) -> int:
-        """Bound on the samples an engine has yet to finish."""
+        """Maximum number of unfinished samples per engine."""
         return self._pool.bounds.max_load
 
     async def turn(self, turn: int) -> tuple[Turn, list[list[int]]]:
-        """One turn, and the response token ids in the order of the groups' samples."""
+        """Run one turn; returns it and the response token ids, in the order of the groups' samples."""
         meter = Meter([os.getpid()], self._others)
         began = time.monotonic()
         if turn == 0:
@@ -122,7 +124,7 @@ class Streaming:
         return Turn(wall_s, tokens, cpu_s, foreign), ids
 
     async def alone(self, group: Group, greedy: bool) -> list[list[int]]:
-        """The group's samples on an engine that does nothing else."""
+        """Sample one group on an idle engine; returns its response token ids."""
         engine = await self._pool.acquire(group.samples)
         try:
             request = GroupRequest(group.uid, group.row, 0, group.samples, group.seed, greedy=greedy)
@@ -138,9 +140,9 @@ def response_ids(rollouts: TableRef) -> list[list[int]]:
     return [row["response_ids"] for row in table.select(["response_ids"]).to_pylist()]
 
 
-def schedule_plan(spec: Spec, turns: int, attempts: int) -> SchedulePlan:
-    """A turn is a step, sampled from the newest weights, of which no sample may be missing."""
-    return SchedulePlan(
+def schedule_settings(spec: RolloutSpec, turns: int, attempts: int) -> ScheduleSettings:
+    """Scheduling of one step per turn, with no staleness and no failed samples."""
+    return ScheduleSettings(
         groups_per_step=spec.schedule.prompts_per_step,
         group_size=spec.group_size,
         max_staleness=0,
@@ -152,6 +154,6 @@ def schedule_plan(spec: Spec, turns: int, attempts: int) -> SchedulePlan:
     )
 
 
-def picks_of(work: Sequence[Sequence[Group]]) -> Iterator[PromptPick]:
+def prompt_picks(work: Sequence[Sequence[Group]]) -> Iterator[PromptPick]:
     """The prompts of all turns, in order."""
     return (PromptPick(group.uid, group.row) for groups in work for group in groups)

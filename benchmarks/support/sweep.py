@@ -1,4 +1,4 @@
-"""One benchmark over several values of its settings."""
+"""`--sweep`: one benchmark over several values of its settings."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ SWEPT = ("groups", "samples", "max_tokens", "concurrency", "engines", "threads")
 
 
 def points(sweeps: Sequence[tuple[str, tuple[int, ...]]]) -> list[dict[str, int]]:
-    """Every combination of the values of `--sweep`; one empty point without any."""
+    """Every combination of the values of `--sweep`; a single empty point without sweeps."""
     names = [name for name, _ in sweeps]
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in sweeps))]
 
 
-def swept(text: str) -> tuple[str, tuple[int, ...]]:
-    """`concurrency=16,32` as (name, values). Raises ArgumentTypeError."""
+def parse_sweep(text: str) -> tuple[str, tuple[int, ...]]:
+    """Parse `concurrency=16,32` into (name, values).
+
+    Raises:
+        ArgumentTypeError: The setting cannot be swept, or a value is not an integer.
+    """
     name, _, values = text.partition("=")
     name = name.replace("-", "_")
     if name not in SWEPT:
-        raise argparse.ArgumentTypeError(f"{text}: one of {', '.join(SWEPT)} can be swept")
+        raise argparse.ArgumentTypeError(f"{text}: {name!r} cannot be swept; choose from {', '.join(SWEPT)}")
     try:
         numbers = tuple(int(value) for value in values.split(","))
     except ValueError:
@@ -30,8 +34,8 @@ def swept(text: str) -> tuple[str, tuple[int, ...]]:
     return name, numbers
 
 
-def named(path: Path | None, point: dict[str, int]) -> Path | None:
-    """`rollout.json` becomes `rollout-engines-2.json`; None (the default place) stays."""
+def results_path(path: Path | None, point: dict[str, int]) -> Path | None:
+    """The results file of a point: `rollout.json` becomes `rollout-engines-2.json`; None (the default) stays None."""
     if path is None:
         return None
     suffix = "".join(f"-{name.replace('_', '-')}-{value}" for name, value in point.items())

@@ -1,4 +1,4 @@
-"""Seconds by part of code that does not measure itself: functions are replaced by ones that note how long they took."""
+"""Timers for code that does not time itself: functions are wrapped to record how long they run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class Parts:
-    """Seconds by part since they were last read."""
+    """Seconds by named part, accumulated since the last `read`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
-    def noted(self, part: str) -> Iterator[None]:
-        """What happens inside counts as `part`, also where it raises."""
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time of the context to `part`, also where it raises."""
         began = time.perf_counter()
         try:
             yield
@@ -25,17 +25,17 @@ class Parts:
             self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - began
 
     def watch(self, owner: Any, name: str, part: str) -> None:
-        """From now on a call of `owner.name` (a module's or a class's) counts as `part`."""
+        """Add the time of every further call of `owner.name` to `part`; `owner` is a module, a class or an object."""
         function: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.noted(part):
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with self.timed(part):
                 return function(*args, **kwargs)
 
-        setattr(owner, name, timed)
+        setattr(owner, name, wrapper)
 
     def read(self) -> dict[str, float]:
-        """Seconds by part, and begin anew."""
+        """Return the seconds by part and reset them."""
         seconds, self._seconds = self._seconds, {}
         return seconds

@@ -1,7 +1,7 @@
-"""The engine's side of the weight_sync benchmark. vLLM imports this in its worker process.
+"""vLLM worker extension of `benchmarks.weight_sync`. vLLM imports this module in its worker process.
 
-The product's own extension does the product's work and is only watched; what is added here is the limit (weights that
-lie in the process already are loaded into the model) and the common practice (vLLM reloads a folder).
+It times the product's own extension, and adds the two baselines: loading weights that are already in the process's
+memory (the limit), and vLLM's reload of a folder (the common practice).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from benchmarks.timing import Parts
-from workers import weight_file, weight_transfer
-from workers.messages import WeightUpdate
-from workers.shared_file import FileMapping
+from benchmarks.support.timing import Parts
+from workers.contract.messages import WeightUpdate
+from workers.weights import file as weight_file
+from workers.weights import vllm_transfer as weight_transfer
+from workers.weights.shared_memory import FileMapping
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -30,7 +31,7 @@ _open_weights = weight_transfer.open_weights
 
 @contextmanager
 def _watched_open(update: WeightUpdate, mapping: FileMapping | None = None) -> Iterator[weight_file.MappedWeights]:
-    with PARTS.noted("open"):
+    with PARTS.timed("open"):
         opened = _open_weights(update, mapping)
         weights = opened.__enter__()
     try:
@@ -52,12 +53,12 @@ class MeasuredExtension(weight_transfer.EngineExtension):
         return PARTS.read()
 
     def hold(self, update: dict[str, Any]) -> None:
-        """Copy a published version into this process's own memory, where the model is."""
+        """Copy a published version into this process's own memory, on the model's device."""
         with weight_file.open_weights(weight_transfer.ShmUpdateInfo(**update).update()) as weights:
             self._weights_held = [(name, tensor.to(self.device, copy=True)) for name, tensor in weights.tensors()]
 
     def apply_held(self) -> float:
-        """Load what is held into the running model; seconds that took."""
+        """Load the held weights into the running model; returns the seconds it took."""
         model = self.model_runner.get_model()
         began = time.perf_counter()
         initialize_layerwise_reload(model)
@@ -71,7 +72,7 @@ class MeasuredExtension(weight_transfer.EngineExtension):
         return seconds
 
     def repack_heads(self) -> None:
-        """On the CPU a tied head keeps a packed copy of its old weight, which vLLM's reload does not renew."""
+        """Repack tied heads: on the CPU they keep a packed copy of their weight, which a reload does not update."""
         for module in self.model_runner.get_model().modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)

@@ -1,79 +1,84 @@
-"""What the weight_sync benchmark plays on: a cluster with a policy and rollout engines, and no loop around them."""
+"""The product's side of `benchmarks.weight_sync`: a cluster with a policy and rollout engines, without a controller."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pyarrow as pa
 import ray
 
-from benchmarks.streaming import CLOSE_TIMEOUT_S
-from benchmarks.weight_workers import MeasuredPolicy, MeasuredRollout
-from orchestrator.actor_group import Cluster
-from orchestrator.cast import Casting, WorkerClasses
-from orchestrator.engine_pool import EnginePool
-from orchestrator.handles import Gang, TableRef
-from orchestrator.placement import demand, place, role_sizes
-from orchestrator.prompts import load_pools
-from orchestrator.run import pool_bounds, weight_sync
-from orchestrator.scoring import TokenScorer
-from orchestrator.spec import Spec
-from orchestrator.weight_sync import FileSync, SyncReport, WeightSync
-from workers.critic import CriticWorker
-from workers.messages import GroupRequest, GroupSummary, WeightUpdate
-from workers.reference import ReferenceWorker
-from workers.reward import RewardWorker
+from benchmarks.support.rollout_setup import CLOSE_TIMEOUT_S
+from benchmarks.support.weight_sync_workers import MeasuredPolicy, MeasuredRollout
+from orchestrator.capacity.placement import demand, place, role_sizes
+from orchestrator.cli import worker_classes
+from orchestrator.cluster.ray_cluster import Cluster
+from orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
+from orchestrator.data.prompts import load_pools
+from orchestrator.launcher import WorkerLauncher
+from orchestrator.rollout_run import pool_bounds, weight_sync
+from orchestrator.rollouts.engine_pool import EnginePool
+from orchestrator.rollouts.scoring import TokenScorer
+from orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync
+from orchestrator.spec.rollout import RolloutSpec
+from workers.contract.messages import GroupRequest, GroupSummary
+from workers.contract.roles import Reply, TableRef
 
-_CLASSES = WorkerClasses(MeasuredRollout, MeasuredPolicy, CriticWorker, ReferenceWorker, RewardWorker)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CLASSES = replace(worker_classes(), rollout=MeasuredRollout, policy=MeasuredPolicy)
 _TIMEOUT_S = 300.0
 
 
-class WeightStage:
-    """Policy and engines, and the product's weight sync between them."""
+class WeightSyncSetup:
+    """Policy, engines, and the product's weight sync between them."""
 
-    def __init__(self, policy: Gang, pool: EnginePool, sync: WeightSync, prompts: TableRef, samples: int) -> None:
-        """`samples`: that each engine draws in :meth:`sample`."""
+    def __init__(
+        self, policy: PolicyGroup, pool: EnginePool, sync: WeightSync, prompts: TableRef, samples: int
+    ) -> None:
+        """`samples`: number of samples that each engine draws in `sample`."""
         self._policy = policy
         self._pool = pool
         self._sync = sync
         self._prompts = prompts
         self._samples = samples
         self._serial = 0
-        self._scorer = TokenScorer(policy, "compute_logprobs", _TIMEOUT_S)
+        self._scorer = TokenScorer(policy, policy.compute_logprobs, _TIMEOUT_S)
         self._sampled: list[tuple[GroupSummary, TableRef]] = []
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, spec: Spec) -> AsyncIterator[WeightStage]:
-        """A cluster with the policy and the engines of `spec`, and all of it ended afterwards."""
+    async def open(cls, spec: RolloutSpec) -> AsyncIterator[WeightSyncSetup]:
+        """Start a cluster with the policy and the engines of `spec`, and end it on exit."""
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         try:
-            casting = Casting(spec, cluster, _CLASSES)
-            stage = await casting.open(frozenset({"rollout", "policy"}))
-            if stage.policy is None:
+            launcher = WorkerLauncher(spec, cluster, _CLASSES)
+            workers = await launcher.open(frozenset({"rollout", "policy"}))
+            if workers.policy is None:
                 raise RuntimeError("the spec has no policy")
-            pool = EnginePool(stage.engines, casting.engine, pool_bounds(spec))
+            pool = EnginePool(workers.engines, launcher.engine, pool_bounds(spec))
             prompts, _ = load_pools(spec.data)
-            sync = weight_sync(spec, stage.policy, pool, cluster)
-            yield cls(stage.policy, pool, sync, cluster.put(prompts.table), spec.group_size)
+            sync = weight_sync(spec, workers.policy, pool, cluster)
+            yield cls(workers.policy, pool, sync, cluster.put(prompts.table), spec.group_size)
             await cluster.close(CLOSE_TIMEOUT_S)
         finally:
             cluster.abandon()
 
     @property
     def digest(self) -> str:
-        """Of the last update that the product sent; empty for back-ends without one."""
+        """Digest of the last update that the product sent; empty for back ends without a digest."""
         if not isinstance(self._sync, FileSync) or self._sync._current is None:
             return ""
         return self._sync._current.digest
 
     async def disturb(self, seed: int) -> None:
-        """Change the policy's weights."""
-        await self._policy.broadcast("disturb", seed, timeout_s=_TIMEOUT_S)
+        """Change the policy's weights to values drawn with `seed`."""
+        await call_policy(self._policy, MeasuredPolicy.disturb, seed)
 
     async def sample(self) -> None:
         """Have every engine sample one group."""
@@ -83,48 +88,64 @@ class WeightStage:
         self._sampled = list(await asyncio.gather(*generated))
 
     async def gap(self) -> tuple[float, int]:
-        """(mean nats a token between what was sampled last and the policy as it stands, number of those tokens)."""
-        return await gap(self._scorer, self._sampled)
+        """`logprob_gap` of the last samples to the policy's current weights."""
+        return await logprob_gap(self._scorer, self._sampled)
 
     async def push(self, version: int) -> SyncReport:
-        """The product's own sync."""
+        """Send the policy's weights to the engines with the product's own sync."""
         return await self._sync.push(version)
 
     async def hold(self, version: int) -> int:
-        """Put the policy's weights into the memory of every engine process, but not into its model; bytes."""
-        (update, *_) = await self._policy.broadcast("publish_weights", version, timeout_s=_TIMEOUT_S)
-        await self._every_engine("hold", update)
-        published: WeightUpdate = update
-        return published.nbytes
+        """Copy the policy's weights into the memory of every engine process, but not into its model; returns bytes."""
+        update = await self._policy.publish_weights(version, timeout_s=_TIMEOUT_S)
+        await self._every_engine(MeasuredRollout.hold, update)
+        return update.nbytes
 
     async def copy_weights(self) -> float:
-        """Seconds of one copy of the policy's weights."""
-        return max(await self._policy.broadcast("copy_weights", timeout_s=_TIMEOUT_S))
+        """Copy the policy's weights once; returns the seconds of the slowest rank."""
+        return max(await call_policy(self._policy, MeasuredPolicy.copy_weights))
 
     async def apply_held(self) -> float:
-        """Seconds until the slowest engine has loaded what it holds."""
-        return max(await self._every_engine("apply_held"))
+        """Have every engine load the weights from `hold`; returns the seconds of the slowest engine."""
+        return max(await self._every_engine(MeasuredRollout.apply_held))
 
     async def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-        await self._policy.broadcast("export", str(folder), timeout_s=_TIMEOUT_S)
+        await self._policy.export(str(folder), timeout_s=_TIMEOUT_S)
 
     async def reload_from(self, folder: Path) -> None:
         """Have every engine load a Hugging Face folder."""
-        await self._every_engine("reload_from", str(folder))
+        await self._every_engine(MeasuredRollout.reload_from, str(folder))
 
     async def parts(self) -> dict[str, float]:
-        """Seconds by part since the last call: of the first rank and of the engine that was closed for longest."""
-        own, *_ = await self._policy.broadcast("parts", timeout_s=_TIMEOUT_S)
-        return own | max(await self._every_engine("parts"), key=lambda parts: parts.get("closed", 0.0))
+        """Seconds by part since the last call, of the first rank and of the engine that was paused for longest."""
+        own, *_ = await call_policy(self._policy, MeasuredPolicy.parts)
+        return own | max(await self._every_engine(MeasuredRollout.parts), key=lambda parts: parts.get("closed", 0.0))
 
-    async def _every_engine(self, method: str, *args: Any) -> list[Any]:
-        calls = (engine.handle.call(method, *args, timeout_s=_TIMEOUT_S) for engine in self._pool.engines)
-        return await asyncio.gather(*calls)
+    async def _every_engine(
+        self, method: Callable[Concatenate[MeasuredRollout, P], Reply[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        handles = cast("list[WorkerHandle[MeasuredRollout]]", [engine.handle for engine in self._pool.engines])
+        return await asyncio.gather(*(handle.call(method, _TIMEOUT_S, *args, **kwargs) for handle in handles))
 
 
-async def gap(scorer: TokenScorer, sampled: Iterable[tuple[GroupSummary, TableRef]]) -> tuple[float, int]:
-    """(mean nats a token between groups as they were sampled and the trainer as it stands, number of those tokens)."""
+async def call_policy(
+    policy: PolicyGroup,
+    method: Callable[Concatenate[MeasuredPolicy, P], Reply[R]],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> list[R]:
+    """Calls a method that only the measured policy has, on every rank."""
+    ranks = cast("tuple[WorkerHandle[MeasuredPolicy], ...]", policy.workers)
+    return await asyncio.gather(*(rank.call(method, _TIMEOUT_S, *args, **kwargs) for rank in ranks))
+
+
+async def logprob_gap(scorer: TokenScorer, sampled: Iterable[tuple[GroupSummary, TableRef]]) -> tuple[float, int]:
+    """Mean absolute difference between the sampler's log-probs and the trainer's current ones.
+
+    Returns:
+        (nats per token, number of tokens).
+    """
     differences: list[float] = []
     for summary, rollouts in sampled:
         lengths = [sample.prompt_tokens + sample.response_tokens for sample in summary.samples]
@@ -136,7 +157,7 @@ async def gap(scorer: TokenScorer, sampled: Iterable[tuple[GroupSummary, TableRe
 
 
 def _by_sample(tables: Any, column: str) -> dict[int, list[float]]:
-    """Rows of a column of tables in the object store, by sample index."""
+    """The rows of a column of tables in the object store, by sample index."""
     found: list[Any] = [ray.get(ref) for ref in tables]
     table = pa.concat_tables([one.select(["sample_index", column]) for one in found])
     return {row["sample_index"]: row[column] for row in table.to_pylist()}

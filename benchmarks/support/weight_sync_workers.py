@@ -1,4 +1,4 @@
-"""The product's policy and rollout workers, with what the weight_sync benchmark needs beside them."""
+"""The product's policy and rollout workers with the measurements that `benchmarks.weight_sync` needs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.timing import Parts
-from workers import rollout, weight_file
-from workers.config import PolicyConfig, Rendezvous, RolloutConfig
-from workers.messages import WeightUpdate, WorkerHealth
+from benchmarks.support.timing import Parts
+from workers.contract.config import PolicyConfig, Rendezvous, RolloutConfig
+from workers.contract.messages import WeightUpdate, WorkerHealth
+from workers.engine import settings
 from workers.policy import PolicyWorker
 from workers.rollout import RolloutWorker
+from workers.weights import file as weight_file
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-_EXTENSION = "benchmarks.weight_extension.MeasuredExtension"
+_EXTENSION = "benchmarks.support.weight_sync_extension.MeasuredExtension"
 
 
 class MeasuredPolicy(PolicyWorker):
-    """A policy whose weights can be made others without training, and that says where publishing spends its time."""
+    """A policy whose weights change without training, and which times the parts of publishing them."""
 
     def __init__(self, config: PolicyConfig, name: str) -> None:
         super().__init__(config, name)
@@ -33,7 +34,7 @@ class MeasuredPolicy(PolicyWorker):
         self._buffers: list[torch.Tensor] = []
 
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
-        """As the product's; then remember the weights."""
+        """Start the product's worker and keep a copy of its weights."""
         health = super().start(rendezvous)
         self._parts.watch(weight_file.WeightPublisher, "publish", "write")
         self._first = [tensor.clone() for _, tensor in self.engine.named_weights()]
@@ -41,22 +42,22 @@ class MeasuredPolicy(PolicyWorker):
         return health
 
     def disturb(self, seed: int) -> None:
-        """Other weights than before: each tensor of the model that was loaded, times a factor of its own near 1."""
+        """Change the weights: each tensor of the loaded model is multiplied by a factor of its own near 1."""
         factors = random.Random(seed)
         for (_, tensor), first in zip(self.engine.named_weights(), self._first, strict=True):
             torch.mul(first, math.exp(factors.uniform(-0.2, 0.2)), out=tensor)
 
     def restore(self) -> None:
-        """The weights that were loaded."""
+        """Restore the loaded weights."""
         for (_, tensor), first in zip(self.engine.named_weights(), self._first, strict=True):
             tensor.copy_(first)
 
     def parts(self) -> dict[str, float]:
-        """Seconds of publishing since the last call, hashed on the way: `write`."""
+        """Seconds of publishing since the last call, including hashing: `write`."""
         return self._parts.read()
 
     def copy_weights(self) -> float:
-        """Copy every weight once, into memory that is in use already; seconds that took."""
+        """Copy every weight once into preallocated memory; returns the seconds it took."""
         began = time.perf_counter()
         for (_, tensor), buffer in zip(self.engine.named_weights(), self._buffers, strict=True):
             buffer.copy_(tensor)
@@ -66,47 +67,47 @@ class MeasuredPolicy(PolicyWorker):
 
 
 class MeasuredRollout(RolloutWorker):
-    """An engine that also takes weights in the two ways the product is compared with."""
+    """An engine that also loads weights in the two ways that the product is compared with."""
 
     def __init__(self, config: RolloutConfig, name: str) -> None:
         super().__init__(config, name)
         self._parts = Parts()
-        rollout._EXTENSION = _EXTENSION
+        settings._EXTENSION = _EXTENSION
 
     async def update_weights(self, update: WeightUpdate) -> Any:
-        """The product's, from its pause to its resumption."""
-        with self._parts.noted("closed"):
+        """Run the product's update, timed from pause to resume."""
+        with self._parts.timed("closed"):
             return await super().update_weights(update)
 
     async def parts(self) -> dict[str, float]:
-        """Seconds by part since the last call: this worker's and its engine process's (which must be one)."""
+        """Seconds by part since the last call, of this worker and of its engine process, which must be a single one."""
         (inside,) = await self._call(self._open_engine().collective_rpc("parts"))
         return self._parts.read() | inside
 
     async def hold(self, update: WeightUpdate) -> None:
-        """Have the engine's processes copy a published version into their own memory."""
+        """Have the engine's processes copy a published version into their own memory, but not into the model."""
         await self._call(self._open_engine().collective_rpc("hold", args=(asdict(update),)))
 
     async def apply_held(self) -> float:
-        """Load what is held; seconds of the slowest process. What was cached under the old weights is forgotten."""
+        """Load the held weights and reset the prefix cache; returns the seconds of the slowest process."""
         engine = await self._pause()
         seconds: list[float] = await self._call(engine.collective_rpc("apply_held"))
         await self._resume(self._version)
         return max(seconds)
 
     async def reload_from(self, folder: str) -> None:
-        """Reload a Hugging Face folder in place, by vLLM's own means."""
-        with self._parts.noted("closed"):
+        """Reload a Hugging Face folder in place with vLLM's own `reload_weights`."""
+        with self._parts.timed("closed"):
             engine = await self._pause()
-            with self._parts.noted("load"):
+            with self._parts.timed("load"):
                 await self._call(engine.collective_rpc("reload_weights", kwargs={"weights_path": folder}))
                 await self._call(engine.collective_rpc("repack_heads"))
             await self._resume(self._version)
 
     async def _pause(self) -> AsyncLLM:
-        with self._parts.noted("pause"):
+        with self._parts.timed("pause"):
             return await super()._pause()
 
     async def _resume(self, version: int) -> None:
-        with self._parts.noted("resume"):
+        with self._parts.timed("resume"):
             await super()._resume(version)

@@ -1,4 +1,4 @@
-"""What the contenders work on: the same model, prompts, seeds and settings for all of them."""
+"""The work of all contenders: the same model, prompts, seeds and settings for each of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from benchmarks.harness import NotCorrect
-from orchestrator.scheduler import sampling_seed
-from orchestrator.spec import Spec
+from benchmarks.support.harness import NotCorrect
+from orchestrator.rollouts.scheduler import sampling_seed
+from orchestrator.spec.errors import Source
+from orchestrator.spec.load import parse_rollout_spec
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.spec.yaml_reader import Document
+from workers.data.chat import encode_prompt
 from workers.rewards.functions import last_number, letter_share
-from workers.rollout_prompts import encode_prompt
 
 Lengths = Literal["fixed", "long-tail", "natural"]
 TaskName = Literal["vowels", "sums"]
@@ -25,38 +28,45 @@ Backend = Literal["auto", "shm", "ipc", "nccl"]
 
 MODEL = Path(".cache/models/smollm2-135m-instruct")
 HELP = {
-    "groups": "prompts in a turn, or in a step",
-    "samples": "samples of a prompt",
-    "max_tokens": "tokens of a response, at most",
-    "concurrency": "sequences decoded together by one engine",
-    "engines": "engines of every contender",
-    "threads": "compute threads of every engine and trainer",
-    "micro_batch_tokens": "tokens of a micro-batch of every trainer: three of them must fit the memory",
-    "turns": "turns of each contender, after a warm-up turn",
-    "seed": "of prompts and samples",
+    "groups": "prompts per turn or step",
+    "samples": "samples per prompt",
+    "max_tokens": "maximum tokens per response",
+    "concurrency": "sequences that one engine decodes at once",
+    "engines": "engines of each contender",
+    "threads": "compute threads of each engine and trainer",
+    "micro_batch_tokens": "tokens per micro-batch of each trainer; memory must hold three trainers",
+    "turns": "turns of each contender after a warm-up turn",
+    "seed": "seed of prompts and samples",
 }
-"""What the settings that benchmarks share mean."""
-DEVICE = "cuda: all contenders side by side on one GPU, each with its engine and its trainer"
+"""Help texts of the settings that benchmarks share."""
+DEVICE = "cuda: all contenders share one GPU, each with its own engine and trainer"
+MAX_GAP = 0.1
+"""Highest accepted mean difference between sampler and trainer log-probs, in nats per token.
+
+A larger gap means stale weights in an engine, or wrong log-probs.
+"""
+MIN_CHANGE = 2.0
+"""A check of new weights needs a gap to the old weights of at least this multiple of the gap to the new ones."""
 _UNSAMPLED_EOS = "<|never sampled|>"
 _TAIL_SIGMA = 0.8
 _TAIL_MEAN = 0.25
-"""Long-tailed lengths: lognormal, their mean as a share of the longest one."""
+"""Mean of the lognormal (long-tail) lengths, as a share of the maximum length."""
 GPU_SHARE = 0.28
-"""Of a GPU's memory for an engine: those of three contenders live on it side by side."""
+"""Share of a GPU's memory for one engine: the engines of three contenders share the GPU."""
 _REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
 _LETTERS = "aeiou"
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and what earns a reward."""
+    """A task: its prompts and its reward."""
 
     chain_sum: Mapping[str, int]
-    """Arguments of reasoning-gym's family of that name."""
+    """Arguments of reasoning-gym's `chain_sum`."""
     function: Mapping[str, Any]
-    """The reward function, as a spec names it."""
+    """The reward function as it appears in a spec."""
     reward: Callable[[str, str], float]
-    """The same for contenders that have no spec: of a response and the right answer."""
+    """The same function of (response, right answer), for contenders without a spec."""
 
 
 def _sums(terms: tuple[int, int], digits: tuple[int, int]) -> Mapping[str, int]:
@@ -64,13 +74,13 @@ def _sums(terms: tuple[int, int], digits: tuple[int, int]) -> Mapping[str, int]:
 
 
 TASKS: Mapping[TaskName, Task] = {
-    # Dense, so that every group has something to teach and no row is skipped.
+    # A dense reward: every group has non-zero advantages and no row is skipped.
     "vowels": Task(
         chain_sum=_sums(terms=(2, 4), digits=(2, 4)),
         function={"name": "letter_share", "args": {"letters": _LETTERS}},
         reward=lambda response, answer: letter_share(response, answer, {}, letters=_LETTERS),
     ),
-    # What a small model can learn.
+    # A task that a small model can learn.
     "sums": Task(
         chain_sum=_sums(terms=(2, 2), digits=(1, 1)),
         function={"name": "last_number"},
@@ -81,18 +91,18 @@ TASKS: Mapping[TaskName, Task] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The size of the work, and what it is done with."""
+    """Size of the work, and the resources of each contender."""
 
     model: Path
     dtype: Literal["bfloat16", "float32"]
     lengths: Lengths
     groups: int
-    """Prompts in a turn."""
+    """Prompts per turn."""
     samples: int
-    """Samples of a prompt."""
+    """Samples per prompt."""
     max_tokens: int
     concurrency: int
-    """Sequences decoded together."""
+    """Sequences that one engine decodes at once."""
     engines: int
     threads: int
     seed: int
@@ -103,58 +113,70 @@ class Settings:
 
     @property
     def endless(self) -> bool:
-        """Every response has a length that is known beforehand: the model does not end it."""
+        """Whether every response has a predetermined length, which the model cannot cut short."""
         return self.lengths != "natural"
 
     @property
     def sequences(self) -> int:
-        """Sequences in a turn."""
+        """Sequences per turn."""
         return self.groups * self.samples
 
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt of a turn."""
+    """One prompt and the number of its samples."""
 
     uid: str
     row: int
     prompt_ids: tuple[int, ...]
     samples: int
     seed: int
-    """Of the group, as the product derives it; the samples' own seeds follow from it."""
+    """The group's seed, derived as the product derives it; it determines the seeds of the samples."""
     answer: str = ""
-    """The right one, where the reward depends on it."""
+    """The right answer, where the reward depends on it."""
 
 
-def lengths_of(settings: Settings, group: Group) -> list[int]:
-    """Tokens of each of the group's responses, where the model does not end them."""
+def response_lengths(settings: Settings, group: Group) -> list[int]:
+    """Number of tokens of each response of the group; only for settings that are `endless`."""
     if settings.lengths == "long-tail":
         return [tail_length(group.seed, index, settings.max_tokens) for index in range(group.samples)]
     return [settings.max_tokens] * group.samples
 
 
 def check_lengths(name: str, steps: Sequence[Sequence[Sequence[int]]], settings: Settings) -> None:
-    """Raises NotCorrect where a step of a contender has other numbers of responses or of tokens than were asked for.
+    """Check that a contender sampled the requested numbers of responses and of tokens.
 
-    :param steps: token ids of the responses of every step
+    Args:
+        name: The contender.
+        steps: Token ids of each response of each step.
+        settings: What was requested.
+
+    Raises:
+        NotCorrect: A step has another number of responses, or a response another number of tokens.
     """
     least = settings.max_tokens if settings.endless else 1
     wanted = str(settings.max_tokens) if settings.endless else f"1 to {settings.max_tokens}"
     for number, responses in enumerate(steps, 1):
         found = sorted({len(one) for one in responses})
         if len(responses) != settings.sequences or found[0] < least or found[-1] > settings.max_tokens:
-            raise NotCorrect(f"{name}, step {number}: {len(responses)} responses of {found} tokens, not {wanted}")
+            raise NotCorrect(
+                f"{name}, step {number}: {len(responses)} responses of {found} tokens, expected {settings.sequences} "
+                f"of {wanted}"
+            )
 
 
 def tail_length(seed: int, index: int, longest: int) -> int:
-    """Length of a sample of the group with this seed: lognormal with a mean of a quarter of `longest`, cut at it."""
+    """Long-tailed length of sample `index` of the group with this seed.
+
+    Lognormal with a mean of a quarter of `longest`, truncated to 1 .. `longest`.
+    """
     location = math.log(_TAIL_MEAN * longest) - _TAIL_SIGMA**2 / 2
     drawn = random.Random(f"{seed}/{index}").lognormvariate(location, _TAIL_SIGMA)
     return min(max(round(drawn), 1), longest)
 
 
 def add_settings(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Arguments that benchmarks share: `--model`, `--dtype`, `--json`, and those of HELP that are given a default."""
+    """Add the shared arguments: `--model`, `--dtype`, `--json`, and each setting of HELP that has a default here."""
     add = parser.add_argument
     add("--model", type=Path, default=MODEL, help="model folder")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -164,14 +186,20 @@ def add_settings(parser: argparse.ArgumentParser, **defaults: int) -> None:
 
 
 def group(settings: Settings, uid: str, row: int, prompt_ids: Sequence[int], answer: str = "") -> Group:
-    """A group with the seed that the product samples it with."""
+    """A group with the seed that the product would use for it."""
     return Group(uid, row, tuple(prompt_ids), settings.samples, sampling_seed(settings.seed, uid), answer)
 
 
-def turns_of(settings: Settings, turns: int, prompt_ids: Sequence[Sequence[int]], first: int = 0) -> list[list[Group]]:
-    """The groups of every turn, each on a prompt of its own: rows of the pool from `first` on.
+def groups_by_turn(
+    settings: Settings, turns: int, prompt_ids: Sequence[Sequence[int]], first: int = 0
+) -> list[list[Group]]:
+    """The groups of each turn, every group with a prompt of its own.
 
-    `prompt_ids`: of the whole pool.
+    Args:
+        settings: Size of a turn.
+        turns: Number of turns.
+        prompt_ids: Token ids of each prompt of the pool.
+        first: First row of the pool to use.
     """
     starts = range(first, first + turns * settings.groups, settings.groups)
     return [
@@ -180,8 +208,16 @@ def turns_of(settings: Settings, turns: int, prompt_ids: Sequence[Sequence[int]]
     ]
 
 
-def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rate: float = 1e-5) -> Spec:
-    """A GRPO run of `turns` steps over a pool of `prompts` prompts; `model` is the folder that is really loaded."""
+def grpo_spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rate: float = 1e-5) -> RolloutSpec:
+    """The spec of a GRPO run of `turns` steps over a pool of `prompts` prompts.
+
+    Args:
+        settings: Size of the work.
+        model: The folder to load, which may differ from `settings.model` (see `without_eos`).
+        turns: Number of steps.
+        prompts: Number of prompts in the pool.
+        learning_rate: Learning rate of the policy.
+    """
     threads, task = settings.threads, TASKS[settings.task]
     gpus = float(settings.device == "cuda")
     document: dict[str, Any] = {
@@ -210,9 +246,9 @@ def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rat
             },
             "reward": {"cpus": 0.2, "functions": [task.function]},
         },
-        # As the loops without orchestration have it; GRPO's own mean over each sequence differs where lengths do.
+        # The mean that the baseline loops use. GRPO's own mean per sequence differs from it where lengths differ.
         "algorithm": {"name": "grpo", "group_size": settings.samples, "aggregation": "token_mean"},
-        # A turn of the baseline holds the controller up for a while; nobody is to be taken for dead meanwhile.
+        # Baseline turns block the controller; the long interval keeps it from declaring its workers dead.
         "failures": {"health_interval_s": 600.0},
         "schedule": {"steps": turns, "prompts_per_step": settings.groups},
         "sampling": {"temperature": 1.0, "max_tokens": settings.max_tokens},
@@ -226,12 +262,18 @@ def spec(settings: Settings, model: Path, turns: int, prompts: int, learning_rat
         },
         "checkpoint": {"every_steps": 0},
     }
-    return Spec.model_validate_json(json.dumps(document))
+    return parse_rollout_spec(Document(document, Source("workload")))
 
 
-def on_device(plan: Spec, device: Literal["cpu", "cuda"], backend: Backend) -> Spec:
-    """The spec with rollout and policy on GPUs: the same one for `ipc`, one each otherwise. Raises ValidationError."""
-    document = plan.model_dump(mode="json", exclude_defaults=True)
+def on_device(spec: RolloutSpec, device: Literal["cpu", "cuda"], backend: Backend) -> RolloutSpec:
+    """The spec with a device and a weight-sync backend.
+
+    On `cuda`, rollout and policy share one GPU for `ipc` and have one GPU each otherwise.
+
+    Raises:
+        SpecError: The backend does not work on the device.
+    """
+    document = spec.model_dump(mode="json", exclude_defaults=True)
     document["weight_sync"] = {"backend": backend}
     if device == "cuda":
         share = 0.5 if backend == "ipc" else 1.0
@@ -239,13 +281,13 @@ def on_device(plan: Spec, device: Literal["cpu", "cuda"], backend: Backend) -> S
             document["roles"][role]["gpus"] = share
         if backend == "ipc":
             document["roles"]["rollout"]["colocate_with"] = "policy"
-    return Spec.model_validate(document)
+    return parse_rollout_spec(Document(document, Source("workload")))
 
 
-def without_end(model: Path, folder: Path) -> Path:
-    """A folder whose model is `model`, but with an end-of-sequence token that it has no logit for.
+def without_eos(model: Path, folder: Path) -> Path:
+    """Create `folder` with links to `model`, but with an end-of-sequence token that the model has no logit for.
 
-    With it every response is `max_tokens` long for every contender, without an option that the product does not have.
+    Every response then has `max_tokens` tokens for every contender, without an option that the product lacks.
     """
     folder.mkdir(parents=True)
     for file in model.resolve().iterdir():
@@ -261,8 +303,8 @@ def without_end(model: Path, folder: Path) -> Path:
     return folder
 
 
-def encoded(model: Path, table: pa.Table, rows: Sequence[int], longest: int) -> list[list[int]]:
-    """Token ids of rows of a PROMPTS table, by the product's own function."""
+def encode_prompts(model: Path, table: pa.Table, rows: Sequence[int], longest: int) -> list[list[int]]:
+    """Token ids of `rows` of a PROMPTS table, from the product's own `encode_prompt`."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

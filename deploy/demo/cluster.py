@@ -1,9 +1,9 @@
-"""A cluster of four Ray nodes on this machine, and a run that scales on it: `make cluster-demo`.
+"""A run that scales on a cluster of four Ray nodes on this machine: `make cluster-demo`.
 
-Starts a head and three nodes with room for one engine each, submits deploy/tiny-grpo.yaml as a job, scales its engines
-from 1 to 3 while it trains, kills one of the nodes with the engine on it, and scales the two that are left back to 1.
-Training goes on all the time. Then the job is stopped, which saves it, and how every sample ended is printed. Nothing
-is left running.
+Starts a head and three nodes with room for one engine each, submits deploy/specs/tiny-grpo.yaml as a job, scales its
+engines from 1 to 3 while it trains, kills one of the nodes with its engine, and scales the remaining two back to 1.
+Training continues throughout. Then it stops the job, which saves a checkpoint, and prints the ledger: how every sample
+ended. No process is left running.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-SPEC = ROOT / "deploy" / "tiny-grpo.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 WAIT_S = 600.0
-"""Longest wait for anything."""
+"""Timeout of every wait and command."""
 STEPS_BETWEEN = 3
-"""Steps trained before every change."""
+"""Steps to train before every change."""
 OBJECT_STORE_BYTES = 200_000_000
 _STARTED = "Ray runtime started."
 _SLOW_START = "timed out during startup"
-"""Ray gives its processes 30 s, and cannot be told to give them more."""
+"""Ray's message when its processes do not start within 30 s, a limit that cannot be changed."""
 
 
 class Stuck(RuntimeError):
-    """Something did not come about."""
+    """A step of the demo failed or timed out."""
 
 
 def main() -> None:
-    """Run the demo; exit code 1 where something does not come about."""
+    """Run the demo; exits with code 1 if a step fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where the run is written")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="folder for the run (default: runs)")
     given = parser.parse_args()
-    # One token for all nodes and commands; nobody else on this machine gets in.
+    # One token for all nodes and commands keeps other users of this machine out.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ.pop("RAY_ADDRESS", None)
     try:
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def demonstrate(runs: Path, name: str) -> None:
-    """All of it. Raises Stuck."""
+    """Run all steps of the demo. Raises Stuck."""
     out = runs / name
     with ExitStack() as nodes:
         say("starting a Ray head and three nodes")
@@ -73,30 +73,30 @@ def demonstrate(runs: Path, name: str) -> None:
         until(lambda: len(lines(out)) >= STEPS_BETWEEN, "the first steps")
         tell(out)
         scale(out, 3)
-        say("a node is killed, with the engine on it")
+        say("killing a node with the engine on it")
         end(started[-1])
-        until(lambda: lines(out)[-1]["workers/rollout"] == 2, "the loss to be noticed")
+        until(lambda: lines(out)[-1]["workers/rollout"] == 2, "the run to notice the loss")
         train_on(out)
         scale(out, 1)
         say(troupe("stop", name, "--address", url))
     last = lines(out)[-1]
     if last["ledger/dispatched"] != last["ledger/trained"] + last["ledger/dropped"] + last["ledger/in_flight"]:
-        raise Stuck(f"the books do not balance: {books(last)}")
-    say(f"{len(lines(out))} steps, {books(last)}; the run: {out}")
+        raise Stuck(f"the ledger does not balance: {ledger(last)}")
+    say(f"{len(lines(out))} steps, {ledger(last)}; the run is in {out}")
 
 
 def submit(url: str, runs: Path, name: str) -> None:
-    """The spec as a job. Engines have nodes of their own, the others sit on the head's."""
+    """Submit the spec as a job; engines run on nodes of their own, the other workers on the head node."""
     overrides = (
         f"name={name}",
         f"output.folder={runs}",
-        "schedule.steps=100000",  # it is stopped at the end
+        "schedule.steps=100000",  # the demo stops it at the end
         "roles.rollout.cpus=1",
         "roles.rollout.max_workers=3",
         "roles.rollout.node_labels={part: engine}",
         "roles.policy.node_labels={part: keep}",
         "roles.reward.node_labels={part: keep}",
-        "failures.engine_restarts=0",  # there is no node to put another engine on
+        "failures.engine_restarts=0",  # no node is left for another engine
         "failures.health_interval_s=5",
     )
     sets = [part for override in overrides for part in ("--set", override)]
@@ -104,7 +104,7 @@ def submit(url: str, runs: Path, name: str) -> None:
 
 
 def scale(out: Path, engines: int) -> None:
-    """Have so many engines, and train on with them."""
+    """Scale to this number of engines and train some steps with them."""
     say(f"troupe scale {out.name} rollout={engines}")
     troupe("scale", str(out), f"rollout={engines}")
     until(lambda: lines(out)[-1]["workers/rollout"] == engines, f"{engines} engine(s)")
@@ -112,26 +112,26 @@ def scale(out: Path, engines: int) -> None:
 
 
 def train_on(out: Path) -> None:
-    """Let some steps pass, and tell how the run stands."""
+    """Wait for some steps, then print the state of the run."""
     before = len(lines(out))
     until(lambda: len(lines(out)) >= before + STEPS_BETWEEN, "further steps")
     tell(out)
 
 
 def tell(out: Path) -> None:
-    """How the run stands."""
+    """Print the state of the run."""
     last = lines(out)[-1]
-    say(f"step {last['step']}: {last['workers/rollout']:.0f} engine(s); {books(last)}")
+    say(f"step {last['step']}: {last['workers/rollout']:.0f} engine(s); {ledger(last)}")
 
 
-def books(line: dict[str, Any]) -> str:
-    """The ledger of a line of metrics."""
+def ledger(line: dict[str, Any]) -> str:
+    """The ledger's counts in a line of metrics."""
     names = ("dispatched", "trained", "dropped", "in_flight", "retries")
     return ", ".join(f"{line[f'ledger/{name}']:.0f} {name.replace('_', ' ')}" for name in names)
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl so far."""
+    """The complete lines of metrics.jsonl so far."""
     file = out / "metrics.jsonl"
     whole = file.read_text().splitlines(keepends=True) if file.is_file() else []
     return [json.loads(line) for line in whole if line.endswith("\n")]
@@ -139,43 +139,52 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def node(part: str, *arguments: str, tries: int = 3) -> Iterator[psutil.Process]:
-    """A Ray node with a label `part`, once it is up; killed at the end, if it is still there. Raises Stuck."""
+    """Start a Ray node with the label `part`, and kill it on exit.
+
+    Args:
+        part: Value of the label `part`.
+        arguments: Further arguments of `ray start`.
+        tries: Number of attempts, because a node may start more slowly than Ray waits.
+
+    Raises:
+        Stuck: The node did not start.
+    """
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
-    # Nodes on one machine must not want the same ports: 0 and free ones instead of Ray's fixed ones.
+    # Nodes on one machine must not use the same ports: 0 or free ports instead of Ray's fixed ones.
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
     command += [f"--labels=part={part}", f"--object-store-memory={OBJECT_STORE_BYTES}", *arguments]
     with (
-        # A folder for each node, as on machines of their own: each unpacks a job's files anew, and would take them from
-        # under the others' feet. Sockets live there, and the path of a socket is short.
+        # Each node needs a folder of its own, because each unpacks a job's files and would replace those of the others.
+        # The folder contains sockets, whose paths must be short.
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch,
-        tempfile.NamedTemporaryFile("w+") as told,
+        tempfile.NamedTemporaryFile("w+") as output,
         subprocess.Popen(
             [*command, f"--temp-dir={scratch}"],
             cwd=ROOT,
-            stdout=told,
-            stderr=told,
+            stdout=output,
+            stderr=output,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         ) as process,
     ):
         found = psutil.Process(process.pid)
         try:
-            until(lambda: process.poll() is not None or _STARTED in Path(told.name).read_text(), "a node to start")
+            until(lambda: process.poll() is not None or _STARTED in Path(output.name).read_text(), "a node to start")
             if process.poll() is None:
                 yield found
                 return
-            said = Path(told.name).read_text()
+            message = Path(output.name).read_text()
         finally:
             end(found)
-    if tries == 1 or _SLOW_START not in said:
-        raise Stuck(f"a node did not start:\n{said}")
-    say("a node took longer to start than Ray waits for it: once more")
+    if tries == 1 or _SLOW_START not in message:
+        raise Stuck(f"a node did not start:\n{message}")
+    say("a node took longer to start than Ray waits; trying again")
     with node(part, *arguments, tries=tries - 1) as another:
         yield another
 
 
 def end(node: psutil.Process) -> None:
-    """Kill a node and everything it started, as when a machine fails."""
+    """Kill a node and all its processes, as when a machine fails."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in [node, *node.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -183,7 +192,7 @@ def end(node: psutil.Process) -> None:
 
 
 def troupe(*arguments: str) -> str:
-    """What a troupe command prints. Raises Stuck where it fails."""
+    """Run a troupe command and return what it prints. Raises Stuck where it fails."""
     command = [sys.executable, "-m", "orchestrator.cli", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     if done.returncode:
@@ -192,7 +201,7 @@ def troupe(*arguments: str) -> str:
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait. Raises Stuck."""
+    """Wait until `condition` holds. Raises Stuck after WAIT_S seconds."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         if time.monotonic() > deadline:
@@ -201,14 +210,14 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def answers(url: str) -> bool:
-    """Whether the job server is up (it wants a token, and says so)."""
+    """Whether the job server is up; without a token it answers with an HTTP error."""
     try:
         urllib.request.urlopen(f"{url}/api/version", timeout=2).close()
     except urllib.error.HTTPError:
@@ -219,7 +228,7 @@ def answers(url: str) -> bool:
 
 
 def say(text: str) -> None:
-    """A line of the transcript."""
+    """Print a line with the time."""
     print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
 

@@ -1,6 +1,6 @@
-"""Writes the small data sets under deploy/data/: sums with right and wrong answers, in every format Troupe trains on.
+"""Write the small data sets under deploy/specs/data/: sums with right and wrong answers, in every data format.
 
-python deploy/example_data.py
+python deploy/demo/example_data.py
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent / "data"
+FOLDER = Path(__file__).resolve().parents[1] / "specs" / "data"
 TRAIN, EVAL = 48, 16
 
 
 def sums() -> list[tuple[int, int]]:
-    """Different pairs of numbers, in a fixed random order; the first `TRAIN` are for training."""
+    """Distinct pairs of numbers in a fixed random order; the first TRAIN pairs are for training."""
     pairs = [(a, b) for a in range(2, 30) for b in range(2, 10)]
     random.Random(1).shuffle(pairs)
     return pairs[: TRAIN + EVAL]
@@ -28,45 +28,45 @@ def question(a: int, b: int) -> str:
 
 
 def right(a: int, b: int) -> str:
-    """A good answer."""
+    """The right answer."""
     return f"{a} + {b} = {a + b}."
 
 
 def wrong(a: int, b: int, by: int) -> str:
-    """An answer that is off."""
+    """A wrong answer, off by `by`."""
     return f"{a} + {b} = {a + b + by}, I guess."
 
 
 def demonstration(a: int, b: int, number: int) -> dict[str, Any]:
-    """For sft."""
+    """A row for sft."""
     return {"prompt": question(a, b), "response": right(a, b)}
 
 
 def pair(a: int, b: int, number: int) -> dict[str, Any]:
-    """For reward_model, dpo, ipo and orpo; the further off, the larger the margin."""
+    """A row for reward_model, dpo, ipo and orpo; the margin grows with the error of the wrong answer."""
     by = 1 + number % 3
     return {"prompt": question(a, b), "chosen": right(a, b), "rejected": wrong(a, b, by), "margin": 0.1 * by}
 
 
 def ranked(a: int, b: int, number: int) -> dict[str, Any]:
-    """For rrhf (and reward_model): three or four answers with scores."""
+    """A row for rrhf and reward_model: three or four answers with scores."""
     answers = [right(a, b), *(wrong(a, b, by) for by in range(1, 3 + number % 2))]
     return {"prompt": question(a, b), "answers": answers, "scores": [1.0 - 0.4 * n for n in range(len(answers))]}
 
 
 def labelled(a: int, b: int, number: int) -> dict[str, Any]:
-    """For kto: good and bad answers in turn."""
+    """A row for kto: right and wrong answers alternate."""
     good = number % 2 == 0
     return {"prompt": question(a, b), "response": right(a, b) if good else wrong(a, b, 1), "label": good}
 
 
 def answer(a: int, b: int, number: int) -> dict[str, Any]:
-    """For algorithms on rollouts: the question and the number that answers it."""
+    """A row for algorithms on rollouts: the question and its right answer."""
     return {"prompt": question(a, b), "answer": str(a + b)}
 
 
 def text(a: int, b: int) -> dict[str, Any]:
-    """For ppo with `ptx_coef`: plain text."""
+    """A row of plain text for ppo with `ptx_coef`."""
     return {"text": f"Numbers add up in any order: {a} + {b} = {b} + {a} = {a + b}."}
 
 
@@ -80,7 +80,7 @@ FORMATS = {
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

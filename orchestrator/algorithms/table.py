@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from workers.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
+from workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
 
 OptionalRole = Literal["critic", "reference"]
 KlPlacement = Literal["loss", "reward"]
@@ -18,12 +18,24 @@ class KlPenalty:
     coef: float
     """Coefficient of the first update."""
     target: float
-    """Divergence per token, in nats: above 1.5 times it the coefficient is doubled, below a 1.5th of it halved."""
+    """Divergence per token, in nats: above 1.5 times it the coefficient doubles, below a 1.5th of it halves."""
+
+
+@dataclass(frozen=True)
+class TrustRegion:
+    """TRPO's constraint: a step is shortened until KL(old || new) is within a limit (arXiv 1502.05477, eq. 14)."""
+
+    max_kl: float
+    """delta: the mean of KL(old || new) over tokens after a step, in nats, measured over the whole vocabulary."""
+    backtrack: float = 0.5
+    """Factor on the step's length while the divergence is above the limit (appendix C)."""
+    attempts: int = 10
+    """Shortened steps tried; if none is within the limit, the old policy is restored."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row: what the algorithm needs besides rollout, policy and reward, and its defaults."""
+    """One row: the roles the algorithm needs besides rollout, policy and reward, and its defaults."""
 
     name: str
     summary: str
@@ -44,6 +56,8 @@ class Algorithm:
     """Groups without signal that may be replaced, for each group of a step."""
     kl_penalty: KlPenalty | None = None
     """Objective kl_penalty: its coefficient and target."""
+    trust_region: TrustRegion | None = None
+    """Limit on the divergence of a step."""
 
 
 _CRITIC: frozenset[OptionalRole] = frozenset({"critic"})
@@ -51,14 +65,15 @@ _GRPO = AdvantageConfig(estimator="group", normalize_by_std=True)
 _GAE = AdvantageConfig(estimator="gae", gamma=1.0, gae_lambda=0.95, whiten=True, kl_coef=0.05)
 _CLIP = "max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))"
 _R_TOKEN = "r = pi(token) / pi_old(token)"
+_GRADIENT = f"loss -A_t r, {_R_TOKEN}: the gradient of -A_t log pi(token) in a batch's first update"
 
 ALGORITHMS: dict[str, Algorithm] = {
     row.name: row
     for row in (
         Algorithm(
             name="reinforce",
-            summary="Policy gradient with rewards to go, less the mean return of all earlier batches.",
-            formula="A_t = sum_{t' >= t} gamma^(t'-t) reward_t' - running mean; loss -A_t log pi(token)",
+            summary="Policy gradient with rewards to go, minus the mean return of all earlier batches.",
+            formula=f"A_t = sum_{{t' >= t}} gamma^(t'-t) reward_t' - running mean; {_GRADIENT}",
             source="Williams 1992; Sutton and Barto, Reinforcement Learning, 2nd ed., sec. 13.3 and 13.4",
             kl_in="reward",
             advantage=AdvantageConfig(estimator="returns", baseline="running_mean", reward_to_go=True),
@@ -66,8 +81,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="actor_critic",
-            summary="Policy gradient with k-step advantages of a critic.",
-            formula="A_t = sum_{l<k} gamma^l reward_{t+l} + gamma^k V_{t+k} - V_t; loss -A_t log pi(token)",
+            summary="Policy gradient with k-step advantages from a critic.",
+            formula=f"A_t = sum_{{l<k}} gamma^l reward_{{t+l}} + gamma^k V_{{t+k}} - V_t; {_GRADIENT}",
             source="A3C, arXiv 1602.01783, sec. 4",
             required=_CRITIC,
             forbidden=frozenset(),
@@ -78,8 +93,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="actor_critic_gae",
-            summary="Policy gradient with generalised advantage estimates of a critic.",
-            formula="A_t = sum_l (gamma lambda)^l (reward_{t+l} + gamma V_{t+l+1} - V_{t+l}); loss -A_t log pi(token)",
+            summary="Policy gradient with generalised advantage estimates from a critic.",
+            formula=f"A_t = sum_l (gamma lambda)^l (reward_{{t+l}} + gamma V_{{t+l+1}} - V_{{t+l}}); {_GRADIENT}",
             source="GAE, arXiv 1506.02438, eq. 16",
             required=_CRITIC,
             forbidden=frozenset(),
@@ -117,6 +132,21 @@ ALGORITHMS: dict[str, Algorithm] = {
             kl_penalty=KlPenalty(coef=1.0, target=0.01),
         ),
         Algorithm(
+            name="trpo",
+            summary="Policy gradient with a critic and no clipping; a step beyond the trust region is shortened.",
+            formula=f"A as ppo; loss -A r, {_R_TOKEN}; after a step: new = old + backtrack (new - old) until "
+            "KL(old || new) <= max_kl, measured over the whole vocabulary",
+            source="TRPO, arXiv 1502.05477, eq. 14 and appendix C; its constraint on AdamW's step instead of a natural "
+            "gradient's",
+            required=_CRITIC,
+            forbidden=frozenset(),
+            kl_in="reward",
+            advantage=_GAE,
+            loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
+            critic_loss=CriticLossConfig(value_clip=0.2),
+            trust_region=TrustRegion(max_kl=0.01),
+        ),
+        Algorithm(
             name="ppo_max",
             summary="PPO made stable: rewards scaled and clipped, advantages whitened and clipped, values clipped.",
             formula="reward -> clip((reward - running mean) / running std, +-reward_clip); "
@@ -133,10 +163,10 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="grpo",
-            summary="Every reward is judged against the other samples of its group; no critic.",
+            summary="Compares every reward with those of the other samples of its group; no critic.",
             formula="A = (reward - group mean) / (group std + 1e-4); "
             f"loss {_CLIP} + kl_coef KL, {_R_TOKEN}, mean per sequence; process rewards "
-            "(deploy/tiny-grpo-process.yaml): A_t = sum over the steps that end at t or later of "
+            "(deploy/specs/tiny-grpo-process.yaml): A_t = sum over the steps that end at t or later of "
             "(step reward - mean of the group's steps) / (their std + 1e-4)",
             source="DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; process rewards: sec. 4.1.3",
             group_size=8,
@@ -156,23 +186,24 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="rloo",
-            summary="A sample's return against the mean of the others of its group; KL is part of the reward.",
+            summary="A sample's return minus the mean of the others of its group; KL is part of the reward.",
             formula="R = reward - kl_coef sum_t (log pi_old - log pi_ref); A = R - mean of the others' R; "
-            "loss -A log pi(token)",
-            source="RLOO, arXiv 2402.14740, eq. 6; kl_coef as in TRL",
+            f"loss {_CLIP}, {_R_TOKEN}: the gradient of -A log pi(token) in a batch's first update",
+            source="RLOO, arXiv 2402.14740, eq. 6; kl_coef as in TRL; clipped per token as in verl",
             group_size=4,
             min_group_size=2,
             kl_in="reward",
             advantage=AdvantageConfig(estimator="returns", baseline="leave_one_out", reward_to_go=False, kl_coef=0.05),
-            loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
+            loss=PolicyLossConfig(kl_estimator="k1"),
         ),
         Algorithm(
             name="remax",
-            summary="A sample's return against the reward of the greedy response to the same prompt.",
-            formula="A_t = sum_{t' >= t} reward_t' - reward(greedy response); loss -A_t log pi(token)",
-            source="ReMax, arXiv 2310.10505, eq. 5",
+            summary="A sample's return minus the reward of the greedy response to the same prompt.",
+            formula="A_t = reward - reward(greedy response) - kl_coef (log pi_old - log pi_ref)(token t alone); "
+            f"{_GRADIENT}",
+            source="ReMax, arXiv 2310.10505, eq. 5; the token's own KL: its published code",
             kl_in="reward",
-            advantage=AdvantageConfig(estimator="returns", baseline="greedy", kl_coef=0.05),
+            advantage=AdvantageConfig(estimator="returns", baseline="greedy", kl_coef=0.05, kl_to_go=False),
             loss=PolicyLossConfig(objective="policy_gradient", kl_estimator="k1"),
         ),
         Algorithm(
@@ -186,7 +217,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="reinforce_pp_baseline",
-            summary="REINFORCE++ with the group's mean as baseline; KL stands in the loss.",
+            summary="REINFORCE++ with the group's mean as baseline; KL is part of the loss.",
             formula=f"A = reward - group mean, whitened over the batch's tokens; loss {_CLIP} + kl_coef k2",
             source="REINFORCE++, arXiv 2501.03262, sec. 3 (baseline variant)",
             group_size=8,
@@ -196,8 +227,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="dapo",
-            summary="GRPO with a higher upper clip, token-level loss, and groups without signal replaced.",
-            formula=f"A as grpo; loss {_CLIP}, {_R_TOKEN}, mean over tokens; groups of equal rewards are sampled anew; "
+            summary="GRPO with a higher upper clip, token-level loss, and replacement of groups without signal.",
+            formula=f"A as grpo; loss {_CLIP}, {_R_TOKEN}, mean over tokens; groups of equal rewards are resampled; "
             "reward function overlong punishes length softly",
             source="DAPO, arXiv 2503.14476, eq. 8 to 13",
             group_size=8,
@@ -257,17 +288,20 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="raft",
-            summary="Best of K: the best sample of every group is what the policy is fine-tuned on.",
-            formula="loss: mean negative log-likelihood of the sample with the highest reward of every group",
+            summary="Best of K: fine-tunes the policy on the best sample of every group.",
+            formula="loss: mean over groups of the mean -log pi(token), at temperature 1, of the sample with the "
+            "highest reward; no ratio and no weight for the sampler, as in supervised fine-tuning",
             source="RAFT, arXiv 2304.06767, alg. 1",
             group_size=8,
             min_group_size=2,
             advantage=AdvantageConfig(estimator="best_of_group"),
-            loss=PolicyLossConfig(objective="policy_gradient", aggregation="sequence_mean"),
+            loss=PolicyLossConfig(
+                objective="likelihood", aggregation="sequence_mean", importance=ImportanceConfig(mode="none")
+            ),
         ),
         Algorithm(
             name="distill",
-            summary="On-policy distillation: the reference is a teacher, and every token is judged by it.",
+            summary="On-policy distillation: the reference is a teacher that scores every token.",
             formula=f"A_t = log pi_teacher(token) - log pi_old(token); loss {_CLIP}, {_R_TOKEN}, mean over tokens",
             source="reverse KL on the student's samples: GKD, arXiv 2306.13649; per token: MiniLLM, arXiv 2306.08543",
             required=frozenset({"reference"}),

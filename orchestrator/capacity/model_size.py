@@ -1,7 +1,7 @@
-"""How large a model is, from its folder alone: `config.json` and the headers of its safetensors files.
+"""The size of a model, from its folder alone: `config.json` and the headers of its safetensors files.
 
-No tensor is read. The headers name every tensor with its shape, which is exact for every architecture. Where there are
-none yet, the parameters of Llama and its kin follow from the configuration.
+No tensor is read. The headers give every tensor's shape, which is exact for every architecture. Without weight files,
+the parameters of Llama and similar architectures are computed from the configuration.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from orchestrator.errors import TroupeError
 _CONFIG_BYTES = 1 << 20
 _INDEX_BYTES = 64 << 20
 _HEADER_BYTES = 100_000_000
-"""The longest header that the safetensors library itself reads."""
+"""Longest header that the safetensors library reads."""
 _MOST_FILES = 10_000
 _MOST = 1 << 50
-"""No dimension, and no model, is larger; a file that says so is broken."""
+"""Largest dimension, and largest number of parameters, that is not taken for a broken file."""
 
 _FORMULA = {"llama", "mistral", "qwen2", "qwen3"}
 """Model types whose parameters `_from_config` counts."""
 _HEADS = ("lm_head.weight", "lm_head.bias")
 _SCORES = ("score.weight", "score.bias")
 _BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias")
-"""Ends of names of tensors that old checkpoints hold and that are no parameters."""
+"""Ends of names of tensors in old checkpoints that are not parameters."""
 
 
 class SizeUnknown(TroupeError):
-    """What is in a model's folder does not say how large the model is; the message says why."""
+    """The size of a model cannot be determined from its folder; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,21 @@ class ModelSize:
     """A causal language model's shape. Counts are of numbers, not of bytes."""
 
     backbone: int
-    """Parameters but for the output head."""
+    """Parameters without the output head."""
     head: int
-    """Parameters of an output head of its own; 0 where it is the embedding's weight."""
+    """Parameters of the output head; 0 where it shares the embedding's weight."""
     largest: int
     """Numbers in the largest tensor."""
     layers: int
     hidden: int
     intermediate: int
-    """Width of the feed-forward part, as far as one token runs through it."""
+    """Width of the feed-forward layers that one token passes through."""
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
     counted: bool
-    """Parameters are the files' own; else they are computed from the configuration."""
+    """Whether parameters are counted in the files; otherwise they are computed from the configuration."""
 
     @property
     def parameters(self) -> int:
@@ -62,7 +62,7 @@ class ModelSize:
         return self.backbone + self.head
 
     def with_score(self) -> ModelSize:
-        """The same backbone under a head with one score (critics, reward models)."""
+        """The same backbone with a head of one score (critics, reward models)."""
         return replace(self, head=self.hidden)
 
 
@@ -93,7 +93,7 @@ def _from_config(config: Mapping[str, Any], folder: Path) -> ModelSize:
     Qwen3 norms over each head's q and k."""
     kind = config.get("model_type")
     if kind not in _FORMULA:
-        raise SizeUnknown(f"{folder} has no *.safetensors, and of a {str(kind)[:40]} the config does not say the size")
+        raise SizeUnknown(f"{folder} has no *.safetensors, and the config of a {str(kind)[:40]} does not tell its size")
     dims = _dimensions(config, folder)
     hidden, intermediate = dims["hidden"], dims["intermediate"]
     q, kv = dims["heads"] * dims["head_dim"], dims["kv_heads"] * dims["head_dim"]
@@ -125,7 +125,7 @@ def _dimensions(config: Mapping[str, Any], folder: Path) -> dict[str, int]:
 
     hidden = whole("hidden_size", "n_embd", "d_model")
     heads = whole("num_attention_heads", "n_head")
-    # Of a mixture of experts a token runs through some; the rest costs weights, not activations.
+    # In a mixture of experts, a token passes through some experts; the others cost weights, not activations.
     experts = whole("num_experts_per_tok", default=1)
     width = whole("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
     return {
@@ -146,7 +146,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """As transformers chooses: one file, else those the index names; a folder may hold other people's copies too."""
+    """The files that transformers loads: the single one, else those in the index. A folder may hold further copies."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -164,27 +164,30 @@ def _is_name(value: object) -> bool:
 
 
 def read_header(path: Path) -> Iterator[tuple[str, int]]:
-    """(name, numbers in it) of every tensor of a safetensors file, from its header. Raises SizeUnknown.
+    """(name, numbers in it) of every tensor of a safetensors file, from its header.
 
     The file begins with the header's length (8 bytes, little-endian) and the header, a JSON object.
+
+    Raises:
+        SizeUnknown: The file cannot be read or is not valid.
     """
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             left = path.stat().st_size - 8
             if not 0 < length <= min(left, _HEADER_BYTES):
-                raise SizeUnknown(f"{path} is no safetensors file: a header of {length} bytes in {max(left, 0)}")
+                raise SizeUnknown(f"{path} is not a safetensors file: a header of {length} bytes in {max(left, 0)}")
             header = json.loads(file.read(length))
     except OSError as error:
         raise SizeUnknown(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise SizeUnknown(f"{path} is no safetensors file: its header is not JSON") from None
+        raise SizeUnknown(f"{path} is not a safetensors file: its header is not JSON") from None
     if not isinstance(header, dict):
-        raise SizeUnknown(f"{path} is no safetensors file: its header is not a JSON object")
-    for name, told in header.items():
+        raise SizeUnknown(f"{path} is not a safetensors file: its header is not a JSON object")
+    for name, entry in header.items():
         if name == "__metadata__":
             continue
-        shape = told.get("shape") if isinstance(told, dict) else None
+        shape = entry.get("shape") if isinstance(entry, dict) else None
         if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < _MOST for n in shape):
             raise SizeUnknown(f"{path}: the header gives {name[:60]!r} no shape")
         count = math.prod(shape)

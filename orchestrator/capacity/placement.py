@@ -1,9 +1,9 @@
-"""Who sits where: pure arithmetic from the spec to placement groups, and from those to nodes.
+"""Places workers: pure arithmetic from a spec to placement groups, and from those to nodes.
 
-One placement group per trainer group, and one per worker of every other role (they come and go without touching the
-trainer). Ray spreads the bundles of one group; whole groups are spread here, over the nodes with the fewest of their
-role. A role that is colocated takes seats in the bundles of the role it is colocated with; a reference colocated with
-the policy lives inside the policy's processes and takes none.
+Each training group has one placement group; every worker of another role has its own, so that it can be added or
+removed without touching the trainer. Ray spreads the bundles of one group; whole groups are spread here, over the nodes
+with the fewest of their role. A colocated role takes seats in the bundles of the role it is colocated with; a reference
+colocated with the policy runs inside the policy's processes and takes none.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from orchestrator.spec_any import AnySpec
-from orchestrator.spec_sections import Placement as RolePlacement
-from orchestrator.spec_sections import ScaledRole, TrainerRole
+from orchestrator.spec.load import RunSpec
+from orchestrator.spec.sections import RoleName, RoleResources, ScaledRole, TrainerRole
 
 Strategy = Literal["PACK", "SPREAD"]
 ACCELERATOR = "ray.io/accelerator-type"
-"""Ray's own label of a node with GPUs."""
+"""Ray's label for the type of a node's GPUs."""
 
 GPU_GIB = {
     "T4": 15.0,
@@ -36,32 +35,32 @@ GPU_GIB = {
     "H200": 140.4,
     "B200": 179.1,
 }
-"""Memory of a GPU by type, as nvidia-smi tells it. The names are Ray's."""
+"""Memory of a GPU by type, as nvidia-smi reports it. The names are Ray's."""
 
 
 @dataclass(frozen=True)
 class RoleSize:
-    """What a role asks for."""
+    """Resources that a role requests."""
 
-    role: str
+    role: RoleName
     workers: int
     cpus: float
     gpus: float
     colocate_with: str | None = None
     in_process: bool = False
-    """Lives in the processes of the role it is colocated with."""
+    """Whether it runs in the processes of the role it is colocated with."""
     strategy: Strategy = "PACK"
     labels: tuple[tuple[str, str], ...] = ()
-    """Labels of the nodes it may sit on."""
+    """Labels that its nodes must have."""
     separate: bool = False
-    """Each worker is placed on its own."""
+    """Whether each worker has a placement group of its own."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One worker in one bundle."""
+    """Place of one worker in a bundle."""
 
-    role: str
+    role: RoleName
     index: int
     bundle: int
     cpus: float
@@ -70,23 +69,23 @@ class Seat:
 
 @dataclass(frozen=True)
 class Placement:
-    """One placement group: bundles that are reserved together, and who sits in them."""
+    """One placement group: bundles that are reserved together, and the workers in them."""
 
     name: str
     bundles: tuple[dict[str, float], ...]
     strategy: Strategy
     seats: tuple[Seat, ...]
     labels: tuple[tuple[str, str], ...] = ()
-    """Labels of the nodes that its bundles may lie on."""
+    """Labels that the nodes of its bundles must have."""
 
     @property
     def role(self) -> str:
-        """The role it is reserved for; another one's workers may sit with those of this one."""
+        """The role it is reserved for; colocated workers of another role may share it."""
         return self.seats[0].role
 
     @property
     def request(self) -> str:
-        """What it asks for, in words."""
+        """Description of the request."""
         asked, on = demand([self]), ", ".join(f"{key}={value}" for key, value in self.labels)
         size = f"{len(self.bundles)} bundle(s), {asked['CPU']:g} CPU {asked['GPU']:g} GPU in all"
         return f"{size}, on nodes with {on}" if on else size
@@ -106,12 +105,12 @@ class Node:
     labels: Mapping[str, str] | None = None
     """Ray's labels of the node; None: not known."""
     accelerator: str | None = None
-    """Type of its GPUs, where that is all that is known."""
+    """Type of its GPUs, where no other label is known."""
     id: str = ""
-    """Ray's name of it; empty: not known."""
+    """Ray's id of the node; empty: not known."""
 
     def may_have(self, labels: Sequence[tuple[str, str]]) -> bool:
-        """Whether it has these labels, as far as is known."""
+        """Whether the node has these labels, as far as its labels are known."""
         if self.labels is not None:
             return all(self.labels.get(key) == value for key, value in labels)
         return self.accelerator is None or dict(labels).get(ACCELERATOR, self.accelerator) == self.accelerator
@@ -119,15 +118,18 @@ class Node:
 
 @dataclass(frozen=True)
 class Fit:
-    """Where each bundle goes, and the first placement that finds no room."""
+    """Node of each bundle, and the first placement that does not fit."""
 
     node_of: dict[tuple[str, int], str]
     missing: Placement | None
 
 
 def place(roles: Sequence[RoleSize]) -> tuple[Placement, ...]:
-    """Placement groups for all roles, in the order in which they are reserved: those with GPUs first, or one without
-    might take the cores beside the last free GPU; trainers before engines."""
+    """Placement groups for all roles, in the order in which they are reserved.
+
+    Groups with GPUs come first, since one without could take the cores beside the last free GPU; trainers come before
+    engines.
+    """
     hosts = [role for role in roles if role.colocate_with is None]
     guests = [role for role in roles if role.colocate_with is not None and not role.in_process]
     placements: list[Placement] = []
@@ -146,16 +148,19 @@ def place_one(role: RoleSize, index: int) -> Placement:
 
 
 def fit(
-    placements: Sequence[Placement], nodes: Sequence[Node], sitting: Mapping[tuple[str, str], int] | None = None
+    placements: Sequence[Placement], nodes: Sequence[Node], reserved: Mapping[tuple[str, str], int] | None = None
 ) -> Fit:
-    """First-fit packing, first what only some nodes take, then by GPUs; tells the first placement that does not fit.
+    """Assign placement groups to nodes by first-fit packing, those with labels first, then by GPUs.
 
-    A bundle that is to be spread goes, among the nodes with room for it, to the one with the fewest of its role.
+    A bundle with the strategy `SPREAD` goes, among the nodes with room for it, to the one with the fewest of its role.
 
-    :param sitting: bundles that are reserved already, by their role and the name of the node
+    Args:
+        placements: The placement groups.
+        nodes: The nodes, with what is free on them.
+        reserved: Number of bundles that are already reserved, by role and name of the node.
     """
     free = {node.name: [node.cpus, node.gpus] for node in nodes}
-    held = Counter(sitting)
+    held = Counter(reserved)
     node_of: dict[tuple[str, int], str] = {}
     order = sorted(placements, key=lambda p: (not p.labels, -sum(b["GPU"] for b in p.bundles)))
     for placement in order:
@@ -182,37 +187,38 @@ def fit(
 
 
 def misfit(placement: Placement, placements: Sequence[Placement], free: Sequence[Node], timeout_s: float) -> str:
-    """What is told where a placement group finds no room: what it asks for, what every role does, and what is free."""
+    """Error message for a placement group that does not fit: its request, those of all roles, and what is free."""
     roles = Counter((seat.role, seat.cpus, seat.gpus) for placement in placements for seat in placement.seats)
     wanted = ", ".join(f"{n} {role} of {cpus:g} CPU {gpus:g} GPU" for (role, cpus, gpus), n in roles.items())
     there = ", ".join(f"{node.name}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in free)
     return (
         f"no room for {placement.name} within {timeout_s:g} s: it asks for {placement.request}; "
-        f"asked for together: {wanted}; "
-        f"free now: {there or 'no node'}; see `troupe plan`"
+        f"all roles ask for: {wanted}; "
+        f"free: {there or 'no node'}; see `troupe plan`"
     )
 
 
 def demand(placements: Sequence[Placement]) -> dict[str, float]:
-    """CPUs and GPUs of all bundles together."""
+    """CPUs and GPUs of all bundles in total."""
     return {kind: sum(b[kind] for p in placements for b in p.bundles) for kind in ("CPU", "GPU")}
 
 
-def room(spec: AnySpec) -> dict[str, float]:
-    """CPUs and GPUs that a run may come to ask for: those of its roles at their `max_workers`."""
+def room(spec: RunSpec) -> dict[str, float]:
+    """Most CPUs and GPUs that a run can request: those of its roles at their `max_workers`."""
     roles = spec.roles.present()
     most = {name: role.max_workers for name, role in roles.items() if isinstance(role, ScaledRole)}
     sizes = [replace(size, workers=most.get(size.role) or size.workers) for size in role_sizes(spec)]
     return demand(place(sizes))
 
 
-def _labels(role: RolePlacement) -> tuple[tuple[str, str], ...]:
+def _labels(role: RoleResources) -> tuple[tuple[str, str], ...]:
     accelerator = {} if role.accelerator is None else {ACCELERATOR: role.accelerator}
     return tuple(sorted((role.node_labels | accelerator).items()))
 
 
 def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -> Placement:
-    """Bundles for the host's workers `indices`; each guest worker joins the host worker of its number."""
+    """One placement group: a bundle for each of the host role's workers `indices`, shared with the colocated worker of
+    the same number."""
     seats = tuple(
         Seat(role.role, index, bundle, role.cpus, role.gpus)
         for role in sharing
@@ -230,8 +236,8 @@ def _placement(name: str, sharing: Sequence[RoleSize], indices: Sequence[int]) -
     return Placement(name, bundles, sharing[0].strategy, seats, tuple(labels.items()))
 
 
-def role_sizes(spec: AnySpec) -> tuple[RoleSize, ...]:
-    """What each role of a spec asks for."""
+def role_sizes(spec: RunSpec) -> tuple[RoleSize, ...]:
+    """Resources that each role of a spec requests."""
     roles = spec.roles.present()
     return tuple(
         RoleSize(

@@ -1,8 +1,8 @@
-"""How much memory a worker needs, part by part: pure arithmetic from a model's size and what the worker is told.
+"""Memory that a worker needs, part by part: pure arithmetic from its model's size and its configuration.
 
 Everything is in bytes. What DeepSpeed holds is read from its source (0.19: `runtime/engine.py`, `bf16_optimizer.py`,
 `fp16/unfused_optimizer.py`, `zero/stage_1_and_2.py`, `zero/stage3.py`) under the settings of
-`workers/deepspeed_engine.py`; `benchmarks/plan_memory.py` compares the sums with real processes (docs/plan.md).
+`workers/training/deepspeed_engine.py`; `benchmarks/plan_memory.py` compares the sums with real processes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.model_size import ModelSize
-from workers.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, TrainerConfig
+from orchestrator.capacity.model_size import ModelSize
+from workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, TrainerConfig
 
 Where = Literal["gpu", "host"]
 Phase = Literal["always", "pass", "step"]
@@ -21,18 +21,18 @@ Phase = Literal["always", "pass", "step"]
 MIB = 2**20
 GIB = 2**30
 WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
-"""Bytes of a number."""
+"""Bytes per number."""
 
 LIVE = 1_000_000_000
-"""DeepSpeed's `stage3_max_live_parameters`: so many are left gathered between forward and backward."""
+"""DeepSpeed's `stage3_max_live_parameters`: parameters that stay gathered between forward and backward."""
 SUBGROUP = 1_000_000_000
-"""DeepSpeed's `sub_group_size`: ZeRO-3 makes so many numbers' gradients flat at a time."""
+"""DeepSpeed's `sub_group_size`: numbers whose gradients ZeRO-3 flattens at a time."""
 CUDA_CONTEXT = 800 * MIB
-"""What CUDA, cuBLAS and NCCL take of a GPU for one process. Not measured here: from reports of nvidia-smi."""
+"""Memory that CUDA, cuBLAS and NCCL take of a GPU for one process, by reports of nvidia-smi. Not measured here."""
 TRANSFER_BUFFER = GIB
-"""vLLM's `DEFAULT_PACKED_BUFFER_SIZE_BYTES`; nccl has two of them on either side, ipc one."""
+"""vLLM's `DEFAULT_PACKED_BUFFER_SIZE_BYTES`; nccl has two of them on each side, ipc one."""
 PROFILED_TOKENS = 8192
-"""Tokens of the largest batch that vLLM sets memory aside for on a GPU (`max_num_batched_tokens`)."""
+"""Tokens of the largest batch that vLLM reserves memory for on a GPU (`max_num_batched_tokens`)."""
 KV_BLOCK = {"gpu": 16, "host": 128}
 """Tokens in a block of vLLM's KV cache."""
 
@@ -44,12 +44,12 @@ class Part:
     name: str
     bytes: int
     phase: Phase = "always"
-    """When it is there: `always`; in the `pass` through the model; in the optimizer `step` and what leads to it."""
+    """When it is held: `always`; in the `pass` through the model; in the optimizer `step` and its preparation."""
 
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What one worker needs of one kind of memory; of each of its GPUs, where it has several."""
+    """Memory of one kind that one worker needs; for a worker with several GPUs, of each."""
 
     worker: str
     where: Where
@@ -57,10 +57,10 @@ class WorkerMemory:
 
     @property
     def total(self) -> int:
-        """The most that is there at once.
+        """The most that is held at once, in bytes.
 
-        A pass and a step are never under way together, and on a GPU torch's allocator gives one the memory of the
-        other. In host memory the C library keeps what a pass gave back, in pieces too small for a step's tensors.
+        A pass and a step never overlap, and on a GPU torch's allocator reuses the memory of one for the other. In host
+        memory the C library keeps what a pass has freed, in pieces too small for a step's tensors.
         """
         phases = {phase: sum(part.bytes for part in self.parts if part.phase == phase) for phase in _PHASES}
         either = max if self.where == "gpu" else sum
@@ -72,7 +72,7 @@ _PHASES: tuple[Phase, ...] = ("always", "pass", "step")
 
 @dataclass(frozen=True)
 class Training:
-    """What decides over the memory of one rank of a training group."""
+    """What determines the memory of one rank of a training group."""
 
     size: ModelSize
     dtype: Dtype
@@ -82,12 +82,12 @@ class Training:
     longest: int
     """Tokens of the longest sequence."""
     values: bool = False
-    """The head gives one value and no log-probs (critic, reward model)."""
+    """Whether the head returns one value instead of log-probs (critic, reward model)."""
     scaled: bool = False
-    """Logits are divided by a temperature other than 1."""
+    """Whether logits are divided by a temperature other than 1."""
     entropy_grad: bool = False
     kept_states: int = 0
-    """States whose whole distribution is remembered over a step, of all ranks together (`algorithm.kl_states`)."""
+    """States whose whole distribution is kept over a step, over all ranks (`algorithm.kl_states`)."""
     reference: tuple[ModelSize, Dtype] | None = None
     """A frozen model in the same process."""
     process: int = 0
@@ -96,34 +96,34 @@ class Training:
     """Buffers for sending weights from GPU to GPU."""
 
 
-def training(worker: str, told: Training) -> tuple[WorkerMemory, ...]:
-    """Memory of one rank, by kind."""
-    size, trainer, width = told.size, told.trainer, WIDTHS[told.dtype]
-    device: Where = "gpu" if told.gpu else "host"
+def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
+    """Memory of one rank: host memory, and that of its GPU if it has one."""
+    size, trainer, width = rank.size, rank.trainer, WIDTHS[rank.dtype]
+    device: Where = "gpu" if rank.gpu else "host"
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
-    stage = trainer.stage_for(told.ranks, told.dtype == "float32")
-    for where, part in zero_states(size, width, told.ranks, stage, told.gpu, trainer.offload_optimizer):
+    stage = trainer.stage_for(rank.ranks, rank.dtype == "float32")
+    for where, part in zero_states(size, width, rank.ranks, stage, rank.gpu, trainer.offload_optimizer):
         parts[where].append(part)
     if trainer.ema_decay:
-        held = math.ceil(size.parameters / told.ranks) if stage == 3 else size.parameters
+        held = math.ceil(size.parameters / rank.ranks) if stage == 3 else size.parameters
         parts[device].append(Part("average", 4 * held))
-    if told.reference is not None:
-        parts[device].append(Part("reference", told.reference[0].parameters * WIDTHS[told.reference[1]]))
-    if told.kept_states:
-        parts[device].append(Part("kept", 4 * size.vocabulary * math.ceil(told.kept_states / told.ranks)))
+    if rank.reference is not None:
+        parts[device].append(Part("reference", rank.reference[0].parameters * WIDTHS[rank.reference[1]]))
+    if rank.kept_states:
+        parts[device].append(Part("kept", 4 * size.vocabulary * math.ceil(rank.kept_states / rank.ranks)))
     tokens = trainer.micro_batch_tokens
-    layers = activations(size, width, tokens, told.longest, trainer.gradient_checkpointing)
+    layers = activations(size, width, tokens, rank.longest, trainer.gradient_checkpointing)
     parts[device].append(Part("activations", layers, "pass"))
-    if told.values:
+    if rank.values:
         parts[device].append(Part("head", tokens * size.hidden * (width + 4), "pass"))
     else:
-        extra = (1 if told.scaled else 0) + (2 if told.entropy_grad else 0)
+        extra = (1 if rank.scaled else 0) + (2 if rank.entropy_grad else 0)
         parts[device].append(Part("logits", head(size, width, tokens) + 4 * extra * _chunk(size, tokens), "pass"))
-    if told.gpu:
-        parts["gpu"] += [Part("transfer", told.transfer), Part("process", CUDA_CONTEXT)]
-        # Every rank makes the whole model in host memory before it goes to the GPU.
+    if rank.gpu:
+        parts["gpu"] += [Part("transfer", rank.transfer), Part("process", CUDA_CONTEXT)]
+        # Every rank builds the whole model in host memory before it moves to the GPU.
         parts["host"].append(Part("loading", width * size.parameters, "step"))
-    parts["host"].append(Part("process", told.process))
+    parts["host"].append(Part("process", rank.process))
     return _workers(worker, parts)
 
 
@@ -132,8 +132,8 @@ def zero_states(
 ) -> Iterator[tuple[Where, Part]]:
     """Weights, gradients, optimizer states and DeepSpeed's buffers of one rank.
 
-    The optimizer's 12 bytes a number are AdamW's two moments and, unless the weights themselves are trained (stage 0 in
-    float32), a float32 copy of the weights.
+    The optimizer's 12 bytes per number are AdamW's two moments and a float32 copy of the weights (none in stage 0 with
+    float32 weights, which are trained directly).
     """
     device: Where = "gpu" if gpu else "host"
     whole, share, largest = size.parameters, math.ceil(size.parameters / ranks), size.largest
@@ -150,7 +150,7 @@ def zero_states(
     if stage == 0:
         flattened = width * min(whole, REDUCE_BUCKET + largest) if ranks > 1 else 0
         if width == 4:
-            # torch's AdamW as it is.
+            # Plain torch AdamW.
             yield from states(4 * whole, 4 * whole, 8 * whole, flattened)
         else:
             yield from states(width * whole, width * whole, 12 * whole, max(flattened, 4 * whole))
@@ -159,13 +159,13 @@ def zero_states(
         yield from _offloaded(size, width, ranks, stage)
         return
     if stage == 1 and width < 4:
-        # BF16_Optimizer: gradients in both types; what is reduced is copied together and sent in bfloat16.
+        # BF16_Optimizer: gradients in both types; those to reduce are copied together and sent in bfloat16.
         yield from states(2 * whole, 6 * whole, 12 * share, (4 * whole if whole <= REDUCE_BUCKET else 0) + 2 * whole)
         return
     if gpu:
         yield device, Part("buffers", width * in_bucket)
     if stage == 1:
-        # The bucket takes the gradients over; this rank's part of them is copied out of it.
+        # Gradients are reduced in the bucket; this rank's part of them is copied out of it.
         reduced = max(width * in_bucket if ranks > 1 else 0, 4 * share)
         yield from states(4 * whole, 4 * whole, 12 * share, 4 * largest + reduced)
     elif stage == 2:
@@ -185,7 +185,7 @@ def zero_states(
 
 
 def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[tuple[Where, Part]]:
-    """ZeRO with the optimizer in host memory; what is pinned there takes a power of two."""
+    """ZeRO with the optimizer in host memory; pinned memory is rounded up to a power of two."""
     whole, share = size.parameters, math.ceil(size.parameters / ranks)
     pinned = _power_of_two(4 * share)
     yield "gpu", Part("weights", width * (share if stage == 3 else whole))
@@ -206,7 +206,7 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
 
 
 def layer_bytes(size: ModelSize, width: int, longest: int) -> int:
-    """What one layer keeps of one token for the backward pass.
+    """Bytes that one layer keeps of one token for the backward pass.
 
     Two norms: float32 input, normed, output. Attention: query, key and value of all heads (padding keeps PyTorch from
     sharing those of a group), output, its log-sum, a row of the mask. Feed-forward: gate, its activation, up, product.
@@ -218,7 +218,7 @@ def layer_bytes(size: ModelSize, width: int, longest: int) -> int:
 
 
 def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpointing: bool) -> int:
-    """What the layers keep of `tokens` tokens, and what the backward pass through one layer adds."""
+    """Bytes that the layers keep of `tokens` tokens, and that the backward pass through one layer adds."""
     layer = layer_bytes(size, width, longest)
     kept = size.layers * width * size.hidden + layer if checkpointing else size.layers * layer
     ends = size.hidden * (4 + 3 * width)
@@ -227,39 +227,54 @@ def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpoi
 
 
 def head(size: ModelSize, width: int, tokens: int) -> int:
-    """The output head at work: hidden states of `tokens` tokens, one chunk of logits with what is made of them, and the
-    gradient of the head's weight before it is added up."""
+    """Bytes of the output head in a pass: hidden states of `tokens` tokens, one chunk of logits with what is computed
+    from them, and the gradient of the head's weight before it is accumulated."""
     made = 16 + (width if width < 4 else 0)
     return width * size.hidden * (tokens + size.vocabulary) + made * _chunk(size, tokens)
 
 
 def _chunk(size: ModelSize, tokens: int) -> int:
-    """Logits that are there at once (`workers.modeling.head_chunks`)."""
+    """Logits that are held at once (`workers.models.modeling.head_chunks`)."""
     chunks = max(1, math.ceil(size.vocabulary * tokens / CHUNK_LOGITS))
     return math.ceil(tokens / chunks) * size.vocabulary
 
 
-def scoring(
-    worker: str, size: ModelSize, dtype: Dtype, tokens: int, longest: int, gpu: bool, process: int, values: bool = False
-) -> tuple[WorkerMemory, ...]:
-    """A frozen model that scores (reference, reward model): weights and one layer at work."""
-    width = WIDTHS[dtype]
-    made = 0 if values else (16 + (width if width < 4 else 0)) * _chunk(size, tokens)
+@dataclass(frozen=True)
+class Scoring:
+    """What determines the memory of a frozen model that scores (reference, reward model)."""
+
+    size: ModelSize
+    dtype: Dtype
+    tokens: int
+    """Tokens of a micro-batch."""
+    longest: int
+    """Tokens of the longest sequence."""
+    gpu: bool
+    values: bool = False
+    """Whether the head returns one value instead of log-probs (reward model)."""
+    process: int = 0
+    """Host memory of the process with its libraries and no model."""
+
+
+def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
+    """Memory of a frozen model that scores: its weights and the activations of one layer."""
+    size, width, tokens = model.size, WIDTHS[model.dtype], model.tokens
+    logits = 0 if model.values else (16 + (width if width < 4 else 0)) * _chunk(size, tokens)
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
-    parts["gpu" if gpu else "host"] += [
+    parts["gpu" if model.gpu else "host"] += [
         Part("weights", width * size.parameters),
-        Part("activations", forward(size, width, tokens, longest), "pass"),
-        Part("logits", made, "pass"),
+        Part("activations", forward(size, width, tokens, model.longest), "pass"),
+        Part("logits", logits, "pass"),
     ]
-    if gpu:
+    if model.gpu:
         parts["gpu"].append(Part("process", CUDA_CONTEXT))
         parts["host"].append(Part("loading", width * size.parameters, "step"))
-    parts["host"].append(Part("process", process))
+    parts["host"].append(Part("process", model.process))
     return _workers(worker, parts)
 
 
 def forward(size: ModelSize, width: int, tokens: int, longest: int) -> int:
-    """One layer at work on `tokens` tokens without gradients: the residual, and attention or feed-forward beside it."""
+    """Bytes of one layer on `tokens` tokens without gradients: the residual, plus attention or feed-forward."""
     attention = width * (4 * size.heads * size.head_dim + longest)
     return tokens * (2 * width * size.hidden + max(8 * size.hidden, attention, 3 * width * size.intermediate))
 
@@ -271,52 +286,61 @@ class Cache:
     bytes: int
     """Over all of the engine's GPUs."""
     sequences: int
-    """Sequences of `max_model_len` that it holds."""
+    """Sequences of `max_model_len` tokens that it holds."""
     longest: int
 
 
 def kv_bytes(size: ModelSize, width: int) -> int:
-    """Keys and values of one token. Layers with a sliding window or a compressed cache need less."""
+    """Bytes of the keys and values of one token. Layers with a sliding window or a compressed cache need less."""
     return 2 * size.layers * size.kv_heads * size.head_dim * width
 
 
 def engine(
-    worker: str, size: ModelSize, dtype: Dtype, told: EngineConfig, gpu: int | None, process: int, transfer: int = 0
+    worker: str, size: ModelSize, dtype: Dtype, config: EngineConfig, gpu: int | None, process: int, transfer: int = 0
 ) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
-    """One vLLM engine and its cache. `gpu`: bytes of one GPU, 0 where that is not known, None on the CPU.
+    """Memory of one vLLM engine, and its cache (None where its size is not known).
 
-    On a GPU vLLM takes the share `gpu_memory_utilization` and makes a cache of what it does not need; there a cache
-    without room is one of 0 sequences.
+    On a GPU vLLM takes the share `gpu_memory_utilization` and uses what the model leaves of it as the cache; without
+    room for any sequence the cache holds 0 sequences.
+
+    Args:
+        worker: The engine's name.
+        size: Size of the model.
+        dtype: Type of the weights.
+        config: The engine's settings.
+        gpu: Memory of one GPU in bytes; 0: not known; None: the engine runs on the CPU.
+        process: Host memory of the engine's processes without the model, in bytes.
+        transfer: GPU memory of the buffers for new weights, in bytes.
     """
-    width, ranks = WIDTHS[dtype], told.tensor_parallel_size
+    width, ranks = WIDTHS[dtype], config.tensor_parallel_size
     # vLLM's CPU build packs the output head; of a tied one it keeps the embedding as well.
     packed = width * size.vocabulary * size.hidden if gpu is None and size.head == 0 else 0
     weights = math.ceil(width * size.parameters / ranks) + packed
     per_token = kv_bytes(size, width) // ranks if size.kv_heads >= ranks else kv_bytes(size, width) // size.kv_heads
     block = KV_BLOCK["host" if gpu is None else "gpu"]
-    needed = per_token * block * math.ceil(told.max_model_len / block)
+    needed = per_token * block * math.ceil(config.max_model_len / block)
     if gpu is None:
-        cache = int(told.kv_cache_gib * GIB)
-        at_work = forward(size, width, max(told.max_model_len, 4096), told.max_model_len)
+        cache = int(config.kv_cache_gib * GIB)
+        at_work = forward(size, width, max(config.max_model_len, 4096), config.max_model_len)
         parts = [Part("weights", weights), Part("kv cache", cache), Part("activations", at_work, "pass")]
         memory = WorkerMemory(worker, "host", (*parts, Part("process", process)))
-        return (memory,), Cache(cache, cache // needed, told.max_model_len)
+        return (memory,), Cache(cache, cache // needed, config.max_model_len)
     host = WorkerMemory(worker, "host", (Part("process", process),))
-    at_work = forward(size, width, PROFILED_TOKENS, 0) // ranks + told.max_num_seqs * size.vocabulary * 12
+    at_work = forward(size, width, PROFILED_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
     fixed = [Part("weights", weights), Part("activations", at_work, "pass"), Part("process", CUDA_CONTEXT)]
     sent = Part("transfer", transfer)
     if not gpu:
         return (WorkerMemory(worker, "gpu", (*fixed, sent)), host), None
-    cache = max(0, int(told.gpu_memory_utilization * gpu) - sum(part.bytes for part in fixed))
+    cache = max(0, int(config.gpu_memory_utilization * gpu) - sum(part.bytes for part in fixed))
     memory = WorkerMemory(worker, "gpu", (*fixed, Part("kv cache", cache), sent))
-    return (memory, host), Cache(cache * ranks, cache // needed, told.max_model_len)
+    return (memory, host), Cache(cache * ranks, cache // needed, config.max_model_len)
 
 
 def batch_bytes(samples: int, prompt: int, response: int, steps: int) -> int:
-    """The most that one step's tables take in the object store: every prompt and response at its longest.
+    """Most bytes that the tables of a step take in the object store, with every prompt and response at its longest.
 
-    ROLLOUTS hold ids twice as long as text (about 4 bytes a token), log-probs and masks, once for every step under way;
-    the scores (old, reference, values) and TRAIN come once (`workers/messages.py`).
+    ROLLOUTS hold ids, text (about 4 bytes per token), log-probs and masks, once for every step in progress; the scores
+    (old, reference, values) and TRAIN exist once (`workers/contract/messages.py`).
     """
     rollouts = samples * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8))
     train = samples * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4))

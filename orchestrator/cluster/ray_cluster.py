@@ -1,4 +1,4 @@
-"""Ray's actors, placement groups and object references: the only file that knows them."""
+"""Ray actors, placement groups and object references. No other module uses them directly."""
 
 from __future__ import annotations
 
@@ -7,37 +7,48 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from orchestrator import ray_nodes
-from orchestrator.deadlines import within
+from orchestrator.capacity.placement import Node, Placement, Seat, fit, misfit
+from orchestrator.cluster import ray_nodes
+from orchestrator.cluster.event_loop import within
+from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import DataLost, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
-from orchestrator.handles import TableRef, WorkerHandle
-from orchestrator.peak_memory import PeakMemory
-from orchestrator.placement import Node, Placement, Seat, fit, misfit
-from workers.messages import WorkerGone
+from orchestrator.reporting.metrics import PeakMemory
+from workers.contract.messages import WorkerGone
+from workers.contract.roles import Engine, Reply, TableRef, Worker
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _OWN_ROOM_TIMEOUT_S = 60.0
-"""Wait for room in a cluster of our own: it does not grow."""
+"""Longest wait for resources in a cluster started by the run, which does not grow."""
 _ASYNC_CALLS = 100_000
-"""Calls an asynchronous actor may hold; the engine pool keeps the bound that matters."""
+"""Concurrent calls of an asynchronous actor; the engine pool enforces the effective limit."""
 
 
-class ActorWorker:
-    """A worker that is a Ray actor."""
+P = ParamSpec("P")
+R = TypeVar("R")
+W_co = TypeVar("W_co", bound=Worker, covariant=True)
+
+
+def _submit(actor: Any, method: Callable[..., object], args: Sequence[object], kwargs: dict[str, Any]) -> Any:
+    """Submits a call of the actor's method of this name; returns its reference."""
+    return getattr(actor, method.__name__).remote(*args, **kwargs)
+
+
+class ActorWorker(Generic[W_co]):
+    """A worker that is a Ray actor: the `WorkerHandle` of a run."""
 
     def __init__(self, name: str, actor: Any, peaks: PeakMemory) -> None:
-        """`peaks`: where it is noted what the worker's answers say of its memory."""
+        """`peaks` collects the peak memory that the worker reports along with its answers."""
         self._name = name
         self.actor = actor
         self._peaks = peaks
@@ -47,26 +58,39 @@ class ActorWorker:
         """Role and index, as in `rollout-0`."""
         return self._name
 
-    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Run a method and wait for its result, at most `timeout_s` seconds."""
-        return await self._wait(getattr(self.actor, method).remote(*args), method, timeout_s)
+    async def call(
+        self, method: Callable[Concatenate[W_co, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """See `WorkerHandle.call`."""
+        return await self._wait(_submit(self.actor, method, args, kwargs), method.__name__, timeout_s)
 
-    async def call_for_table(self, method: str, *args: Any, timeout_s: float) -> tuple[Any, TableRef]:
-        """Run a method that returns (summary, table); only the summary is fetched."""
-        summary, table = getattr(self.actor, method).options(num_returns=2).remote(*args)
-        return await self._wait(summary, method, timeout_s), table
+    async def call_for_table(
+        self,
+        method: Callable[Concatenate[W_co, P], Reply[tuple[R, TableRef]]],
+        timeout_s: float,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> tuple[R, TableRef]:
+        """See `WorkerHandle.call_for_table`; only the summary is fetched."""
+        name = method.__name__
+        summary, table = getattr(self.actor, name).options(num_returns=2).remote(*args, **kwargs)
+        return await self._wait(summary, name, timeout_s), table
 
     def kill(self) -> None:
-        """End the actor's process at once; harmless when it is gone already."""
+        """Ends the actor's process immediately; does nothing if it is gone."""
         ray.kill(self.actor, no_restart=True)
 
     async def _wait(self, ref: Any, method: str, timeout_s: float) -> Any:
+        """Awaits a result and records the peak memory in it; turns Ray's errors into WorkerErrors."""
         try:
             answer = await within(timeout_s, ref)
         except TimeoutError:
             raise WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s") from None
         except RayTaskError as error:
-            raise _kind(error.cause)(self._name, method, ray_nodes.one_line(error.cause)) from error
+            cause, reason = error.cause, ray_nodes.one_line(error.cause)
+            if isinstance(cause, WorkerGone):
+                raise WorkerDied(self._name, method, reason, cause.fault) from error
+            raise _kind(cause)(self._name, method, reason) from error
         except RayActorError as error:
             raise WorkerDied(self._name, method, _reason(error)) from error
         except RayError as error:
@@ -76,18 +100,17 @@ class ActorWorker:
 
 
 def _kind(cause: BaseException) -> type[WorkerError]:
-    if isinstance(cause, WorkerGone):
-        return WorkerDied
+    """The class of error with which a call fails for this cause."""
     return DataLost if isinstance(cause, ObjectLostError) else WorkerRaised
 
 
 class ActorLink:
-    """vLLM's weight-sync client over rollout actors; travels into the trainer, which drives it from its sender.
+    """vLLM's weight-transfer client over rollout actors; pickled to the trainer, whose sender calls it.
 
-    Engines follow one another in the transfer group, each with as many ranks as it has processes.
+    The transfer group contains the engines one after another, each with as many ranks as it has processes.
     """
 
-    def __init__(self, engines: Sequence[ActorWorker], ranks_per_engine: int, timeout_s: float) -> None:
+    def __init__(self, engines: Sequence[ActorWorker[Engine]], ranks_per_engine: int, timeout_s: float) -> None:
         self._actors = [engine.actor for engine in engines]
         self._ranks = ranks_per_engine
         self._timeout_s = timeout_s
@@ -96,58 +119,59 @@ class ActorLink:
 
     @property
     def processes(self) -> int:
-        """Engine processes that take part."""
+        """Number of engine processes in the transfer group."""
         return len(self._actors) * self._ranks
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Let every engine join, each at its own place in the group."""
+        """Adds every engine to the transfer group, each at its own rank offset."""
         first = init_info.get("rank_offset")
-        self._all(
-            actor.transfer_init.remote(
-                init_info if first is None else {**init_info, "rank_offset": first + number * self._ranks}
-            )
-            for number, actor in enumerate(self._actors)
+        infos = (
+            init_info if first is None else {**init_info, "rank_offset": first + number * self._ranks}
+            for number in range(len(self._actors))
+        )
+        self._wait(
+            _submit(actor, Engine.transfer_init, (info,), {}) for actor, info in zip(self._actors, infos, strict=True)
         )
 
     def start_weight_update(self) -> None:
-        """Freeze every engine."""
-        self._all(actor.transfer_start.remote() for actor in self._actors)
+        """Pauses every engine."""
+        self._wait(_submit(actor, Engine.transfer_start, (), {}) for actor in self._actors)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive weights on every engine."""
-        self._all(actor.transfer_receive.remote(update_info) for actor in self._actors)
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Receives weights on every engine."""
+        self._wait(_submit(actor, Engine.transfer_receive, (update_info,), {}) for actor in self._actors)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Serve the new version."""
-        self._all(actor.transfer_finish.remote(self.version) for actor in self._actors)
+        """Serves `version` on every engine."""
+        self._wait(_submit(actor, Engine.transfer_finish, (self.version,), {}) for actor in self._actors)
 
-    def _all(self, calls: Iterable[Any]) -> None:
+    def _wait(self, calls: Iterable[Any]) -> None:
         ray.get(list(calls), timeout=self._timeout_s)
 
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """How one worker's process is made."""
+    """Class, constructor arguments and environment of one worker's process."""
 
     worker_class: type
     args: tuple[Any, ...]
     env: dict[str, str]
     concurrent: bool = False
-    """The class is asynchronous and takes calls side by side."""
+    """Whether the class is asynchronous and serves calls concurrently."""
 
 
 @dataclass(frozen=True)
 class _Reservation:
-    """A placement group of ours."""
+    """A placement group of this run."""
 
     placement: Placement
     group: PlacementGroup
-    wish: str
-    """Id of the node it was to lie on; empty: Ray chose."""
+    preferred_node: str
+    """Id of the node requested for it; empty if Ray chose."""
 
 
 class Cluster:
-    """Our hold on a Ray cluster: what we reserved and started in it, and the end of all that."""
+    """Connection to a Ray cluster: reserves resources, starts workers, and releases both at the end."""
 
     def __init__(self, *, owned: bool, session: Path) -> None:
         self._owned = owned
@@ -155,14 +179,22 @@ class Cluster:
         """Folder of the workers' own logs, on this node."""
         self.peaks = PeakMemory()
         self._reserved: dict[str, _Reservation] = {}
-        self._actors: list[ActorWorker] = []
+        self._actors: list[ActorWorker[Any]] = []
+        self._prepared: set[str] = set()
+        """Ids of the nodes that `prepare_nodes` has prepared."""
 
     @classmethod
     def connect(cls, needed: dict[str, float], address: str | None = None) -> Cluster:
-        """Join the cluster at `address` (or RAY_ADDRESS), else start one on this machine.
+        """Joins the cluster at `address` (or RAY_ADDRESS), or starts one on this machine if neither is given.
 
-        A local cluster offers at least the CPUs that are asked for: on a laptop, roles take turns on the same cores.
-        Raises ClusterUnreachable.
+        A local cluster offers at least the CPUs that are needed: on a laptop, roles share the same cores.
+
+        Args:
+            needed: Resources of the run; only `CPU` is used.
+            address: HOST:PORT of a Ray head, or `auto`.
+
+        Raises:
+            ClusterUnreachable: The cluster cannot be joined or started.
         """
         joined = address or os.environ.get("RAY_ADDRESS")
         if joined:
@@ -172,8 +204,8 @@ class Cluster:
         return cls(owned=not joined, session=session)
 
     @classmethod
-    def look(cls, address: str) -> list[Node]:
-        """Nodes of a running cluster; nothing is reserved or started. Raises ClusterUnreachable."""
+    def list_nodes(cls, address: str) -> list[Node]:
+        """Nodes of a running cluster. Reserves and starts nothing; raises ClusterUnreachable."""
         ray_nodes.join(address)
         try:
             return ray_nodes.nodes()
@@ -182,64 +214,94 @@ class Cluster:
 
     @staticmethod
     def put(table: Any) -> TableRef:
-        """Place a table in the object store."""
+        """Places a table in the object store and returns its reference."""
         return ray.put(table)
 
     @staticmethod
-    def link(engines: Sequence[WorkerHandle], ranks_per_engine: int, timeout_s: float) -> ActorLink:
+    def link(engines: Sequence[WorkerHandle[Engine]], ranks_per_engine: int, timeout_s: float) -> ActorLink:
         """The trainer's link to rollout engines, for transfers from GPU to GPU."""
         return ActorLink([e for e in engines if isinstance(e, ActorWorker)], ranks_per_engine, timeout_s)
 
-    async def reserve(self, placements: Sequence[Placement], timeout_s: float) -> None:
-        """Reserve every placement group, within the bound.
+    async def prepare_nodes(
+        self, function: Callable[P, object], timeout_s: float, *args: P.args, **_: P.kwargs
+    ) -> None:
+        """Calls a function in a process on every live node but this one, unless it has prepared the node before.
 
-        Raises DoesNotFit with what was asked and what there is.
+        Raises:
+            WorkerError: It failed on a node, or did not end in time.
         """
-        bound = min(timeout_s, _OWN_ROOM_TIMEOUT_S) if self._owned else timeout_s
-        deadline = time.monotonic() + bound
+        here = ray.get_runtime_context().get_node_id()
+        nodes = [node for node in ray_nodes.nodes() if node.id not in self._prepared | {here}]
+        task = ray.remote(function)
+
+        async def prepare(node: Node) -> None:
+            where = NodeAffinitySchedulingStrategy(node.id, soft=False)
+            done = task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*args)
+            try:
+                await within(timeout_s, done)
+            except TimeoutError:
+                raise WorkerTimeout(f"node {node.name}", function.__name__, f"not done in {timeout_s:g} s") from None
+            except RayTaskError as error:
+                raise WorkerRaised(f"node {node.name}", function.__name__, str(error.cause)) from error
+            except RayError as error:
+                raise WorkerDied(f"node {node.name}", function.__name__, ray_nodes.one_line(error)) from error
+            self._prepared.add(node.id)
+
+        await asyncio.gather(*map(prepare, nodes))
+
+    async def reserve(self, placements: Sequence[Placement], timeout_s: float) -> None:
+        """Reserves every placement group, waiting for resources for at most `timeout_s` seconds in total.
+
+        In a cluster started by the run, the wait is at most `_OWN_ROOM_TIMEOUT_S`.
+
+        Raises:
+            DoesNotFit: A group could not be reserved in time; the message lists requested and free resources.
+        """
+        limit_s = min(timeout_s, _OWN_ROOM_TIMEOUT_S) if self._owned else timeout_s
+        deadline = time.monotonic() + limit_s
         for placement in placements:
             group = self._reserve(placement)
             try:
                 await asyncio.wait_for(group.ready(), max(0.1, deadline - time.monotonic()))
             except TimeoutError:
-                self.give_back(placement.name)
-                raise DoesNotFit(misfit(placement, placements, ray_nodes.free(), bound)) from None
+                self.release(placement.name)
+                raise DoesNotFit(misfit(placement, placements, ray_nodes.free(), limit_s)) from None
 
     def _reserve(self, placement: Placement) -> PlacementGroup:
-        """Ask for a placement group. One of several bundles is spread by Ray, one of a single bundle by us."""
-        alone = placement.strategy == "SPREAD" and len(placement.bundles) == 1
-        wish = self._emptiest(placement) if alone else ""
+        """Requests a placement group. Ray spreads the bundles of a group; we spread groups of a single bundle."""
+        single = placement.strategy == "SPREAD" and len(placement.bundles) == 1
+        preferred_node = self._emptiest(placement) if single else ""
         group = placement_group(
             [{kind: size for kind, size in bundle.items() if size > 0} for bundle in placement.bundles],
-            # Ray takes a wish with this strategy only; for a single bundle all of them are one.
-            strategy="STRICT_PACK" if wish else placement.strategy,
+            # Ray accepts a target node only with STRICT_PACK; for a single bundle all strategies are equivalent.
+            strategy="STRICT_PACK" if preferred_node else placement.strategy,
             name=placement.name,
             bundle_label_selector=[dict(placement.labels)] * len(placement.bundles),
-            _soft_target_node_id=wish or None,
+            _soft_target_node_id=preferred_node or None,
         )
-        self._reserved[placement.name] = _Reservation(placement, group, wish)
+        self._reserved[placement.name] = _Reservation(placement, group, preferred_node)
         return group
 
     def _emptiest(self, placement: Placement) -> str:
-        """Id of the node that `troupe plan` would choose among those that have room now; empty where none has."""
+        """Id of the node that `troupe plan` would choose among those with room now; empty if there is none."""
         free = ray_nodes.free()
         names = {node.id: node.name for node in free}
-        sitting: Counter[tuple[str, str]] = Counter()
+        occupied: Counter[tuple[str, str]] = Counter()
         for other in self._reserved.values():
             if other.placement.role == placement.role:
-                lies = placement_group_table(other.group).get("bundles_to_node_id", {}).get(0, "")
-                if name := names.get(lies) or names.get(other.wish):
-                    sitting[placement.role, name] += 1
-        chosen = fit([placement], free, sitting).node_of.get((placement.name, 0))
+                node_id = placement_group_table(other.group).get("bundles_to_node_id", {}).get(0, "")
+                if name := names.get(node_id) or names.get(other.preferred_node):
+                    occupied[placement.role, name] += 1
+        chosen = fit([placement], free, occupied).node_of.get((placement.name, 0))
         return next((node.id for node in free if node.name == chosen), "")
 
-    def spawn(self, placement: Placement, seat: Seat, name: str, spec: ActorSpec) -> ActorWorker:
-        """Start one worker in its seat (its constructor runs; nothing heavy does)."""
+    def spawn(self, placement: Placement, seat: Seat, name: str, spec: ActorSpec) -> ActorWorker[Any]:
+        """Creates one worker in its seat; only its constructor runs, `start` loads the model."""
         options: dict[str, Any] = {
             "num_cpus": seat.cpus,
             "num_gpus": seat.gpus,
             "max_restarts": 0,
-            "runtime_env": {"env_vars": ray_nodes.OWN_TABLES | spec.env},
+            "runtime_env": {"env_vars": ray_nodes.TABLE_SETTINGS | spec.env},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._reserved[placement.name].group, placement_group_bundle_index=seat.bundle
             ),
@@ -247,33 +309,33 @@ class Cluster:
         if spec.concurrent:
             options["max_concurrency"] = _ASYNC_CALLS
         actor = ray.remote(spec.worker_class).options(**options).remote(*spec.args)
-        worker = ActorWorker(name, actor, self.peaks)
+        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks)
         self._actors.append(worker)
         return worker
 
-    async def end(self, worker: ActorWorker, timeout_s: float) -> None:
-        """Ask a worker to close, then end its process."""
+    async def end(self, worker: ActorWorker[Any], timeout_s: float) -> None:
+        """Asks a worker to close, then ends its process."""
         try:
-            await worker.call("close", timeout_s=timeout_s)
+            await worker.call(Worker.close, timeout_s)
         except WorkerError as error:
-            log.debug("closing: %s", error)
+            logger.debug("closing a worker failed: %s", error)
         worker.kill()
         if worker in self._actors:
             self._actors.remove(worker)
 
-    def give_back(self, placement: str) -> None:
-        """Let others have the place reserved under this name; whoever still sits there is ended."""
+    def release(self, placement: str) -> None:
+        """Releases the placement group of this name; workers that still run in it are killed."""
         reservation = self._reserved.pop(placement, None)
         if reservation is not None:
             remove_placement_group(reservation.group)
 
     async def close(self, timeout_s: float) -> None:
-        """End every worker in good order; give back the placements; stop Ray if we started it."""
+        """Closes and ends every worker, releases the placement groups, and stops Ray if the run started it."""
         await asyncio.gather(*(self.end(worker, timeout_s) for worker in list(self._actors)))
         self.abandon()
 
     def abandon(self) -> None:
-        """End every process at once, without asking."""
+        """Kills every worker without closing it, releases the placement groups, and stops Ray if the run started it."""
         for worker in self._actors:
             worker.kill()
         for reservation in self._reserved.values():
@@ -284,6 +346,6 @@ class Cluster:
 
 
 def _reason(error: RayActorError) -> str:
-    """The line that says why: the last one where a constructor raised, else the first."""
+    """The line with the cause: the last one if a constructor raised, else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if "creation task" in lines[0] else lines[0]

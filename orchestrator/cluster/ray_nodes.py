@@ -1,4 +1,4 @@
-"""Ray itself: started on this machine or joined, and what its nodes have."""
+"""Starts or joins a Ray cluster and lists the resources of its nodes."""
 
 from __future__ import annotations
 
@@ -16,59 +16,64 @@ from ray._private import worker
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
+from orchestrator.capacity.placement import GPU_GIB, Node
 from orchestrator.errors import ClusterUnreachable
-from orchestrator.placement import GPU_GIB, Node
+from workers.contract.arrow import pickle_tables
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "troupe"}
-OWN_TABLES = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
-"""Tables are pickled as `workers.tables` says, in every process of ours."""
+TABLE_SETTINGS = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
+"""Environment of every process of the run: `workers.contract.arrow` defines how tables are pickled, not Ray."""
 _CONNECT_TIMEOUT_S = 10.0
 _SLOW_START = "timed out during startup"
-"""Ray gives its processes 30 s, and cannot be told to give them more."""
+"""Part of Ray's error when a process needs more than 30 s to start; this limit cannot be configured."""
 _LONGEST_REASON = 1000
+"""Characters."""
 _GPU_TYPE = "accelerator_type:"
-"""What Ray calls the resource that names a node's GPUs."""
+"""Prefix of the Ray resource that names a node's GPU type."""
 
 
 _SETTINGS = {
-    # A failed call is raised where its summary is awaited; the table's own copy of the error is no news.
+    # A failed call raises where its summary is awaited; the copy of the error in the table's reference is redundant.
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    # Ray lowers the priority of its workers; here they are the ones who do the work.
+    # Ray lowers the priority of its workers, but here they do the main work.
     "RAY_worker_niceness": "0",
-    # Nor are workers started ahead: each of ours has an environment, and gets a process of its own.
+    # Prestarted workers would be unused: each worker of a run has its own environment and thus its own process.
     "RAY_prestart_worker_first_driver": "0",
 }
-"""Environment of Ray's processes, where the user has not said otherwise."""
-_OWN_SETTINGS = {
-    # Nobody asks a cluster of our own for Ray's metrics and task lists, which every process collects.
+"""Environment of Ray's processes, unless the user has set these variables."""
+_LOCAL_SETTINGS = {
+    # Every process collects Ray's metrics and task lists, which nothing reads in a cluster of a single run.
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
 }
-"""The same, of a cluster that is started here."""
+"""Additional environment of a cluster that is started here."""
 
 
 def start(cpus: int) -> Path:
-    """Start a cluster of our own on this machine; returns the folder of its session. Raises ClusterUnreachable.
+    """Starts a cluster on this machine; returns its session folder.
 
-    Ray's token authentication (its default for local clusters) guards the ports it listens on.
+    Ray's token authentication (the default for local clusters) protects its ports.
+
+    Raises:
+        ClusterUnreachable: Ray did not start.
     """
-    _settle(_SETTINGS | _OWN_SETTINGS)
+    _configure(_SETTINGS | _LOCAL_SETTINGS)
     context = _start(cpus)
     _protect_token()
-    _end_idlers()
+    _stop_unused_processes()
     return Path(context.address_info["session_dir"])
 
 
 def join(address: str) -> Path:
-    """Connect to a running cluster; returns the folder of its session. Raises ClusterUnreachable."""
-    _settle(_SETTINGS)
+    """Connects to a running cluster; returns its session folder. Raises ClusterUnreachable."""
+    _configure(_SETTINGS)
     host, colon, port = address.rpartition(":")
     if "//" in address or (colon and not port.isdecimal()):
         raise ClusterUnreachable(f"--address {address}: expected HOST:PORT of a Ray head, or auto")
     try:
-        if colon:  # Ray itself would try for many minutes
+        if colon:  # ray.init would retry for many minutes
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
         context: Any = ray.init(address=address, **_INIT)
     except (OSError, ValueError, RuntimeError, RayError) as error:
@@ -82,50 +87,55 @@ def nodes() -> list[Node]:
 
 
 def free() -> list[Node]:
-    """Live nodes with what nobody has reserved."""
+    """Live nodes with the resources that are not reserved."""
     left = available_resources_per_node()
     return _nodes([{**node, "Resources": left.get(node["NodeID"], {})} for node in ray.nodes()])
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an error."""
+    """Type and message of an error in one line, shortened to `_LONGEST_REASON` characters."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", _LONGEST_REASON)
 
 
-def _settle(settings: Mapping[str, str]) -> None:
+def _configure(settings: Mapping[str, str]) -> None:
+    """Sets the environment that Ray's processes inherit, and how this process pickles tables."""
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    os.environ |= OWN_TABLES
+    os.environ |= TABLE_SETTINGS
+    pickle_tables()
 
 
 def _start(cpus: int, tries: int = 3) -> Any:
+    """Starts Ray, again if one of its processes was too slow to start, up to `tries` times."""
     try:
         return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
-    except Exception as error:  # Ray raises a bare Exception where one of its processes does not come up
+    except Exception as error:  # Ray raises a bare Exception if one of its processes does not start
         if _SLOW_START in str(error) and tries > 1:
-            log.warning("Ray did not come up within its own bound, the machine is busy: once more")
+            logger.warning("Ray did not start within 30 s because the machine is busy; trying again")
             ray.shutdown()
             return _start(cpus, tries - 1)
         raise ClusterUnreachable(f"Ray could not be started on this machine: {one_line(error)}") from error
 
 
-def _end_idlers() -> None:
-    """End what a cluster of our own has no use for: Ray's dashboard, its autoscaler, and what reads all logs to send
-    them to drivers. On two cores they take a seventieth of one even while nothing happens, in the engine's way."""
+def _stop_unused_processes() -> None:
+    """Stops processes that a local cluster does not use: Ray's dashboard, its autoscaler and its log monitor.
+
+    On a machine with two cores they use 1/70 of one core even when idle, time that the engine needs.
+    """
     node: Any = worker._global_node
     for end in (node.kill_dashboard, node.kill_monitor, node.kill_log_monitor):
         end(check_alive=False)
 
 
-def _nodes(told: Sequence[dict[str, Any]]) -> list[Node]:
-    """Live nodes, named by their addresses; where several share one, by their ids besides."""
-    alive = [node for node in told if node["Alive"]]
-    alike = Counter(node["NodeManagerAddress"] for node in alive)
-    return [_node(node, shared=alike[node["NodeManagerAddress"]] > 1) for node in alive]
+def _nodes(listed: Sequence[dict[str, Any]]) -> list[Node]:
+    """Live nodes, named by address; if several share an address, by address and id."""
+    alive = [node for node in listed if node["Alive"]]
+    count = Counter(node["NodeManagerAddress"] for node in alive)
+    return [_node(node, shared=count[node["NodeManagerAddress"]] > 1) for node in alive]
 
 
 def _node(node: dict[str, Any], *, shared: bool) -> Node:
-    """A node as Ray tells it; of a GPU it tells the type."""
+    """A node from Ray's description, which names the type of its GPUs but not their memory."""
     resources: dict[str, float] = node["Resources"]
     kinds = (key.removeprefix(_GPU_TYPE) for key in resources if key.startswith(_GPU_TYPE))
     gpu = max((GPU_GIB.get(kind, 0.0) for kind in kinds), default=0.0)
@@ -136,7 +146,7 @@ def _node(node: dict[str, Any], *, shared: bool) -> Node:
 
 
 def _protect_token() -> None:
-    """Ray writes its token file readable by all; only the owner needs it."""
+    """Makes Ray's token file, which Ray creates world-readable, readable by its owner only."""
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
     if token.is_file():
         token.chmod(0o600)

@@ -1,4 +1,4 @@
-"""The pool examples are drawn from: demonstrations, pairs, ranked answers, labelled answers; checked row by row."""
+"""The pool of examples for offline training: demonstrations, pairs, ranked or labelled answers, checked by row."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from orchestrator.algorithms_offline import DataFormat
-from orchestrator.prompts import MAX_REPORTED, BadRow, DataError, Pool, chat_messages, require_whole
-from orchestrator.prompts_readers import read_table
-from orchestrator.spec_offline import ExampleSource, OfflineSpec, columns, data_format
-from workers.messages_offline import EXAMPLE_TEXTS
+from orchestrator.algorithms.offline import DataFormat
+from orchestrator.data.prompts import MAX_REPORTED, BadRow, DataError, Pool, chat_messages, require_whole
+from orchestrator.data.readers import read_table
+from orchestrator.spec.offline import ExampleSource, OfflineSpec, columns, data_format
+from workers.contract.offline_messages import EXAMPLE_TEXTS
 
 
 class ExamplePool(Pool):
-    """Examples; schema `workers.messages_offline.EXAMPLE_TEXTS`."""
+    """Examples; schema `workers.contract.offline_messages.EXAMPLE_TEXTS`."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,16 @@ def load_examples(spec: OfflineSpec) -> tuple[ExamplePool, ExamplePool | None]:
 
 
 def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: ExamplePool | None = None) -> ExamplePool:
-    """Read a source into a pool, as `failures.on_bad_row` says.
+    """Read a source into a pool; `failures.on_bad_row` says what an unusable row does.
 
-    :param label: the source's place in the spec, for error messages
-    :param without: leave out the prompts of this pool
-    Raises DataError: the source cannot be read, a bad row with `stop`, or no row is left.
+    Args:
+        spec: The spec.
+        source: The source's section of the spec.
+        label: Path of that section, for error messages.
+        without: Exclude the prompts of this pool.
+
+    Raises:
+        DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
     """
     taken = frozenset(without.table.column("messages").to_pylist()) if without is not None else frozenset()
     format_ = data_format(spec, source)
@@ -90,14 +95,14 @@ class _PoolBuilder:
             raise DataError(f"{label}: {self._why_empty()}")
         digest = hashlib.blake2b(digest_size=16)
         for row in self.rows:
-            said = json.dumps({name: value for name, value in row.items() if name != "origin"}).encode()
-            digest.update(len(said).to_bytes(8, "little") + said)
+            content = json.dumps({name: value for name, value in row.items() if name != "origin"}).encode()
+            digest.update(len(content).to_bytes(8, "little") + content)
         table = pa.Table.from_pylist(self.rows, schema=EXAMPLE_TEXTS)
         return ExamplePool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), self.left_out)
 
     def _why_empty(self) -> str:
         if self.left_out:
-            return "every prompt also stands in the training data (data.held_out)"
+            return "every prompt is also in the training data (data.held_out)"
         if self.bad_rows:
             return f"no row can be used ({self.bad_rows} bad; the first: {self.problems[0]})"
         return "there are no rows"

@@ -1,4 +1,4 @@
-"""The pool prompts are drawn from, and the endless, resumable order they are drawn in."""
+"""The pool of prompts, and the endless, resumable order in which they are drawn from it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pyarrow as pa
 
-from orchestrator.prompts_readers import DataError, RawRow, json_safe, read_rows
-from orchestrator.spec_sections import DataConfig, DataSource, PromptText
-from workers.messages import PROMPTS
+from orchestrator.data.curriculum import Curriculum
+from orchestrator.data.readers import DataError, RawRow, json_safe, read_rows
+from orchestrator.spec.sections import DataConfig, DataSource, PromptText
+from workers.contract.messages import PROMPTS
 
 __all__ = ["DataError", "PromptPick", "PromptPool", "PromptSource", "evaluation_picks", "load_pool", "load_pools"]
 
 MAX_REPORTED = 20
+RIGHT_ANSWERS = "right_answers"
+"""Key of the metadata under which reward functions find every right answer of a row that has several."""
 _SPEAKERS = ("system", "user", "assistant", "tool")
 
 
@@ -26,22 +29,22 @@ class Pool:
 
     table: pa.Table
     digest: str
-    """Of what the rows say; equal pools have equal digests."""
+    """Digest of the rows' content; equal pools have equal digests."""
     bad_rows: int = 0
     """Rows that could not be used."""
     problems: tuple[str, ...] = ()
-    """`file:row: reason` of the first bad rows."""
+    """`file:row: reason` of the first unusable rows."""
     left_out: int = 0
-    """Rows left out because another pool has the same prompt."""
+    """Rows excluded because another pool has the same prompt."""
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         return self.table.num_rows
 
 
 class PromptPool(Pool):
-    """Prompts; schema `workers.messages.PROMPTS`, column `row` counts from 0."""
+    """Prompts; schema `workers.contract.messages.PROMPTS`, column `row` counts from 0."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +57,21 @@ class PromptPick:
 
 
 class Ordered(Protocol):
-    """What an order needs to know of what it orders."""
+    """Rows that can be put in order."""
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         ...
 
     @property
     def digest(self) -> str:
-        """Of what the rows say."""
+        """Digest of the rows' content."""
         ...
 
 
 class BadRow(ValueError):
-    """Why a row cannot be used."""
+    """A row that cannot be used; the message says why."""
 
 
 def load_pools(data: DataConfig, on_bad_row: Literal["skip", "stop"] = "skip") -> tuple[PromptPool, PromptPool | None]:
@@ -87,10 +90,14 @@ def load_pool(
 ) -> PromptPool:
     """Read a source into a pool.
 
-    :param on_bad_row: skip and report rows that cannot be used, or refuse the source at the first
-    :param label: the source's place in the spec, for error messages
-    :param without: leave out the prompts of this pool
-    Raises DataError: the source cannot be read, a bad row with `stop`, or no row is left.
+    Args:
+        source: The source's section of the spec.
+        on_bad_row: `skip` rows that cannot be used and report them, or `stop` at the first.
+        label: Path of that section, for error messages.
+        without: Exclude the prompts of this pool.
+
+    Raises:
+        DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
     """
     taken = frozenset(without.table.column("messages").to_pylist()) if without is not None else frozenset()
     builder = _PoolBuilder()
@@ -103,7 +110,7 @@ def load_pool(
                 raise DataError(problem) from None
             builder.refuse(problem)
             continue
-        if row[0] in taken:
+        if row.messages in taken:
             builder.left_out += 1
         else:
             builder.add(row, raw.origin)
@@ -112,20 +119,32 @@ def load_pool(
     return builder.pool()
 
 
+@dataclass(frozen=True)
+class _Row:
+    """A usable row, as the pool holds it."""
+
+    messages: str
+    answer: str
+    metadata: str
+    candidates: tuple[str, ...] = ()
+
+
 @dataclass
 class _PoolBuilder:
     messages: list[str] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     metadata: list[str] = field(default_factory=list)
+    candidates: list[tuple[str, ...]] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     bad_rows: int = 0
     left_out: int = 0
 
-    def add(self, row: tuple[str, str, str], origin: str) -> None:
-        self.messages.append(row[0])
-        self.answers.append(row[1])
-        self.metadata.append(row[2])
+    def add(self, row: _Row, origin: str) -> None:
+        self.messages.append(row.messages)
+        self.answers.append(row.answer)
+        self.metadata.append(row.metadata)
+        self.candidates.append(row.candidates)
         self.origins.append(origin)
 
     def refuse(self, problem: str) -> None:
@@ -135,43 +154,63 @@ class _PoolBuilder:
 
     def why_empty(self, label: str) -> str:
         if self.left_out:
-            return f"{label}: every prompt also stands in the training data ({label.partition('.')[0]}.held_out)"
+            return f"{label}: every prompt is also in the training data ({label.partition('.')[0]}.held_out)"
         if self.bad_rows:
             return f"{label}: no row can be used ({self.bad_rows} bad; the first: {self.problems[0]})"
         return f"{label}: there are no rows"
 
     def pool(self) -> PromptPool:
         columns = [self.messages, self.answers, self.metadata]
+        if any(self.candidates):
+            columns.append([json.dumps(texts, ensure_ascii=False) for texts in self.candidates])
         digest = hashlib.blake2b(digest_size=16)
         for column in columns:
             for text in column:
                 encoded = text.encode()
                 digest.update(len(encoded).to_bytes(8, "little") + encoded)
         rows = range(len(self.origins))
-        texts = [pa.array(column, pa.string()) for column in (*columns, self.origins)]
-        table = pa.table([pa.array(rows, pa.int64()), *texts], schema=PROMPTS)
+        texts = [pa.array(column, pa.string()) for column in (*columns[:3], self.origins)]
+        candidates = pa.array([list(texts) or None for texts in self.candidates], PROMPTS.field("candidates").type)
+        table = pa.table([pa.array(rows, pa.int64()), *texts, candidates], schema=PROMPTS)
         return PromptPool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), self.left_out)
 
 
-def _check(raw: RawRow, source: DataSource) -> tuple[str, str, str]:
-    """(messages, answer, metadata) of a row, as the pool holds them. Raises BadRow."""
+def _check(raw: RawRow, source: DataSource) -> _Row:
+    """A row as the pool holds it. Raises BadRow."""
     if raw.error:
         raise BadRow(raw.error)
     messages = json.dumps(chat_messages(raw.prompt, source), ensure_ascii=False)
-    answer = _answer(raw.answer)
-    if len(answer) > source.max_chars:
-        raise BadRow(f"the answer has {len(answer)} characters, more than max_chars {source.max_chars}")
+    answers = _answers(raw.answer)
+    answer, longest = answers[0], max(map(len, answers))
+    if longest > source.max_chars:
+        raise BadRow(f"the answer has {longest} characters, more than max_chars {source.max_chars}")
+    several = {RIGHT_ANSWERS: answers} if len(answers) > 1 else {}
+    if several and RIGHT_ANSWERS in raw.metadata:
+        raise BadRow(f"several right answers, but also a metadata column '{RIGHT_ANSWERS}', which is where they go")
     try:
-        metadata = json.dumps(json_safe(raw.metadata), ensure_ascii=False, allow_nan=False)
+        metadata = json.dumps(json_safe(raw.metadata) | several, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"the metadata cannot be held as JSON ({error})") from None
     for name, text in (("the prompt", messages), ("the answer", answer), ("the metadata", metadata)):
         require_whole(text, name)
-    return messages, answer, metadata
+    return _Row(messages, answer, metadata, _candidates(raw.candidates, source.max_chars))
+
+
+def _candidates(texts: Any, max_chars: int) -> tuple[str, ...]:
+    """The answers from other sources. Raises BadRow."""
+    if texts is None:
+        return ()
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise BadRow("the candidates are not a list of texts")
+    for number, text in enumerate(texts):
+        if len(text) > max_chars:
+            raise BadRow(f"candidate {number} has {len(text)} characters, more than max_chars {max_chars}")
+        require_whole(text, f"candidate {number}")
+    return tuple(texts)
 
 
 def require_whole(text: str, name: str) -> None:
-    """Raises BadRow for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    """Raise BadRow for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -188,7 +227,7 @@ def chat_messages(prompt: Any, source: PromptText) -> list[dict[str, str]]:
         raise BadRow("the prompt is empty" if prompt in (None, []) else "the prompt is neither text nor messages")
     last = said[-1]
     if last["role"] not in ("user", "tool"):
-        raise BadRow(f"the last message is the {last['role']}'s, so there is nothing to answer")
+        raise BadRow(f"the last message is the {last['role']}'s, so there is nothing to respond to")
     if not last["content"].strip():
         raise BadRow("the prompt is empty")
     length = sum(len(message["content"]) for message in said)
@@ -213,6 +252,15 @@ def _message(item: Any, index: int) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+def _answers(answer: Any) -> list[str]:
+    """The right answers of a row: one, or those of a list."""
+    if not isinstance(answer, list):
+        return [_answer(answer)]
+    if not answer or any(one is None for one in answer):
+        raise BadRow("the list of answers is empty" if not answer else "the list of answers has a null")
+    return [_answer(one) for one in answer]
+
+
 def _answer(answer: Any) -> str:
     if answer is None:
         return ""
@@ -220,33 +268,45 @@ def _answer(answer: Any) -> str:
         return answer
     if isinstance(answer, (bool, int, float)):
         return json.dumps(answer)
-    raise BadRow("the answer is not text or a number")
+    raise BadRow("the answer is not text, a number or a list of these")
 
 
 class PromptSource:
-    """Draws prompts without end: every epoch is a fresh permutation of the pool, decided by seed and epoch alone."""
+    """Draws prompts endlessly: every epoch is a new permutation of the pool that depends only on seed and epoch.
 
-    def __init__(self, pool: Ordered, seed: int) -> None:
+    With a curriculum, an epoch passes over some of the prompts.
+    """
+
+    def __init__(self, pool: Ordered, seed: int, curriculum: Curriculum | None = None) -> None:
         self._pool_digest = pool.digest
         self._rows = pool.rows
         self._seed = seed
+        self._curriculum = curriculum
         self._epoch: int = 0
         self._position: int = 0
         self._order = permutation(self._rows, seed, 0)
 
     def next(self) -> PromptPick:
         """The next prompt."""
+        row = self._advance()
+        while self._curriculum is not None and not self._curriculum.draws(row, self._epoch):
+            row = self._advance()
+        return PromptPick(f"e{self._epoch}-r{row}", row)
+
+    def _advance(self) -> int:
+        """The next row of the order."""
         if self._position == self._rows:
             self._epoch += 1
             self._position = 0
             self._order = permutation(self._rows, self._seed, self._epoch)
         row = int(self._order[self._position])
         self._position += 1
-        return PromptPick(f"e{self._epoch}-r{row}", row)
+        return row
 
-    def state(self) -> dict[str, int | str]:
-        """Where the order stands, as JSON; its size does not depend on the pool's."""
-        return {
+    def state(self) -> dict[str, Any]:
+        """Position in the order, JSON-ready; without a curriculum, its size does not depend on the pool's."""
+        curriculum = {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
+        return curriculum | {
             "epoch": self._epoch,
             "position": self._position,
             "seed": self._seed,
@@ -255,9 +315,10 @@ class PromptSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state` was taken.
+        """Resume from a position that `state` returned. A curriculum that it does not know starts without results.
 
-        Raises DataError where the pool or the seed is another one: the order would not go on.
+        Raises:
+            DataError: The pool or the seed differs, so that the order cannot continue, or the state is damaged.
         """
         for name, mine in (("rows", self._rows), ("digest", self._pool_digest), ("seed", self._seed)):
             if state.get(name) != mine:
@@ -267,12 +328,14 @@ class PromptSource:
         epoch, position = _count(state, "epoch"), _count(state, "position")
         if position > self._rows:
             raise DataError(f"cannot resume: position {position} is past the pool's {self._rows} rows")
+        if self._curriculum is not None and "curriculum" in state:
+            self._curriculum.restore(state["curriculum"], self._rows)
         self._epoch, self._position = epoch, position
         self._order = permutation(self._rows, self._seed, epoch)
 
 
 def evaluation_picks(pool: Ordered, seed: int, prompts: int = 0) -> list[PromptPick]:
-    """The prompts of every evaluation, always the same ones: `prompts` of the pool (0: all), decided by the seed."""
+    """The prompts of every evaluation, always the same: `prompts` of the pool (0: all), chosen by the seed."""
     order = permutation(pool.rows, seed, 0)
     return [PromptPick(f"eval-r{row}", int(row)) for row in order[: prompts or pool.rows]]
 
@@ -280,8 +343,8 @@ def evaluation_picks(pool: Ordered, seed: int, prompts: int = 0) -> list[PromptP
 def permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
     """Row numbers in the order of an epoch, int64[rows].
 
-    Sorts raw Philox output: numpy promises that stream for ever, and not `Generator.permutation`'s, so that a
-    checkpoint resumes in the same order under another numpy.
+    Sorts raw Philox output: numpy guarantees that stream for all versions, but not that of `Generator.permutation`, so
+    a checkpoint resumes in the same order under another numpy.
     """
     keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(rows)
     return np.argsort(keys, kind="stable")

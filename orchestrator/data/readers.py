@@ -1,22 +1,28 @@
-"""Readers of prompt data: one generator of raw rows per kind of source. Nothing here judges a row's content."""
+"""Readers of prompt data: one generator of raw rows per kind of source. They do not check the content of rows."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import gzip
 import importlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from orchestrator.errors import TroupeError
-from orchestrator.spec_errors import nearest
-from orchestrator.spec_sections import (
+from orchestrator.errors import TroupeError, nearest
+from orchestrator.spec.sections import (
+    CsvFile,
+    CsvSource,
     DatasetsFolder,
     DatasetsSource,
     DataSource,
+    HubFiles,
+    HubSource,
     JsonlFile,
     JsonlSource,
     ParquetFile,
@@ -34,14 +40,15 @@ class DataError(TroupeError):
 
 @dataclass(frozen=True)
 class RawRow:
-    """One row as it was read."""
+    """One row of prompts, as it was read."""
 
     origin: str
     prompt: Any = None
     answer: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    """Why it could not be read; empty: it could."""
+    """Why the row could not be read; empty where it could."""
+    candidates: Any = None
 
 
 @dataclass(frozen=True)
@@ -52,17 +59,22 @@ class RawValues:
     values: dict[str, Any] = field(default_factory=dict)
     """By column."""
     error: str = ""
-    """Why it could not be read; empty: it could."""
+    """Why the row could not be read; empty where it could."""
 
 
-TableSource = JsonlFile | ParquetFile | DatasetsFolder
+TableSource = JsonlFile | ParquetFile | CsvFile | DatasetsFolder | HubFiles
+PromptTable = JsonlSource | ParquetSource | CsvSource | DatasetsSource | HubSource
 
 
 def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
     """Rows of a source, in its own order.
 
-    :param label: the source's place in the spec (`data.train`), for error messages
-    Raises DataError where the source as a whole cannot be used.
+    Args:
+        source: The source's section of the spec.
+        label: Path of that section (`data.train`), for error messages.
+
+    Raises:
+        DataError: The source as a whole cannot be used.
     """
     if isinstance(source, ReasoningGymSource):
         return _reasoning_gym(source, label)
@@ -72,26 +84,36 @@ def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
 def read_table(source: TableSource, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
     """Rows of a source with named columns, in its own order.
 
-    :param fields: the column behind each field of the source's section (`answer`, `metadata.0`)
-    Raises DataError where the source as a whole cannot be used.
+    Args:
+        source: The source's section of the spec.
+        fields: Column of each field of that section (`answer`, `metadata.0`).
+        label: Path of that section (`data.train`), for error messages.
+
+    Raises:
+        DataError: The source as a whole cannot be used.
     """
     if isinstance(source, DatasetsFolder):
-        return _datasets(source, fields, label)
-    if isinstance(source, ParquetFile):
-        return _parquet(source, fields, label)
-    return _jsonl(source, fields, label)
+        rows = _datasets(source, fields, label)
+    elif isinstance(source, HubFiles):
+        files = map(Path, source.files)  # the run has downloaded them and put their paths here
+        rows = chain.from_iterable(_FORMATS[file_format(path.name)](path, fields, label) for path in files)
+    else:
+        rows = _FORMATS[source.kind](Path(source.path), fields, label)
+    return islice(rows, source.limit or None)
 
 
-def _prompt_rows(source: JsonlSource | ParquetSource | DatasetsSource, label: str) -> Iterator[RawRow]:
+def _prompt_rows(source: PromptTable, label: str) -> Iterator[RawRow]:
     fields = {"prompt": source.prompt} | ({"answer": source.answer} if source.answer is not None else {})
     fields |= {f"metadata.{index}": name for index, name in enumerate(source.metadata)}
+    fields |= {"candidates": source.candidates} if source.candidates is not None else {}
     for row in read_table(source, fields, label):
         if row.error:
             yield RawRow(row.origin, error=row.error)
             continue
         answer = "" if source.answer is None else row.values[source.answer]
         metadata = {name: row.values[name] for name in source.metadata}
-        yield RawRow(row.origin, row.values[source.prompt], answer, metadata)
+        candidates = None if source.candidates is None else row.values[source.candidates]
+        yield RawRow(row.origin, row.values[source.prompt], answer, metadata, candidates=candidates)
 
 
 def _columns(fields: Mapping[str, str]) -> list[str]:
@@ -99,7 +121,7 @@ def _columns(fields: Mapping[str, str]) -> list[str]:
 
 
 def _require_columns(fields: Mapping[str, str], label: str, where: str, there: Sequence[str]) -> None:
-    """Refuse a source without the columns the spec names, and say which there are."""
+    """Raise DataError for a source without the columns that the spec names."""
     for key, column in fields.items():
         if column not in there:
             listed = ", ".join(map(str, list(there)[:20])) or "none"
@@ -113,17 +135,12 @@ def _row(fields: Mapping[str, str], origin: str, values: dict[str, Any]) -> RawV
     return RawValues(origin, values, f"no column '{lacking[0]}'" if lacking else "")
 
 
-def _jsonl(source: TableSource, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
-    name = Path(source.path).name
+def _jsonl(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
     checked = False
-    rows = 0
-    for number, line in enumerate(_lines(Path(source.path), label), start=1):
+    for number, line in enumerate(_lines(path, label), start=1):
         if isinstance(line, bytes) and not line.strip():
             continue
-        if source.limit and rows == source.limit:
-            return
-        rows += 1
-        origin = f"{name}:{number}"
+        origin = f"{path.name}:{number}"
         try:
             values = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else None
         except UnicodeDecodeError:
@@ -144,9 +161,9 @@ def _jsonl(source: TableSource, fields: Mapping[str, str], label: str) -> Iterat
 
 
 def _lines(path: Path, label: str) -> Iterator[bytes | None]:
-    """Lines of a file; None for one that is too long to hold."""
+    """Lines of a file; None for a line of more than `MAX_LINE_BYTES`."""
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             while line := file.readline(MAX_LINE_BYTES):
                 if line.endswith(b"\n") or len(line) < MAX_LINE_BYTES:
                     yield line
@@ -154,23 +171,46 @@ def _lines(path: Path, label: str) -> Iterator[bytes | None]:
                 while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
                     pass
                 yield None
-    except OSError as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, label, error) from None
 
 
-def _parquet(source: TableSource, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+def _open(path: Path) -> BinaryIO | gzip.GzipFile:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def _csv(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+    """Rows of RFC 4180: a quoted value may hold commas and line breaks."""
+    csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process; the default of 128 KiB would end the file
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file, strict=True)
+            columns = next(rows, [])
+            _require_columns(fields, label, path.name, columns)
+            for row in rows:
+                if row:  # an empty line is no row
+                    # A row may span lines: it is named by its last one.
+                    yield _csv_row(fields, f"{path.name}:{rows.line_num}", columns, row)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise _unreadable(path, label, error) from None
+
+
+def _csv_row(fields: Mapping[str, str], origin: str, columns: Sequence[str], row: Sequence[str]) -> RawValues:
+    if len(row) != len(columns):
+        return RawValues(origin, error=f"{len(row)} values for {len(columns)} columns")
+    return _row(fields, origin, dict(zip(columns, row, strict=True)))
+
+
+def _parquet(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = Path(source.path)
     number = 0
     try:
         with pq.ParquetFile(path) as file:
             _require_columns(fields, label, path.name, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=1024, columns=_columns(fields)):
                 for values in batch.to_pylist():
-                    if source.limit and number == source.limit:
-                        return
                     number += 1
                     yield _row(fields, f"{path.name}:{number}", values)
     except (OSError, pa.ArrowException) as error:
@@ -192,8 +232,22 @@ def _datasets(source: DatasetsFolder, fields: Mapping[str, str], label: str) -> 
         raise DataError(f"{path}: has no splits; remove {label}.split")
     _require_columns(fields, label, str(path), data.column_names)
     data = data.select_columns(_columns(fields))
-    for number in range(min(len(data), source.limit or len(data))):
+    for number in range(len(data)):
         yield _row(fields, f"{path.name}:{number + 1}", dict(data[number]))
+
+
+_FORMATS: Mapping[str, Callable[[Path, Mapping[str, str], str], Iterator[RawValues]]] = {
+    "jsonl": _jsonl,
+    "parquet": _parquet,
+    "csv": _csv,
+}
+_SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".csv": "csv"}
+"""Format of a file by the end of its name, in the order in which formats are preferred."""
+
+
+def file_format(name: str) -> str:
+    """Format of a file, by its name; empty where no reader reads it."""
+    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "")
 
 
 def _library(name: str, label: str) -> Any:
@@ -217,22 +271,22 @@ def _reasoning_gym(source: ReasoningGymSource, label: str) -> Iterator[RawRow]:
         _tasks(recipe, sizes[index], task_seed(source.seed, index, recipe.name), f"{label}.recipes.{index}")
         for index, recipe in enumerate(recipes)
     ]
-    # Recipes alternate in proportion to their sizes, so that any first part of the pool is mixed like the whole.
+    # Recipes alternate in proportion to their sizes, so that any prefix of the pool has the mixture of the whole.
     turns = [((number + 0.5) / size, index, number) for index, size in enumerate(sizes) for number in range(size)]
     for _, index, number in sorted(turns):
         name = recipes[index].name
         origin = f"reasoning_gym/{name}:{number + 1}"
         try:
             entry = families[index][number]
-        except Exception as error:  # the generators raise anything; one task is lost, not the run
-            yield RawRow(origin, error=f"the task could not be made ({type(error).__name__}: {error})")
+        except Exception as error:  # generators raise anything; it costs one task, not the run
+            yield RawRow(origin, error=f"the task cannot be generated ({type(error).__name__}: {error})")
             continue
         metadata = {"recipe": name, "entry": json_safe(entry)}
         yield RawRow(origin, entry["question"], entry["answer"], metadata)
 
 
 def _tasks(recipe: RecipeConfig, size: int, seed: int, label: str) -> Any:
-    """A task family, its errors (TypeError, bare AssertionError) made readable."""
+    """A task family. Its errors (TypeError, bare AssertionError) become a DataError that names the field."""
     reasoning_gym = _library("reasoning_gym", label)
     families = _library("reasoning_gym.factory", label).DATASETS
     if recipe.name not in families:
@@ -241,27 +295,27 @@ def _tasks(recipe: RecipeConfig, size: int, seed: int, label: str) -> Any:
     takes = [f.name for f in dataclasses.fields(families[recipe.name][1]) if f.name not in ("seed", "size")]
     for key in recipe.args:
         if key not in takes:
-            hint = nearest(key, takes) or f"it takes: {', '.join(takes)}"
-            raise DataError(f"{label}.args.{key}: {recipe.name} takes no such setting ({hint})")
+            hint = nearest(key, takes) or f"it has: {', '.join(takes)}"
+            raise DataError(f"{label}.args.{key}: {recipe.name} has no such setting ({hint})")
     try:
         return reasoning_gym.create_dataset(recipe.name, size=size, seed=seed, **recipe.args)
     except Exception as error:  # wrong values end in AssertionError, TypeError, ValueError, KeyError, ...
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise DataError(f"{label}.args: {recipe.name} refuses its settings: {reason}") from None
+        raise DataError(f"{label}.args: {recipe.name} rejects its settings: {reason}") from None
 
 
 def task_seed(seed: int, index: int, name: str) -> int:
     """Seed of one recipe's tasks.
 
-    reasoning-gym makes task i from seed + i, so neighbouring seeds would give the same tasks shifted by one; this
-    sends every (seed, recipe) far from every other. Below 2**31, with room for the indices.
+    reasoning-gym generates task i from seed + i, so neighbouring seeds would give the same tasks shifted by one; this
+    puts every (seed, recipe) far from every other. Below 2**31, with room for the indices.
     """
     high = zlib.crc32(f"{seed}:{index}:{name}".encode())
     return (high * 2_654_435_761 + seed) % (2**31 - 10_000_001)
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Split `total` in proportion to weights by largest remainders; everyone gets at least one."""
+    """Split `total` in proportion to weights by largest remainders; every share is at least one."""
     free = total - len(weights)
     exact = [free * weight / sum(weights) for weight in weights]
     counts = [int(part) for part in exact]
@@ -272,7 +326,7 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def json_safe(value: Any) -> Any:
-    """The value in JSON's types: tuples and sets become lists, keys text, everything unknown its text."""
+    """The value in JSON types: tuples and sets become lists; keys and values of other types become text."""
     if isinstance(value, dict):
         return {key if isinstance(key, str) else str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The second data set of PPO-ptx: texts that the policy goes on to learn while it is rewarded."""
+"""The texts of PPO-ptx (arXiv 2203.02155), which the policy trains on beside its rollouts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from orchestrator.batch_source import TextPicks
-from orchestrator.handles import TableRef
-from orchestrator.prompts import MAX_REPORTED, BadRow, DataError, Pool, PromptSource, require_whole
-from orchestrator.prompts_readers import read_table
-from orchestrator.spec_sections import TextSource
+from orchestrator.data.prompts import MAX_REPORTED, BadRow, DataError, Pool, PromptSource, require_whole
+from orchestrator.data.readers import read_table
+from orchestrator.spec.sections import TextSource
+from workers.contract.roles import TableRef
 
 _SCHEMA = pa.schema([pa.field("text", pa.string(), nullable=False), pa.field("origin", pa.string(), nullable=False)])
 
@@ -22,7 +21,7 @@ class TextPool(Pool):
 
 
 def load_texts(source: TextSource, on_bad_row: Literal["skip", "stop"]) -> TextPool:
-    """Read the texts. Raises DataError: the source cannot be read, a bad row with `stop`, or no row is left."""
+    """Read the texts. Raises DataError: the source cannot be read, a row is bad with `stop`, or no row is left."""
     rows: list[dict[str, str]] = []
     problems: list[str] = []
     digest = hashlib.blake2b(digest_size=16)
@@ -48,29 +47,40 @@ def _text(error: str, value: Any) -> str:
     if error:
         raise BadRow(error)
     if not isinstance(value, str) or not value.strip():
-        raise BadRow("the text is empty or no text")
+        raise BadRow("the text is empty or not text")
     require_whole(value, "the text")
     return value
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The texts as tokens, cut in pieces, as their order sees them."""
+class TextPicks:
+    """Pieces of text that the policy trains on beside a batch."""
 
     table: TableRef
     tokens: tuple[int, ...]
-    """Of every piece."""
+    """Length of every piece of the table, in tokens."""
+    rows: tuple[int, ...]
+    """The pieces picked."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The texts as tokens, cut in pieces."""
+
+    table: TableRef
+    tokens: tuple[int, ...]
+    """Length of every piece, in tokens."""
     digest: str
-    """Of what the texts say."""
+    """Digest of the texts' content."""
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of pieces."""
         return len(self.tokens)
 
 
 class TextOrder:
-    """Which pieces each step learns, in the order of the seed; resumable."""
+    """The pieces that each step trains on, in an order that the seed decides; resumable."""
 
     def __init__(self, pieces: Pieces, per_step: int, seed: int) -> None:
         self._pieces = pieces
@@ -79,19 +89,19 @@ class TextOrder:
         self._state = self._order.state()
 
     def pick(self) -> TextPicks:
-        """The next step's."""
+        """The pieces of the next step."""
         rows = tuple(self._order.next().row for _ in range(self._per_step))
         return TextPicks(self._pieces.table, self._pieces.tokens, rows)
 
-    def trained(self) -> None:
-        """What was picked last is learnt; only now does the saved order move on."""
+    def mark_trained(self) -> None:
+        """Advance the saved order past the last picked pieces, which are trained now."""
         self._state = self._order.state()
 
-    def state(self) -> dict[str, int | str]:
-        """JSON-ready: the order after the last trained step."""
+    def state(self) -> dict[str, Any]:
+        """Position in the order after the last trained step, JSON-ready."""
         return self._state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state` was taken. Raises DataError where the texts or the seed are others."""
+        """Resume from a position that `state` returned. Raises DataError where the texts or the seed differ."""
         self._order.restore(state)
         self._state = self._order.state()

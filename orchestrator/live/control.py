@@ -1,8 +1,7 @@
-"""How a command reaches a run that goes on: through files in the run's own folder.
+"""Requests of commands to an active run, through files in the run's folder.
 
-The folder `control` of a run is there while it goes on, for the run's own user only. A command puts a request there
-and waits for its answer, both JSON. No port is opened for it, and the folder may be on a file system shared between
-machines.
+While a run is active, its folder has a subfolder `control` that only the run's user can open. A command writes a
+request there and waits for the answer, both JSON. No port is opened, and the folder may be on a shared file system.
 """
 
 from __future__ import annotations
@@ -23,39 +22,39 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from orchestrator.errors import TroupeError, UsageError
-from orchestrator.scaling import Crew, RoleState
-from orchestrator.spec_errors import SpecError
+from orchestrator.live.scaling import RoleState, WorkerScaler
+from orchestrator.spec.errors import SpecError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FOLDER = "control"
 _OWNER = "run.json"
 _POLL_S = 0.5
-_LONGEST = 64 * 1024
-"""Bytes of a request."""
+_LARGEST = 64 * 1024
+"""Longest request, in bytes."""
 
 
 class Request(BaseModel):
-    """What is asked of a run."""
+    """A request to a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     changes: dict[str, Any]
-    """Fields of the spec, and their new values; none: only say how it stands."""
+    """New values of spec fields by dotted path; empty: only report the state."""
 
 
 class Answer(BaseModel):
-    """What the run says to it."""
+    """A run's answer to a request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     error: str = ""
-    """Why nothing was changed."""
+    """Why nothing was changed; empty: the request succeeded."""
     roles: tuple[RoleState, ...] = ()
 
 
 class _Owner(BaseModel):
-    """The process that answers."""
+    """The process that answers requests."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,22 +63,26 @@ class _Owner(BaseModel):
 
 
 class ControlServer:
-    """Answers the requests to one run."""
+    """Answers the requests to one run.
 
-    def __init__(self, run_folder: Path, crew: Crew) -> None:
+    A background task polls the folder for request files, passes their changes to the scaler and writes the answers. It
+    waits for nothing but the poll interval and its own file operations; :meth:`close` cancels it.
+    """
+
+    def __init__(self, run_folder: Path, scaler: WorkerScaler) -> None:
         self._folder = run_folder / FOLDER
-        self._crew = crew
+        self._scaler = scaler
         self._task: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Answer from now on; what earlier runs left is cleared away."""
+        """Start answering. Files of earlier runs in the folder are deleted."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, parents=True)
         _write(self._folder / _OWNER, _Owner(host=socket.gethostname(), pid=os.getpid()))
         self._task = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
-        """Answer no more."""
+        """Stop answering and delete the folder."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -94,27 +97,37 @@ class ControlServer:
                     file.unlink(missing_ok=True)
                     _write(file.with_name(file.name.replace("request", "answer", 1)), answer)
             except OSError as error:
-                log.warning("%s: a request could not be answered: %s", self._folder, error)
+                logger.warning("%s: cannot answer a request: %s", self._folder, error)
             await asyncio.sleep(_POLL_S)
 
     def _answer(self, file: Path) -> Answer:
         try:
-            if file.stat().st_size > _LONGEST:
-                raise UsageError(f"a request has at most {_LONGEST} bytes")
+            if file.stat().st_size > _LARGEST:
+                raise UsageError(f"the request exceeds {_LARGEST} bytes")
             request = Request.model_validate_json(file.read_bytes())
             if request.changes:
-                self._crew.change(request.changes)
+                self._scaler.change(request.changes)
         except (SpecError, UsageError) as error:
             return Answer(error=str(error))
         except (OSError, ValidationError) as error:
-            return Answer(error=f"the request cannot be read: {type(error).__name__}")
-        return Answer(roles=self._crew.states())
+            return Answer(error=f"cannot read the request: {type(error).__name__}")
+        return Answer(roles=self._scaler.states())
 
 
 def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[RoleState, ...]:
-    """Have a run change its spec; returns how its roles stand.
+    """Ask a run to change its spec.
 
-    Raises UsageError where it refuses, TroupeError where no run answers within the bound.
+    Args:
+        run_folder: Folder of the run.
+        changes: New values by dotted path; empty: only report the state.
+        timeout_s: Longest wait for the answer, in seconds.
+
+    Returns:
+        The state of every role that scales.
+
+    Raises:
+        UsageError: The folder has no active run, or the run refuses the change.
+        TroupeError: The run does not answer in time, or ends meanwhile.
     """
     folder = run_folder / FOLDER
     _require_run(run_folder)
@@ -127,9 +140,11 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
         answer.unlink(missing_ok=True)
     except TimeoutError:
         request.unlink(missing_ok=True)
-        raise TroupeError(f"{run_folder}: the run has not answered within {timeout_s:g} s") from None
+        raise TroupeError(f"{run_folder}: the run did not answer within {timeout_s:g} s") from None
     except OSError as error:
-        raise TroupeError(f"{run_folder}: the run has ended, or its folder cannot be used: {error.strerror}") from error
+        raise TroupeError(
+            f"{run_folder}: the run has ended, or its folder is not accessible: {error.strerror}"
+        ) from error
     found = Answer.model_validate_json(text)
     if found.error:
         raise UsageError(found.error)
@@ -137,19 +152,19 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
 
 
 def _require_run(run_folder: Path) -> None:
-    """Raises UsageError where no run goes on in this folder, as far as this machine can tell."""
+    """Raise UsageError if the folder has no active run, as far as this machine can tell."""
     if not run_folder.is_dir():
-        raise UsageError(f"{run_folder}: no such folder; RUN is the folder of a run, as in runs/NAME")
+        raise UsageError(f"{run_folder}: no such folder; RUN is a run folder, as in runs/NAME")
     try:
         owner = _Owner.model_validate_json((run_folder / FOLDER / _OWNER).read_bytes())
     except (OSError, ValidationError):
-        raise UsageError(f"{run_folder}: no run goes on there, or it has not started all its workers yet") from None
+        raise UsageError(f"{run_folder}: no active run, or it has not started all its workers yet") from None
     if owner.host == socket.gethostname() and not psutil.pid_exists(owner.pid):
-        raise UsageError(f"{run_folder}: its run (process {owner.pid}) is gone")
+        raise UsageError(f"{run_folder}: its run (process {owner.pid}) has ended")
 
 
 def _write(path: Path, content: BaseModel) -> None:
-    """Write a file that appears whole."""
+    """Write a file atomically."""
     scratch = path.with_name(f".{path.name}")
     scratch.write_text(json.dumps(content.model_dump(mode="json")))
     scratch.rename(path)

@@ -1,8 +1,8 @@
-"""Workers come and go while a run goes on: as the user asks, and by how long the trainer waits for samples.
+"""Scaling of an active run: workers are added and removed on request, and by how long the trainer waits for samples.
 
-The number of workers a role should have stands in the spec, which may change while the run goes on
-(`orchestrator/live_spec.py`). For every role that scales, :class:`Crew` brings the number there is to the number
-there should be: new engines serve once they have the current weights, leaving workers finish what they have first.
+The spec holds the number of workers of each role and may change while the run is active (`orchestrator/live/diff.py`).
+:class:`WorkerScaler` brings every role that scales to that number: a new engine serves once it has the current weights,
+and a worker that is removed first finishes its outstanding work.
 """
 
 from __future__ import annotations
@@ -15,198 +15,226 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchestrator.console import Console
-from orchestrator.engine_pool import EnginePool
+from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import TroupeError, UsageError
-from orchestrator.handles import WorkerHandle
-from orchestrator.live_spec import changed, differences
-from orchestrator.scoring import RewardPool, TokenScorer
-from orchestrator.spec import Spec
-from orchestrator.spec_sections import AutoscaleConfig, RoleName
+from orchestrator.live.diff import changed, differences
+from orchestrator.reporting.console import Console
+from orchestrator.rollouts.engine_pool import EnginePool
+from orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.spec.sections import AutoscaleConfig, RoleName
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _FAILURES = (TroupeError, TimeoutError)
-"""What the coming of a worker may fail with."""
+"""Errors with which a worker may fail to start."""
 
 
-class Seats(Protocol):
-    """Where workers sit (`orchestrator.cast.Casting`)."""
+class ReplicaLauncher(Protocol):
+    """Starts and stops single workers (implemented by `orchestrator.launcher.WorkerLauncher`)."""
 
     async def make_room(self, name: str) -> None:
-        """Reserve a seat. Raises DoesNotFit."""
+        """Reserve the resources of a worker. Raises DoesNotFit."""
         ...
 
     async def replica(self, name: str) -> WorkerHandle:
-        """Start a reward or reference worker in its seat. Raises WorkerError."""
+        """Start a reward or reference worker on its reserved resources. Raises WorkerError."""
         ...
 
     async def dismiss(self, name: str, timeout_s: float) -> None:
-        """End a worker, if there is one, and give back its seat."""
+        """Stop a worker, if it exists, and release its resources."""
         ...
 
 
 @dataclass(frozen=True)
-class LeaveBounds:
-    """How long a worker that leaves may take, in seconds."""
+class RemovalTimeouts:
+    """Timeouts of the removal of a worker, in seconds."""
 
     finish_s: float
+    """To finish its outstanding work."""
     close_s: float
+    """To shut down."""
 
 
 class ScaledWorkers(ABC):
-    """The workers of one role, which come and go."""
+    """The workers of one role that scales."""
 
-    def __init__(self, seats: Seats, bounds: LeaveBounds) -> None:
-        self._seats = seats
-        self._bounds = bounds
+    def __init__(self, launcher: ReplicaLauncher, timeouts: RemovalTimeouts) -> None:
+        self._launcher = launcher
+        self._timeouts = timeouts
 
     @property
     @abstractmethod
     def names(self) -> list[str]:
-        """Those that are to stay, and those on their way."""
+        """Workers that run or start; workers that are being removed do not count."""
 
     @property
-    def at_work(self) -> int:
-        """How many take part now."""
+    def running(self) -> int:
+        """Number of workers that receive work now."""
         return len(self.names)
 
     async def add(self, name: str) -> None:
-        """Start one more. Raises TroupeError or TimeoutError where it does not come up; nothing of it is left then."""
-        await self._seats.make_room(name)
+        """Add a worker.
+
+        Raises:
+            TroupeError: The worker did not start; its resources are released.
+            TimeoutError: It did not start in time; its resources are released.
+        """
+        await self._launcher.make_room(name)
         try:
             await self._join(name)
         except _FAILURES:
-            await self._seats.dismiss(name, self._bounds.close_s)
+            await self._launcher.dismiss(name, self._timeouts.close_s)
             raise
 
     async def remove(self, name: str) -> None:
-        """Let one finish what it has, within a bound, and end it."""
-        await self._leave(name)
-        await self._seats.dismiss(name, self._bounds.close_s)
+        """Let a worker finish its outstanding work within the timeout, then stop it."""
+        await self._drain(name)
+        await self._launcher.dismiss(name, self._timeouts.close_s)
 
     @abstractmethod
     async def _join(self, name: str) -> None:
-        """Start a worker in its seat and have it take part."""
+        """Start a worker on its reserved resources and give it work."""
 
     @abstractmethod
-    async def _leave(self, name: str) -> None:
-        """Return when the worker has finished, or may not take longer."""
+    async def _drain(self, name: str) -> None:
+        """Give the worker no new work; return when it has finished its work or the timeout has passed."""
 
 
 class ScaledEngines(ScaledWorkers):
-    """Rollout engines: one serves once it has the current weights; what a leaving one does not finish in time goes to
-    the others."""
+    """Rollout engines. An engine serves once it has the current weights; groups that a removed engine does not finish
+    in time are rescheduled on the others."""
 
-    def __init__(self, pool: EnginePool, seats: Seats, bounds: LeaveBounds) -> None:
-        super().__init__(seats, bounds)
+    def __init__(self, pool: EnginePool, launcher: ReplicaLauncher, timeouts: RemovalTimeouts) -> None:
+        super().__init__(launcher, timeouts)
         self._pool = pool
 
     @property
     def names(self) -> list[str]:
-        """Engines that serve, or will."""
+        """Engines that serve or start."""
         return self._pool.names
 
     @property
-    def at_work(self) -> int:
-        """Engines that are given groups."""
+    def running(self) -> int:
+        """Number of engines that receive groups."""
         return len(self._pool.serving)
 
     async def _join(self, name: str) -> None:
         await self._pool.join(name)
 
-    async def _leave(self, name: str) -> None:
-        await self._pool.retire(name, self._bounds.finish_s)
+    async def _drain(self, name: str) -> None:
+        await self._pool.retire(name, self._timeouts.finish_s)
 
 
 class ScaledRewardWorkers(ScaledWorkers):
-    """Reward workers: what a leaving one does not finish in time goes to the others."""
+    """Reward workers. Groups that a removed worker does not score in time are rescheduled on the others."""
 
-    def __init__(self, pool: RewardPool, seats: Seats, bounds: LeaveBounds) -> None:
-        super().__init__(seats, bounds)
+    def __init__(self, pool: RewardPool, launcher: ReplicaLauncher, timeouts: RemovalTimeouts) -> None:
+        super().__init__(launcher, timeouts)
         self._pool = pool
 
     @property
     def names(self) -> list[str]:
-        """Workers that are given groups."""
+        """Workers that receive groups."""
         return self._pool.names
 
     async def _join(self, name: str) -> None:
-        self._pool.join(await self._seats.replica(name))
+        self._pool.join(await self._launcher.replica(name))
 
-    async def _leave(self, name: str) -> None:
+    async def _drain(self, name: str) -> None:
         try:
-            await asyncio.wait_for(self._pool.retire(name), self._bounds.finish_s)
+            await asyncio.wait_for(self._pool.retire(name), self._timeouts.finish_s)
         except TimeoutError:
-            log.warning("%s leaves without having finished within %g s", name, self._bounds.finish_s)
+            logger.warning("%s is removed with unfinished work after %g s", name, self._timeouts.finish_s)
 
 
 class ScaledScorers(ScaledWorkers):
-    """Workers of a frozen model that scores tokens wave by wave: they come and go between two waves."""
+    """Workers of a frozen model that scores tokens in waves; they are added and removed between two waves."""
 
-    def __init__(self, scorer: TokenScorer, seats: Seats, bounds: LeaveBounds) -> None:
-        super().__init__(seats, bounds)
+    def __init__(self, scorer: TokenScorer, launcher: ReplicaLauncher, timeouts: RemovalTimeouts) -> None:
+        super().__init__(launcher, timeouts)
         self._scorer = scorer
 
     @property
     def names(self) -> list[str]:
-        """Workers that take part in every wave."""
-        return [worker.name for worker in self._scorer.gang.workers]
+        """Workers that participate in every wave."""
+        return [worker.name for worker in self._scorer.group.workers]
 
     async def _join(self, name: str) -> None:
-        worker = await self._seats.replica(name)
+        worker = await self._launcher.replica(name)
         await self._scorer.resize(lambda workers: [*workers, worker])
 
-    async def _leave(self, name: str) -> None:
+    async def _drain(self, name: str) -> None:
         await self._scorer.resize(lambda workers: [worker for worker in workers if worker.name != name])
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """How a role stands."""
+    """Number of workers of a role that scales."""
 
     role: str
     wanted: int
-    there: int
-    """Workers that take part now."""
-    moving: bool
-    """Some are starting or leaving."""
+    """Workers the role is scaled to: the spec's number, or what is left of it after a failed start."""
+    running: int
+    """Workers that receive work now."""
+    scaling: bool
+    """Whether workers are being added or removed."""
     min_workers: int
     max_workers: int | None
 
     def __str__(self) -> str:
-        most = "" if self.max_workers is None else f" to {self.max_workers}"
-        moving = f", {self.there} now" if self.moving else ""
-        short = f", {self.there} there" if not self.moving and self.there != self.wanted else ""
-        workers = "worker" if self.wanted == 1 else "workers"
-        return f"{self.role}: {self.wanted} {workers}{moving}{short} (from {self.min_workers}{most})"
+        text = f"{self.role}: {self.wanted} {'worker' if self.wanted == 1 else 'workers'}"
+        if self.scaling or self.running != self.wanted:
+            text += f", {self.running} running"
+        if self.scaling:
+            text += ", scaling"
+        limits = f"min {self.min_workers}" + ("" if self.max_workers is None else f", max {self.max_workers}")
+        return f"{text} ({limits})"
 
 
-class Crew:
-    """The roles of a run that scale, held to what the spec says now."""
+class WorkerScaler:
+    """Brings every role that scales to the number of workers in the current spec.
+
+    One background task per role adds and removes workers until the role has the wanted number, which may change
+    meanwhile. A task waits for workers to start (limited by the launcher's timeouts) or to finish their work (limited
+    by `RemovalTimeouts`); :meth:`close` cancels it.
+    """
 
     def __init__(
         self,
-        spec: Spec,
+        spec: RolloutSpec,
         roles: Mapping[RoleName, ScaledWorkers],
         console: Console,
-        save: Callable[[Spec], None],
+        save: Callable[[RolloutSpec], None],
         file: str,
     ) -> None:
-        """`save` writes down every spec the run has had, in `file`."""
+        """Scale the given roles.
+
+        Args:
+            spec: The spec of the run at its start.
+            roles: The workers of each role that scales.
+            console: Receives a line for every change.
+            save: Writes each changed spec to `file`.
+            file: The run's spec file, as error messages name it.
+        """
         self.spec = spec
         self._roles = roles
         self._console = console
         self._save = save
         self._file = file
         self._wanted = {role: config.workers for role, config in spec.roles.scaled().items()}
-        self._moves: dict[RoleName, asyncio.Task[None]] = {}
+        self._tasks: dict[RoleName, asyncio.Task[None]] = {}
         self._waits: list[float] = []
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Set fields of the spec (dotted path to value); workers come and go by it in the background.
+        """Change fields of the spec; workers are added and removed in the background.
 
-        Raises SpecError where the changed spec could not work, UsageError where a field cannot change now.
+        Args:
+            changes: Dotted path to value.
+
+        Raises:
+            SpecError: The changed spec is invalid.
+            UsageError: A field cannot change while the run is active.
         """
         wanted = changed(self.spec, changes, self._file)
         refused = [str(difference) for difference in differences(self.spec, wanted) if difference.refused]
@@ -217,18 +245,18 @@ class Crew:
         self._waits.clear()
         for role, config in wanted.roles.scaled().items():
             self._wanted[role] = config.workers
-            if not self._moving(role):
-                self._moves[role] = asyncio.create_task(self._move(role))
-                self._moves[role].add_done_callback(_told)
+            if not self._is_scaling(role):
+                self._tasks[role] = asyncio.create_task(self._scale(role))
+                self._tasks[role].add_done_callback(_log_failure)
 
     def states(self) -> tuple[RoleState, ...]:
-        """How every role that scales stands."""
+        """The state of every role that scales."""
         return tuple(
             RoleState(
                 role,
                 self._wanted[role],
-                self._roles[role].at_work,
-                self._moving(role),
+                self._roles[role].running,
+                self._is_scaling(role),
                 config.min_workers,
                 config.max_workers,
             )
@@ -236,48 +264,54 @@ class Crew:
         )
 
     def after_step(self, wait: float) -> dict[str, float]:
-        """How many workers there are (`workers/ROLE`), once the autoscaling rule has seen a step.
+        """Apply the autoscaling rule after a step.
 
-        :param wait: share of the step for which the trainer waited for samples
+        Args:
+            wait: Fraction of the step (0 to 1) for which the trainer waited for samples.
+
+        Returns:
+            The number of workers of each role that scales, as `workers/ROLE`.
         """
         rule, rollout = self.spec.roles.rollout.autoscale, self.spec.roles.rollout
-        if rule is not None and not self._moving("rollout"):
+        if rule is not None and not self._is_scaling("rollout"):
             self._waits.append(wait)
-            wanted = self._wanted["rollout"] + step_of(self._waits, rule)
+            wanted = self._wanted["rollout"] + autoscale_step(self._waits, rule)
             if rollout.min_workers <= wanted <= (rollout.max_workers or wanted) and wanted != self._wanted["rollout"]:
-                self._console.message(f"the trainer waits for {wait:.0%} of a step: {wanted} engine(s) now")
+                self._console.message(
+                    f"autoscale: the trainer waited for {wait:.0%} of the step; scaling to {wanted} engine(s)"
+                )
                 self.change({"roles.rollout.workers": wanted})
-        return {f"workers/{state.role}": float(state.there) for state in self.states()}
+        return {f"workers/{state.role}": float(state.running) for state in self.states()}
 
     async def close(self) -> None:
-        """Start and end no more workers."""
-        for task in self._moves.values():
+        """Stop scaling; workers keep running."""
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._moves.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _moving(self, role: RoleName) -> bool:
-        return role in self._moves and not self._moves[role].done()
+    def _is_scaling(self, role: RoleName) -> bool:
+        return role in self._tasks and not self._tasks[role].done()
 
-    async def _move(self, role: RoleName) -> None:
-        """Bring the number there is to the number there should be, which may change meanwhile."""
+    async def _scale(self, role: RoleName) -> None:
+        """Add and remove workers until the role has the wanted number, which may change meanwhile."""
         workers = self._roles[role]
         while (wanted := self._wanted[role]) != len(workers.names):
             names = sorted(workers.names, key=_index)
             if len(names) < wanted:
                 free = (name for i in itertools.count() if (name := f"{role}-{i}") not in names)
-                coming = list(itertools.islice(free, wanted - len(names)))
-                self._console.message(f"{role}: {len(names)} -> {wanted} workers: {', '.join(coming)} starting")
-                missing = await asyncio.gather(*(self._add(role, name) for name in coming))
-                if any(missing) and self._wanted[role] == wanted:
-                    self._wanted[role] = len(workers.names)  # until somebody asks again
+                new = list(itertools.islice(free, wanted - len(names)))
+                self._console.message(f"{role}: {len(names)} -> {wanted} workers: {', '.join(new)} starting")
+                failed = await asyncio.gather(*(self._add(role, name) for name in new))
+                if any(failed) and self._wanted[role] == wanted:
+                    self._wanted[role] = len(workers.names)  # until the next request
             else:
-                leaving = names[wanted:]
-                self._console.message(f"{role}: {len(names)} -> {wanted} workers: {', '.join(leaving)} leaving")
-                await asyncio.gather(*(workers.remove(name) for name in leaving))
+                removed = names[wanted:]
+                self._console.message(f"{role}: {len(names)} -> {wanted} workers: {', '.join(removed)} stopping")
+                await asyncio.gather(*(workers.remove(name) for name in removed))
             self._console.message(f"{role}: {len(workers.names)} workers")
 
     async def _add(self, role: RoleName, name: str) -> bool:
-        """Whether the worker is missing still."""
+        """Add a worker; returns whether it failed to start."""
         try:
             await self._roles[role].add(name)
         except _FAILURES as error:
@@ -286,15 +320,18 @@ class Crew:
         return False
 
 
-def _told(move: asyncio.Task[None]) -> None:
-    if not move.cancelled() and (error := move.exception()) is not None:
-        log.error("scaling failed: %s", error)
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("scaling failed: %s", error)
 
 
-def step_of(waits: Sequence[float], rule: AutoscaleConfig) -> int:
-    """What the last steps ask for: 1 for one more engine, -1 for one fewer, 0 for neither.
+def autoscale_step(waits: Sequence[float], rule: AutoscaleConfig) -> int:
+    """Change of the number of engines: 1 if every recent step waited more than `max_wait`, -1 if every one waited less
+    than `min_wait`, else 0.
 
-    :param waits: share of each step for which the trainer waited for samples, the newest last
+    Args:
+        waits: Fraction of each step (0 to 1) for which the trainer waited for samples, newest last.
+        rule: Thresholds, and the number of steps that must agree.
     """
     recent = waits[-rule.steps :]
     if len(recent) < rule.steps:

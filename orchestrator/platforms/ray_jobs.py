@@ -1,4 +1,4 @@
-"""A spec as a Ray job, by Ray's own job client: `troupe submit`, `jobs`, `status`, `logs`, `stop`."""
+"""Ray jobs through Ray's own job client: `troupe submit`, `jobs`, `status`, `logs` and `stop`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from typing import Any, Literal, Protocol
 
 import yaml
 
-from orchestrator.errors import TroupeError
-from orchestrator.spec_paths import absolute_paths
+from orchestrator.errors import TroupeError, UsageError
+from orchestrator.spec.paths import absolute_paths
 
 _EXCLUDES = [".git", ".venv", "venv", "__pycache__", "runs", ".cache", "*.safetensors", "*.pt"]
-"""Never sent along with a working directory."""
+"""Files of a working directory that are never uploaded."""
 _STATUS_TIMEOUT_S = 60.0
 _AGENT_TIMEOUT_S = 60.0
 _POLL_S = 0.5
 _SAVE_TIMEOUT_S = 600.0
-"""Longest a job that was asked to stop may take to save; then Ray kills it."""
+"""Longest a stopped job may take to save before Ray kills it."""
 _NAME = "troupe"
-"""Where a job's metadata name the run."""
+"""Metadata key that holds the name of the run."""
 
 Echo = Callable[[str], Any]
 
 
 class Submittable(Protocol):
-    """A spec, or a chain of them."""
+    """A spec, or a chain of specs."""
 
     @property
     def name(self) -> str:
@@ -41,59 +41,66 @@ class Submittable(Protocol):
         ...
 
     def model_dump(self, *, mode: Literal["json"]) -> dict[str, Any]:
-        """Its data, as YAML can hold them."""
+        """The data as plain YAML types."""
         ...
 
 
 @dataclass(frozen=True)
 class Submission:
-    """How a spec is sent."""
+    """What to submit with a spec. Raises UsageError if a path does not exist."""
 
     job: str | None = None
-    """Its submission id; None: Ray makes one."""
+    """Submission id; None: Ray generates one."""
     working_dir: Path | None = None
-    """Folder to send along; None: the spec alone."""
+    """Folder to upload; None: the spec alone."""
     requirements: Path | None = None
-    """A requirements file that every worker's environment is made from; None: what the cluster has."""
+    """Requirements file for every worker's environment; None: the cluster's installed packages."""
+
+    def __post_init__(self) -> None:
+        if self.working_dir is not None and not self.working_dir.exists():
+            raise UsageError(f"--working-dir: no such folder: {self.working_dir}")
+        if self.requirements is not None and not self.requirements.exists():
+            raise UsageError(f"--requirements: no such file: {self.requirements}")
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What the job server says of a job."""
+    """State of a job, as the job server reports it."""
 
     job: str
     name: str
-    """Of the run; empty: it was not submitted by Troupe."""
+    """Name of the run; empty: the job was not submitted by Troupe."""
     status: str
     seconds: float
-    """Since its start, or until its end."""
+    """Duration so far, or in total once the job has ended."""
     message: str
 
     def line(self) -> str:
-        """In one line."""
+        """Format the state as one line."""
         named = f"{self.job} ({self.name})" if self.name else self.job
         return f"{named}: {self.status}, {self.seconds:.0f} s" + (f": {self.message}" if self.message else "")
 
 
 class JobServer:
-    """The job server of a cluster. Every method raises TroupeError where it does not answer or knows no such job."""
+    """Client of a cluster's job server. Every method raises TroupeError if it does not answer or the job is unknown."""
 
     def __init__(self, address: str) -> None:
-        """`address`: its URL."""
+        """Connect to the server at `address`, an http(s) URL."""
         from ray.job_submission import JobSubmissionClient
 
         if not address.startswith(("http://", "https://")):
             raise TroupeError(f"--address {address}: expected the job server's URL, as in http://HOST:8265")
         self._address = address
-        with self._told():
+        with self._reported():
             self._client = JobSubmissionClient(address, headers=token_header())
 
     def submit(self, spec: Submittable, submission: Submission) -> str:
-        """Send the spec; returns the submission id.
+        """Submit the spec with every relative path made absolute, because the job has another working directory.
 
-        The job gets the spec with every relative path made absolute, because its working directory is another one.
+        Returns:
+            The submission id.
         """
-        with tempfile.TemporaryDirectory(prefix="troupe-job-") as scratch, self._told():
+        with tempfile.TemporaryDirectory(prefix="troupe-job-") as scratch, self._reported():
             folder = submission.working_dir or Path(scratch)
             file = folder / f".troupe-{spec.name}.yaml"
             runtime_env: dict[str, Any] = {"working_dir": str(folder), "excludes": _EXCLUDES}
@@ -113,44 +120,49 @@ class JobServer:
                 file.unlink(missing_ok=True)
 
     def jobs(self) -> list[JobState]:
-        """Every job, the newest first."""
-        with self._told():
+        """All submitted jobs, newest first."""
+        with self._reported():
             found = [job for job in self._client.list_jobs() if job.submission_id]
         return [_state(job) for job in sorted(found, key=lambda job: -(job.start_time or 0))]
 
     def state(self, job: str) -> JobState:
-        """One job."""
-        with self._told():
+        """The state of one job."""
+        with self._reported():
             return _state(self._client.get_job_info(job))
 
     def logs(self, job: str) -> str:
-        """What the job has printed so far."""
-        with self._told():
+        """The job's output so far."""
+        with self._reported():
             return self._client.get_job_logs(job)
 
     def follow(self, job: str, echo: Echo) -> bool:
-        """Show what the job prints until it ends; whether it succeeded."""
+        """Pass the job's output to `echo` until the job ends; returns whether it succeeded."""
         from ray.job_submission import JobStatus
 
-        with self._told():
+        with self._reported():
             asyncio.run(_tail(self._client, job, echo))
             status = _final_status(self._client, job)
         echo(f"{job}: {status.value}")
         return status == JobStatus.SUCCEEDED
 
     def stop(self, job: str, timeout_s: float) -> JobState:
-        """Have the run save and leave, and wait for its end. Raises TroupeError where it has not ended in time."""
-        with self._told():
+        """Stop the job, which saves and exits, and wait for its end.
+
+        Raises:
+            TroupeError: The job has not ended within `timeout_s` seconds.
+        """
+        with self._reported():
             self._client.stop_job(job)
             deadline = time.monotonic() + timeout_s
             while not self._client.get_job_status(job).is_terminal():
                 if time.monotonic() > deadline:
-                    raise TroupeError(f"{job} has not ended within {timeout_s:g} s")
+                    raise TroupeError(f"{job} has not ended within {timeout_s:g} s; it may still be saving")
                 time.sleep(_POLL_S)
         return self.state(job)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reported(self) -> Iterator[None]:
+        """Turn the client's errors into one-line TroupeErrors that name the address."""
         from ray.exceptions import RayError
 
         try:
@@ -169,7 +181,8 @@ def _state(job: Any) -> JobState:
 
 
 def _submit_when_ready(client: Any, **job: Any) -> str:
-    """Submit; a head that has just started answers before its agent can take a job, so wait for that, with a bound."""
+    """Submit, and retry for a limited time while the head node's agent is not up yet: a head that has just started
+    answers before its agent accepts jobs."""
     deadline = time.monotonic() + _AGENT_TIMEOUT_S
     while True:
         try:
@@ -181,24 +194,27 @@ def _submit_when_ready(client: Any, **job: Any) -> str:
 
 
 def entrypoint(spec_file: str) -> str:
-    """The job's command line: this interpreter where the cluster has it too, else the one on the cluster's PATH."""
+    """The job's command line. It uses this interpreter if the cluster has it, else the one on the cluster's PATH."""
     python = f'"$(command -v {shlex.quote(sys.executable)} || command -v python || echo python3)"'
     return f"{python} -m orchestrator.cli run {shlex.quote(spec_file)} --resume"
 
 
 def job_environment() -> dict[str, str]:
-    """Time to save when the job is stopped (Ray allows three seconds), and, where Troupe runs from its source tree and
-    not from an installed package, that tree. Nothing of this process's own environment travels."""
+    """Environment variables of the job; none is copied from this process.
+
+    They give a stopped job time to save (Ray's default is three seconds) and, if Troupe runs from its source tree
+    instead of an installed package, put that tree on the path.
+    """
     environment = {"RAY_JOB_STOP_WAIT_TIME_S": f"{_SAVE_TIMEOUT_S:g}"}
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     return environment | ({"PYTHONPATH": str(root)} if (root / "pyproject.toml").is_file() else {})
 
 
 def token_header() -> dict[str, str]:
-    """Ray's token, where there is one, as the job server wants it: unlike `ray.init`, the job client has to be told.
+    """HTTP header with Ray's token, empty without a token. Unlike `ray.init`, the job client does not read the token.
 
-    Told by a header and not by RAY_AUTH_MODE, which Ray reads once at its import: a later change of it splits a process
-    from the clusters it starts.
+    The header replaces RAY_AUTH_MODE because Ray reads that variable once, at import: after a later change this process
+    and the clusters it starts would use different modes.
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return {}
@@ -213,7 +229,7 @@ async def _tail(client: Any, job: str, echo: Echo) -> None:
 
 
 def _final_status(client: Any, job: str) -> Any:
-    """The job's status; the log may end a moment before the job does."""
+    """The job's status once it is terminal; the log may end a moment before the job does."""
     deadline = time.monotonic() + _STATUS_TIMEOUT_S
     while True:
         status = client.get_job_status(job)

@@ -1,4 +1,4 @@
-"""`troupe deploy --slurm`: a spec as an sbatch script that starts Ray on the job's nodes and trains. Pure."""
+"""A spec as an sbatch script that starts Ray on the job's nodes and trains. Pure: starts no process."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.capacity.placement import Node
+from orchestrator.capacity.plan import plan
 from orchestrator.errors import UsageError
-from orchestrator.placement import Node
-from orchestrator.plan import plan
-from orchestrator.spec_any import AnySpec
+from orchestrator.spec.load import RunSpec
+
+_LARGEST = 100_000
+"""Upper limit of every resource number: a larger one is a typing error."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a job asks for. Raises UsageError where that is nothing."""
+    """Resources of the Slurm job. Raises UsageError for a number out of range."""
 
-    nodes: int
-    gpus_per_node: int
-    cpus_per_node: int
     environment: Path
-    """Virtual environment with Troupe, at the same place on every node."""
+    """Virtual environment with Troupe, at the same path on every node."""
+    nodes: int = 1
+    gpus_per_node: int = 0
+    cpus_per_node: int = 128
     join_timeout_s: int = 600
-    """Longest wait for the nodes to join."""
+    """Longest wait for the nodes to join, in seconds."""
     notice_s: int = 300
-    """How long before its time is up the run is told to save and leave."""
+    """Seconds before the time limit at which Slurm signals the run to save and exit."""
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
@@ -34,32 +37,33 @@ class Options:
 
 
 def _problems(options: Options) -> Iterator[str]:
-    least = {"--nodes": (options.nodes, 1), "--gpus-per-node": (options.gpus_per_node, 0)}
-    least["--cpus-per-node"] = (options.cpus_per_node, 1)
-    for flag, (number, bound) in least.items():
-        if not bound <= number <= 100_000:
-            yield f"{flag} {number}: expected a whole number from {bound} on"
+    numbers = {
+        "--nodes": (options.nodes, 1),
+        "--gpus-per-node": (options.gpus_per_node, 0),
+        "--cpus-per-node": (options.cpus_per_node, 1),
+    }
+    for flag, (number, least) in numbers.items():
+        if not least <= number <= _LARGEST:
+            yield f"{flag}: must be between {least} and {_LARGEST}, got {number}"
 
 
-def script(name: str, command: Sequence[str], specs: Sequence[AnySpec], options: Options) -> str:
-    """The sbatch script.
+def script(name: str, command: Sequence[str], specs: Sequence[RunSpec], options: Options) -> str:
+    """Build the sbatch script.
 
-    :param command: arguments of `troupe run` without the address: the spec's absolute path, overrides
-    :param specs: every run of the file
-    Raises UsageError, in the words of `troupe plan` where the nodes have no room.
+    Args:
+        name: Name of the Slurm job.
+        command: Arguments of `troupe run` without the address: the spec's absolute path and the overrides.
+        specs: Every run of the file.
+        options: Resources of the job.
+
+    Raises:
+        UsageError: The name is invalid, a role requires node labels, or the nodes cannot hold a run (the message is
+            that of `troupe plan`).
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
-        raise UsageError("--name: may hold letters, digits, '.', '_' and '-'")
-    nodes = [
-        Node(f"node-{i}", float(options.cpus_per_node), float(options.gpus_per_node)) for i in range(options.nodes)
-    ]
+        raise UsageError("--name: only letters, digits, '.', '_' and '-' are allowed, starting with a letter or digit")
     for spec in specs:
-        for role, asked in spec.roles.present().items():
-            if asked.node_labels:
-                why = "the nodes of the job have no labels; choose them by sbatch (--constraint)"
-                raise UsageError(f"roles.{role}.node_labels: {why}")
-        if misfit := plan(spec, nodes).misfit:
-            raise UsageError(misfit)
+        _require_room(spec, options)
     gpus = f"#SBATCH --gpus-per-node={options.gpus_per_node}\n" if options.gpus_per_node else ""
     return (
         "#!/bin/bash\n"
@@ -70,7 +74,7 @@ def script(name: str, command: Sequence[str], specs: Sequence[AnySpec], options:
         f"{gpus}"
         f"#SBATCH --signal=B:TERM@{options.notice_s}\n"
         "#SBATCH --output=%x-%j.log\n"
-        "# Written by `troupe deploy --slurm`. Account, partition and time belong to sbatch:\n"
+        "# Written by `troupe deploy --slurm`. Pass account, partition and time to sbatch:\n"
         "#   sbatch --partition=... --time=... THIS-FILE\n"
         f"environment={shlex.quote(str(options.environment))}\n"
         f"cpus={options.cpus_per_node} gpus={options.gpus_per_node} join_timeout_s={options.join_timeout_s}\n"
@@ -79,20 +83,30 @@ def script(name: str, command: Sequence[str], specs: Sequence[AnySpec], options:
     )
 
 
+def _require_room(spec: RunSpec, options: Options) -> None:
+    for role, resources in spec.roles.present().items():
+        if resources.node_labels:
+            why = "Slurm nodes have no Ray labels; select nodes with sbatch --constraint"
+            raise UsageError(f"roles.{role}.node_labels: {why}")
+    size = (float(options.cpus_per_node), float(options.gpus_per_node))
+    if misfit := plan(spec, [Node(f"node-{i}", *size) for i in range(options.nodes)]).misfit:
+        raise UsageError(misfit)
+
+
 _BODY = r"""
 set -euo pipefail
 export PATH="$environment/bin:$PATH" RAY_USAGE_STATS_ENABLED=0
 fail() { echo "error: $*" >&2; exit 1; }
 
-# The cluster's token: made here, for its owner's eyes, read from its file by every process; in no argument.
+# The cluster's token: created here, readable by its owner only, read from its file by every process; never an argument.
 secrets=$(mktemp -d "$PWD/.troupe-$SLURM_JOB_ID-XXXXXX")
-leave() { rm -rf "$secrets"; kill $(jobs -p) 2>/dev/null || true; }
-trap leave EXIT
+cleanup() { rm -rf "$secrets"; kill $(jobs -p) 2>/dev/null || true; }
+trap cleanup EXIT
 unset RAY_AUTH_TOKEN RAY_ADDRESS
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$secrets/token"
 (umask 077; head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
 
-# Ray listens at each node's address in the job's network: what its name resolves to, where that is no loopback.
+# Ray listens on each node's address in the job's network: what its name resolves to, unless that is a loopback address.
 address_of() {
   local address
   address=$(getent ahostsv4 "$1" | awk '$1 !~ /^127\./ && !found { print $1; found = 1 }') || true
@@ -112,9 +126,9 @@ port=$((20000 + SLURM_JOB_ID % 10000))
 head="${addresses[0]}:$port"
 start_ray "${nodes[0]}" "${addresses[0]}" --head --port="$port" --include-dashboard=false
 
-# Every node, or none: within the bound, all have joined.
-wait_for() {  # wait_for COUNT: that many nodes
-  timeout "$join_timeout_s" python - "$head" "$1" <<'PYTHON' || fail "$1 nodes did not join within $join_timeout_s s"
+# The run starts only if all nodes join within the timeout.
+wait_for() {  # wait_for COUNT: until that many nodes have joined
+  timeout "$join_timeout_s" python - "$head" "$1" <<'PYTHON' || fail "fewer than $1 nodes joined in $join_timeout_s s"
 import socket
 import sys
 import time
@@ -138,8 +152,8 @@ wait_for 1
 for ((i = 1; i < ${#nodes[@]}; i++)); do start_ray "${nodes[i]}" "${addresses[i]}" --address="$head"; done
 wait_for "${#nodes[@]}"
 
-# A warning before the time is up (or a signal by hand) lets the run save and leave; the script ends as the run ends,
-# and with the script everything that it started.
+# Slurm's signal before the time limit, or one sent by hand, lets the run save and exit. The script exits with the run's
+# exit code, and all processes that it started end with it.
 RAY_ADDRESS="$head" "${run[@]}" &
 running=$!
 trap 'kill -TERM "$running" 2>/dev/null || true' TERM INT

@@ -1,9 +1,10 @@
-"""What the user sees of a run: a live display in a terminal, one line per step anywhere else."""
+"""Terminal output of a run: a live display in a terminal; otherwise one line per step, and some in a long phase."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -18,12 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 SHOWN_STEPS = 8
-"""Steps in the live table."""
+"""Rows of the live table."""
+QUIET_S = 30.0
+"""Without a terminal: seconds of silence after which the progress of the current phase is printed."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a step. Of several names the first that a step has is shown."""
+    """A column of the live table. It shows the first of the named metrics that a step has."""
 
     title: str
     names: tuple[str, ...]
@@ -46,90 +49,115 @@ COLUMNS = (
 
 
 class Console:
-    """Shows one run. Every method may be called whether or not `start` was; nothing is shown twice."""
+    """Shows one run. Every method may be called before `start`; nothing is shown twice."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        """Write to `stream`, or to standard output."""
+    def __init__(self, stream: TextIO | None = None, quiet_s: float = QUIET_S) -> None:
+        """Write to `stream`, or to standard output. Without a terminal, no silence is much longer than `quiet_s`."""
         self._stream = stream or sys.stdout
         self._terminal = Terminal(file=self._stream, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
-        self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+        self._redirected: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
         self._name = ""
         self._total = 0
         self._done = 0
         self._phase = ("", 0, 0)
-        self._phase_began = time.monotonic()
+        self._phase_started = time.monotonic()
         self._latest: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=SHOWN_STEPS)
+        self._quiet_s = quiet_s
+        self._printed = time.monotonic()
+        self._writing = threading.Lock()
+        self._closed = threading.Event()
 
     def start(self, spec_name: str, total_steps: int) -> None:
-        """A run begins."""
+        """Start showing a run."""
         self._name, self._total = spec_name, total_steps
         if self._terminal.is_terminal:
             self._live = Live(
                 get_renderable=self._render, console=self._terminal, refresh_per_second=4, vertical_overflow="crop"
             )
             self._live.start()
-            self._moved = _follow_live()
+            self._redirected = _follow_live()
         else:
             self._line(f"{spec_name}: {total_steps} steps")
+            threading.Thread(target=self._break_silences, name="console", daemon=True).start()
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """What is going on inside the step, and how far it is; shown live only."""
+        """Show the current phase of the step and its progress: in the live display, or after a silence."""
         if name != self._phase[0]:
-            self._phase_began = time.monotonic()
+            self._phase_started = time.monotonic()
         self._phase = (name, done, total)
 
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Step number `step` (from 1) is done."""
+        """Show the metrics of the finished step `step`, counted from 1."""
         self._done = step
         self._latest.append((step, metrics))
         if self._live is None:
-            figures = ((column.title, cell(metrics, column)) for column in COLUMNS)
-            shown = "  ".join(f"{title} {text}" for title, text in figures if text != "-")
+            cells = ((column.title, cell(metrics, column)) for column in COLUMNS)
+            shown = "  ".join(f"{title} {text}" for title, text in cells if text != "-")
             self._line(f"step {step}/{self._total}  {shown}".rstrip())
 
     def message(self, text: str) -> None:
-        """Say something between steps; it stays above the live display."""
+        """Print a line; it stays above the live display."""
         if self._live is None:
             self._line(text)
         else:
             self._terminal.print(Text(text))
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        """The run is over: leave the display and show a table of what came of it."""
+        """Close the live display and print a summary of the run."""
         self.close()
         if self._terminal.is_terminal:
             table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
             for name, value in summary.items():
-                table.add_row(Text(name, style="bold"), Text(figure(value)))
+                table.add_row(Text(name, style="bold"), Text(format_value(value)))
             self._terminal.print(table)
         else:
             width = max((len(name) for name in summary), default=0)
             for name, value in summary.items():
-                self._line(f"{name:<{width}}  {figure(value)}")
+                self._line(f"{name:<{width}}  {format_value(value)}")
 
     def close(self) -> None:
-        """Give the terminal back; needed where a run ends without `finish`."""
+        """Restore the terminal; required if a run ends without `finish`."""
+        self._closed.set()
         if self._live is not None:
             self._live.stop()
             self._live = None
-            for handler, stream in self._moved:
+            for handler, stream in self._redirected:
                 handler.setStream(stream)
 
     def _line(self, text: str) -> None:
-        # Not through rich, which would fold long lines at a width that only a terminal has.
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        # Not through rich, which wraps long lines at a width even where there is no terminal.
+        with self._writing:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+            self._printed = time.monotonic()
+
+    def _break_silences(self) -> None:
+        """Prints the current phase whenever nothing was printed for `quiet_s`; runs in a thread until `close`.
+
+        A thread, because a phase may report nothing for minutes, or block the event loop.
+        """
+        while not self._closed.wait(max(0.0, self._printed + self._quiet_s - time.monotonic())):
+            if time.monotonic() - self._printed < self._quiet_s:
+                continue
+            if progress := self._progress():
+                self._line(f"after step {self._done}/{self._total}: {progress}" if self._done else progress)
+            else:
+                self._printed = time.monotonic()
+
+    def _progress(self) -> str:
+        """The current phase, what it has done, and for how long; empty before the first."""
+        name, done, total = self._phase
+        return f"{name} {done}/{total} ({time.monotonic() - self._phase_started:.0f} s)" if name else ""
 
     def _render(self) -> RenderableType:
-        name, done, total = self._phase
         head = Table.grid(padding=(0, 1))
         progress = f"step {self._done}/{self._total}"
         head.add_row(
             Text(self._name, style="bold"),
             ProgressBar(total=max(self._total, 1), completed=self._done, width=30),
             Text(progress),
-            Text(f"{name} {done}/{total} ({time.monotonic() - self._phase_began:.0f} s)" if name else ""),
+            Text(self._progress()),
         )
         return Group(head, self._table()) if self._latest else head
 
@@ -144,7 +172,7 @@ class Console:
 
 
 def cell(metrics: Mapping[str, object], column: Column) -> str:
-    """A step's figure under a column, or a dash."""
+    """A step's value in a column, or a dash."""
     for name in column.names:
         value = metrics.get(name)
         if isinstance(value, int | float):
@@ -152,17 +180,21 @@ def cell(metrics: Mapping[str, object], column: Column) -> str:
     return "-"
 
 
-def figure(value: object) -> str:
-    """A value of the summary: whole numbers whole, other ones to four significant digits."""
+def format_value(value: object) -> str:
+    """Format a summary value: whole numbers without decimals, others to four significant digits."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"
 
 
 def _follow_live() -> list[tuple[logging.StreamHandler[TextIO], TextIO]]:
-    """Have log handlers that hold the real standard streams write above the live display; returns what to undo."""
-    moved = []
+    """Redirect log handlers of the standard streams to above the live display.
+
+    Returns:
+        The handlers with their original streams, to restore them.
+    """
+    redirected = []
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.__stderr__, sys.__stdout__):
-            moved.append((handler, handler.setStream(sys.stderr)))
-    return [(handler, stream) for handler, stream in moved if stream is not None]
+            redirected.append((handler, handler.setStream(sys.stderr)))
+    return [(handler, stream) for handler, stream in redirected if stream is not None]

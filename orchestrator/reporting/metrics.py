@@ -1,4 +1,4 @@
-"""Figures of a run: phase timers, aggregation, and the files they are written to."""
+"""Metrics of a run: phase timers, aggregation, and the files that record them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import numpy as np
 
-from workers.messages import UpdateMetrics
+from workers.contract.memory import resident_peak
+from workers.contract.messages import Answer, Peak, UpdateMetrics
 
 logger = logging.getLogger(__name__)
 
-_FILES = itertools.count()  # tells apart the event files one process starts within a second
+_FILES = itertools.count()  # distinguishes event files that one process starts within the same second
 
 Metrics = Mapping[str, object]
-"""Figures by name; a few are text (`kind`)."""
+"""Metrics by name; a few are text (`kind`)."""
 
 
 class PhaseTimers:
-    """Seconds spent in named phases since this was made. Phases may overlap: each one counts its own time."""
+    """Seconds spent in named phases since construction. Phases may overlap; each counts its own time."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -37,7 +39,7 @@ class PhaseTimers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the block, also where it raises."""
+        """Count the time inside the block, also if it raises."""
         started = self._clock()
         try:
             yield
@@ -45,51 +47,30 @@ class PhaseTimers:
             self._seconds[name] += self._clock() - started
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase; a phase that is still open counts when it ends."""
+        """Seconds by phase; an open phase is added when it ends."""
         return dict(self._seconds)
 
     def total(self) -> float:
-        """Seconds since this was made."""
+        """Seconds since construction."""
         return self._clock() - self._started
 
     def shares(self) -> dict[str, float]:
-        """Share of the total time by phase: its utilisation. Empty where no time has passed."""
+        """Fraction of the total time by phase (its utilisation); empty if no time has passed."""
         total = self.total()
         return {name: seconds / total for name, seconds in self._seconds.items()} if total > 0 else {}
 
 
-def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; nan of nothing."""
-    return float(np.mean(values)) if len(values) else math.nan
-
-
 def std(values: Sequence[float]) -> float:
-    """Population standard deviation; nan of nothing."""
+    """Population standard deviation; nan for no values."""
     return float(np.std(values)) if len(values) else math.nan
 
 
-def percentiles(values: Sequence[float], wanted: Sequence[float] = (10, 50, 90)) -> tuple[float, ...]:
-    """Percentiles (0 to 100), interpolated linearly; nan of nothing."""
-    if not len(values):
-        return (math.nan,) * len(wanted)
-    return tuple(float(value) for value in np.percentile(values, wanted))
-
-
-def summarize(name: str, values: Sequence[float]) -> dict[str, float]:
-    """`<name>/mean`, `std`, `min`, `p10`, `p50`, `p90` and `max`; empty for no values."""
-    if not len(values):
-        return {}
-    figures = {"mean": mean(values), "std": std(values), "min": float(min(values)), "max": float(max(values))}
-    figures |= dict(zip(("p10", "p50", "p90"), percentiles(values), strict=True))
-    return {f"{name}/{key}": figure for key, figure in figures.items()}
-
-
 def merge_update_metrics(ranks: Sequence[UpdateMetrics]) -> dict[str, float]:
-    """One update's figures over all ranks: `sums` add up, `values` are equal on all ranks and taken once.
+    """Combine one update's metrics of all ranks: `sums` add up, `values` are equal on all ranks and taken once.
 
     Raises:
-        ValueError: there is no rank, a name is both a sum and a value, or the ranks disagree on a value or on having
-            skipped the update; then they no longer hold the same model.
+        ValueError: There is no rank, a name is both a sum and a value, or the ranks disagree on a value or on having
+            skipped the update, in which case they no longer hold the same model.
     """
     if not ranks:
         raise ValueError("an update has at least one rank")
@@ -113,27 +94,27 @@ def _equal(left: float, right: float) -> bool:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of `k` samples is right, from `correct` of `samples`.
+    """Unbiased estimate of the probability that at least one of `k` samples is correct, from `correct` of `samples`.
 
     1 - C(samples - correct, k) / C(samples, k): equation 1 of Chen et al. 2021 (arXiv 2107.03374).
 
     Raises:
-        ValueError: not 0 <= correct <= samples and 1 <= k <= samples.
+        ValueError: 0 <= correct <= samples or 1 <= k <= samples does not hold.
     """
     if not (0 <= correct <= samples and 1 <= k <= samples):
-        raise ValueError(f"pass@{k} is not defined for {correct} right of {samples}")
+        raise ValueError(f"pass@{k} is not defined for {correct} correct of {samples} samples")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 class MetricSink(Protocol):
-    """Where the figures of a step go."""
+    """Destination of a run's metrics."""
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Record one step's figures; they are on their way to the disk when this returns."""
+        """Record one step's metrics; they are flushed to the operating system on return."""
         ...
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Release resources; no write follows."""
         ...
 
 
@@ -141,8 +122,13 @@ class JsonlSink:
     """`metrics.jsonl`: one JSON object a line, `step` and `time` (seconds since 1970) first."""
 
     def __init__(self, path: str | Path, keep_through: int) -> None:
-        """Open for appending. Lines of steps after `keep_through` are dropped, and so is a line that was cut by a kill:
-        a run resumed at that step writes them again. A run that starts from nothing passes -1."""
+        """Open for appending.
+
+        Args:
+            path: The file.
+            keep_through: Last step to keep; -1 for a new run. Lines of later steps and a line truncated by a kill are
+                dropped, because a run resumed at that step writes them again.
+        """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
@@ -150,7 +136,7 @@ class JsonlSink:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Append one line. JSON has no nan and no infinity: they become null."""
+        """Append one line. nan and infinity become null, because JSON has neither."""
         line = {"step": step, "time": round(time.time(), 3)} | {k: _finite(v) for k, v in metrics.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
@@ -176,7 +162,7 @@ def _keep_lines(path: Path, keep_through: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """The step of a whole line; infinity for a line that is cut or is not ours."""
+    """The step of a complete line; infinity for a truncated or foreign line."""
     try:
         step = json.loads(line)["step"] if line.endswith("\n") else None
     except (ValueError, TypeError, KeyError):
@@ -185,15 +171,15 @@ def _step_of(line: str) -> float:
 
 
 class TensorBoardSink:
-    """Scalars in TensorBoard's own file format, written without torch or TensorFlow."""
+    """Scalars in TensorBoard's file format, written without torch or TensorFlow."""
 
     def __init__(self, directory: str | Path, keep_through: int) -> None:
-        """Start a new event file; TensorBoard then hides steps after `keep_through` of earlier files."""
-        # Here, not at the top: protobuf costs a third of a second, and most commands write no events.
+        """Start a new event file; TensorBoard then hides steps after `keep_through` in earlier files."""
+        # Imported here because protobuf takes a third of a second to load and most commands write no events.
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # The classes are made when protobuf loads; there is no source for a type checker to read.
+        # Protobuf creates the classes at import time, so a type checker has no source to read.
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         folder = Path(directory)
@@ -223,16 +209,19 @@ class TensorBoardSink:
 
 
 class MetricSinks:
-    """Every place a run's figures go."""
+    """All destinations of a run's metrics."""
 
     def __init__(self, sinks: Sequence[MetricSink]) -> None:
         self._sinks = tuple(sinks)
 
     @classmethod
     def open(cls, folder: str | Path, *, tensorboard: bool, resume_at: int) -> MetricSinks:
-        """`metrics.jsonl`, and event files in `tensorboard/`, of a run in `folder` that has done `resume_at` steps.
+        """Open `metrics.jsonl`, and event files in `tensorboard/` if requested, in a run folder.
 
-        What an interrupted run wrote of later steps is dropped; a run at step 0 drops everything.
+        Args:
+            folder: The run folder.
+            tensorboard: Whether to write event files.
+            resume_at: Steps that the run has completed. Records of later steps are dropped; at 0, all records.
         """
         keep_through = resume_at if resume_at > 0 else -1
         sinks: list[MetricSink] = [JsonlSink(Path(folder) / "metrics.jsonl", keep_through)]
@@ -241,11 +230,45 @@ class MetricSinks:
         return cls(sinks)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Record figures of one step everywhere."""
+        """Record one step's metrics in every sink."""
         for sink in self._sinks:
             sink.write(step, metrics)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close every sink."""
         for sink in self._sinks:
             sink.close()
+
+
+GIB = 2**30
+
+
+class PeakMemory:
+    """Peak memory of the largest worker of each role, ended workers included, and of the driver process."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, Peak] = {}
+
+    def note(self, worker: str, answer: object) -> None:
+        """Record the peak that the answer of a worker (`rollout-0`) reports; an answer without one is ignored."""
+        if isinstance(answer, Answer) and answer.peak is not None:
+            role = worker.rpartition("-")[0]
+            before = self._roles.get(role, Peak(0))
+            self._roles[role] = Peak(max(before.host, answer.peak.host), max(before.gpu, answer.peak.gpu))
+
+    def metrics(self) -> dict[str, float]:
+        """`memory/ROLE`, `memory/driver` and, for roles with memory on GPUs, `memory/ROLE_gpu`, in GiB."""
+        peaks = dict(sorted(self._roles.items())) | {"driver": Peak(resident_peak())}
+        host = {f"memory/{role}": peak.host / GIB for role, peak in peaks.items()}
+        return host | {f"memory/{role}_gpu": peak.gpu / GIB for role, peak in peaks.items() if peak.gpu}
+
+    def summary(self) -> str:
+        """One line: `policy 0.61, rollout 1.20, driver 0.31 GiB`."""
+        parts = (f"{name.removeprefix('memory/')} {value:.2f}" for name, value in self.metrics().items())
+        return f"{', '.join(parts)} GiB"
+
+
+def mean_of(dicts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of every metric over the dicts that have it."""
+    names = dict.fromkeys(name for metrics in dicts for name in metrics)
+    return {name: fmean(metrics[name] for metrics in dicts if name in metrics) for name in names}

@@ -1,9 +1,10 @@
-"""The rollout engines: who serves, who has least to do, who must be replaced.
+"""The pool of rollout engines: dispatches groups to the least-loaded engine, probes engines and replaces dead ones.
 
-An engine that fails a health probe is taken out, its process is killed and a fresh one is brought up (with the
-current weights) within the run's restart budget. When none serves and none can be brought up, the run ends with
-:class:`EnginesLost`: nobody waits for ever. Engines also come and go as they are told to (:meth:`EnginePool.join`,
-:meth:`EnginePool.retire`).
+The pool removes an engine that fails a health probe, kills its process and starts a replacement with the current
+weights, as long as the run's restart budget lasts. A replacement that dies of the same fault before its first group
+shows that restarts do not help: waiting calls then fail with `EnginesLost` at once. When no engine is left and none is
+starting, waiting calls fail with `EnginesLost` instead of waiting forever. Live scaling adds and removes engines
+(`EnginePool.join`, `EnginePool.retire`).
 """
 
 from __future__ import annotations
@@ -11,39 +12,47 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from orchestrator.cluster.event_loop import gather_all
+from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import EnginesLost, WorkerDied, WorkerError
-from orchestrator.handles import TableRef, WorkerHandle, together
-from workers.messages import GroupRequest, GroupSummary
+from workers.contract import roles
+from workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate, WorkerHealth
+from workers.contract.roles import TableRef
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """Whether an engine may be given work."""
+    """Whether an engine receives groups."""
 
     SERVING = "serving"
     SUSPECT = "suspect"
+    """A call failed; the engine is being probed and receives no groups meanwhile."""
     LEAVING = "leaving"
-    """Finishes what it has and is given nothing more."""
+    """Finishes its groups and receives no more."""
     GONE = "gone"
+    """Removed from the pool; its process was killed."""
 
 
 @dataclass(eq=False)
 class Engine:
-    """One engine and what is known of it."""
+    """One engine and its state in the pool."""
 
-    handle: WorkerHandle
+    handle: WorkerHandle[roles.Engine]
     host: str
     version: int = 0
     outstanding: int = 0
-    """Samples of the groups it holds."""
+    """Samples of the groups dispatched to it."""
     finished_ahead: int = 0
-    """How many of these it said were finished already, when it last finished a group."""
+    """How many of these were finished already, as reported with the last group that it finished."""
+    finished_groups: int = 0
+    predecessor_fault: str = ""
+    """What ended the engine that this one replaced; empty where it is not known or there was none."""
     missed_probes: int = 0
     state: EngineState = EngineState.SERVING
 
@@ -54,35 +63,53 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """Samples it has yet to finish, as far as it has told: those finished since it last ended a group count."""
+        """Its unfinished samples as last reported; samples finished since then still count."""
         return max(0, self.outstanding - self.finished_ahead)
+
+    def generate(
+        self, request: GroupRequest, prompts: TableRef, timeout_s: float
+    ) -> Coroutine[Any, Any, tuple[GroupSummary, TableRef]]:
+        """Samples one group; returns its summary and a reference to its ROLLOUTS table."""
+        return self.handle.call_for_table(roles.Engine.generate, timeout_s, request, prompts)
+
+    def update_weights(self, update: WeightUpdate, timeout_s: float) -> Coroutine[Any, Any, WeightAck]:
+        """Loads a published version of the weights."""
+        return self.handle.call(roles.Engine.update_weights, timeout_s, update)
+
+    def write_weights(self, update: WeightUpdate, payload: TableRef, timeout_s: float) -> Coroutine[Any, Any, None]:
+        """Writes the bytes of a published version to the shared memory of the engine's node."""
+        return self.handle.call(roles.Engine.write_weights, timeout_s, update, payload)
+
+    def health(self, timeout_s: float) -> Coroutine[Any, Any, WorkerHealth]:
+        """Probes the engine."""
+        return self.handle.call(roles.Engine.health, timeout_s)
 
 
 @dataclass(frozen=True)
 class PoolBounds:
-    """Bounds of the pool."""
+    """Limits and timeouts of the pool."""
 
     max_load: int
-    """Samples one engine has yet to finish at most, running and queued."""
+    """Maximum number of unfinished samples of one engine, running and queued."""
     generate_timeout_s: float
     probe_timeout_s: float
     probe_misses: int
-    """Probes missed in a row before a silent engine is taken out."""
+    """Consecutive missed probes after which an engine is removed."""
     start_timeout_s: float
     restarts: int
-    """Engines that may be replaced in the whole run."""
+    """Replacements allowed in the whole run."""
 
 
 Spawn = Callable[[str], Awaitable[Engine]]
-"""Start a fresh engine under this name (placement, constructor and `start`)."""
+"""Starts an engine under this name (placement, constructor and `start`)."""
 BringUp = Callable[[Engine], Awaitable[None]]
-"""Give a fresh engine the current weights."""
+"""Loads the current weights into a new engine."""
 
 
 class _Loads:
-    """Engines by their load: the one with least to do is found without a look at the others.
+    """Engines indexed by load: finds a least-loaded engine without scanning all of them.
 
-    Among engines of one load the one that has had it for longest comes first.
+    Of several engines with the same load, the one that has had it longest comes first.
     """
 
     def __init__(self) -> None:
@@ -90,17 +117,17 @@ class _Loads:
         self._load: dict[Engine, int] = {}
 
     def least(self) -> Engine | None:
-        """An engine of the least load; None where there is no engine."""
+        """A least-loaded engine; None if there is no engine."""
         return next(iter(self._by_load[min(self._by_load)])) if self._by_load else None
 
-    def note(self, engine: Engine) -> None:
-        """The engine is to be found by the load it has now."""
-        self.forget(engine)
+    def update(self, engine: Engine) -> None:
+        """Indexes the engine by its current load."""
+        self.discard(engine)
         self._load[engine] = engine.load
         self._by_load.setdefault(engine.load, {})[engine] = None
 
-    def forget(self, engine: Engine) -> None:
-        """The engine is not to be found; harmless where it was not before."""
+    def discard(self, engine: Engine) -> None:
+        """Removes the engine from the index; does nothing if it is not there."""
         load = self._load.pop(engine, None)
         if load is not None:
             del self._by_load[load][engine]
@@ -109,10 +136,14 @@ class _Loads:
 
 
 class EnginePool:
-    """Dispatch to the engine with least to do, over engines that come and go.
+    """Dispatches groups to the least-loaded engine while engines join, leave, die and are replaced.
 
-    A group whose samples differ in length leaves places free in its engine long before it is finished. With every group
-    it finishes an engine tells how many, and these are given away: or long tails would leave half of it idle.
+    A group whose samples differ in length frees places in its engine long before the whole group is finished. Engines
+    report these places with every group that they finish (`Engine.finished_ahead`) and the pool fills them; otherwise
+    long tails would leave half of an engine idle.
+
+    The pool has no loop of its own. Callers wait in `acquire` for an engine with room; they are unblocked in order of
+    arrival by `release`, by an engine that joins, recovers or is replaced, and by the loss of the last engine.
     """
 
     def __init__(self, engines: Sequence[Engine], spawn: Spawn, bounds: PoolBounds) -> None:
@@ -120,47 +151,51 @@ class EnginePool:
         self.bounds = bounds
         self.restarts_used = 0
         self.bring_up: BringUp | None = None
-        self.moving = asyncio.Lock()
-        """Held while weights move to the engines, and while one joins or leaves them."""
+        self.transfer_lock = asyncio.Lock()
+        """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
         self._spawn = spawn
         self._last_loss = ""
+        self._repeated_fault = ""
+        """Why no further engine is started: a replacement died as its predecessor did; empty: it has not happened."""
         self._changed = asyncio.Condition()
         self._loads = _Loads()
-        """Of the engines that serve."""
+        """Loads of the serving engines."""
         self._waiting: deque[tuple[int, asyncio.Future[Engine]]] = deque()
-        """Who waits for room, in order of arrival: how many samples, and where the engine goes."""
+        """Calls of `acquire` in order of arrival: number of samples, and the future that receives the engine."""
         self._replacing: set[asyncio.Task[None]] = set()
-        self._on_the_way: list[str] = []
+        self._starting: list[str] = []
         for engine in self.engines:
-            self._loads.note(engine)
+            self._loads.update(engine)
 
     @property
     def serving(self) -> list[Engine]:
-        """Engines that may be given work."""
+        """Engines that receive groups."""
         return [engine for engine in self.engines if engine.state is EngineState.SERVING]
 
     @property
-    def awaited(self) -> bool:
-        """Whether a fresh engine is on its way."""
-        return bool(self._on_the_way)
+    def starting(self) -> bool:
+        """Whether an engine is being started."""
+        return bool(self._starting)
 
     @property
     def names(self) -> list[str]:
-        """Engines that are to stay: those that serve or may again, and those on their way."""
-        return [e.name for e in self.engines if e.state is not EngineState.LEAVING] + self._on_the_way
+        """Engines that serve, may serve again after a probe, or are being started; not those that leave."""
+        return [e.name for e in self.engines if e.state is not EngineState.LEAVING] + self._starting
 
     async def generate(self, request: GroupRequest, prompts: TableRef, engine: Engine) -> tuple[GroupSummary, TableRef]:
-        """Run a request on an engine that :meth:`acquire` returned."""
-        summary, rollouts = await engine.handle.call_for_table(
-            "generate", request, prompts, timeout_s=self.bounds.generate_timeout_s
-        )
+        """Runs a request on an engine returned by `acquire`."""
+        summary, rollouts = await engine.generate(request, prompts, self.bounds.generate_timeout_s)
         engine.finished_ahead = summary.finished_ahead
+        engine.finished_groups += 1
         return summary, rollouts
 
     async def acquire(self, samples: int) -> Engine:
-        """Wait for a serving engine with room for `samples`, and book them on the one with least to do.
+        """Waits for a serving engine with room for `samples` and reserves them on the least-loaded one.
 
-        First come, first served. Raises EnginesLost when no engine is left to wait for.
+        Calls are served in order of arrival. An engine without samples accepts any number of them.
+
+        Raises:
+            EnginesLost: No engine is left and none is starting.
         """
         waiter: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         self._waiting.append((samples, waiter))
@@ -169,113 +204,118 @@ class EnginePool:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                await self.release(waiter.result(), samples)  # given in the very moment
+                await self.release(waiter.result(), samples)  # assigned just before the cancellation
             raise
 
     async def release(self, engine: Engine, samples: int) -> None:
-        """Give back what :meth:`acquire` booked."""
+        """Returns what `acquire` reserved."""
         engine.outstanding -= samples
         if engine.state is EngineState.SERVING:
-            self._loads.note(engine)
+            self._loads.update(engine)
             self._serve_waiting()
         else:
             await self._notify()
 
     async def report_failure(self, engine: Engine, error: WorkerError) -> None:
-        """A call failed: probe the engine, and replace it unless it answers as healthy."""
-        engine.finished_ahead = 0  # of which groups is not known
+        """Probes an engine after a failed call, and replaces it unless it answers as healthy."""
+        engine.finished_ahead = 0  # it is not known to which groups these belonged
         if engine.state is EngineState.LEAVING:
             await self._drop(engine, error)
             return
         if engine.state is not EngineState.SERVING:
             return
-        self._turn(engine, EngineState.SUSPECT)
-        log.warning("%s; probing the engine", error)
+        self._set_state(engine, EngineState.SUSPECT)
+        logger.warning("%s; probing the engine", error)
         try:
-            await engine.handle.call("health", timeout_s=self.bounds.probe_timeout_s)
+            await engine.health(self.bounds.probe_timeout_s)
         except WorkerError as probe:
-            log.warning("%s is taken out: %s", engine.name, probe)
-            await self._take_out(engine, probe)
+            logger.warning("removing %s: %s", engine.name, probe)
+            await self._remove_failed(engine, probe)
         else:
             if engine.state is EngineState.SUSPECT:
-                self._turn(engine, EngineState.SERVING)
+                self._set_state(engine, EngineState.SERVING)
                 await self._notify()
 
     async def probe_all(self) -> None:
-        """Probe every serving engine; one that died, or stayed silent too often in a row, is replaced."""
+        """Probes every serving engine; replaces one that died or missed `probe_misses` consecutive probes."""
 
         async def probe(engine: Engine) -> None:
             try:
-                await engine.handle.call("health", timeout_s=self.bounds.probe_timeout_s)
+                await engine.health(self.bounds.probe_timeout_s)
             except WorkerError as error:
                 engine.missed_probes += 1
                 lost = isinstance(error, WorkerDied) or engine.missed_probes >= self.bounds.probe_misses
                 if lost and engine.state is EngineState.SERVING:
-                    log.warning("%s is taken out: %s", engine.name, error)
-                    await self._take_out(engine, error)
+                    logger.warning("removing %s: %s", engine.name, error)
+                    await self._remove_failed(engine, error)
             else:
                 engine.missed_probes = 0
 
-        await together(probe(engine) for engine in self.serving)
+        await gather_all(probe(engine) for engine in self.serving)
 
     async def join(self, name: str) -> None:
-        """Start one more engine and let it serve once it has the current weights.
+        """Starts one more engine, which serves once it has the current weights.
 
-        Raises WorkerError or TimeoutError where it does not come up.
+        Raises:
+            WorkerError: The engine failed to start.
+            TimeoutError: It did not start within `start_timeout_s`.
         """
-        self._on_the_way.append(name)
-        await self._bring(name)
+        self._starting.append(name)
+        await self._start(name)
 
     async def retire(self, name: str, timeout_s: float) -> None:
-        """Let the engine finish what it has, within the bound, and count it out; its process is the caller's to end.
+        """Removes an engine from the pool; the caller ends its process.
 
-        What is not done in time is handed back: it fails with the process, and its groups go to other engines.
+        Waits until the engine has started (if it is starting) and then until it has finished its samples, at most
+        `timeout_s` seconds for these. Groups that are unfinished then fail with the process and run on other engines.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: name not in self._on_the_way)
+            await self._changed.wait_for(lambda: name not in self._starting)
         engine = next((engine for engine in self.engines if engine.name == name), None)
         if engine is None:
             return
-        self._turn(engine, EngineState.LEAVING)
+        self._set_state(engine, EngineState.LEAVING)
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: not engine.outstanding)
         except TimeoutError:
-            log.warning("%s leaves with %d samples unfinished after %g s", name, engine.outstanding, timeout_s)
-        async with self.moving:
+            logger.warning("%s is removed with %d samples unfinished after %g s", name, engine.outstanding, timeout_s)
+        async with self.transfer_lock:
             if engine in self.engines:
                 self.engines.remove(engine)
         await self._notify()
 
     async def close(self) -> None:
-        """Stop replacing engines."""
+        """Cancels the start of replacements."""
         for task in self._replacing:
             task.cancel()
         await asyncio.gather(*self._replacing, return_exceptions=True)
 
-    def _turn(self, engine: Engine, state: EngineState) -> None:
-        """The engine is in this state from now on."""
+    def _set_state(self, engine: Engine, state: EngineState) -> None:
+        """Changes the state of the engine; only serving engines have an indexed load."""
         engine.state = state
         if state is EngineState.SERVING:
-            self._loads.note(engine)
+            self._loads.update(engine)
         else:
-            self._loads.forget(engine)
+            self._loads.discard(engine)
 
     def _serve_waiting(self) -> None:
-        """Give room to those who wait, as far as there is any; nobody waits for engines that are all lost."""
+        """Assigns engines to waiting calls in order, as far as there is room; fails them if all engines are lost."""
         while self._waiting:
             samples, waiter = self._waiting[0]
             if not waiter.done():
                 engine = self._with_room(samples)
                 if engine is not None:
                     engine.outstanding += samples
-                    self._loads.note(engine)
+                    self._loads.update(engine)
                     waiter.set_result(engine)
-                elif not self.engines and not self.awaited:
+                elif self._repeated_fault:
+                    waiter.set_exception(EnginesLost(self._repeated_fault))
+                elif not self.engines and not self.starting:
                     waiter.set_exception(
                         EnginesLost(
-                            f"no rollout engine is left ({self.restarts_used} of {self.bounds.restarts} restarts "
-                            f"used: failures.engine_restarts); the last one lost: {self._last_loss}"
+                            f"no rollout engine is left ({self.restarts_used} of {self.bounds.restarts} restarts used: "
+                            f"failures.engine_restarts); the last loss: {self._last_loss}"
                         )
                     )
                 else:
@@ -283,59 +323,67 @@ class EnginePool:
             self._waiting.popleft()
 
     def _with_room(self, samples: int) -> Engine | None:
-        """The engine with least to do if it has room; if not, no other one has."""
+        """The least-loaded engine, if it has room; if it has none, no other engine has."""
         engine = self._loads.least()
         if engine is None or (engine.outstanding and engine.load + samples > self.bounds.max_load):
             return None
         return engine
 
-    async def _take_out(self, engine: Engine, error: WorkerError) -> None:
-        """Drop the engine, and unless it was leaving have a fresh one take its place while the budget lasts."""
-        if engine.state is not EngineState.LEAVING and self.restarts_used < self.bounds.restarts:
+    async def _remove_failed(self, engine: Engine, error: WorkerError) -> None:
+        """Drops the engine and, unless it was leaving, starts a replacement if the restart budget allows one."""
+        fault = error.fault if isinstance(error, WorkerDied) else ""
+        if fault and fault == engine.predecessor_fault and not engine.finished_groups:
+            self._repeated_fault = f"{engine.name} died like the engine that it replaced, before a first group: {error}"
+        elif engine.state is not EngineState.LEAVING and self.restarts_used < self.bounds.restarts:
             self.restarts_used += 1
-            self._on_the_way.append(engine.name)
-            task = asyncio.create_task(self._replace(engine.name))
+            self._starting.append(engine.name)
+            task = asyncio.create_task(self._replace(engine.name, fault))
             self._replacing.add(task)
             task.add_done_callback(self._replaced)
         await self._drop(engine, error)
 
     async def _drop(self, engine: Engine, error: WorkerError) -> None:
+        """Kills the engine's process and removes the engine from the pool; its running calls fail."""
         if engine.state is EngineState.GONE:
             return
-        self._turn(engine, EngineState.GONE)
+        self._set_state(engine, EngineState.GONE)
         self._last_loss = str(error)
         engine.handle.kill()
         if engine in self.engines:
             self.engines.remove(engine)
         await self._notify()
 
-    async def _bring(self, name: str) -> None:
+    async def _start(self, name: str, predecessor_fault: str = "") -> None:
+        """Starts an engine, loads the current weights into it and adds it to the serving engines."""
         try:
             engine = await asyncio.wait_for(self._spawn(name), self.bounds.start_timeout_s)
-            async with self.moving:
+            engine.predecessor_fault = predecessor_fault
+            async with self.transfer_lock:
                 if self.bring_up is not None:
                     await self.bring_up(engine)
                 self.engines.append(engine)
-                self._loads.note(engine)
+                self._loads.update(engine)
         finally:
-            self._on_the_way.remove(name)
+            self._starting.remove(name)
             await self._notify()
 
-    async def _replace(self, name: str) -> None:
+    async def _replace(self, name: str, predecessor_fault: str) -> None:
+        """Starts a replacement; logs a failure, because the remaining engines continue."""
         try:
-            await self._bring(name)
+            await self._start(name, predecessor_fault)
         except (WorkerError, TimeoutError) as error:
-            log.error("a fresh %s could not be brought up: %s", name, error)
+            logger.error("cannot start a replacement for %s: %s", name, error)
         else:
-            log.warning("%s is back", name)
+            logger.warning("%s was replaced and serves again", name)
 
     def _replaced(self, task: asyncio.Task[Any]) -> None:
+        """Forgets a task of `_replace` that has ended."""
         self._replacing.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("replacing an engine failed: %s", task.exception())
+            logger.error("replacing an engine failed: %s", task.exception())
 
     async def _notify(self) -> None:
-        """Engines came, went or are idle."""
+        """Serves waiting calls and wakes `retire` after engines joined, left or finished their samples."""
         self._serve_waiting()
         async with self._changed:
             self._changed.notify_all()

@@ -1,10 +1,10 @@
-"""Which group runs where and when, and which groups make the next batch.
+"""The rollout scheduler: decides which groups run when, and which groups form the next batch.
 
-Staleness is a matter of slots. With P groups a step and a bound of k, (version + k + 1) * P groups may ever have
-been opened when the policy is at `version`; training a batch is what opens the next P. A batch must take every
-group that was started at version - k or before: at most P such groups can be open, so they always fit, no group is
-ever dropped for its age, and a step waits for a straggler only when that straggler would otherwise pass the bound.
-With k = 0 this is strictly on-policy training, by the same code.
+Slots bound the staleness. With P groups per step and a staleness limit of k, at most (version + k + 1) * P groups have
+been opened in total when the policy is at `version`; training a batch opens the next P. A batch must include every
+group that started at version - k or earlier. At most P such groups can be open, so they always fit: no group is ever
+dropped for its age, and a step waits for a straggler only if the straggler would otherwise exceed the limit. With k = 0
+this is strictly on-policy training, by the same code.
 """
 
 from __future__ import annotations
@@ -14,37 +14,41 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from orchestrator.engine_pool import EnginePool, EngineState
+from orchestrator.cluster.event_loop import gather_all
+from orchestrator.data.prompts import PromptPick
 from orchestrator.errors import BatchFailed, DataLost, WorkerError
-from orchestrator.handles import TableRef, together
-from orchestrator.ledger import Ledger, OpenGroup
-from orchestrator.prompts import PromptPick
-from orchestrator.scoring import ScoredGroup, Scorer
-from workers.messages import GroupRequest, GroupSummary
+from orchestrator.rollouts.engine_pool import EnginePool, EngineState
+from orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
+from orchestrator.training.ledger import Ledger, OpenGroup
+from workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
+from workers.contract.roles import TableRef
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _REFUSALS_PER_GROUP = 8
-"""A step that refuses this many prompts for each group it wants has the wrong data, not a few bad rows."""
+"""A step with this many refused prompts per group of the batch has the wrong data, not a few bad rows."""
 _OPENED_AT_ONCE = 16
-"""Groups; opening a whole step's at once would hold up thousands of engines."""
+"""Groups opened in one turn of the event loop; opening a whole step at once would block thousands of engines."""
 
 
 def sampling_seed(seed: int, prompt_uid: str) -> int:
-    """Seed of one group's samples: the same in every run of this spec, whatever engine and order."""
+    """Seed of one group's samples: the same in every run of a spec, on any engine and in any order."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{prompt_uid}".encode(), digest_size=4).digest()) >> 1
 
 
 NextPrompt = Callable[[], PromptPick]
+"""Returns the next prompt in the order of the run."""
 Progress = Callable[[int, int], None]
-"""Told (groups finished, groups wanted) while a batch gathers."""
+"""Called with (finished groups, groups of the batch) while a batch is collected."""
+Observe = Callable[[int, RewardSummary], None]
+"""Called with the row of the prompt and the rewards of a group that is replaced although it is scored."""
 
 
 @dataclass(frozen=True)
-class SchedulePlan:
-    """What the scheduler is held to."""
+class ScheduleSettings:
+    """Sizes and limits of the scheduler."""
 
     groups_per_step: int
     group_size: int
@@ -53,66 +57,77 @@ class SchedulePlan:
     max_attempts: int
     max_failed_fraction: float
     min_group: int
-    """Fewest scored samples a group needs to be trained (two where samples are compared within the group)."""
+    """Minimum number of scored samples of a trained group (two if samples are compared within the group)."""
     seed: int
     replaceable: int = 0
-    """Groups without signal that may be replaced, for each group of a step (dynamic sampling, arXiv 2503.14476)."""
+    """Zero-advantage groups that may be replaced, per group of a step (dynamic sampling, arXiv 2503.14476)."""
     greedy_baseline: bool = False
-    """Ask for the greedy response to every prompt as well; it is scored and never trained on."""
+    """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""
+    signal: SignalTest = field(default_factory=SignalTest)
+    """Which groups are replaced."""
 
 
 @dataclass(eq=False)
 class _Open:
-    """A group on its way."""
+    """An open group: dispatched, and neither trained nor dropped yet."""
 
     order: int
     pick: PromptPick
     attempt: int
     running: bool = False
-    """An engine has it, or it is being scored."""
+    """Whether it is being generated or scored."""
     started_at_version: int = 0
-    """Of the engine that has it or had it last."""
+    """Weight version of the engine at the start of the latest attempt."""
     scored: ScoredGroup | None = None
 
 
 class RolloutScheduler:
-    """Keeps the engines busy within the staleness bound and hands out batches of scored groups."""
+    """Keeps the engines busy within the staleness limit and returns batches of scored groups.
+
+    Every free slot consumes one prompt and starts a task for its group. The task waits for an engine with room
+    (`EnginePool.acquire`), for the samples and for the scores, and ends when the group is scored or dropped. Slots
+    become free when a batch is trained (`advance`) and when a group is dropped. `next_batch` waits until enough groups
+    are scored; every task that ends unblocks it, including one that fails.
+    """
 
     def __init__(
         self,
-        plan: SchedulePlan,
+        settings: ScheduleSettings,
         pool: EnginePool,
         scorer: Scorer,
         ledger: Ledger,
         next_prompt: NextPrompt,
         prompt_pool: TableRef,
         version: int = 0,
+        observe: Observe | None = None,
     ) -> None:
-        self.plan = plan
+        self.settings = settings
         self.version = version
         self._pool = pool
         self._scorer = scorer
         self._ledger = ledger
         self._next_prompt = next_prompt
         self._prompt_pool = prompt_pool
-        self._opened = version * plan.groups_per_step
+        self._observe = observe
+        self._opened = version * settings.groups_per_step
         self._order = 0
         self._opening = False
-        """Slots that are free are being opened."""
+        """Whether a task that opens the free slots is running."""
         self._finished: list[_Open] = []
-        """Groups that are scored and in no batch yet."""
+        """Scored groups that are not in a batch yet."""
         self._running: Counter[int] = Counter()
-        """Groups that are running, by the version they were started at; no version has 0 of them."""
+        """Number of running groups by the version at which they started; versions without any are absent."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._progress = asyncio.Event()
         self._failure: BaseException | None = None
         self._failed_samples = 0
         self._refused = 0
-        self._silent = 0
+        self._without_signal = 0
+        """Zero-advantage groups replaced since the last batch."""
         self._lost_groups: list[OpenGroup] = ledger.open_groups()
 
     def start(self) -> None:
-        """Dispatch what the bound allows; groups that were in flight when a checkpoint was taken go first."""
+        """Opens all slots that the staleness limit allows; groups in flight at the last checkpoint come first."""
         for lost in self._lost_groups:
             self._opened += 1
             self._launch(PromptPick(lost.prompt_uid, lost.row), self._ledger.retry(lost.prompt_uid))
@@ -120,76 +135,85 @@ class RolloutScheduler:
         self._dispatch()
 
     async def next_batch(self, progress: Progress | None = None) -> list[ScoredGroup]:
-        """Wait for the groups of the next step, in order of dispatch.
+        """Waits for the groups of the next step and returns them in order of dispatch.
 
-        Raises BatchFailed, EnginesLost or a WorkerError when the batch cannot be had.
+        Args:
+            progress: Called at the start and whenever a task of a group ends.
+
+        Raises:
+            BatchFailed: Too many samples failed or too many prompts were refused.
+            EnginesLost: No engine is left and none is starting.
+            WorkerError: A group could not be scored.
         """
         while True:
             if self._failure is not None:
                 raise self._failure
             ready = self._ready()
             if progress is not None:
-                progress(min(len(self._finished), self.plan.groups_per_step), self.plan.groups_per_step)
+                progress(min(len(self._finished), self.settings.groups_per_step), self.settings.groups_per_step)
             if ready is not None:
                 batch = [group.scored for group in ready if group.scored is not None]
                 taken = set(ready)
                 self._finished = [group for group in self._finished if group not in taken]
                 self._failed_samples = 0
                 self._refused = 0
-                self._silent = 0
+                self._without_signal = 0
                 return batch
             self._progress.clear()
             await self._progress.wait()
 
-    def again(self, groups: Sequence[ScoredGroup]) -> None:
-        """Sample these groups of the last batch anew; their data were lost before they could be trained on."""
+    def resample(self, groups: Sequence[ScoredGroup]) -> None:
+        """Samples groups of the last batch again, because their data were lost before training."""
         for group in groups:
             uid = group.summary.prompt_uid
             self._launch(PromptPick(uid, group.row), self._ledger.retry(uid))
 
     def advance(self, version: int) -> None:
-        """The engines serve `version`: open the slots this frees."""
+        """Records that the engines serve `version` and opens the slots that this frees."""
         self.version = version
         self._dispatch()
 
     async def close(self) -> None:
-        """Abandon what is in flight; the ledger still lists it as open."""
+        """Cancels all running groups; they stay open in the ledger."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _ready(self) -> list[_Open] | None:
-        """The next batch if it can be formed now: the groups at the bound first, then the oldest finished ones."""
-        oldest_allowed = self.version - self.plan.max_staleness
-        # Asked whenever a group finishes: what is not ready is found out without a look at every group.
-        if len(self._finished) < self.plan.groups_per_step or any(v <= oldest_allowed for v in self._running):
+        """The next batch if it can be formed now: groups at the staleness limit first, then in order of dispatch."""
+        oldest_allowed = self.version - self.settings.max_staleness
+        # Called whenever a group finishes: the common answer "not ready" must not scan every group.
+        if len(self._finished) < self.settings.groups_per_step or any(v <= oldest_allowed for v in self._running):
             return None
         finished = sorted(self._finished, key=lambda group: (group.started_at_version > oldest_allowed, group.order))
-        return sorted(finished[: self.plan.groups_per_step], key=lambda group: group.order)
+        return sorted(finished[: self.settings.groups_per_step], key=lambda group: group.order)
 
     @property
     def _free(self) -> int:
-        """Slots that may be opened now."""
-        allowed = min(self.version + self.plan.max_staleness + 1, self.plan.steps) * self.plan.groups_per_step
+        """Number of slots that may be opened now."""
+        allowed = (
+            min(self.version + self.settings.max_staleness + 1, self.settings.steps) * self.settings.groups_per_step
+        )
         return allowed - self._opened
 
     def _dispatch(self) -> None:
-        """Open the free slots, in order: a few now, the others little by little."""
+        """Opens the free slots in order: a few now, the rest in a background task."""
         if self._opening:
             return
         self._open_some()
         if self._free > 0:
             self._opening = True
-            self._begin("open", self._open_the_rest)
+            self._create_task("open", self._open_the_rest)
 
     def _open_some(self) -> None:
+        """Opens up to `_OPENED_AT_ONCE` free slots with the next prompts."""
         for _ in range(min(self._free, _OPENED_AT_ONCE)):
             self._opened += 1
             pick = self._next_prompt()
-            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self.plan.group_size))
+            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self.settings.group_size))
 
     async def _open_the_rest(self) -> None:
-        """Between any two portions whatever is ready has its turn."""
+        """Opens the remaining slots; other tasks run between two portions. Ends when no slot is free."""
         try:
             while self._free > 0:
                 await asyncio.sleep(0)
@@ -198,17 +222,18 @@ class RolloutScheduler:
             self._opening = False
 
     def _launch(self, pick: PromptPick, attempt: int) -> None:
+        """Starts the task of a group."""
         group = _Open(self._order, pick, attempt)
         self._order += 1
-        self._begin(pick.prompt_uid, self._run, group)
+        self._create_task(pick.prompt_uid, self._run, group)
 
-    def _begin(self, name: str, work: Callable[..., Coroutine[object, object, None]], *args: object) -> None:
+    def _create_task(self, name: str, work: Callable[..., Coroutine[object, object, None]], *args: object) -> None:
         task = asyncio.create_task(self._guard(work, *args), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _guard(self, work: Callable[..., Coroutine[object, object, None]], *args: object) -> None:
-        """Do it; an error is the next batch's."""
+        """Runs a task; `next_batch` raises its error."""
         try:
             await work(*args)
         except Exception as error:
@@ -217,22 +242,29 @@ class RolloutScheduler:
             self._progress.set()
 
     async def _run(self, group: _Open) -> None:
-        for _ in range(self.plan.max_attempts):
+        """Generates and scores a group, again whenever its data are lost, up to `max_attempts` times."""
+        for _ in range(self.settings.max_attempts):
             try:
                 await self._attempt(group)
                 return
             except DataLost as error:
-                log.warning("%s is sampled anew: %s", group.pick.prompt_uid, error)
+                logger.warning("sampling %s again: %s", group.pick.prompt_uid, error)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 self._stop(group)
-        self._replace(group, f"its data were lost {self.plan.max_attempts} times", failed=True)
+        self._replace(group, f"its data were lost {self.settings.max_attempts} times", failed=True)
 
     async def _attempt(self, group: _Open) -> None:
-        """Generate, score, settle. Raises DataLost where a node took the samples with it."""
+        """Generates and scores a group once, and keeps, drops or replaces it.
+
+        Raises:
+            DataLost: The samples were lost with their node.
+        """
         try:
             (summary, rollouts), *greedy = await self._generate(group)
         except WorkerError as error:
-            self._replace(group, f"generation failed {self.plan.max_attempts} times", failed=True, detail=str(error))
+            self._replace(
+                group, f"generation failed {self.settings.max_attempts} times", failed=True, detail=str(error)
+            )
             return
         if summary.refused:
             self._replace(group, f"prompt refused: {summary.refused}", failed=False)
@@ -244,16 +276,20 @@ class RolloutScheduler:
                 self._replace(group, f"reward of the greedy response: {rewards.statuses[0]}", failed=True)
                 return
             scored = replace(scored, greedy_reward=rewards.rewards[0])
-        self._settle_failures(group, scored)
+        self._settle(group, scored)
 
     async def _generate(self, group: _Open) -> list[tuple[GroupSummary, TableRef]]:
-        """Generate on the engine with least to do; an engine's failure costs an attempt, not the group. An engine that
-        leaves and hands its groups back has not failed.
+        """Generates on the least-loaded engine; a failed engine costs an attempt, not the group.
 
-        Returns the group, and after it the greedy response where there is to be one. Raises the last WorkerError when
-        the attempts are used up.
+        Groups that a leaving engine could not finish run on another engine without the cost of an attempt.
+
+        Returns:
+            (summary, ROLLOUTS reference) of the group, followed by that of the greedy response if there is one.
+
+        Raises:
+            WorkerError: The error of the last attempt.
         """
-        samples = self.plan.group_size + self.plan.greedy_baseline
+        samples = self.settings.group_size + self.settings.greedy_baseline
         tries = 0
         while True:
             engine = await self._pool.acquire(samples)
@@ -262,18 +298,20 @@ class RolloutScheduler:
                 prompt_uid=group.pick.prompt_uid,
                 row=group.pick.row,
                 attempt=group.attempt,
-                samples=self.plan.group_size,
-                seed=sampling_seed(self.plan.seed, group.pick.prompt_uid),
+                samples=self.settings.group_size,
+                seed=sampling_seed(self.settings.seed, group.pick.prompt_uid),
+                candidates=True,
             )
-            requests = [request, *([replace(request, samples=1, greedy=True)] if self.plan.greedy_baseline else [])]
+            greedy = replace(request, samples=1, greedy=True, candidates=False)
+            requests = [request, *([greedy] if self.settings.greedy_baseline else [])]
             try:
-                results = await together(self._pool.generate(asked, self._prompt_pool, engine) for asked in requests)
+                results = await gather_all(self._pool.generate(asked, self._prompt_pool, engine) for asked in requests)
             except WorkerError as error:
                 self._stop(group)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 tries += engine.state is not EngineState.LEAVING
                 await self._pool.report_failure(engine, error)
-                if tries >= self.plan.max_attempts:
+                if tries >= self.settings.max_attempts:
                     raise
                 continue
             finally:
@@ -281,18 +319,25 @@ class RolloutScheduler:
             if self._ledger.is_current(request.prompt_uid, request.attempt):
                 return results
 
-    def _settle_failures(self, group: _Open, scored: ScoredGroup) -> None:
-        """Drop samples without a reward; a group left with too few of them is dropped whole and replaced."""
+    def _settle(self, group: _Open, scored: ScoredGroup) -> None:
+        """Keeps or replaces a scored group, and drops its samples without reward.
+
+        A group is replaced if too few of its samples have a reward, or if it has no signal and the budget for such
+        replacements lasts (dynamic sampling).
+        """
         failures = [(i, s) for i, s in enumerate(scored.rewards.statuses) if s != "ok"]
-        if self.plan.group_size - len(failures) < self.plan.min_group:
+        if self.settings.group_size - len(failures) < self.settings.min_group:
             self._replace(group, f"reward: {failures[0][1]}", failed=True)
             return
         for sample_index, status in failures:
-            self._ledger.dropped(group.pick.prompt_uid, sample_index, f"reward: {status}")
+            self._ledger.mark_dropped(group.pick.prompt_uid, sample_index, f"reward: {status}")
         self._count_failures(len(failures))
-        if not scored.has_signal and self._silent < self.plan.replaceable * self.plan.groups_per_step:
-            self._silent += 1
-            self._drop(group, "no signal: all rewards of the group are equal")
+        replaceable = self.settings.replaceable * self.settings.groups_per_step
+        if self._without_signal < replaceable and (why := self.settings.signal.problem(scored)):
+            self._without_signal += 1
+            self._drop(group, f"no signal: {why}")
+            if self._observe is not None:
+                self._observe(group.pick.row, scored.rewards)
             self._dispatch()
             return
         self._stop(group)
@@ -300,13 +345,13 @@ class RolloutScheduler:
         self._finished.append(group)
 
     def _start(self, group: _Open, version: int) -> None:
-        """The group runs on an engine of this version."""
+        """Marks the group as running on an engine of this version."""
         self._stop(group)
         group.running, group.started_at_version = True, version
         self._running[version] += 1
 
     def _stop(self, group: _Open) -> None:
-        """The group no longer runs: it is scored, dropped, or to be started anew."""
+        """Marks the group as no longer running: it is scored, dropped or about to start again."""
         if group.running:
             group.running = False
             self._running[group.started_at_version] -= 1
@@ -314,28 +359,34 @@ class RolloutScheduler:
                 del self._running[group.started_at_version]
 
     def _replace(self, group: _Open, reason: str, *, failed: bool, detail: str = "") -> None:
-        log.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
+        """Drops a failed or refused group, counts it, and opens its slot for another prompt."""
+        logger.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
         self._drop(group, reason)
         if failed:
-            self._count_failures(self.plan.group_size)
+            self._count_failures(self.settings.group_size)
         else:
             self._count_refusal(reason)
         self._dispatch()
 
     def _drop(self, group: _Open, reason: str) -> None:
-        """Drop what is left of the group; its slot is free again."""
+        """Drops the remaining samples of the group and frees its slot."""
         self._stop(group)
         self._ledger.drop_group(group.pick.prompt_uid, reason)
         self._opened -= 1
 
     def _count_refusal(self, reason: str) -> None:
+        """Counts a refused prompt; raises BatchFailed if this step has too many."""
         self._refused += 1
-        if self._refused > _REFUSALS_PER_GROUP * self.plan.groups_per_step:
-            raise BatchFailed(f"{self._refused} prompts in a row were refused; last: {reason}")
+        if self._refused > _REFUSALS_PER_GROUP * self.settings.groups_per_step:
+            raise BatchFailed(
+                f"{self._refused} prompts of this step were refused, more than {_REFUSALS_PER_GROUP} for each group of "
+                f"the batch; check the data; the last: {reason}"
+            )
 
     def _count_failures(self, samples: int) -> None:
+        """Counts failed samples; raises BatchFailed if this step has too many."""
         self._failed_samples += samples
-        budget = self.plan.max_failed_fraction * self.plan.groups_per_step * self.plan.group_size
+        budget = self.settings.max_failed_fraction * self.settings.groups_per_step * self.settings.group_size
         if self._failed_samples > budget:
             raise BatchFailed(
                 f"{self._failed_samples} samples of this step failed, more than failures.max_failed_fraction allows "

@@ -1,9 +1,9 @@
-"""Scoring fan-out: a finished group goes to the reward workers and to every model that scores tokens, at once.
+"""Scoring: sends a finished group to a reward worker and to every model that scores tokens, concurrently.
 
-Reward workers are independent: the least busy one takes the group. Models that score tokens (reference, critic,
-the policy's own old log-probs) are gangs whose ranks work together: while one wave of groups is being scored the
-next one gathers, so batches grow by themselves when scoring is the slower part. Reward and reference workers may come
-and go.
+Reward workers are independent: the least-loaded one scores the group. Models that score tokens (reference, critic, the
+policy's own old log-probs) are worker groups whose ranks share each call. Groups that finish while such a call is
+running form the next wave, so waves grow when scoring is slower than generation. Reward and reference workers can be
+added and removed during a run.
 """
 
 from __future__ import annotations
@@ -12,120 +12,206 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from orchestrator.batching import plan_ranks
+from orchestrator.cluster.event_loop import gather_all
+from orchestrator.cluster.worker_group import ScoreTokens, WorkerGroup, WorkerHandle
 from orchestrator.errors import WorkerDied, WorkerError
-from orchestrator.handles import Gang, TableRef, WorkerHandle, together
-from workers.messages import GroupSummary, RewardSummary
+from orchestrator.reporting.faults import FaultLog
+from orchestrator.training.micro_batches import plan_ranks
+from workers.contract.messages import GroupSummary, RewardSummary
+from workers.contract.roles import Reward, TableRef
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A finished group with everything that was said of it."""
+    """A finished group with its rewards and token scores."""
 
     summary: GroupSummary
     rewards: RewardSummary
+    """Rewards of its samples."""
     rollouts: TableRef
     reward_table: TableRef
     token_scores: tuple[TableRef, ...]
     """Tables that hold this group's token scores; a wave's tables are shared by its groups."""
     row: int = 0
-    """Row of the prompt pool."""
+    """Row of the prompt in the prompt pool."""
     greedy_reward: float | None = None
-    """Reward of the greedy response to the prompt, where the algorithm asks for one."""
+    """Reward of the greedy response to the prompt, if the algorithm uses one."""
+    candidates: RewardSummary | None = None
+    """Rewards of the answers from other sources, if the prompt has some."""
+
+    @property
+    def truncated(self) -> frozenset[int]:
+        """Indices of the samples that were cut at the longest response."""
+        return frozenset(s.sample_index for s in self.summary.samples if s.finish_reason == "length")
 
     @property
     def has_signal(self) -> bool:
-        """Whether its rewards differ, or those of its steps."""
-        return self.rewards.steps_differ or len({reward for reward in self.rewards.rewards if reward is not None}) > 1
+        """Whether the rewards of its samples and candidates, or of their steps, differ."""
+        others = () if self.candidates is None else self.candidates.rewards
+        rewards = {reward for reward in (*self.rewards.rewards, *others) if reward is not None}
+        return self.rewards.steps_differ or len(rewards) > 1
+
+    @property
+    def rewarded(self) -> list[int]:
+        """Indices of the samples that have a reward."""
+        return [i for i, status in enumerate(self.rewards.statuses) if status == "ok"]
+
+    @property
+    def rewarded_candidates(self) -> list[int]:
+        """Indices of the answers from other sources that have a reward."""
+        statuses = () if self.candidates is None else self.candidates.statuses
+        return [i for i, status in enumerate(statuses, start=len(self.rewards.statuses)) if status == "ok"]
+
+
+@dataclass(frozen=True)
+class SignalTest:
+    """Which groups are worth training on (dynamic sampling: DAPO, arXiv 2503.14476, sec. 3.2)."""
+
+    component: str | None = None
+    """Reward component that must differ between the samples; None: the reward."""
+    mask_truncated: bool = False
+    """Whether truncated samples carry no loss, so that a group of them has no signal."""
+    keep: Callable[[RewardSummary], bool] | None = None
+    """A filter of the user's own, in place of the comparison of rewards."""
+
+    def problem(self, group: ScoredGroup) -> str:
+        """Why the group is worth replacing; empty: it is not."""
+        if self.keep is not None:
+            if not self.keep(group.rewards):
+                return "the algorithm's keep_group refused the group"
+        elif self.component is None:
+            if not group.has_signal:
+                return "all rewards of the group are equal"
+        elif len({group.rewards.components[self.component][i] for i in group.rewarded}) < 2:
+            return f"all values of {self.component} in the group are equal"
+        if self.mask_truncated and group.truncated.issuperset(group.rewarded):
+            return "all samples of the group are truncated"
+        return ""
 
 
 class RewardPool:
-    """Replicas of the reward role."""
+    """The reward workers; dispatches each group to the least-loaded one."""
 
-    def __init__(self, workers: Sequence[WorkerHandle], timeout_s: float) -> None:
+    def __init__(self, workers: Sequence[WorkerHandle[Reward]], timeout_s: float) -> None:
         self.workers = tuple(workers)
         self._timeout_s = timeout_s
         self._busy = dict.fromkeys(self.workers, 0)
-        self._one_is_done = asyncio.Event()
+        self._call_ended = asyncio.Event()
+        self._faults = FaultLog()
 
     @property
     def names(self) -> list[str]:
-        """Workers that are given groups."""
+        """Workers that receive groups."""
         return [worker.name for worker in self.workers]
 
-    def join(self, worker: WorkerHandle) -> None:
-        """Give groups to this worker too."""
+    def join(self, worker: WorkerHandle[Reward]) -> None:
+        """Adds a started worker."""
         self._busy[worker] = 0
         self.workers = (*self.workers, worker)
 
     async def retire(self, name: str) -> None:
-        """Give the worker nothing more, and wait until it has done what it has."""
+        """Sends the worker no more groups, and waits until its running calls have ended."""
         leaving = [worker for worker in self.workers if worker.name == name]
         self.workers = tuple(worker for worker in self.workers if worker.name != name)
         while any(self._busy[worker] for worker in leaving):
-            self._one_is_done.clear()
-            await self._one_is_done.wait()
+            self._call_ended.clear()
+            await self._call_ended.wait()
 
     async def score(self, rollouts: TableRef) -> tuple[RewardSummary, TableRef]:
-        """Score one group on the least busy worker; where a worker died, on another one if there is any, and else once
-        more on the same."""
-        tried: set[WorkerHandle] = set()
+        """Scores one group on the least-loaded worker.
+
+        A worker that dies receives no more groups, and another one scores the group. The last worker stays in the pool
+        and gets a second attempt.
+
+        Returns:
+            Rewards by sample, and a reference to the REWARDS table.
+
+        Raises:
+            WorkerError: The call failed for another reason than a death, or every worker died.
+        """
+        tried: set[WorkerHandle[Reward]] = set()
         while True:
             worker = min(self.workers, key=lambda w: (w in tried, self._busy[w]))
             try:
-                with self._at_work(worker):
-                    return await worker.call_for_table("score", rollouts, timeout_s=self._timeout_s)
+                with self._busy_during(worker):
+                    summary, table = await worker.call_for_table(Reward.score, self._timeout_s, rollouts)
+                self._faults.note(summary.faults)
+                return summary, table
             except WorkerDied as error:
                 if worker in tried:
                     raise
                 tried.add(worker)
                 if len(self.workers) > 1 and worker in self.workers:
-                    log.warning("%s is given nothing more: %s", worker.name, error)
+                    logger.warning("%s receives no more groups: %s", worker.name, error)
                     self.workers = tuple(other for other in self.workers if other is not worker)
 
     async def write(self, path: str, tables: Sequence[TableRef], timeout_s: float) -> None:
-        """Have the least busy worker write a step's samples. Raises WorkerError."""
+        """Writes the samples of a step as Parquet, on the least-loaded worker; raises WorkerError if that fails."""
         worker = min(self.workers, key=lambda w: self._busy[w])
-        with self._at_work(worker):
-            await worker.call("write_trajectories", path, *tables, timeout_s=timeout_s)
+        with self._busy_during(worker):
+            await worker.call(Reward.write_trajectories, timeout_s, path, *tables)
+
+    async def write_evaluation(self, path: str, step: int, tables: Sequence[TableRef]) -> None:
+        """Writes the samples of an evaluation as Parquet, on the least-loaded worker; raises WorkerError."""
+        worker = min(self.workers, key=lambda w: self._busy[w])
+        with self._busy_during(worker):
+            await worker.call(Reward.write_evaluation, self._timeout_s, path, step, *tables)
 
     @contextmanager
-    def _at_work(self, worker: WorkerHandle) -> Iterator[None]:
+    def _busy_during(self, worker: WorkerHandle[Reward]) -> Iterator[None]:
+        """Counts a call of the worker while the block runs."""
         self._busy[worker] += 1
         try:
             yield
         finally:
             self._busy[worker] -= 1
-            self._one_is_done.set()
+            self._call_ended.set()
 
 
 _Waiting = tuple[list[int], TableRef, asyncio.Future[tuple[TableRef, ...]]]
-"""Lengths of a group's samples, their table, and where the scores go."""
+"""Lengths of a group's samples (tokens), their table, and the future that receives the scores."""
 
 
 class TokenScorer:
-    """Waves of groups through one gang."""
+    """Scores the tokens of groups in waves on one worker group.
 
-    def __init__(self, gang: Gang, method: str, timeout_s: float) -> None:
-        self.gang = gang
-        self._method = method
+    A task runs while groups are waiting. It takes all of them as one wave, waits for the ranks to score it, and ends
+    when no group is waiting; the next call of `score` starts it again.
+    """
+
+    def __init__(self, group: WorkerGroup[Any], score: ScoreTokens, timeout_s: float) -> None:
+        """`score` is a method of `group`; `timeout_s` applies to each wave."""
+        self.group = group
+        self._score_tokens = score
         self._timeout_s = timeout_s
         self._waiting: list[_Waiting] = []
         self._runner: asyncio.Task[None] | None = None
-        self._at_work = asyncio.Lock()
-        """Held by a wave."""
+        self._wave_lock = asyncio.Lock()
+        """Held while a wave is being scored."""
 
-    async def resize(self, change: Callable[[Sequence[WorkerHandle]], Sequence[WorkerHandle]]) -> None:
-        """Have other workers score from the next wave on; nobody else is at work when this returns."""
-        async with self._at_work:
-            self.gang.workers = tuple(change(self.gang.workers))
+    async def resize(self, change: Callable[[Sequence[WorkerHandle[Any]]], Sequence[WorkerHandle[Any]]]) -> None:
+        """Changes the workers of the group between two waves; removed workers are idle when this returns."""
+        async with self._wave_lock:
+            self.group.workers = tuple(change(self.group.workers))
 
     async def score(self, lengths: list[int], rollouts: TableRef) -> tuple[TableRef, ...]:
-        """Score one group whose samples have `lengths` tokens; returns the tables of the wave it was in."""
+        """Scores one group.
+
+        Args:
+            lengths: Tokens of each sample, prompt included.
+            rollouts: The group's ROLLOUTS table.
+
+        Returns:
+            The token-score tables of the group's wave, one per rank.
+
+        Raises:
+            WorkerError: The wave failed.
+        """
         future: asyncio.Future[tuple[TableRef, ...]] = asyncio.get_running_loop().create_future()
         self._waiting.append((lengths, rollouts, future))
         if self._runner is None or self._runner.done():
@@ -133,20 +219,20 @@ class TokenScorer:
         return await future
 
     async def _run(self) -> None:
-        # One turn of the loop lets groups that finished together join the first wave.
+        """Scores one wave after another until no group is waiting."""
+        # One turn of the event loop lets groups that finished together join the first wave.
         await asyncio.sleep(0)
         while self._waiting:
-            async with self._at_work:
+            async with self._wave_lock:
                 wave, self._waiting = self._waiting, []
                 await self._score(wave)
 
     async def _score(self, wave: Sequence[_Waiting]) -> None:
+        """Scores a wave; every group in it receives the same tables or the same error."""
         lengths = [length for group, _, _ in wave for length in group]
-        plans = plan_ranks(lengths, range(len(lengths)), self.gang.ranks, self.gang.micro_batch_tokens)
+        plans = plan_ranks(lengths, range(len(lengths)), self.group.ranks, self.group.micro_batch_tokens)
         try:
-            results = await self.gang.scatter_for_tables(
-                self._method, plans, *(ref for _, ref, _ in wave), timeout_s=self._timeout_s
-            )
+            results = await self._score_tokens(plans, *(ref for _, ref, _ in wave), timeout_s=self._timeout_s)
         except WorkerError as error:
             for _, _, future in wave:
                 if not future.done():
@@ -159,16 +245,36 @@ class TokenScorer:
 
 
 class Scorer:
-    """Everything that scores a finished group."""
+    """Scores finished groups with the reward workers and all token scorers."""
 
     def __init__(self, rewards: RewardPool, token_scorers: Sequence[TokenScorer]) -> None:
         self.rewards = rewards
         self.token_scorers = tuple(token_scorers)
 
     async def score(self, summary: GroupSummary, rollouts: TableRef, row: int) -> ScoredGroup:
-        """Score one group, on a prompt of this row, with all of them, side by side. Raises the first WorkerError."""
-        lengths = [sample.prompt_tokens + sample.response_tokens for sample in summary.samples]
-        (rewards, reward_table), *tokens = await together(
+        """Scores one group with all of them concurrently.
+
+        Args:
+            summary: The group's summary.
+            rollouts: The group's ROLLOUTS table.
+            row: Row of the prompt in the prompt pool.
+
+        Raises:
+            WorkerError: The first call that failed; the others are cancelled.
+        """
+        lengths = row_lengths(summary)
+        (rewards, reward_table), *tokens = await gather_all(
             [self.rewards.score(rollouts), *(scorer.score(lengths, rollouts) for scorer in self.token_scorers)]
         )
-        return ScoredGroup(summary, rewards, rollouts, reward_table, tuple(ref for refs in tokens for ref in refs), row)
+        group = ScoredGroup(
+            summary, rewards, rollouts, reward_table, tuple(ref for refs in tokens for ref in refs), row
+        )
+        if not summary.candidates:
+            return group
+        own = len(summary.samples)
+        return replace(group, rewards=rewards.part(0, own), candidates=rewards.part(own))
+
+
+def row_lengths(summary: GroupSummary) -> list[int]:
+    """Tokens of every row of the group's ROLLOUTS table, prompt included."""
+    return [row.prompt_tokens + row.response_tokens for row in (*summary.samples, *summary.candidates)]

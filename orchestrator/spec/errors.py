@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from orchestrator.errors import TroupeError
+from orchestrator.errors import TroupeError, nearest, nearest_word
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the spec."""
-
-PROBLEMS = "spec_problems"
-"""Type of the validation error that carries a list of (dotted path, message) in its context."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Problem:
 
 
 class SpecError(TroupeError):
-    """A spec that cannot be used. Its text has one line for each problem."""
+    """A spec that is not valid. Its text has one line for each problem."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = tuple(sorted(problems, key=lambda p: (p.place.file, p.place.line or 0)))
@@ -58,7 +54,7 @@ class Source:
     file: str
     places: Mapping[Path, Place] = field(default_factory=dict)
     top: Place | None = None
-    """Where the spec as a whole begins; the file's first line where nothing is said."""
+    """Where the spec as a whole begins; None: on the file's first line."""
 
     def find(self, path: Path) -> Place:
         """Place of the field, or of the nearest section around it that was written."""
@@ -78,17 +74,17 @@ def parse_path(dotted: str) -> Path:
 
 
 def format_path(path: Path) -> str:
-    """The inverse of :func:`parse_path`."""
+    """The inverse of `parse_path`."""
     return ".".join(str(part) for part in path)
 
 
 def from_validation(error: ValidationError, root: type[BaseModel], data: Any, source: Source) -> list[Problem]:
-    """Every problem of a validation error, in the words of a user of the spec."""
+    """Every problem of a validation error, in terms of the spec."""
     problems: list[Problem] = []
     items = error.errors(include_url=False)
-    # A required field written with a typo is one mistake: the unknown key's hint says it all.
+    # A misspelt required field is one mistake, and the hint for the unknown key already names it.
     misspelt = {
-        (*item["loc"][:-1], _nearest_field(str(item["loc"][-1]), fields_at(root, item["loc"][:-1])))
+        (*item["loc"][:-1], nearest_word(str(item["loc"][-1]), fields_at(root, item["loc"][:-1])))
         for item in items
         if item["type"] == "extra_forbidden"
     }
@@ -96,9 +92,6 @@ def from_validation(error: ValidationError, root: type[BaseModel], data: Any, so
         if item["type"] == "missing" and item["loc"] in misspelt:
             continue
         kind, context = item["type"], item.get("ctx", {})
-        if kind == PROBLEMS:
-            problems += [source.problem(path, message) for path, message in context["problems"]]
-            continue
         path = _without_tags(item["loc"], data)
         if kind in ("union_tag_invalid", "union_tag_not_found"):
             path = (*path, "kind")
@@ -132,7 +125,7 @@ _BOUNDS = {
 
 def _message(kind: str, text: str, value: Any, context: Mapping[str, Any]) -> str:
     if kind in ("missing", "union_tag_not_found"):
-        return "is required (jsonl, say)" if context.get("discriminator") else "is required"
+        return "is required (for example jsonl)" if context.get("discriminator") else "is required"
     if kind in _EXPECTED:
         return f"expected {_EXPECTED[kind]}, got {show(value)}"
     if kind in _BOUNDS:
@@ -146,7 +139,7 @@ def _message(kind: str, text: str, value: Any, context: Mapping[str, Any]) -> st
     if kind == "too_short":
         return f"needs {context['min_length']} or more entries, got {context['actual_length']}"
     if kind == "too_long":
-        return f"takes no more than {context['max_length']} entries, got {context['actual_length']}"
+        return f"takes at most {context['max_length']} entries, got {context['actual_length']}"
     if kind == "string_too_short":
         return "may not be empty"
     if kind == "string_too_long":
@@ -176,23 +169,13 @@ def _one_line(text: str) -> str:
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", "?", text)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'X'?` for the nearest known word; empty where none is near."""
-    near = _nearest_field(word, known)
-    return f"did you mean '{near}'?" if near else ""
-
-
-def _nearest_field(word: str, known: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(word[:60], list(known), n=1)), "")
-
-
 def _value_hint(value: Any, expected: str) -> str:
     hint = nearest(str(value), re.findall(r"'([^']*)'", expected))
     return f" ({hint})" if hint else ""
 
 
 def _key_hint(key: str, section: Path, location: Path, root: type[BaseModel]) -> str:
-    """The nearest field of the same section, or the section the field belongs to, or what there is."""
+    """The nearest field of the same section, or the section the field belongs to, or the fields there are."""
     fields = fields_at(root, location)
     if hint := nearest(key, fields):
         return f" ({hint})"
@@ -203,7 +186,7 @@ def _key_hint(key: str, section: Path, location: Path, root: type[BaseModel]) ->
 
 
 def _without_tags(location: Path, data: Any) -> Path:
-    """The path as the user wrote it: pydantic names a tagged union's member in between."""
+    """The path as the user wrote it, without the tags that pydantic inserts for members of tagged unions."""
     path: list[str | int] = []
     node: Any = data
     for part in location:

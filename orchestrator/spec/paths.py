@@ -6,32 +6,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orchestrator.spec_chain import STAGE
+from orchestrator.spec.hub_names import is_hub_name
+from orchestrator.spec.stages import STAGE
 
 _PATH_FIELDS = frozenset({"path", "folder"})
 """Names of the spec's fields that hold a path."""
+_MODEL = "model"
+"""Key of every section whose `path` may also be a name on the hub."""
 
 
 def absolute_paths(document: dict[str, Any], root: Path | None = None) -> dict[str, Any]:
-    """A dumped spec whose paths no longer depend on the current directory: relative ones start at `root` (default: the
-    current directory)."""
+    """A dumped spec with absolute paths; a model's name on the hub stays as it is.
+
+    Args:
+        document: The spec, dumped as plain data.
+        root: Folder that relative paths start at; None: the current directory.
+    """
     start = Path.cwd() if root is None else root
 
-    def walk(value: Any, key: str) -> Any:
+    def walk(value: Any, key: str, section: str) -> Any:
         if isinstance(value, dict):
-            # What stands under `args` is the user's own and never a path of ours.
-            return {k: v if k == "args" else walk(v, k) for k, v in value.items()}
+            # `args` belong to the user's functions: a `path` in them is not a field of the spec.
+            return {k: v if k == "args" else walk(v, k, key) for k, v in value.items()}
         if isinstance(value, list):
-            return [walk(v, key) for v in value]
+            return [walk(v, key, section) for v in value]
         if key not in _PATH_FIELDS or not isinstance(value, str) or value.startswith(STAGE):
             return value
-        return str(start / value)
+        return value if section == _MODEL and is_hub_name(value, start) else str(start / value)
 
-    return walk(document, "")
+    return walk(document, "", "")
 
 
 def path_fields(node: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted field, path) of every path that a dumped spec names."""
+    """(dotted field, path) of every path on a disk that a dumped spec names."""
     if isinstance(node, dict):
         for key, value in node.items():
             if key != "args":
@@ -40,4 +47,6 @@ def path_fields(node: Any, field: str = "") -> Iterator[tuple[str, str]]:
         for index, value in enumerate(node):
             yield from path_fields(value, f"{field}.{index}")
     elif isinstance(node, str) and field.rpartition(".")[2] in _PATH_FIELDS and not node.startswith(STAGE):
-        yield field, node
+        on_hub = field.split(".")[-2:-1] == [_MODEL] and is_hub_name(node)
+        if not on_hub:
+            yield field, node

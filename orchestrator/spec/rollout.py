@@ -1,39 +1,38 @@
-"""The spec: one frozen description of a run, read from YAML, and what each worker is told by it.
+"""The spec of a run on rollouts, and the configuration it gives each of its workers.
 
-A spec that loads can work as far as the file itself can say: combinations that cannot are refused with the path of
-the field (`orchestrator/spec_checks.py`). What the machine must have besides is for `orchestrator/spec_files.py`.
+Constructing a spec checks its fields. Loading one (`orchestrator/spec/load.py`) also refuses combinations of fields
+that cannot work.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
-
-from orchestrator import algorithms, spec_checks, spec_yaml
-from orchestrator.algorithms import AlgorithmConfig
-from orchestrator.spec_errors import PROBLEMS, Problem, SpecError, from_validation
-from orchestrator.spec_sections import (
+from orchestrator.algorithms import custom, section
+from orchestrator.algorithms.section import AlgorithmConfig
+from orchestrator.spec import preflight_models, preflight_rewards
+from orchestrator.spec.base import RunSpec, WorkerSettings
+from orchestrator.spec.preflight import DataSource, Finding
+from orchestrator.spec.sections import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     FailureConfig,
     OutputConfig,
+    RoleName,
     RolesConfig,
     ScheduleConfig,
     WeightSyncConfig,
 )
-from workers.config import (
+from workers.contract.config import (
+    RIGHT_OR_WRONG,
     CriticConfig,
+    Device,
     EngineConfig,
-    Frozen,
     ModelConfig,
     PolicyConfig,
-    ReferenceConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
@@ -41,26 +40,18 @@ from workers.config import (
     TransferBackend,
 )
 
-__all__ = ["Problem", "Spec", "SpecError", "load_spec", "parse_spec"]
-
-Device = Literal["cpu", "cuda"]
+T = TypeVar("T")
 
 
-class Spec(Frozen):
-    """One run."""
+class RolloutSpec(RunSpec, frozen=True):
+    """One run that samples its own responses."""
 
-    name: str = Field(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
-    """Name of the run and of its folder: lowercase letters, digits and `-`."""
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seed of everything random: order of prompts, sampling, initial value head."""
-    model: ModelConfig
-    """The model that is trained."""
     roles: RolesConfig
-    """Who takes part, with how many workers and how many resources."""
+    """The worker roles, with their number of workers and their resources."""
     algorithm: AlgorithmConfig
-    """How the policy is improved."""
+    """How the policy is trained."""
     schedule: ScheduleConfig
-    """How long the run is, how a step is cut, and how long anything may take."""
+    """Length of the run, division of a step, and timeouts."""
     sampling: SamplingConfig = SamplingConfig()
     """How responses are sampled for training."""
     data: DataConfig
@@ -72,27 +63,19 @@ class Spec(Frozen):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the run's state is saved."""
     failures: FailureConfig = FailureConfig()
-    """What is borne, and when the run stops."""
+    """Which failures are tolerated, and when the run stops."""
     output: OutputConfig = OutputConfig()
     """What the run writes."""
-
-    @model_validator(mode="after")
-    def _can_work(self) -> Self:
-        problems = spec_checks.find_problems(self)
-        if problems:
-            text = "; ".join(f"{path}: {message}" for path, message in problems)
-            raise PydanticCustomError(PROBLEMS, "{text}", {"text": text, "problems": problems})
-        return self
 
     @property
     def group_size(self) -> int:
         """Samples per prompt."""
-        return algorithms.group_size(self.algorithm)
+        return section.group_size(self.algorithm)
 
     @property
     def kl_coef(self) -> float:
-        """Weight of the KL term, wherever it stands."""
-        return algorithms.kl_coef(self.algorithm)
+        """Weight of the KL term, in the loss or in the reward."""
+        return section.kl_coef(self.algorithm)
 
     @property
     def samples_per_step(self) -> int:
@@ -112,18 +95,44 @@ class Spec(Frozen):
 
     @property
     def device(self) -> Device:
-        """Where the policy and the engines run."""
+        """Device that the policy and the engines run on."""
         return "cuda" if self.roles.policy.gpus > 0 or self.roles.rollout.gpus > 0 else "cpu"
 
     @property
-    def reference_in_policy(self) -> bool:
-        """Whether the reference lives in the policy's workers."""
-        return self.roles.reference is not None and self.roles.reference.colocate_with == "policy"
+    def needs_old_logprobs(self) -> bool:
+        """Whether the log-probs before the update are computed separately.
+
+        With one update per step and no KL in the reward, the update itself computes them.
+        """
+        policy = self.policy_config()
+        several_updates = self.schedule.epochs * self.schedule.minibatches > 1
+        compares = several_updates and policy.loss.has_ratio
+        return compares or policy.advantage.kl_coef > 0 or policy.advantage.estimator == "distill"
 
     @property
-    def run_folder(self) -> Path:
-        """Where the run is written."""
-        return Path(self.output.folder) / self.name
+    def solved_at(self) -> float | None:
+        """Reward from which a held-out sample counts as solved; None: the reward does not say."""
+        if self.evaluation is not None and self.evaluation.solved_at is not None:
+            return self.evaluation.solved_at
+        reward = self.roles.reward
+        weighted = [function for function in reward.functions if function.weight]
+        if len(weighted) != 1 or (reward.model is not None and reward.model_weight):
+            return None
+        (only,) = weighted
+        return only.weight if only.name in RIGHT_OR_WRONG and only.weight > 0 else None
+
+    def missing(self) -> list[Finding]:
+        """See `RunSpec.missing`; and what is wrong for the engines, with reward functions and with own algorithms."""
+        heads = preflight_models.unsupported_head_size(Path(self.model.path)) if self.device == "cpu" else ()
+        functions = preflight_rewards.unusable_functions(self.roles.reward.functions)
+        return [*super().missing(), *heads, *functions, *self._algorithm_problems()]
+
+    def _algorithm_problems(self) -> Iterator[Finding]:
+        if section.is_custom(self.algorithm.name):
+            available = {"values": self.roles.critic is not None, "ref_logprobs": self.roles.reference is not None}
+            old = self.needs_old_logprobs
+            for problem in custom.check(self.algorithm.name, self.algorithm.args, old_logprobs=old, **available):
+                yield "algorithm.name", problem
 
     def resolved_backend(self) -> TransferBackend:
         """The weight-transfer back-end, `auto` resolved."""
@@ -134,11 +143,10 @@ class Spec(Frozen):
         return "ipc" if self.roles.rollout.colocate_with == "policy" else "nccl"
 
     def rollout_config(self) -> RolloutConfig:
-        """What every rollout worker is told."""
-        role = self.roles.rollout
+        """Configuration of each rollout worker."""
         return RolloutConfig(
             model=self.model,
-            engine=EngineConfig(**_part(role, EngineConfig, threads=_threads(role.threads, role.cpus))),
+            engine=self.roles.rollout.worker_config(EngineConfig),
             sampling=self.sampling,
             seed=self.seed,
             transfer_backend=self.resolved_backend(),
@@ -146,18 +154,18 @@ class Spec(Frozen):
         )
 
     def policy_config(self) -> PolicyConfig:
-        """What every policy rank is told."""
+        """Configuration of each policy rank."""
         role = self.roles.policy
         return PolicyConfig(
             model=self.model,
-            trainer=TrainerConfig(**_part(role, TrainerConfig, threads=_threads(role.threads, role.cpus))),
-            loss=algorithms.policy_loss(self.algorithm),
-            advantage=algorithms.advantage(self.algorithm),
+            trainer=role.worker_config(TrainerConfig),
+            loss=section.policy_loss(self.algorithm),
+            advantage=section.advantage(self.algorithm),
             sampling=self.sampling,
             ptx_coef=self.algorithm.ptx_coef,
             share_prompts=role.share_prompts,
             run_id=self.name,
-            reference_model=self._reference_model() if self.reference_in_policy else None,
+            reference_model=self.colocated_reference_model,
             total_updates=self.policy_updates,
             seed=self.seed,
             device=self.device,
@@ -165,69 +173,81 @@ class Spec(Frozen):
         )
 
     def critic_config(self) -> CriticConfig | None:
-        """What every critic rank is told; None without a critic."""
-        role, loss = self.roles.critic, algorithms.critic_loss(self.algorithm)
+        """Configuration of each critic rank; None without a critic."""
+        role, loss = self.roles.critic, section.critic_loss(self.algorithm)
         if role is None or loss is None:
             return None
         return CriticConfig(
             model=role.model or self.model,
-            trainer=TrainerConfig(**_part(role, TrainerConfig, threads=_threads(role.threads, role.cpus))),
+            trainer=role.worker_config(TrainerConfig),
             loss=loss,
             total_updates=self.critic_updates,
             seed=self.seed,
-            device=_device(role.gpus),
-        )
-
-    def reference_config(self) -> ReferenceConfig | None:
-        """What every reference worker is told; None without a reference or where it lives in the policy's workers."""
-        role = self.roles.reference
-        if role is None or self.reference_in_policy:
-            return None
-        return ReferenceConfig(
-            model=self._reference_model(),
-            temperature=self.sampling.temperature,
-            micro_batch_tokens=role.micro_batch_tokens,
-            threads=_threads(role.threads, role.cpus),
-            device=_device(role.gpus),
+            device=role.device,
         )
 
     def reward_config(self) -> RewardConfig:
-        """What every reward worker is told."""
-        role = self.roles.reward
-        return RewardConfig(**_part(role, RewardConfig, threads=_threads(role.threads, role.cpus)))
+        """Configuration of each reward worker."""
+        return self.roles.reward.worker_config(RewardConfig)
 
-    def _reference_model(self) -> ModelConfig:
-        role = self.roles.reference
-        return role.model if role is not None and role.model is not None else self.model
+    def dispatch(self, rollout: Callable[[RolloutSpec], T], offline: Callable[[Any], T]) -> T:
+        """Call `rollout` with this spec."""
+        return rollout(self)
 
+    @property
+    def trains(self) -> Literal["policy"]:
+        """What kind of model the run writes."""
+        return "policy"
 
-def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> Spec:
-    """Read a spec of a run with rollouts. Specs of any kind, and chains: `orchestrator/spec_chain.py`.
+    @property
+    def batch_description(self) -> str:
+        """Size of a step's batch, in words."""
+        return f"{self.samples_per_step} samples"
 
-    :param overrides: `field.path=value` each (`roles.rollout.workers=2`); the value is YAML
-    Raises SpecError with one line for every problem found.
-    """
-    return parse_spec(spec_yaml.override(spec_yaml.read_file(path), list(overrides)))
+    @property
+    def scoring_temperature(self) -> float:
+        """Temperature that the reference divides its logits by: the one that responses are sampled at."""
+        return self.sampling.temperature
 
+    def worker_settings(self, role: RoleName) -> WorkerSettings:
+        """How each worker of a role is started.
 
-def parse_spec(document: spec_yaml.Document) -> Spec:
-    """Validate a document. Raises SpecError."""
-    try:
-        # JSON mode is the strict one that takes lists for tuples: no text is read as a number, no 1 as true.
-        return Spec.model_validate_json(json.dumps(document.data), strict=True)
-    except ValidationError as error:
-        raise SpecError(from_validation(error, Spec, document.data, document.source)) from None
+        Raises:
+            KeyError: The spec has no workers of this role.
+        """
+        if role == "rollout":
+            config = self.rollout_config()
+            return WorkerSettings("rollout", (config,), config.engine.threads, config.device, concurrent=True)
+        if role == "policy":
+            config = self.policy_config()
+            return WorkerSettings("policy", (config,), config.trainer.threads, config.device)
+        if role == "critic":
+            config = self.critic_config()
+            if config is None:
+                raise KeyError(role)
+            return WorkerSettings("critic", (config,), config.trainer.threads, config.device)
+        if role == "reference":
+            return self.reference_settings()
+        config, device = self.reward_config(), self.roles.reward.device
+        return WorkerSettings("reward", (config,), config.threads, device, extra=(device, self.model))
 
+    def models(self) -> dict[str, ModelConfig]:
+        """The models that the spec names, by the dotted path of their section; the trained one first."""
+        roles = self.roles
+        sections = {
+            "model": self.model,
+            "roles.critic.model": roles.critic.model if roles.critic is not None else None,
+            "roles.reference.model": roles.reference.model if roles.reference is not None else None,
+            "roles.reward.model": roles.reward.model,
+        }
+        return {path: model for path, model in sections.items() if model is not None}
 
-def _part(role: Frozen, model: type[Frozen], **changes: Any) -> dict[str, Any]:
-    """The fields of `model` that a role section holds."""
-    values = dict(role)
-    return {name: values[name] for name in model.model_fields} | changes
+    def sequence_lengths(self) -> dict[str, int]:
+        """Every limit on the length of a sequence in tokens, by the dotted path of its field."""
+        lengths = {"roles.rollout.max_model_len": self.roles.rollout.max_model_len}
+        return lengths if self.data.ptx is None else lengths | {"data.ptx.max_tokens": self.data.ptx.max_tokens}
 
-
-def _threads(threads: int, cpus: float) -> int:
-    return threads or max(1, int(cpus))
-
-
-def _device(gpus: float) -> Device:
-    return "cuda" if gpus > 0 else "cpu"
+    def data_sources(self) -> dict[str, DataSource]:
+        """The sections that name data, by their name in the section `data`."""
+        sources = {"train": self.data.train, "eval": self.data.eval, "ptx": self.data.ptx}
+        return {name: source for name, source in sources.items() if source is not None}

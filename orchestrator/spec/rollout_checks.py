@@ -1,41 +1,31 @@
-"""Combinations of fields that cannot work, each refused with the path of the field to change."""
+"""Combinations of fields of a rollout spec that cannot work, each refused with the path of the field to change."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from orchestrator import algorithms
-from orchestrator.spec_errors import nearest
-from orchestrator.spec_sections import ReasoningGymSource, RoleName, RolloutRole, TrainerRole
-from workers.config import REWARD_FUNCTIONS, STEP_ESTIMATORS, STEP_FUNCTIONS, Frozen, RewardFunctionConfig
-
-if TYPE_CHECKING:
-    from orchestrator.spec import Spec
-
-Finding = tuple[str, str]
-"""(dotted path of a field, what is wrong)"""
+from orchestrator.algorithms import section as algorithms
+from orchestrator.errors import nearest
+from orchestrator.spec.checks import INSIDE_ANOTHER, changed, evaluation_problems, trainer_problems
+from orchestrator.spec.preflight import Finding
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.spec.sections import ReasoningGymSource, RolloutRole
+from workers.contract.config import REWARD_FUNCTIONS, STEP_ESTIMATORS, STEP_FUNCTIONS, RewardFunctionConfig
 
 COLOCATIONS = {"reference": "policy", "rollout": "policy"}
-"""Which role may live with which."""
-
-INSIDE_ANOTHER = (
-    *("workers", "min_workers", "max_workers", "cpus", "gpus", "accelerator", "node_labels", "strategy"),
-    *("micro_batch_tokens", "threads"),
-)
-"""Fields without effect in a role that lives inside another one's workers."""
+"""Which role can be colocated with which."""
 
 NEEDS_ANSWER = frozenset({"exact_match", "last_number", "numeric"})
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-def find_problems(spec: Spec) -> list[Finding]:
+def find_problems(spec: RolloutSpec) -> list[Finding]:
     """Everything that cannot work."""
     return [finding for check in _CHECKS for finding in check(spec)]
 
 
-def _roles(spec: Spec) -> Iterator[Finding]:
+def _roles(spec: RolloutSpec) -> Iterator[Finding]:
     row = algorithms.row_of(spec.algorithm)
     present = spec.roles.present()
     for role in ("critic", "reference"):
@@ -50,13 +40,15 @@ def _roles(spec: Spec) -> Iterator[Finding]:
         yield "roles.reference", why
 
 
-def _algorithm(spec: Spec) -> Iterator[Finding]:
+def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
     config = spec.algorithm
     row = algorithms.row_of(config)
     if spec.group_size < row.min_group_size:
         yield "algorithm.group_size", f"{row.name} compares samples of a group: needs at least {row.min_group_size}"
     for name in algorithms.unused_options(config):
         yield f"algorithm.{name}", f"{row.name} does not use it; remove it"
+    if config.mask_truncated and row.advantage.estimator == "best_of_group":
+        yield "algorithm.mask_truncated", f"{row.name} trains on one sample of a group and does not use it; remove it"
     for name in ("clip_low", "clip_high"):
         if config.clip_range is not None and dict(config)[name] is not None:
             yield f"algorithm.{name}", "clip_range is set too; give either clip_range or clip_low and clip_high"
@@ -64,15 +56,34 @@ def _algorithm(spec: Spec) -> Iterator[Finding]:
         yield "algorithm.kl.estimator", f"{row.name} has its KL term in the reward, which is k1; remove it"
     steered = config.kl.target is not None
     if steered and not (row.kl_in == "reward" and spec.kl_coef > 0):
-        why = "steers a KL term in the reward, and there is none"
+        why = "adapts a KL term in the reward, and there is none"
         yield "algorithm.kl.target", f"{why}; set algorithm.kl.coef above 0" if row.kl_in == "reward" else why
+    if config.kl.to_go is not None and (row.kl_in != "reward" or row.advantage.estimator != "returns"):
+        yield "algorithm.kl.to_go", f"{row.name} does not use it; remove it"
     if config.kl.horizon is not None and not steered:
         yield "algorithm.kl.horizon", "has no effect without algorithm.kl.target"
+    if not row.loss.has_ratio and spec.kl_coef > 0 and spec.sampling.temperature != 1.0:
+        why = f"{row.name} trains at temperature 1, but the reference is scored at sampling.temperature"
+        yield "algorithm.kl.coef", f"{why}, {spec.sampling.temperature:g}; set one to 1 or the other to 0"
+    if config.dynamic_sampling_on is not None:
+        if not algorithms.dynamic_sampling(config):
+            yield "algorithm.dynamic_sampling_on", "has no effect without algorithm.dynamic_sampling above 0"
+        yield from _component(spec, "algorithm.dynamic_sampling_on", config.dynamic_sampling_on)
     yield from _several_updates(spec)
+    yield from _exact_divergence(spec)
 
 
-def _several_updates(spec: Spec) -> Iterator[Finding]:
-    """KL(old || new) is 0 before the first update of a step: what reads it needs a second one."""
+def _exact_divergence(spec: RolloutSpec) -> Iterator[Finding]:
+    """What follows KL(old || new) after the updates needs it measured."""
+    limited = algorithms.trust_region(spec.algorithm) is not None
+    if spec.algorithm.kl_states == 0 and (limited or algorithms.kl_penalty(spec.algorithm) is not None):
+        yield "algorithm.kl_states", f"must be above 0: {spec.algorithm.name} follows the divergence measured there"
+    if limited and spec.roles.policy.ema_decay > 0:
+        yield "roles.policy.ema_decay", f"{spec.algorithm.name} shortens steps after they are averaged; set it to 0"
+
+
+def _several_updates(spec: RolloutSpec) -> Iterator[Finding]:
+    """KL(old || new) is 0 before the first update of a step, so what reads it needs a second update."""
     if spec.schedule.epochs * spec.schedule.minibatches > 1:
         return
     why = "needs more than one update a step (schedule.epochs times schedule.minibatches)"
@@ -82,7 +93,7 @@ def _several_updates(spec: Spec) -> Iterator[Finding]:
         yield "algorithm.kl_stop", why
 
 
-def _schedule(spec: Spec) -> Iterator[Finding]:
+def _schedule(spec: RolloutSpec) -> Iterator[Finding]:
     schedule = spec.schedule
     for name, role in spec.roles.trainers().items():
         if spec.samples_per_step < role.workers * schedule.minibatches:
@@ -104,7 +115,7 @@ def _schedule(spec: Spec) -> Iterator[Finding]:
         yield "roles.critic.warmup_steps", f"must be less than schedule.steps, {schedule.steps}"
 
 
-def _lengths(spec: Spec) -> Iterator[Finding]:
+def _lengths(spec: RolloutSpec) -> Iterator[Finding]:
     longest = spec.roles.rollout.max_model_len
     if spec.sampling.max_tokens >= longest:
         yield (
@@ -125,7 +136,7 @@ def _lengths(spec: Spec) -> Iterator[Finding]:
             yield f"sampling.stop.{index}", "may not be empty"
 
 
-def _colocation(spec: Spec) -> Iterator[Finding]:
+def _colocation(spec: RolloutSpec) -> Iterator[Finding]:
     present = spec.roles.present()
     for name, role in present.items():
         other = role.colocate_with
@@ -133,13 +144,13 @@ def _colocation(spec: Spec) -> Iterator[Finding]:
             continue
         path = f"roles.{name}.colocate_with"
         if other == name:
-            yield path, "a role cannot live with itself"
+            yield path, "a role cannot be colocated with itself"
         elif other not in present:
             yield path, f"there is no role {other}"
         elif COLOCATIONS.get(name) != other:
             can = ", ".join(f"{a} with {b}" for a, b in COLOCATIONS.items())
-            cycle = present[other].colocate_with == name
-            yield path, f"{name} cannot live with {other}{' (and they name each other)' if cycle else ''}; can: {can}"
+            mutual = " (and they name each other)" if present[other].colocate_with == name else ""
+            yield path, f"{name} cannot be colocated with {other}{mutual}; possible: {can}"
         elif name == "rollout":
             yield from _shared_gpus(spec)
         else:
@@ -148,7 +159,7 @@ def _colocation(spec: Spec) -> Iterator[Finding]:
                     yield f"roles.{name}.{field}", f"has no effect inside the {other}'s workers; remove it"
 
 
-def _scaling(spec: Spec) -> Iterator[Finding]:
+def _scaling(spec: RolloutSpec) -> Iterator[Finding]:
     scaled = spec.roles.scaled()
     for name, role in scaled.items():
         path, most = f"roles.{name}", role.max_workers
@@ -160,20 +171,15 @@ def _scaling(spec: Spec) -> Iterator[Finding]:
     if "rollout" not in scaled:
         for field in ("min_workers", "max_workers", "autoscale"):
             if changed(rollout, field):
-                yield f"roles.rollout.{field}", "an engine for each policy worker is all there can be; remove it"
+                yield f"roles.rollout.{field}", "has no effect: there is one engine for each policy worker; remove it"
     elif rollout.autoscale is not None:
         if rollout.max_workers is None:
-            yield "roles.rollout.max_workers", "is required with autoscale: the most engines there may be"
+            yield "roles.rollout.max_workers", "is required with autoscale: the largest number of engines"
         if rollout.autoscale.min_wait >= rollout.autoscale.max_wait:
             yield "roles.rollout.autoscale.min_wait", f"must be less than max_wait, {rollout.autoscale.max_wait:g}"
 
 
-def changed(section: Frozen, field: str) -> bool:
-    """Whether a field is not at its default; a resolved spec, with every default written out, is a good spec."""
-    return dict(section)[field] != type(section).model_fields[field].get_default(call_default_factory=True)
-
-
-def _shared_gpus(spec: Spec) -> Iterator[Finding]:
+def _shared_gpus(spec: RolloutSpec) -> Iterator[Finding]:
     rollout, policy = spec.roles.rollout, spec.roles.policy
     path = "roles.rollout.colocate_with"
     if rollout.gpus == 0 or policy.gpus == 0:
@@ -185,7 +191,7 @@ def _shared_gpus(spec: Spec) -> Iterator[Finding]:
     elif rollout.gpus + policy.gpus > 1:
         yield path, f"they share one GPU, but ask for {rollout.gpus} + {policy.gpus} of it"
     if changed(rollout, "strategy"):
-        yield "roles.rollout.strategy", "engines sit where the policy's workers do: set roles.policy.strategy"
+        yield "roles.rollout.strategy", "engines are placed with the policy's workers: set roles.policy.strategy"
     if rollout.accelerator and policy.accelerator and rollout.accelerator != policy.accelerator:
         why = f"{rollout.accelerator}, but roles.policy.accelerator is {policy.accelerator}: they share GPUs"
         yield "roles.rollout.accelerator", why
@@ -194,7 +200,7 @@ def _shared_gpus(spec: Spec) -> Iterator[Finding]:
             yield "roles.rollout.node_labels", f"{key} is {value}, but {other} in roles.policy.node_labels"
 
 
-def _devices(spec: Spec) -> Iterator[Finding]:
+def _devices(spec: RolloutSpec) -> Iterator[Finding]:
     on_gpu = spec.roles.policy.gpus > 0
     for name, role in spec.roles.present().items():
         if name in ("rollout", "critic") and (role.gpus > 0) != on_gpu:
@@ -216,7 +222,7 @@ def _engine_devices(rollout: RolloutRole) -> Iterator[Finding]:
         yield "roles.rollout.gpus", "an engine with tensor_parallel_size 1 uses one GPU; raise workers or that"
 
 
-def _weight_sync(spec: Spec) -> Iterator[Finding]:
+def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
     backend, shared = spec.weight_sync.backend, spec.roles.rollout.colocate_with == "policy"
     if backend in ("ipc", "nccl") and spec.device == "cpu":
         yield "weight_sync.backend", f"{backend} needs GPUs; on the CPU use shm (or auto)"
@@ -226,10 +232,10 @@ def _weight_sync(spec: Spec) -> Iterator[Finding]:
         yield "weight_sync.backend", "nccl needs rollout and policy on GPUs of their own; here use ipc (or auto)"
 
 
-def _reward(spec: Spec) -> Iterator[Finding]:
+def _reward(spec: RolloutSpec) -> Iterator[Finding]:
     reward = spec.roles.reward
     if not reward.functions and reward.model is None:
-        yield "roles.reward", "judges nothing: give functions, a model or both"
+        yield "roles.reward", "scores nothing: set functions, model or both"
     for name in ("model_weight", "micro_batch_tokens"):
         if reward.model is None and changed(reward, name):
             yield f"roles.reward.{name}", "has no effect without a reward model"
@@ -240,19 +246,36 @@ def _reward(spec: Spec) -> Iterator[Finding]:
     labels = ["reward_model"] if reward.model is not None else []
     for index, function in enumerate(reward.functions):
         path = f"roles.reward.functions.{index}"
-        label = function.label or function.name
+        label = _label(function)
         if label in labels:
-            yield f"{path}.label", f"two components are called '{label}'; give one a label of its own"
+            yield f"{path}.label", f"two components have the label '{label}'; set another label for one of them"
         labels.append(label)
         if function.timeout_s >= spec.schedule.score_timeout_s:
             limit = spec.schedule.score_timeout_s
             yield f"{path}.timeout_s", f"must be less than schedule.score_timeout_s, {limit:g}"
         yield from _reward_name(spec, f"{path}.name", function.name)
+        if function.batched and function.name in REWARD_FUNCTIONS:
+            yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
         if function.process:
             yield from _process(spec, f"{path}.process", function)
 
 
-def _reward_name(spec: Spec, path: str, name: str) -> Iterator[Finding]:
+def _label(function: RewardFunctionConfig) -> str:
+    """Name of the function's component."""
+    return function.label or function.name.rpartition(":")[2]
+
+
+def _component(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
+    """A field that names a reward component which the spec does not have."""
+    reward = spec.roles.reward
+    labels = [_label(function) for function in reward.functions]
+    labels += ["reward_model"] if reward.model is not None else []
+    if name not in labels:
+        known = f"there are: {', '.join(labels)}"
+        yield path, f"no reward component '{name[:60]}' ({nearest(name, labels) or known})"
+
+
+def _reward_name(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
     if name not in REWARD_FUNCTIONS and not _IMPORTED.fullmatch(name):
         known = f"shipped: {', '.join(REWARD_FUNCTIONS)}; your own: package.module:function"
         yield path, f"no reward function '{name[:60]}' ({nearest(name, REWARD_FUNCTIONS) or known})"
@@ -262,27 +285,27 @@ def _reward_name(spec: Spec, path: str, name: str) -> Iterator[Finding]:
         if name == "reasoning_gym" and not isinstance(source, ReasoningGymSource):
             yield path, f"scores reasoning_gym tasks only, but data.{split} is {source.kind}"
         if name in NEEDS_ANSWER and not isinstance(source, ReasoningGymSource) and source.answer is None:
-            yield path, f"compares with the right answer, but data.{split}.answer is null"
+            yield path, f"compares with the correct answer, but data.{split}.answer is null"
 
 
-def _process(spec: Spec, path: str, function: RewardFunctionConfig) -> Iterator[Finding]:
+def _process(spec: RolloutSpec, path: str, function: RewardFunctionConfig) -> Iterator[Finding]:
     row = algorithms.row_of(spec.algorithm)
     if row.advantage.estimator not in STEP_ESTIMATORS:
         others = [a.name for a in algorithms.ALGORITHMS.values() if a.advantage.estimator in STEP_ESTIMATORS]
         yield path, f"{row.name} takes one reward for a response; remove it or use one of {', '.join(others)}"
     if function.name in REWARD_FUNCTIONS and function.name not in STEP_FUNCTIONS:
-        yield path, f"{function.name} gives no steps; shipped functions that do: {', '.join(STEP_FUNCTIONS)}"
+        yield path, f"{function.name} returns no steps; shipped functions that do: {', '.join(STEP_FUNCTIONS)}"
     if function.weight == 0:
         yield path, "has no effect with weight 0; remove it"
 
 
-def _data(spec: Spec) -> Iterator[Finding]:
+def _data(spec: RolloutSpec) -> Iterator[Finding]:
     sources = {"train": spec.data.train, "eval": spec.data.eval}
     for split, source in sources.items():
         if source is None:
             continue
         if "{prompt}" not in source.template:
-            yield f"data.{split}.template", "must contain {prompt}, the place of the row's text"
+            yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
         if isinstance(source, ReasoningGymSource):
             for index, recipe in enumerate(source.recipes):
                 for name in ("seed", "size"):
@@ -290,12 +313,27 @@ def _data(spec: Spec) -> Iterator[Finding]:
                         yield f"data.{split}.recipes.{index}.args.{name}", f"set data.{split}.{name} instead"
             if len(source.recipes) > source.size:
                 yield f"data.{split}.size", f"{source.size} prompts cannot cover {len(source.recipes)} recipes"
+    for split, source in sources.items():
+        if source is not None and not isinstance(source, ReasoningGymSource) and source.candidates is not None:
+            yield from _candidates(spec, split)
+    if spec.data.curriculum is not None and spec.data.curriculum.component is not None:
+        yield from _component(spec, "data.curriculum.component", spec.data.curriculum.component)
     train, held = sources["train"], sources["eval"]
     if isinstance(train, ReasoningGymSource) and isinstance(held, ReasoningGymSource) and train.seed == held.seed:
         yield "data.eval.seed", f"must differ from data.train.seed, {train.seed}: the tasks would be the same"
 
 
-def _texts(spec: Spec) -> Iterator[Finding]:
+def _candidates(spec: RolloutSpec, split: str) -> Iterator[Finding]:
+    row = algorithms.row_of(spec.algorithm)
+    others = [a.name for a in algorithms.ALGORITHMS.values() if a.advantage.estimator == "best_of_group"]
+    if split == "eval":
+        yield "data.eval.candidates", "has no effect: the evaluation scores the policy's samples only; remove it"
+    elif row.name not in others:
+        why = f"{row.name} trains on the policy's samples only; remove it or use one of {', '.join(others)}"
+        yield f"data.{split}.candidates", why
+
+
+def _texts(spec: RolloutSpec) -> Iterator[Finding]:
     coef, texts = spec.algorithm.ptx_coef, spec.data.ptx
     if texts is None:
         if coef > 0:
@@ -304,51 +342,36 @@ def _texts(spec: Spec) -> Iterator[Finding]:
     if coef == 0:
         yield "data.ptx", "has no effect without algorithm.ptx_coef above 0"
     if texts.texts_per_step < spec.schedule.minibatches:
-        why = f"{texts.texts_per_step} texts cannot be dealt to {spec.schedule.minibatches} minibatches"
+        why = f"{texts.texts_per_step} texts are too few for {spec.schedule.minibatches} minibatches"
         yield "data.ptx.texts_per_step", why
     budget = spec.roles.policy.micro_batch_tokens
     if budget < texts.max_tokens:
         yield "data.ptx.max_tokens", f"{texts.max_tokens} is more than roles.policy.micro_batch_tokens, {budget}"
 
 
-def _evaluation(spec: Spec) -> Iterator[Finding]:
+def _evaluation(spec: RolloutSpec) -> Iterator[Finding]:
     evaluation = spec.evaluation
     if evaluation is None:
         return
-    if spec.data.eval is None:
-        yield "evaluation", "needs data.eval"
-    if not (evaluation.every_steps or evaluation.at_start or evaluation.at_end):
-        yield "evaluation", "never takes place: set every_steps, at_start or at_end, or remove the section"
+    yield from evaluation_problems(evaluation, spec.data.eval is not None)
     if evaluation.sampling.samples > 1 and evaluation.sampling.temperature == 0:
         yield "evaluation.sampling.samples", "greedy samples are all the same; set a temperature above 0"
 
 
-def _alarm(spec: Spec) -> Iterator[Finding]:
+def _alarm(spec: RolloutSpec) -> Iterator[Finding]:
     alarm = spec.failures.alarm
     if alarm is None:
         return
     if alarm.kl is None and alarm.repetition is None and alarm.response_tokens is None:
-        yield "failures.alarm", "watches nothing: set kl, repetition or response_tokens"
+        yield "failures.alarm", "has no limit: set kl, repetition or response_tokens"
     if alarm.kl is not None and spec.roles.reference is None:
-        yield "failures.alarm.kl", "needs the role reference, which the divergence is measured from"
+        yield "failures.alarm.kl", "needs the role reference: the divergence is measured from it"
 
 
-def _optimizers(spec: Spec) -> Iterator[Finding]:
+def _optimizers(spec: RolloutSpec) -> Iterator[Finding]:
     yield from trainer_problems(spec.roles.trainers())
     if spec.roles.critic is not None and spec.roles.critic.ema_decay > 0:
         yield "roles.critic.ema_decay", "only the policy's average is exported; remove it"
-
-
-def trainer_problems(trainers: Mapping[RoleName, TrainerRole]) -> Iterator[Finding]:
-    """What cannot work in the section of a role that trains, whatever it trains on."""
-    for name, role in trainers.items():
-        if role.offload_optimizer and role.gpus == 0:
-            yield f"roles.{name}.offload_optimizer", "on the CPU there is nowhere to offload to"
-        elif role.offload_optimizer and role.zero_stage == 0:
-            yield f"roles.{name}.offload_optimizer", "needs zero_stage 1, 2 or 3: without ZeRO nothing is offloaded"
-        for index, beta in enumerate(role.adam_betas):
-            if not 0.0 <= beta < 1.0:
-                yield f"roles.{name}.adam_betas.{index}", f"must be at least 0 and less than 1, got {beta}"
 
 
 _CHECKS = (

@@ -1,16 +1,18 @@
 """The sections of a spec: what a user may write, field by field.
 
-Where a section reaches a worker unchanged it is built on the worker's own model (`workers/config.py`), so that a
-field is described, typed and bounded once.
+Where a section reaches a worker unchanged it is built on the worker's own model (`workers/contract/config.py`), so that
+a field is described, typed and bounded once.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from workers.config import EngineConfig, EvalSampling, Frozen, ModelConfig, RewardConfig, TrainerConfig
+from workers.contract.config import Device, EngineConfig, EvalSampling, Frozen, ModelConfig, RewardConfig, TrainerConfig
+
+ConfigT = TypeVar("ConfigT", bound=Frozen)
 
 RoleName = Literal["rollout", "policy", "critic", "reference", "reward"]
 _LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
@@ -18,60 +20,72 @@ LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Z
 LabelValue = Annotated[str, Field(pattern=_LABEL)]
 
 
-class Placement(Frozen):
-    """How many workers a role has and what each one books."""
+class RoleResources(Frozen):
+    """How many workers a role has, and the resources that each one reserves."""
 
     workers: int = Field(default=1, ge=1)
     """Workers of this role: the number to scale."""
     cpus: float = Field(default=1.0, gt=0.0)
-    """CPU cores booked for each worker (may be a fraction)."""
+    """CPU cores reserved for each worker (may be a fraction)."""
     gpus: float = Field(default=0.0, ge=0.0)
-    """GPUs booked for each worker (may be a fraction); 0 runs the role on the CPU."""
+    """GPUs reserved for each worker (may be a fraction); 0 runs the role on the CPU."""
     accelerator: str | None = Field(default=None, pattern=_LABEL)
-    """Only on nodes with GPUs of this type, by Ray's name of it, as in `H200`."""
+    """Place the workers only on nodes with GPUs of this type, by Ray's name, such as `H200`."""
     node_labels: dict[LabelKey, LabelValue] = Field(default_factory=dict)
-    """Only on nodes with all of these labels, as in `{zone: a}` (`ray start --labels`)."""
+    """Place the workers only on nodes with all of these labels, such as `{zone: a}` (`ray start --labels`)."""
     strategy: Literal["pack", "spread"] = "pack"
-    """Put the workers on as few nodes as they fit on, or on as many as have room for one."""
+    """`pack`: place the workers on as few nodes as they fit on; `spread`: on as many as have room for one."""
     colocate_with: RoleName | None = None
-    """Live with another role: `reference` inside the policy's workers, `rollout` on the policy's GPUs."""
+    """Colocate with another role: `reference` inside the policy's workers, `rollout` on the policy's GPUs."""
+
+    @property
+    def device(self) -> Device:
+        """Device that the role's workers run on."""
+        return "cuda" if self.gpus > 0 else "cpu"
+
+    def worker_config(self, config: type[ConfigT], **others: Any) -> ConfigT:
+        """A worker configuration made of the fields that this section shares with it.
+
+        Args:
+            config: Class of the configuration. It has a field `threads`, and so has this section: 0 becomes as many as
+                the role's `cpus`, at least one.
+            others: Fields of the configuration that this section does not have, or has with another value.
+        """
+        section = dict(self)
+        shared = {name: section[name] for name in config.model_fields if name in section}
+        threads = section["threads"] or max(1, int(self.cpus))
+        return config(**(shared | {"threads": threads} | others))
 
 
-class ScaledRole(Placement):
-    """A role whose workers may come and go while the run goes on (`troupe scale`)."""
+class ScaledRole(RoleResources):
+    """A role whose number of workers can change during the run (`troupe scale`)."""
 
     min_workers: int = Field(default=1, ge=1)
-    """Fewest workers a running run may be scaled to."""
+    """Fewest workers the role can be scaled to during the run."""
     max_workers: int | None = Field(default=None, ge=1)
-    """Most workers a running run may be scaled to; null: as many as the cluster holds."""
+    """Most workers the role can be scaled to during the run; null: as many as the cluster has room for."""
 
 
 class AutoscaleConfig(Frozen):
-    """Engines come and go by how long the trainer waits for them."""
+    """Adds and removes engines by how long the trainer waits for samples."""
 
     max_wait: float = Field(gt=0.0, lt=1.0)
     """Share of a step the trainer may wait for samples; above it an engine is added, up to `max_workers`."""
     min_wait: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Below this share an engine leaves, down to `min_workers`; 0: none ever does."""
+    """Below this share an engine is removed, down to `min_workers`; 0: no engine is ever removed."""
     steps: int = Field(default=3, ge=1)
-    """Steps in a row that must agree. Counting begins anew once an engine has come or gone."""
+    """Consecutive steps that must agree. The count restarts when an engine is added or removed."""
 
 
 class RolloutRole(EngineConfig, ScaledRole):
     """Workers that sample: one vLLM engine each."""
 
     autoscale: AutoscaleConfig | None = None
-    """Add and take away engines by how long the trainer waits for them; null: only `troupe scale` does."""
+    """Add and remove engines by how long the trainer waits for samples; null: only `troupe scale` does."""
 
 
-class TrainerRole(TrainerConfig, Placement):
+class TrainerRole(TrainerConfig, RoleResources):
     """Workers that train a model: one DeepSpeed rank each."""
-
-    def trainer_config(self) -> TrainerConfig:
-        """What a rank is told of its training."""
-        told: dict[str, Any] = {name: value for name, value in self if name in TrainerConfig.model_fields}
-        told["threads"] = self.threads or max(1, int(self.cpus))
-        return TrainerConfig(**told)
 
 
 class PolicyRole(TrainerRole):
@@ -86,16 +100,16 @@ class CriticRole(TrainerRole):
     """Workers that train the critic: one DeepSpeed rank each."""
 
     model: ModelConfig | None = None
-    """Pretrained model the critic starts from (a value head is added); the policy's where left out."""
+    """Pretrained model the critic starts from (a value head is added); null: the policy's."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps at the start in which only the critic learns."""
+    """Steps at the start of the run that train only the critic."""
 
 
-class ReferenceRole(Placement):
-    """The frozen model the policy is held close to."""
+class ReferenceRole(RoleResources):
+    """The frozen model that the policy is kept close to."""
 
     model: ModelConfig | None = None
-    """Pretrained reference model; the policy's starting point where left out."""
+    """Pretrained reference model; null: the model that training starts from."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Most tokens (padding included) in one forward pass of one worker."""
     threads: int = Field(default=0, ge=0)
@@ -103,15 +117,15 @@ class ReferenceRole(Placement):
 
 
 class ScaledReferenceRole(ReferenceRole, ScaledRole):
-    """The frozen model the policy is held close to."""
+    """The frozen model that the policy is kept close to."""
 
 
 class RewardRole(RewardConfig, ScaledRole):
-    """Workers that judge responses, by functions, by a reward model or by both."""
+    """Workers that score responses with functions, a reward model or both."""
 
 
 class RolesConfig(Frozen):
-    """The cast."""
+    """The worker roles."""
 
     rollout: RolloutRole
     """Workers that sample: one vLLM engine each."""
@@ -122,11 +136,11 @@ class RolesConfig(Frozen):
     reference: ScaledReferenceRole | None = None
     """The frozen reference; needed where `algorithm.kl.coef` is above 0."""
     reward: RewardRole
-    """Workers that judge responses."""
+    """Workers that score responses."""
 
-    def present(self) -> dict[RoleName, Placement]:
+    def present(self) -> dict[RoleName, RoleResources]:
         """The roles this spec has, by name."""
-        roles: dict[RoleName, Placement | None] = {
+        roles: dict[RoleName, RoleResources | None] = {
             "rollout": self.rollout,
             "policy": self.policy,
             "critic": self.critic,
@@ -136,7 +150,7 @@ class RolesConfig(Frozen):
         return {name: role for name, role in roles.items() if role is not None}
 
     def scaled(self) -> dict[RoleName, ScaledRole]:
-        """The roles whose workers may come and go, by name: those that live with no other."""
+        """The roles whose number of workers can change, by name: those that are not colocated with another."""
         roles: dict[RoleName, ScaledRole | None] = {
             "rollout": self.rollout,
             "reference": self.reference,
@@ -152,38 +166,43 @@ class RolesConfig(Frozen):
         return trainers
 
 
-class ScheduleConfig(Frozen):
-    """How long the run is, how a step is cut, and how long anything may take."""
+class BaseSchedule(Frozen):
+    """Length of the run, division of a step, and timeouts."""
 
     steps: int = Field(ge=1)
     """Training steps."""
-    prompts_per_step: int = Field(ge=1)
-    """Prompts (groups) in a step's batch."""
-    max_staleness: int = Field(default=0, ge=0)
-    """Policy versions a sample's oldest token may lag behind the one it trains; 0 is synchronous training."""
     epochs: int = Field(default=1, ge=1)
     """Passes over a step's batch."""
     minibatches: int = Field(default=1, ge=1)
     """Optimizer updates in one pass."""
     start_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Longest start of a worker: its place in the cluster, its process, its model."""
-    generate_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Longest time for one group on an engine; then it is tried again elsewhere."""
+    """Timeout for the start of a worker: its resources, its process, its model."""
     score_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Longest call to a reward, reference or critic worker."""
+    """Timeout for a call to a worker that scores: reference, reward or critic."""
     train_timeout_s: float = Field(default=1800.0, gt=0.0)
-    """Longest call to a training group (prepare, update, save, load)."""
-    sync_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Longest weight update of the engines."""
+    """Timeout for a call to the trainers (prepare, update, evaluate, save, load)."""
     step_timeout_s: float = Field(default=7200.0, gt=0.0)
-    """Longest step; then the run stops with an error."""
+    """Timeout for a step; the run then stops with an error."""
+
+
+class ScheduleConfig(BaseSchedule):
+    """Length of the run, division of a step, and timeouts."""
+
+    prompts_per_step: int = Field(ge=1)
+    """Prompts (groups) in a step's batch."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Policy versions a sample's oldest token may lag behind the one it trains; 0 is synchronous training."""
+    generate_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Timeout for one group on an engine; the group is then retried on another engine."""
+    sync_timeout_s: float = Field(default=600.0, gt=0.0)
+    """Timeout for a weight update of the engines."""
 
 
 class PromptText(Frozen):
     """How a row's text becomes a prompt."""
 
     system: str = ""
-    """System message put before the prompt; none where empty. A row that brings its own keeps it."""
+    """System message put before the prompt; empty: none. A row with a system message of its own keeps that."""
     template: str = "{prompt}"
     """The user message; `{prompt}` stands for the row's text."""
     max_chars: int = Field(default=20_000, ge=1)
@@ -191,7 +210,7 @@ class PromptText(Frozen):
 
 
 class _Located(Frozen):
-    """Where rows are, and how many of them are read."""
+    """Where the rows are, and how many of them are read."""
 
     path: str = Field(min_length=1)
     """Where the data is; relative paths start at the current directory."""
@@ -203,7 +222,14 @@ class JsonlFile(_Located):
     """A file with one JSON object per line."""
 
     kind: Literal["jsonl"]
-    """A file with one JSON object per line."""
+    """A file with one JSON object per line; `.gz`: compressed."""
+
+
+class CsvFile(_Located):
+    """A CSV file whose first line names the columns."""
+
+    kind: Literal["csv"]
+    """A CSV file in UTF-8 whose first line names the columns; every value is text."""
 
 
 class ParquetFile(_Located):
@@ -222,15 +248,38 @@ class DatasetsFolder(_Located):
     """Split to read, where the folder holds several."""
 
 
+class HubFiles(Frozen):
+    """Files of a dataset on the Hugging Face hub."""
+
+    kind: Literal["hub"]
+    """Parquet, JSONL (`.jsonl`, `.jsonl.gz`) or CSV files of a dataset on the Hugging Face hub."""
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$")
+    """Name of the dataset, `org/name`."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit; null: main. A run is pinned to the commit."""
+    subset: str | None = Field(default=None, min_length=1)
+    """Folder of the dataset with the files, where it has several."""
+    split: str = Field(default="train", min_length=1)
+    """Read the files with this word in their path, such as `data/train-00000-of-00001.parquet`."""
+    files: tuple[str, ...] = ()
+    """Read these files instead, as names or patterns (`data/*.parquet`). A run is pinned to the names it found."""
+    limit: int = Field(default=0, ge=0)
+    """Read only this many rows; 0: all."""
+
+
 class _Prompts(PromptText):
     """The columns of a table of prompts."""
 
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of messages with `role` and `content`."""
     answer: str | None = "answer"
-    """Column with the right answer, as the reward functions read it; null: there is none."""
+    """Column with the correct answer, as the reward functions read it, or with a list of answers that are all correct;
+    null: there is none."""
     metadata: tuple[str, ...] = ()
-    """Further columns handed to the reward functions."""
+    """Further columns passed to the reward functions."""
+    candidates: str | None = None
+    """Column with answers from other sources, a list of texts: they are scored like the policy's samples, and the best
+    of all is trained on (raft); null: there is none."""
 
 
 class JsonlSource(_Prompts, JsonlFile):
@@ -241,19 +290,27 @@ class ParquetSource(_Prompts, ParquetFile):
     """A Parquet file."""
 
 
+class CsvSource(_Prompts, CsvFile):
+    """A CSV file whose first line names the columns."""
+
+
 class DatasetsSource(_Prompts, DatasetsFolder):
     """A folder written by `save_to_disk` of the `datasets` library."""
 
 
+class HubSource(_Prompts, HubFiles):
+    """Files of a dataset on the Hugging Face hub."""
+
+
 class _Texts(Frozen):
-    """The column of a table of texts, and how much of them a step learns."""
+    """The column of a table of texts, and how many of them a step trains on."""
 
     text: str = "text"
     """Column with the text."""
     max_tokens: int = Field(default=512, ge=2)
     """A longer text is cut into pieces of this many tokens."""
     texts_per_step: int = Field(default=16, ge=1)
-    """Pieces of text learnt in each step."""
+    """Pieces of text that each step trains on."""
 
 
 class JsonlTexts(_Texts, JsonlFile):
@@ -264,11 +321,22 @@ class ParquetTexts(_Texts, ParquetFile):
     """A Parquet file."""
 
 
+class CsvTexts(_Texts, CsvFile):
+    """A CSV file whose first line names the columns."""
+
+
 class DatasetsTexts(_Texts, DatasetsFolder):
     """A folder written by `save_to_disk` of the `datasets` library."""
 
 
-TextSource = Annotated[JsonlTexts | ParquetTexts | DatasetsTexts, Field(discriminator="kind")]
+class HubTexts(_Texts, HubFiles):
+    """Files of a dataset on the Hugging Face hub."""
+
+
+TextSource = Annotated[
+    JsonlTexts | ParquetTexts | CsvTexts | DatasetsTexts | HubTexts,
+    Field(discriminator="kind"),
+]
 
 
 class RecipeConfig(Frozen):
@@ -283,19 +351,38 @@ class RecipeConfig(Frozen):
 
 
 class ReasoningGymSource(PromptText):
-    """Tasks made by reasoning-gym, offline; the same seed makes the same tasks."""
+    """Tasks generated by reasoning-gym on this machine; the same seed generates the same tasks."""
 
     kind: Literal["reasoning_gym"]
-    """Tasks made by reasoning-gym, offline."""
+    """Tasks generated by reasoning-gym."""
     recipes: tuple[RecipeConfig, ...] = Field(min_length=1)
     """Task families to draw from."""
     size: int = Field(ge=1, le=10_000_000)
     """Prompts over all recipes."""
     seed: int = Field(ge=0, lt=2**31)
-    """Seed of the tasks; different seeds make different ones (though a small family repeats itself)."""
+    """Seed of the tasks; different seeds generate different tasks (a small family may repeat some)."""
 
 
-DataSource = Annotated[JsonlSource | ParquetSource | DatasetsSource | ReasoningGymSource, Field(discriminator="kind")]
+DataSource = Annotated[
+    JsonlSource | ParquetSource | CsvSource | DatasetsSource | HubSource | ReasoningGymSource,
+    Field(discriminator="kind"),
+]
+
+
+class CurriculumConfig(Frozen):
+    """Draws a prompt the more often, the nearer its pass rate is to one half.
+
+    A pass over the data draws a prompt with probability max(floor, 4 p (1 - p)), where p = (solved + 1) / (samples + 2)
+    counts its samples in finished steps. A prompt without results is always drawn."""
+
+    solved_at: float = 1.0
+    """A sample with at least this reward counts as solved."""
+    component: str | None = None
+    """Reward component that `solved_at` is compared with (its label, or `reward_model`); null: the reward."""
+    floor: float = Field(default=0.1, ge=0.01, le=1.0)
+    """Least probability with which a pass over the data draws a prompt."""
+    decay: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Weight of a prompt's counts so far when new ones arrive: 0 keeps only the latest, 1 weighs all alike."""
 
 
 class DataConfig(Frozen):
@@ -306,24 +393,35 @@ class DataConfig(Frozen):
     eval: DataSource | None = None
     """Prompts to evaluate on."""
     held_out: bool = True
-    """Leave out of `eval` every prompt that also stands in `train`."""
+    """Exclude every prompt of `train` from `eval`."""
     ptx: TextSource | None = None
-    """Plain texts the policy goes on to learn in every update (`algorithm.ptx_coef`)."""
+    """Plain texts that every update of the policy also trains on (`algorithm.ptx_coef`)."""
+    curriculum: CurriculumConfig | None = None
+    """Draw prompts by how often they were solved; null: every pass over the data draws each of them once."""
 
 
-class EvaluationConfig(Frozen):
-    """When and how the policy is evaluated on `data.eval`."""
+class BaseEvaluation(Frozen):
+    """When the model is evaluated on `data.eval`."""
 
     every_steps: int = Field(default=10, ge=0)
     """Steps between evaluations; 0: none in between."""
-    prompts: int = Field(default=0, ge=0)
-    """Prompts per evaluation, always the same ones; 0: all."""
     at_start: bool = True
-    """Evaluate the untrained policy."""
+    """Evaluate the untrained model."""
     at_end: bool = True
     """Evaluate after the last step."""
+
+
+class EvaluationConfig(BaseEvaluation):
+    """When and how the policy is evaluated on `data.eval`."""
+
+    prompts: int = Field(default=0, ge=0)
+    """Prompts per evaluation, always the same ones; 0: all."""
     sampling: EvalSampling = EvalSampling()
     """How responses are sampled."""
+    solved_at: float | None = None
+    """A sample with at least this reward counts as solved: `eval/accuracy` is the share of such samples, and pass@k
+    counts them. null: the weight of the only reward component with a weight, where that is `exact_match`,
+    `last_number`, `numeric`, `regex` or `reasoning_gym`; for any other reward there is neither metric."""
 
 
 class WeightSyncConfig(Frozen):
@@ -343,45 +441,55 @@ class CheckpointConfig(Frozen):
 
 
 class AlarmConfig(Frozen):
-    """When a rising reward looks hacked: above its mean so far while one of these is passed."""
+    """Detects reward hacking: the reward is above its mean so far while one of these limits is exceeded."""
 
     kl: float | None = Field(default=None, gt=0.0)
     """KL divergence from the reference, per token, in nats (needs the role `reference`)."""
     repetition: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Share of a response's 4-grams that stood in it before."""
+    """Share of a response's 4-grams that occur earlier in it."""
     response_tokens: float | None = Field(default=None, gt=0.0)
     """Mean response length."""
     action: Literal["warn", "stop"] = "warn"
-    """What follows: a warning and the metric `alarm/reward_hacking`, or the (saved) end of the run as well."""
+    """`warn`: log a warning and set the metric `alarm/reward_hacking`; `stop`: also save and stop the run."""
 
 
-class FailureConfig(Frozen):
-    """What is borne, and when the run stops."""
+class BaseFailures(Frozen):
+    """Which failures are tolerated, and when the run stops."""
+
+    on_bad_row: Literal["skip", "stop"] = "skip"
+    """What an unusable row of the data does: `skip` counts and skips it, `stop` stops the run."""
+    nonfinite_steps: int = Field(default=3, ge=1)
+    """Consecutive updates of a role with a gradient that is not finite before the run stops."""
+
+
+class FailureConfig(BaseFailures):
+    """Which failures are tolerated, and when the run stops."""
 
     engine_restarts: int = Field(default=3, ge=0)
-    """Times a rollout engine may be started again, over the whole run."""
+    """Restarts of rollout engines that are tolerated over the whole run."""
     max_attempts: int = Field(default=3, ge=1)
-    """Times a group is tried before it is dropped."""
+    """Attempts at a group before it is dropped."""
     max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
     """Share of a step's samples that may fail before the run stops."""
-    on_bad_row: Literal["skip", "stop"] = "skip"
-    """A row of the data that cannot be used is counted and skipped, or stops the run."""
-    nonfinite_steps: int = Field(default=3, ge=1)
-    """Updates in a row with a gradient that is not finite before the run stops."""
     health_interval_s: float = Field(default=20.0, gt=0.0)
-    """Seconds between signs of life asked of every engine."""
+    """Seconds between health checks of every engine."""
     health_misses: int = Field(default=3, ge=1)
-    """Signs of life missed in a row before an engine is given up."""
+    """Consecutive health checks that an engine misses before it counts as lost."""
     alarm: AlarmConfig | None = None
-    """Watch for a reward that is hacked and not earned."""
+    """Watch for reward hacking."""
 
 
-class OutputConfig(Frozen):
+class BaseOutput(Frozen):
     """What the run writes, besides its log, metrics and checkpoints."""
 
     folder: str = Field(default="runs", min_length=1)
-    """Runs are written to folders in here, by the spec's name."""
-    trajectories: bool = True
-    """Write every step's samples as Parquet."""
+    """Folder of runs: each is written to a folder in it, named after the spec."""
     tensorboard: bool = False
     """Write TensorBoard event files."""
+
+
+class OutputConfig(BaseOutput):
+    """What the run writes, besides its log, metrics and checkpoints."""
+
+    trajectories: bool = True
+    """Write every step's samples as Parquet, and up to 4096 samples of every evaluation."""

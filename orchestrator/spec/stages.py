@@ -1,7 +1,7 @@
-"""A file of one run or of a chain of runs: stages in order, each with the models of those before it at hand.
+"""Files of one run, or of a chain of runs: stages in order, each of which can use the models of earlier stages.
 
-A chain is a file with a section `stages`. What stands beside it is shared: every stage is that, with the stage's own
-section laid over it. A model's path may be `stage:NAME`: the model that the earlier stage NAME ends with.
+A chain is a file with a section `stages`. The other sections are shared: every stage is their content, with the stage's
+own section merged over it. A model's path may be `stage:NAME`, the final model of the earlier stage NAME.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator import spec_yaml
-from orchestrator.algorithms import ALGORITHMS
-from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS
-from orchestrator.spec_any import AnySpec, missing, parse_any
-from orchestrator.spec_errors import Path as FieldPath
-from orchestrator.spec_errors import Place, Problem, Source, SpecError, format_path, nearest
-from orchestrator.spec_offline import OfflineSpec
+from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from orchestrator.algorithms.section import ALGORITHMS
+from orchestrator.errors import nearest
+from orchestrator.spec import yaml_reader
+from orchestrator.spec.errors import Path as FieldPath
+from orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
+from orchestrator.spec.load import RunSpec, parse_spec
 
 STAGE = "stage:"
 _STAGES = "stages"
@@ -31,58 +31,60 @@ class PlannedRun:
 
     stage: str
     """Name of the stage; empty where the file is a plain spec."""
-    spec: AnySpec
+    spec: RunSpec
     source: Source
     out: Path
     borrowed: frozenset[str] = frozenset()
-    """Fields (dotted paths) that hold the path of a model which an earlier stage will write."""
+    """Dotted paths of the fields that hold the path of an earlier stage's model."""
 
     @property
     def model(self) -> Path:
-        """Where the run's last checkpoint will hold its model."""
+        """Folder of the model in the run's last checkpoint."""
         return self.out / "checkpoints" / f"step-{self.spec.schedule.steps:06d}" / "model"
 
-    @property
-    def trains(self) -> str:
-        """What kind of model that is: `policy` or `reward_model`."""
-        return self.spec.row.trains if isinstance(self.spec, OfflineSpec) else "policy"
-
     def missing(self) -> list[Problem]:
-        """What the run names and this machine does not have; what an earlier stage will write is not missed."""
-        found = missing(self.spec, self.source)
-        return [_prefixed(problem, self.stage) for problem in found if problem.path not in self.borrowed]
+        """What the run names and this machine does not have, except for models that an earlier stage will write."""
+        return [self.problem(path, message) for path, message in self.spec.missing() if path not in self.borrowed]
+
+    def problem(self, path: str, message: str) -> Problem:
+        """A problem with a field, by its dotted path in the run's spec, where the file has it."""
+        return _prefixed(self.source.problem(path, message), self.stage)
 
 
 @dataclass(frozen=True)
 class ChainDocument:
-    """The file as it was written, to be sent elsewhere."""
+    """A chain's file as it was written, to be submitted elsewhere."""
 
     name: str
     data: dict[str, Any]
 
     def model_dump(self, *, mode: Literal["json"]) -> dict[str, Any]:
-        """Its data, with the folder of the runs written out."""
+        """Its data, with the folder of runs filled in."""
         return self.data | {"output": {"folder": "runs"} | (self.data.get("output") or {})}
 
 
-def read_document(path: str | Path, overrides: Sequence[str] = ()) -> spec_yaml.Document:
-    """A file with its overrides. Raises SpecError."""
-    return spec_yaml.override(spec_yaml.read_file(path), list(overrides))
+def read_document(path: str | Path, overrides: Sequence[str] = ()) -> yaml_reader.Document:
+    """A file with its overrides applied. Raises SpecError."""
+    return yaml_reader.override(yaml_reader.read_file(path), list(overrides))
 
 
-def is_chain(document: spec_yaml.Document) -> bool:
+def is_chain(document: yaml_reader.Document) -> bool:
     """Whether the file has stages."""
     return isinstance(document.data, dict) and _STAGES in document.data
 
 
-def plan_runs(document: spec_yaml.Document, out: Path | None = None) -> tuple[PlannedRun, ...]:
+def plan_runs(document: yaml_reader.Document, out: Path | None = None) -> tuple[PlannedRun, ...]:
     """Every run of a file, in order; a plain spec is one run.
 
-    :param out: folder of the run, or of the chain (default: the spec's)
-    Raises SpecError with one line for every problem found, in whatever stage.
+    Args:
+        document: The file.
+        out: Folder of the run, or of the chain; None: the spec's.
+
+    Raises:
+        SpecError: With one line for every problem found in any stage.
     """
     if not is_chain(document):
-        spec = parse_any(document)
+        spec = parse_spec(document)
         return (PlannedRun("", spec, document.source, out or spec.run_folder),)
     name, sections = _sections(document)
     folder = out or Path((document.data.get("output") or {}).get("folder") or "runs") / name
@@ -98,12 +100,12 @@ def plan_runs(document: spec_yaml.Document, out: Path | None = None) -> tuple[Pl
     return tuple(runs)
 
 
-def to_send(document: spec_yaml.Document, runs: Sequence[PlannedRun]) -> AnySpec | ChainDocument:
-    """What is sent where a file of these runs is to run elsewhere."""
+def to_send(document: yaml_reader.Document, runs: Sequence[PlannedRun]) -> RunSpec | ChainDocument:
+    """What to submit so that the file runs elsewhere: the spec, or the whole chain."""
     return ChainDocument(document.data["name"], document.data) if is_chain(document) else runs[0].spec
 
 
-def _sections(document: spec_yaml.Document) -> tuple[str, Mapping[str, Any]]:
+def _sections(document: yaml_reader.Document) -> tuple[str, Mapping[str, Any]]:
     """Name of the chain, and its stages' sections. Raises SpecError."""
     data, source = document.data, document.source
     name, stages = data.get("name"), data[_STAGES]
@@ -127,11 +129,16 @@ def _sections(document: spec_yaml.Document) -> tuple[str, Mapping[str, Any]]:
 
 
 def _plan_stage(
-    document: spec_yaml.Document, chain: str, stage: str, folder: Path, before: Sequence[PlannedRun], stages: list[str]
+    document: yaml_reader.Document,
+    chain: str,
+    stage: str,
+    folder: Path,
+    before: Sequence[PlannedRun],
+    stages: list[str],
 ) -> PlannedRun:
     """One stage's run. Raises SpecError with paths as inside the stage."""
     shared = {key: value for key, value in document.data.items() if key != _STAGES}
-    data = _laid_over(shared, document.data[_STAGES][stage] or {})
+    data = _merge_sections(shared, document.data[_STAGES][stage] or {})
     data["name"] = f"{chain}-{stage}".replace("_", "-")
     algorithm = data.setdefault("algorithm", {})
     if isinstance(algorithm, dict) and stage in {*ALGORITHMS, *OFFLINE_ALGORITHMS}:
@@ -144,29 +151,29 @@ def _plan_stage(
         if name in earlier and path[-2:] == ("model", "path"):
             _set(data, path, str(earlier[name].model))
         elif name not in earlier and name in stages[: stages.index(stage)]:
-            continue  # that stage has problems of its own, which are told
+            continue  # the problems of that stage itself are reported
         else:
             problems.append(source.problem(format_path(path), _no_such(name, path, stages[: stages.index(stage)])))
     if problems:
         raise SpecError(problems)
-    spec = parse_any(spec_yaml.Document(data, source))
+    spec = parse_spec(yaml_reader.Document(data, source))
     unfit = [source.problem(format_path(path), why) for path, why in _unfit(spec, borrowed, earlier)]
     if unfit:
         raise SpecError(unfit)
     return PlannedRun(stage, spec, source, folder / stage, frozenset(map(format_path, borrowed)))
 
 
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, section by section; a section of another `kind` replaces the one below as a whole."""
+def _merge_sections(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `above` over `below`, section by section; a section of another `kind` replaces the one below whole."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
         other_kind = isinstance(value, dict) and isinstance(under, dict) and "kind" in value
         if isinstance(value, dict) and isinstance(under, dict):
-            merged[key] = value if other_kind and value["kind"] != under.get("kind") else _laid_over(under, value)
+            merged[key] = value if other_kind and value["kind"] != under.get("kind") else _merge_sections(under, value)
         else:
             merged[key] = value
-    return {key: _laid_over(value, {}) if isinstance(value, dict) else value for key, value in merged.items()}
+    return {key: _merge_sections(value, {}) if isinstance(value, dict) else value for key, value in merged.items()}
 
 
 def _stage_source(source: Source, stage: str) -> Source:
@@ -175,7 +182,7 @@ def _stage_source(source: Source, stage: str) -> Source:
     inside = (_STAGES, stage)
     own = {path[2:]: place for path, place in source.places.items() if path[:2] == inside and len(path) > 2}
     heading = source.places.get(inside)
-    # A field that is nowhere is missed in the stage's section.
+    # A missing field is reported at the stage's section.
     return Source(source.file, {**places, **own}, heading)
 
 
@@ -203,12 +210,12 @@ def _no_such(name: str, path: FieldPath, earlier: list[str]) -> str:
 
 
 def _unfit(
-    spec: AnySpec, borrowed: Mapping[FieldPath, str], earlier: Mapping[str, PlannedRun]
+    spec: RunSpec, borrowed: Mapping[FieldPath, str], earlier: Mapping[str, PlannedRun]
 ) -> Iterator[tuple[FieldPath, str]]:
-    """Models of the wrong kind: a reward model where a language model is needed, or the other way round."""
-    trains_reward_model = isinstance(spec, OfflineSpec) and spec.row.trains == "reward_model"
+    """Models of the wrong kind: a reward model in place of a language model, or the reverse."""
+    trains_reward_model = spec.trains == "reward_model"
     for path, name in borrowed.items():
-        is_reward_model = earlier[name].trains == "reward_model" if name in earlier else False
+        is_reward_model = earlier[name].spec.trains == "reward_model" if name in earlier else False
         if path[:2] == ("roles", "reward") and not is_reward_model:
             yield path, f"stage {name} trains a policy; the reward role needs a reward model"
         either = path[:2] in (("roles", "reward"), ("roles", "critic")) or trains_reward_model

@@ -1,7 +1,7 @@
-"""YAML for specs: the JSON-like core of YAML 1.2, with the line of every field, and nothing that can surprise.
+"""Reads YAML for specs: the JSON-like core of YAML 1.2, with the line of every field.
 
 PyYAML's own loader reads `1e-5` as text, `on` as true and 1:30 as 90, lets the last of two equal keys win, and can
-be made to build objects or to grow without bound. This reader builds plain data from the parser's events instead.
+build arbitrary objects or grow without limit. This reader builds plain data from the parser's events instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.spec_errors import Path, Place, Problem, Source, SpecError, format_path, parse_path
+from orchestrator.spec.errors import Path, Place, Problem, Source, SpecError, format_path, parse_path
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -42,7 +42,8 @@ class Document:
 def read_file(path: str | FilePath) -> Document:
     """Read a YAML file.
 
-    Raises SpecError: no regular file, larger than 1 MiB, not UTF-8, empty, or not YAML as specs use it.
+    Raises:
+        SpecError: Not a regular file, larger than 1 MiB, not UTF-8, empty, or not YAML as specs use it.
     """
     name = str(path)
     return parse(_read_text(name), name)
@@ -68,7 +69,8 @@ def parse(text: str, name: str) -> Document:
 def override(document: Document, assignments: list[str]) -> Document:
     """The document with fields replaced, each given as `field.path=value` (the value is YAML).
 
-    Raises SpecError with a line `--set: field.path: what is wrong` for each that cannot be applied.
+    Raises:
+        SpecError: With a line `--set: field.path: what is wrong` for each that cannot be applied.
     """
     data, places = copy.deepcopy(document.data), dict(document.source.places)
     problems: list[Problem] = []
@@ -88,7 +90,7 @@ def override(document: Document, assignments: list[str]) -> Document:
 
 
 class _Builder:
-    """Builds plain data from parser events; keeps problems and goes on where it can."""
+    """Builds plain data from parser events; collects problems and continues where it can."""
 
     def __init__(self, name: str) -> None:
         self.places: dict[Path, Place] = {}
@@ -114,7 +116,7 @@ class _Builder:
         return data, empty
 
     def report(self, event: Any, path: Path, message: str) -> None:
-        """Keep a problem."""
+        """Record a problem."""
         line = 1 if event is None or event.start_mark is None else event.start_mark.line + 1
         place = Place(self._name) if self._name == OVERRIDE else Place(self._name, line)
         self.problems.append(Problem(place, format_path(path), message))
@@ -204,7 +206,7 @@ def _parse_assignment(assignment: str) -> tuple[Path, Any]:
 
 
 def _assign(data: Any, path: Path, value: Any) -> None:
-    """Set a field in place; sections on the way that are not there yet are made."""
+    """Set a field in place, and create missing sections on the way."""
     node = data
     for depth, part in enumerate(path):
         last = depth == len(path) - 1

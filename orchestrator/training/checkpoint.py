@@ -1,8 +1,8 @@
-"""Atomic checkpoints: a checkpoint is a folder that appears under its name only when every byte of it is on disk.
+"""Atomic checkpoints: a checkpoint folder appears under its final name only when every byte of it is on disk.
 
-``begin`` makes a hidden folder, workers write their files into it, ``commit`` adds ``state.json`` and a manifest with
-the size and SHA-256 of every file, syncs all of it and renames the folder to ``step-000010``. ``latest`` returns the
-newest checkpoint of which every byte is as it was written.
+`begin` creates a hidden folder and workers write their files into it. `commit` adds `state.json` and a manifest with
+the size and SHA-256 of every file, syncs everything to disk and renames the folder to `step-000010`. `latest` returns
+the newest checkpoint in which every file matches the manifest.
 """
 
 from __future__ import annotations
@@ -22,30 +22,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cluster.worker_group import TrainerGroup
 from orchestrator.errors import TroupeError
-from orchestrator.handles import Gang
+from orchestrator.spec.base import RunSpec
 
 logger = logging.getLogger(__name__)
 
 MODEL = "model"
 """Folder of a checkpoint that holds the policy as a Hugging Face model."""
 AVERAGE = "model-average"
-"""The same of the moving average of its weights, where one is kept."""
+"""Folder of a checkpoint that holds the moving average of its weights, if the run keeps one."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
+_RANK_FILE = re.compile(r"rank-\d{5}-of-(\d{5})\.safetensors")
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
 _REMOVED = ".removed-"
 
 
+@dataclass(frozen=True)
+class TrainerLayout:
+    """What the files of a training role depend on."""
+
+    zero_stage: int
+    """The ZeRO stage in use, 0 to 3. (A single worker in float32 treats 1 and 2 as 0.)"""
+    workers: int
+    dtype: str
+    """Data type of the weights; empty: unknown."""
+
+
 class CheckpointError(OSError, TroupeError):
-    """A checkpoint could not be written or found; `filename` says where. Those that were there before still are."""
+    """A checkpoint could not be written or found; `filename` is its path. Earlier checkpoints are unchanged."""
 
 
-class Refused(Exception):
-    """A folder is not a whole checkpoint, and why."""
+class InvalidCheckpoint(Exception):
+    """A folder is not a complete, unchanged checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -55,28 +68,43 @@ class Checkpoint:
     step: int
     path: Path
     state: dict[str, Any]
-    """What was given to `commit`."""
+    """The state passed to `commit`."""
+
+    def trainers(self) -> dict[str, TrainerLayout]:
+        """How each training role wrote its files, by role.
+
+        A checkpoint without this record tells some of it by the names of its files.
+        """
+        if "trainers" in self.state:
+            return {role: TrainerLayout(**layout) for role, layout in self.state["trainers"].items()}
+        folders = {"policy": ("policy", "reward_model"), "critic": ("critic",)}
+        found = {role: _layout_of(self.path / name) for role, names in folders.items() for name in names}
+        return {role: layout for role, layout in found.items() if layout is not None}
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one folder that every writer can reach."""
+    """The checkpoints of one run, in one folder to which every worker can write."""
 
     def __init__(self, directory: str | Path, keep: int) -> None:
-        """Nothing is touched yet.
+        """Does not access the folder.
+
+        Args:
+            directory: Folder of the checkpoints.
+            keep: Number of checkpoints that `commit` keeps.
 
         Raises:
             ValueError: `keep` is less than 1.
         """
         if keep < 1:
-            raise ValueError(f"at least one checkpoint must be kept, not {keep}")
+            raise ValueError(f"keep is {keep}: at least one checkpoint must be kept")
         self.directory = Path(directory)
         self.keep = keep
 
     def prepare(self) -> None:
-        """Make the folder and clear away what killed saves left in it. Only the run that owns the folder may do this.
+        """Creates the folder and removes what interrupted saves left in it. Only the owning run may call this.
 
         Raises:
-            CheckpointError: the folder cannot be made or changed.
+            CheckpointError: The folder cannot be created or changed.
         """
         with _naming(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -87,21 +115,21 @@ class CheckpointStore:
                         os.replace(entry, original)
                         continue
                 if entry.name.startswith((_SAVING, _REPLACED, _REMOVED)):
-                    logger.info("removing %s, left by a save that did not finish", entry)
+                    logger.info("removing %s, left by an interrupted save", entry)
                     shutil.rmtree(entry)
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, verified or not, in ascending order."""
+        """Steps that have a checkpoint, in ascending order; the checkpoints are not verified."""
         if not self.directory.is_dir():
             return []
         matches = [_NAME.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir()]
         return sorted(int(match.group(1)) for match in matches if match)
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder for workers to write their files to.
+        """Creates an empty hidden folder for the workers' files.
 
         Raises:
-            CheckpointError: it cannot be made.
+            CheckpointError: It cannot be created.
         """
         path = self.directory / f"{_SAVING}{_folder_name(step)}"
         with _naming(path):
@@ -112,16 +140,20 @@ class CheckpointStore:
         return path
 
     def commit(self, path: Path, state: dict[str, Any]) -> Checkpoint:
-        """Make what is in `path` (from `begin`) the checkpoint of its step, and remove the oldest beyond `keep`.
+        """Publishes `path` as the checkpoint of its step, and removes the oldest checkpoints beyond `keep`.
+
+        Args:
+            path: Folder returned by `begin`.
+            state: JSON-ready state of the run.
 
         Raises:
-            CheckpointError: it cannot be written (disk full, ...); `path` is then removed.
-            ValueError: `state` is not JSON.
+            CheckpointError: The checkpoint cannot be written (disk full, ...); `path` is then removed.
+            ValueError: `path` does not come from `begin`, or `state` is not JSON.
         """
         name = path.name.removeprefix(_SAVING)
         step = _step_of(name)
         if step is None or path.parent != self.directory:
-            raise ValueError(f"{path} was not made by begin()")
+            raise ValueError(f"{path} was not created by begin()")
         text = json.dumps(state, indent=1, allow_nan=False)
         final = self.directory / name
         try:
@@ -132,29 +164,30 @@ class CheckpointStore:
                 for folder in [path, *(entry for entry in path.rglob("*") if entry.is_dir())]:
                     _sync(folder)
                 self._publish(path, final)
-        except (CheckpointError, Refused) as error:
+        except (CheckpointError, InvalidCheckpoint) as error:
             self.discard(path)
-            if isinstance(error, Refused):
+            if isinstance(error, InvalidCheckpoint):
                 raise CheckpointError(errno.EINVAL, str(error), str(path)) from error
             raise
         self._prune(step)
         return Checkpoint(step, final, state)
 
     def discard(self, path: Path) -> None:
-        """Remove a save that failed, so that its space is free again; never raises."""
+        """Removes a failed save to free its space; never raises."""
         shutil.rmtree(path, ignore_errors=True)
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint whose every byte is as the manifest says; refused ones are logged and passed over."""
+        """The newest valid checkpoint, or None; logs and skips invalid ones."""
         for step in reversed(self.steps()):
             path = self.directory / _folder_name(step)
             try:
                 return verify(path)
-            except (Refused, OSError) as error:
-                logger.warning("checkpoint %s is refused: %s", path, error)
+            except (InvalidCheckpoint, OSError) as error:
+                logger.warning("skipping invalid checkpoint %s: %s", path, error)
         return None
 
     def _publish(self, path: Path, final: Path) -> None:
+        """Renames `path` to `final`; `prepare` restores the old checkpoint after a crash between the two renames."""
         replaced = final.with_name(f"{_REPLACED}{final.name}")
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -165,74 +198,127 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, newest: int) -> None:
-        """Remove checkpoints before `newest` beyond the number to keep. Later ones are left: they are of a run that was
-        wound back, or damaged, and do not count."""
+        """Removes the oldest checkpoints before `newest` beyond the number to keep.
+
+        Later ones stay and do not count: they are damaged, or the run resumed from an earlier step.
+        """
         earlier = [step for step in self.steps() if step < newest]
         for step in earlier[: max(0, len(earlier) - (self.keep - 1))]:
-            doomed = self.directory / _folder_name(step)
-            hidden = doomed.with_name(f"{_REMOVED}{doomed.name}")
+            path = self.directory / _folder_name(step)
+            hidden = path.with_name(f"{_REMOVED}{path.name}")
             try:
-                os.replace(doomed, hidden)  # first, so that nobody finds half a checkpoint
+                os.replace(path, hidden)  # first: a partly removed checkpoint must not be found
                 shutil.rmtree(hidden)
             except OSError as error:
-                logger.warning("cannot remove the old checkpoint %s: %s", doomed, error)
+                logger.warning("cannot remove the old checkpoint %s: %s", path, error)
 
 
 def verify(path: Path) -> Checkpoint:
-    """Check every file of a checkpoint against its manifest.
+    """Verifies every file of a checkpoint against its manifest.
 
     Raises:
-        Refused: a file is missing, changed or not listed, or the manifest or the state cannot be read.
-        OSError: a file cannot be read.
+        InvalidCheckpoint: A file is missing, changed or not listed, or the manifest or the state cannot be read.
+        OSError: A file cannot be read.
     """
     manifest = _read_json(path / MANIFEST)
     listed = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(listed, dict):
-        raise Refused(f"{MANIFEST} is not of format {FORMAT}")
+        raise InvalidCheckpoint(f"{MANIFEST} does not have format {FORMAT}")
     if manifest.get("step") != _step_of(path.name):
-        raise Refused(f"{MANIFEST} is of step {manifest.get('step')}")
+        raise InvalidCheckpoint(f"{MANIFEST} belongs to step {manifest.get('step')}")
     sizes = {str(file.relative_to(path)): file.stat().st_size for file in _files(path)}
     for name, entry in listed.items():
         if name not in sizes:
-            raise Refused(f"{name} is missing")
-        if not isinstance(entry, dict) or sizes[name] != entry.get("bytes"):
-            raise Refused(f"{name} has {sizes[name]} bytes, not what {MANIFEST} says")
+            raise InvalidCheckpoint(f"{name} is missing")
+        expected = entry.get("bytes") if isinstance(entry, dict) else None
+        if sizes[name] != expected:
+            raise InvalidCheckpoint(f"{name} has {sizes[name]} bytes; {MANIFEST} lists {expected}")
     if unlisted := sizes.keys() - listed.keys():
-        raise Refused(f"{min(unlisted)} is not in {MANIFEST}")
+        raise InvalidCheckpoint(f"{min(unlisted)} is not listed in {MANIFEST}")
     for name, found in _describe_files(path, sync=False).items():
         if found["sha256"] != listed[name].get("sha256"):
-            raise Refused(f"{name} is not what was written: its SHA-256 differs")
+            raise InvalidCheckpoint(f"{name} has changed: its SHA-256 differs from {MANIFEST}")
     step = _step_of(path.name)
     if STATE not in listed or step is None:
-        raise Refused(f"{STATE} is not in {MANIFEST}")
+        raise InvalidCheckpoint(f"{STATE} is not listed in {MANIFEST}")
     return Checkpoint(step, path, _read_json(path / STATE))
 
 
-async def take_up(found: Checkpoint, gangs: Sequence[Gang], timeout_s: float) -> list[str]:
-    """Every rank loads its role's part of a checkpoint; what to tell of roles that have another number of workers."""
-    parts = [gang.broadcast("load", str(found.path / gang.role), timeout_s=timeout_s) for gang in gangs]
+def trainer_layouts(spec: RunSpec) -> dict[str, TrainerLayout]:
+    """How each training role of a spec writes its files, by role."""
+    models = spec.models()
+    layouts = {}
+    for name, role in spec.roles.trainers().items():
+        dtype = models.get(f"roles.{name}.model", spec.model).dtype
+        layouts[name] = TrainerLayout(role.stage_for(role.workers, dtype == "float32"), role.workers, dtype)
+    return layouts
+
+
+def stage_problem(saved: TrainerLayout, now: TrainerLayout) -> str:
+    """Why trainers with one ZeRO stage cannot load what another stage wrote; empty where they can.
+
+    Stages 1 and 2 have the same files. In float32 those of stage 0 are converted.
+    """
+    both = {saved.zero_stage, now.zero_stage}
+    if len(both) == 1 or both <= {1, 2} or (both <= {0, 1, 2} and now.dtype == "float32"):
+        return ""
+    words = (
+        f"the checkpoint was written with ZeRO stage {saved.zero_stage} ({saved.workers} worker(s)), "
+        f"whose optimizer states do not load into stage {now.zero_stage}"
+    )
+    remedy = "set zero_stage: 3" if saved.zero_stage == 3 else f"set zero_stage: {saved.zero_stage}"
+    return f"{words}; {remedy}, or start another run from the model in the checkpoint"
+
+
+def _layout_of(folder: Path) -> TrainerLayout | None:
+    """The layout that file names tell: stages 1 and 2 look the same."""
+    own = [match for match in map(_RANK_FILE.fullmatch, _names(folder)) if match]
+    if not own:
+        return None
+    names = _names(folder / "state")
+    sharded = [name for name in names if name.endswith("_optim_states.pt")]
+    partitioned = any(name.startswith("zero_pp_rank_0_") and name.endswith("_model_states.pt") for name in names)
+    dtype = "" if not sharded else "bfloat16" if sharded[0].startswith("bf16_") else "float32"
+    return TrainerLayout(3 if partitioned else 1 if sharded else 0, int(own[0][1]), dtype)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+async def load_checkpoint(found: Checkpoint, groups: Sequence[TrainerGroup[Any]], timeout_s: float) -> list[str]:
+    """Loads each group's part of a checkpoint; returns a message for each group whose number of workers differs."""
+    parts = [group.load(str(found.path / group.role), timeout_s=timeout_s) for group in groups]
     saved_by = await asyncio.gather(*parts)
     return [
-        f"{gang.role}: {ranks[0]} worker(s) in the checkpoint, {gang.ranks} now: states are laid out anew"
-        for gang, ranks in zip(gangs, saved_by, strict=True)
-        if ranks[0] != gang.ranks
+        f"{group.role}: {ranks} worker(s) in the checkpoint, {group.ranks} now: optimizer states are resharded"
+        for group, ranks in zip(groups, saved_by, strict=True)
+        if ranks != group.ranks
     ]
 
 
-def export_model(directory: Path, target: Path, step: int | None = None, model: str = MODEL) -> Path:
-    """Copy the policy of a checkpoint (the newest valid one, where `step` is None) to the new folder `target`.
+def exported_model(directory: Path, step: int | None = None, model: str = MODEL) -> Path:
+    """The policy of a verified checkpoint: a folder with a Hugging Face model.
 
-    `model`: MODEL for the trained weights, AVERAGE for their moving average.
+    Args:
+        directory: Folder of the run's checkpoints.
+        step: Step of the checkpoint; None for the newest valid one.
+        model: MODEL for the trained weights, AVERAGE for their moving average.
 
     Raises:
-        CheckpointError: there is no such valid checkpoint, it holds no model, or `target` exists or cannot be written.
+        CheckpointError: No such valid checkpoint exists, or it lacks the model.
     """
     found = CheckpointStore(directory, keep=1).latest() if step is None else _verified(directory / _folder_name(step))
     if found is None:
         raise CheckpointError(errno.ENOENT, "no valid checkpoint", str(directory))
     source = found.path / model
     if not source.is_dir():
-        raise CheckpointError(errno.ENOENT, "the checkpoint holds no model of that kind", str(source))
+        raise CheckpointError(errno.ENOENT, f"the checkpoint has no folder {model}", str(source))
+    return source
+
+
+def write_model(source: Path, target: Path) -> Path:
+    """Copies a model to a new folder. Raises CheckpointError if `target` exists or cannot be written."""
     with _naming(target):
         shutil.copytree(source, target)
     return target
@@ -241,8 +327,8 @@ def export_model(directory: Path, target: Path, step: int | None = None, model: 
 def _verified(path: Path) -> Checkpoint:
     try:
         return verify(path)
-    except Refused as error:
-        raise CheckpointError(errno.EINVAL, f"the checkpoint is refused: {error}", str(path)) from error
+    except InvalidCheckpoint as error:
+        raise CheckpointError(errno.EINVAL, f"invalid checkpoint: {error}", str(path)) from error
 
 
 def _folder_name(step: int) -> str:
@@ -256,7 +342,7 @@ def _step_of(name: str) -> int | None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that names a path."""
+    """Turns an OSError into a CheckpointError that names a path."""
     try:
         yield
     except OSError as error:
@@ -264,22 +350,22 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Every file below a folder but its manifest.
+    """Every file below a folder except its manifest.
 
     Raises:
-        Refused: something is neither a plain file nor a folder; a link could lead anywhere.
+        InvalidCheckpoint: An entry is neither a regular file nor a folder; a link could point outside.
     """
     found = []
     for entry in sorted(path.rglob("*")):
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
-            raise Refused(f"{entry.relative_to(path)} is not a plain file")
+            raise InvalidCheckpoint(f"{entry.relative_to(path)} is not a regular file")
         if entry.is_file() and entry != path / MANIFEST:
             found.append(entry)
     return found
 
 
 def _describe_files(path: Path, sync: bool) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file, by path relative to the folder; with `sync` each is forced to disk too."""
+    """Size and hash of every file, by path relative to the folder; with `sync`, each file is also synced to disk."""
 
     def describe(file: Path) -> dict[str, Any]:
         with _naming(file), file.open("rb") as stream:
@@ -289,7 +375,7 @@ def _describe_files(path: Path, sync: bool) -> dict[str, dict[str, Any]]:
             return {"bytes": stream.tell(), "sha256": digest}
 
     files = _files(path)
-    with ThreadPoolExecutor(4) as pool:  # hashing and reading run outside the interpreter lock
+    with ThreadPoolExecutor(4) as pool:  # hashing and reading release the GIL
         described = list(pool.map(describe, files))
     return {str(file.relative_to(path)): entry for file, entry in zip(files, described, strict=True)}
 
@@ -298,11 +384,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise Refused(f"{path.name} is missing") from None
+        raise InvalidCheckpoint(f"{path.name} is missing") from None
     except ValueError as error:
-        raise Refused(f"{path.name} cannot be read: {error}") from error
+        raise InvalidCheckpoint(f"{path.name} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise Refused(f"{path.name} is not an object")
+        raise InvalidCheckpoint(f"{path.name} does not contain a JSON object")
     return content
 
 
@@ -314,7 +400,7 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Force a folder's entries to disk."""
+    """Syncs the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""The account of every sample: each dispatched sample ends as exactly one of trained or dropped(reason).
+"""The sample ledger: each dispatched sample ends either as trained or as dropped with a reason, exactly once.
 
-A group is the unit of dispatch, so entries are kept per group; a closed group is reduced to counts and to its
-name, which stays to refuse a second training of the same prompt visit.
+Groups are dispatched as a whole, so the ledger has one entry per group. Of a closed group it keeps only the counts and
+the name, which prevents a second training of the same prompt visit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class LedgerError(RuntimeError):
-    """The books do not balance: a sample would be trained twice, or was never dispatched."""
+    """The ledger's invariant is violated: a sample ends twice, was never dispatched, or is unaccounted for."""
 
 
 @dataclass
@@ -21,12 +21,12 @@ class _Group:
     attempt: int
     open: set[int] = field(default_factory=set)
     dropped: dict[int, str] = field(default_factory=dict)
-    """Samples of this attempt that were dropped, and why."""
+    """Reason by dropped sample of this attempt."""
 
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """A dispatched group whose samples have not all reached their end."""
+    """A dispatched group of which some samples are neither trained nor dropped."""
 
     prompt_uid: str
     row: int
@@ -34,7 +34,7 @@ class OpenGroup:
 
 
 class Ledger:
-    """Books of one run. Identity of a sample: (prompt_uid, sample_index, attempt)."""
+    """Accounts for every sample of a run. A sample is identified by (prompt_uid, sample_index, attempt)."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
@@ -46,7 +46,7 @@ class Ledger:
         self._retries = 0
 
     def dispatch(self, prompt_uid: str, row: int, samples: int) -> int:
-        """Open a group; returns its attempt number (0)."""
+        """Opens a group; returns its attempt number (0). Raises LedgerError if it was dispatched before."""
         if prompt_uid in self._groups or prompt_uid in self._closed:
             raise LedgerError(f"{prompt_uid} was dispatched before")
         self._groups[prompt_uid] = _Group(row, 0, set(range(samples)))
@@ -55,9 +55,9 @@ class Ledger:
         return 0
 
     def retry(self, prompt_uid: str) -> int:
-        """Abandon the current attempt; its late result is fenced off, and what was dropped of it is open again.
+        """Abandons the current attempt of a group and reopens its dropped samples; returns the new attempt number.
 
-        Returns the new attempt number.
+        A late result of the abandoned attempt fails `is_current` and is discarded.
         """
         group = self._group(prompt_uid)
         self._dropped -= Counter(group.dropped.values())
@@ -69,25 +69,29 @@ class Ledger:
         return group.attempt
 
     def is_current(self, prompt_uid: str, attempt: int) -> bool:
-        """Whether a result of this attempt may still be used."""
+        """Whether a result of this attempt can still be used."""
         group = self._groups.get(prompt_uid)
         return group is not None and group.attempt == attempt
 
-    def trained(self, prompt_uid: str, *samples: int) -> None:
-        """These samples took part in an update. Where one of them cannot have, none is entered."""
+    def mark_trained(self, prompt_uid: str, *samples: int) -> None:
+        """Records samples of a group as trained.
+
+        Raises:
+            LedgerError: One of them is unknown or has ended already; none of them is recorded then.
+        """
         self._settle(prompt_uid, samples)
         self._trained += len(samples)
 
-    def dropped(self, prompt_uid: str, sample_index: int, reason: str) -> None:
-        """The sample will not be trained, and why."""
+    def mark_dropped(self, prompt_uid: str, sample_index: int, reason: str) -> None:
+        """Records a sample that will not be trained, with the reason. Raises LedgerError if it has ended already."""
         self._group(prompt_uid).dropped[sample_index] = reason
         self._settle(prompt_uid, (sample_index,))
         self._dropped[reason] += 1
 
     def drop_group(self, prompt_uid: str, reason: str) -> None:
-        """Drop every sample of the group that has not reached its end."""
+        """Drops every open sample of a group."""
         for sample_index in sorted(self._group(prompt_uid).open):
-            self.dropped(prompt_uid, sample_index, reason)
+            self.mark_dropped(prompt_uid, sample_index, reason)
 
     def open_groups(self) -> list[OpenGroup]:
         """Groups in flight, in order of dispatch."""
@@ -108,15 +112,15 @@ class Ledger:
         return dict(self._dropped)
 
     def check(self) -> None:
-        """Raise :class:`LedgerError` unless every dispatched sample is accounted for."""
+        """Raises LedgerError unless every dispatched sample is accounted for."""
         counts = self.counts()
         in_flight = sum(len(group.open) for group in self._groups.values())
         ends = counts["trained"] + counts["dropped"]
         if counts["in_flight"] != in_flight or counts["dispatched"] != ends + in_flight:
-            raise LedgerError(f"the books do not balance: {counts}")
+            raise LedgerError(f"the ledger does not balance: {counts}, {in_flight} open samples")
 
     def state(self) -> dict[str, Any]:
-        """JSON-ready state; groups in flight are kept by name, to be dispatched again on resume."""
+        """JSON-ready state; groups in flight are kept by name and dispatched again on resume."""
         return {
             "closed": sorted(self._closed),
             "open": [
@@ -130,7 +134,7 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Ledger:
-        """The ledger as :meth:`state` left it."""
+        """The ledger from a value of `state`."""
         ledger = cls()
         ledger._closed = set(state["closed"])
         ledger._groups = {
@@ -146,16 +150,17 @@ class Ledger:
     def _group(self, prompt_uid: str) -> _Group:
         group = self._groups.get(prompt_uid)
         if group is None:
-            known = "closed already" if prompt_uid in self._closed else "never dispatched"
-            raise LedgerError(f"{prompt_uid} was {known}")
+            reason = "is closed already" if prompt_uid in self._closed else "was never dispatched"
+            raise LedgerError(f"{prompt_uid} {reason}")
         return group
 
     def _settle(self, prompt_uid: str, samples: tuple[int, ...]) -> None:
+        """Ends open samples of a group, and closes the group after its last one."""
         group = self._group(prompt_uid)
         left = group.open.difference(samples)
         if len(group.open) - len(left) != len(samples):
             ended = next(s for s in samples if s not in group.open or samples.count(s) > 1)
-            raise LedgerError(f"sample {ended} of {prompt_uid} has reached its end before")
+            raise LedgerError(f"sample {ended} of {prompt_uid} has ended already or was never dispatched")
         group.open = left
         self._in_flight -= len(samples)
         if not group.open:

@@ -1,8 +1,8 @@
-"""Which rank computes which rows, in which micro-batches.
+"""Micro-batch planning: assigns rows to ranks and splits them into micro-batches.
 
-Rows are spread over ranks so that token counts balance, sorted by length inside a rank so that a micro-batch pads
-little, and cut where the padded size would pass the token budget. Every rank gets the same number of
-micro-batches (collectives must stay in step).
+Rows are distributed over the ranks with balanced token counts, sorted by length within a rank so that micro-batches
+need little padding, and split where the padded size would exceed the token budget. Every rank gets the same number of
+micro-batches, because each one involves collective operations.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from itertools import chain
 
 import numpy as np
 
-from workers.messages import RankPlan, TrainRow
+from workers.contract.messages import RankPlan, TrainRow
 
 SHARED_TOKENS = 1024
-"""Widest row of a prompt with its responses: attention over it is computed whole, so its cost grows with the square."""
-_WORTH = 0.8
-"""Prompts are shared where at most this share of the tokens is left."""
+"""Maximum tokens of a prompt with its responses in one row; the cost of attention grows with the square of this."""
+_SHARING_THRESHOLD = 0.8
+"""Prompts are shared only if at most this fraction of the tokens remains."""
 
 
 def longest_first(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
-    """`rows` by descending length; rows of one length in ascending order."""
+    """`rows` by descending length; rows of equal length in ascending order."""
     return sorted(sorted(rows), key=lengths.__getitem__, reverse=True)
 
 
 def split_balanced(lengths: Sequence[int], rows: Sequence[int], parts: int) -> list[list[int]]:
-    """Assign `rows` to `parts` so that sums of `lengths[row]` are near equal (longest first, to the lightest)."""
+    """Splits `rows` into `parts` with nearly equal sums of `lengths[row]`: longest rows first, to the lightest part."""
     if parts == 1:
         return [longest_first(lengths, rows)]
     heap = [(0, 0, part) for part in range(parts)]
@@ -41,7 +41,7 @@ def split_balanced(lengths: Sequence[int], rows: Sequence[int], parts: int) -> l
 
 
 def cut_micro_batches(lengths: Sequence[int], rows: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Sort `rows` by length and cut them so that rows times longest row stays within `budget` tokens.
+    """Sorts `rows` by length and splits them so that (number of rows) x (longest row) is at most `budget` tokens.
 
     A single row longer than the budget forms a micro-batch of its own.
     """
@@ -60,7 +60,7 @@ def cut_micro_batches(lengths: Sequence[int], rows: Sequence[int], budget: int) 
 
 
 def plan_ranks(lengths: Sequence[int], rows: Sequence[int], ranks: int, budget: int) -> list[RankPlan]:
-    """Forward-only plan over `ranks` (scoring): no loss totals."""
+    """Plans a forward pass without loss (scoring) over `ranks`; `budget` is in tokens per micro-batch."""
     return _pad([cut_micro_batches(lengths, part, budget) for part in split_balanced(lengths, rows, ranks)], 0, 0)
 
 
@@ -70,22 +70,28 @@ def plan_update(
     ranks: int,
     budget: int,
     *,
-    skip_silent: bool,
+    skip_zero_advantage: bool,
     share_prompts: bool = False,
 ) -> list[RankPlan]:
-    """One optimizer update over the rows `chosen`.
+    """Plans one optimizer update.
 
-    With `skip_silent`, rows whose advantages are all zero get no forward pass; they still count in the totals, so
-    that leaving them out changes the work and not the gradient. With `share_prompts`, rows of one group stand behind
-    one copy of their prompt, where that saves enough and there are enough groups for all ranks.
+    Args:
+        rows: All rows of the batch.
+        chosen: Indices of the rows of this update.
+        ranks: Number of ranks.
+        budget: Tokens per micro-batch, padding included.
+        skip_zero_advantage: Whether rows without any nonzero advantage get no forward pass. They still count in the
+            totals, so skipping them saves work without changing the gradient.
+        share_prompts: Whether rows of one group may be trained behind one copy of their prompt. This happens if it
+            saves enough tokens and there are enough groups for all ranks.
     """
     lengths = [row.tokens for row in rows]
-    worked = [r for r in chosen if rows[r].loss_tokens > 0 and (rows[r].has_signal or not skip_silent)]
+    worked = [r for r in chosen if rows[r].loss_tokens > 0 and (rows[r].has_signal or not skip_zero_advantage)]
     totals = sum(rows[r].loss_tokens for r in chosen), len(chosen)
     if share_prompts:
         units = _shared_units(rows, worked, min(budget, SHARED_TOKENS))
         widths = [_shared_width(rows, unit) for unit in units]
-        if len(units) >= ranks and sum(widths) <= _WORTH * sum(lengths[r] for r in worked):
+        if len(units) >= ranks and sum(widths) <= _SHARING_THRESHOLD * sum(lengths[r] for r in worked):
             parts = split_balanced(widths, range(len(units)), ranks)
             plans = _pad([_cut_units(rows, units, widths, part, budget) for part in parts], *totals)
             return [replace(plan, shared=True) for plan in plans]
@@ -94,7 +100,7 @@ def plan_update(
 
 
 def _shared_units(rows: Sequence[TrainRow], worked: Sequence[int], most: int) -> list[list[int]]:
-    """The rows group by group, cut where a prompt and its responses would pass `most` tokens."""
+    """The rows by group, split where a prompt and its responses would exceed `most` tokens."""
     units: list[list[int]] = []
     width = 0
     for row in sorted(worked, key=lambda r: (rows[r].group, r)):
@@ -109,6 +115,7 @@ def _shared_units(rows: Sequence[TrainRow], worked: Sequence[int], most: int) ->
 
 
 def _shared_width(rows: Sequence[TrainRow], unit: Sequence[int]) -> int:
+    """Tokens of one copy of the prompt and the responses of the unit."""
     prompt = rows[unit[0]].prompt_tokens
     return prompt + sum(rows[r].tokens - prompt for r in unit)
 
@@ -116,7 +123,7 @@ def _shared_width(rows: Sequence[TrainRow], unit: Sequence[int]) -> int:
 def _cut_units(
     rows: Sequence[TrainRow], units: Sequence[Sequence[int]], widths: Sequence[int], part: Sequence[int], budget: int
 ) -> list[tuple[int, ...]]:
-    """Micro-batches of whole units, the widest first; never two units of one group, which would be laid out as one."""
+    """Micro-batches of whole units, widest first. Two units of one group would be merged, so they never share one."""
     cuts: list[list[int]] = []
     width, groups = 0, set[int]()
     for unit in sorted(part, key=lambda u: (-widths[u], u)):
@@ -130,9 +137,9 @@ def _cut_units(
 
 
 def plan_units(rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: int, budget: int) -> list[RankPlan]:
-    """One optimizer update over `units`: rows that are compared with one another and stay in one micro-batch.
+    """Plans one optimizer update over `units`: rows that the loss compares and that share a micro-batch.
 
-    As :func:`plan_update`, with units in place of rows; the totals count the units' loss tokens and the units.
+    Like `plan_update`, with units instead of rows: the totals are the loss tokens of the units and their number.
     """
     tokens = [sum(rows[r].tokens for r in unit) for unit in units]
     longest = [max(rows[r].tokens for r in unit) for unit in units]
@@ -150,14 +157,14 @@ def plan_units(rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: 
 
 
 def plan_texts(tokens: Sequence[int], rows: Sequence[int], ranks: int, budget: int) -> list[RankPlan]:
-    """One optimizer update on the pieces of text `rows`; nothing predicts a piece's first token."""
+    """Plans one optimizer update on the pieces of text `rows`. The first token of a piece has no loss."""
     parts = split_balanced(tokens, rows, ranks)
     total = sum(tokens[row] - 1 for row in rows)
     return _pad([cut_micro_batches(tokens, part, budget) for part in parts], total, len(rows))
 
 
 def minibatches(row_count: int, parts: int, seed: Sequence[int]) -> list[list[int]]:
-    """Shuffle rows 0..row_count-1 by `seed` and deal them into `parts` of near-equal size; one part keeps the order."""
+    """Shuffles rows 0..row_count-1 by `seed` into `parts` of nearly equal size; a single part keeps the order."""
     if parts == 1:
         return [list(range(row_count))]
     order = np.random.default_rng(list(seed)).permutation(row_count)
@@ -165,10 +172,12 @@ def minibatches(row_count: int, parts: int, seed: Sequence[int]) -> list[list[in
 
 
 def pick_states(rows: Sequence[TrainRow], wanted: int, seed: Sequence[int]) -> tuple[list[int], int]:
-    """(rows, stride): rows drawn by `seed` until they have `wanted` loss tokens, and the stride that thins those out to
-    about as many. No rows where none are wanted.
+    """Draws rows by `seed` until they have `wanted` loss tokens.
 
-    They are drawn group after group, for rows of one group may share their prompt: often most of what they cost.
+    Rows are drawn group by group, because rows of one group can share their prompt, often most of their cost.
+
+    Returns:
+        The rows (none if `wanted` is 0), and the stride that reduces their loss tokens to about `wanted`.
     """
     rng = np.random.default_rng(list(seed))
     groups: dict[int, list[int]] = {}
@@ -186,5 +195,6 @@ def pick_states(rows: Sequence[TrainRow], wanted: int, seed: Sequence[int]) -> t
 
 
 def _pad(parts: list[list[tuple[int, ...]]], loss_tokens: int, sequences: int) -> list[RankPlan]:
+    """Plans with the same number of micro-batches for every rank; the added ones are empty."""
     most = max(len(part) for part in parts)
     return [RankPlan((*part, *(((),) * (most - len(part)))), loss_tokens, sequences) for part in parts]

@@ -1,4 +1,4 @@
-"""Batches of given examples, and held-out evaluation on such: what the loop is fed where nothing is generated."""
+"""Batches of offline data, and held-out evaluation on offline data."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from orchestrator.batch_source import Batch, unless_stopped
-from orchestrator.batching import plan_ranks, plan_units
-from orchestrator.console import Console
-from orchestrator.handles import Gang, TableRef
-from orchestrator.ledger import Ledger
-from orchestrator.metrics import PhaseTimers
-from orchestrator.prompts import PromptPick, PromptSource
-from workers.messages import TrainSummary
-from workers.messages_offline import EvaluationPart, ExampleBatchSummary, add_tallies, figures
+from orchestrator.cluster.worker_group import ExampleGroup, ScoreTokens, WorkerGroup
+from orchestrator.data.prompts import PromptPick, PromptSource
+from orchestrator.reporting.console import Console
+from orchestrator.reporting.metrics import PhaseTimers
+from orchestrator.training.batch import Batch, unless_stopped
+from orchestrator.training.ledger import Ledger
+from orchestrator.training.micro_batches import plan_ranks, plan_units
+from workers.contract.messages import TrainSummary
+from workers.contract.offline_messages import add_tallies, tally_means
+from workers.contract.roles import TableRef
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A pool as the order of examples sees it."""
+    """Size and digest of a tokenized pool, for the order of examples."""
 
     rows: int
-    """Examples that can be used."""
+    """Number of usable examples."""
     digest: str
-    """Of what the pool's rows say."""
+    """Digest of the contents of the pool."""
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """How long calls may take."""
+class OfflineTimeouts:
+    """Timeouts of worker calls, in seconds."""
 
     train_timeout_s: float
     score_timeout_s: float
@@ -39,27 +40,28 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ReferenceScorer:
-    """Who knows the reference's log-probs, and by which method."""
+    """The group that computes the reference's log-probs, and the method of it that does."""
 
-    gang: Gang
-    method: str
+    group: WorkerGroup[Any]
+    score: ScoreTokens
 
 
 class BatchMaker:
-    """From picks to a batch: rows of tokens and, where the algorithm compares, the reference's log-probs."""
+    """Assembles batches: token rows and, if the algorithm has a reference, its log-probs."""
 
-    def __init__(self, trainer: Gang, reference: ReferenceScorer | None, examples: TableRef, bounds: Bounds) -> None:
+    def __init__(
+        self, trainer: ExampleGroup, reference: ReferenceScorer | None, examples: TableRef, timeouts: OfflineTimeouts
+    ) -> None:
         self._trainer = trainer
         self._reference = reference
         self._examples = examples
-        self._bounds = bounds
+        self._timeouts = timeouts
 
     async def make(self, picks: Sequence[PromptPick]) -> Batch:
-        """The batch of these examples, in order."""
-        worker, bound = self._trainer.workers[0], self._bounds.train_timeout_s
+        """The batch of these examples, in order. Raises WorkerError."""
         named = tuple((pick.prompt_uid, pick.row) for pick in picks)
-        summary: ExampleBatchSummary
-        summary, table = await worker.call_for_table("assemble", named, self._examples, timeout_s=bound)
+        timeout_s = self._timeouts.train_timeout_s
+        summary, table = await self._trainer.assemble(named, self._examples, timeout_s=timeout_s)
         if self._reference is not None:
             table = await self._with_reference(self._reference, summary, table)
         ends = accumulate(summary.members)
@@ -67,17 +69,17 @@ class BatchMaker:
         return Batch(summary, table, units)
 
     async def _with_reference(self, reference: ReferenceScorer, summary: TrainSummary, table: TableRef) -> TableRef:
-        gang, lengths = reference.gang, [row.tokens for row in summary.rows]
-        plans = plan_ranks(lengths, range(len(lengths)), gang.ranks, gang.micro_batch_tokens)
-        scored = await gang.scatter_for_tables(reference.method, plans, table, timeout_s=self._bounds.score_timeout_s)
-        worker, bound = self._trainer.workers[0], self._bounds.train_timeout_s
-        _, table = await worker.call_for_table("attach", table, *(part for _, part in scored), timeout_s=bound)
-        return table
+        """The batch's table with the reference's log-probs."""
+        group, lengths = reference.group, [row.tokens for row in summary.rows]
+        plans = plan_ranks(lengths, range(len(lengths)), group.ranks, group.micro_batch_tokens)
+        scored = await reference.score(plans, table, timeout_s=self._timeouts.score_timeout_s)
+        scores = (part for _, part in scored)
+        return await self._trainer.attach(table, *scores, timeout_s=self._timeouts.train_timeout_s)
 
 
 @dataclass(frozen=True)
-class OfflineCast:
-    """Who makes a batch of examples."""
+class OfflineComponents:
+    """The parts that produce a batch of examples."""
 
     maker: BatchMaker
     order: PromptSource
@@ -86,37 +88,37 @@ class OfflineCast:
 
 
 class OfflineSource:
-    """Given examples in the order of the seed, as a `BatchSource`."""
+    """The `BatchSource` of offline data: takes examples in the order of the seed."""
 
-    def __init__(self, cast: OfflineCast, console: Console, stop: asyncio.Event) -> None:
-        self._cast = cast
+    def __init__(self, components: OfflineComponents, console: Console, stop: asyncio.Event) -> None:
+        self._components = components
         self._console = console
         self._stop = stop
-        self._state = cast.order.state()
+        self._state = components.order.state()
         self._picks: Sequence[PromptPick] = ()
         self._tokens = 0
 
     def start(self) -> None:
-        """Nothing to start: the data are there."""
+        """Does nothing: the data are loaded."""
 
     async def next_batch(self, version: int, timers: PhaseTimers) -> Batch:
-        """The next examples of the order, with what the reference says of them."""
+        """Assembles the next examples and waits for the reference's log-probs; unblocked by the workers or a stop."""
         with timers.phase("prepare"):
             self._console.phase("prepare", 0, 1)
-            self._picks = [self._cast.order.next() for _ in range(self._cast.examples_per_step)]
-            batch = await unless_stopped(self._stop, self._cast.maker.make(self._picks))
+            self._picks = [self._components.order.next() for _ in range(self._components.examples_per_step)]
+            batch = await unless_stopped(self._stop, self._components.maker.make(self._picks))
         self._tokens = sum(row.tokens for row in batch.summary.rows)
         return batch
 
-    def trained(self, version: int) -> None:
-        """Enter the examples in the books; only now does the saved order move on."""
+    def mark_trained(self, version: int) -> None:
+        """Records the examples in the ledger as trained; only then does the saved order advance."""
         for pick in self._picks:
-            self._cast.ledger.dispatch(pick.prompt_uid, pick.row, 1)
-            self._cast.ledger.trained(pick.prompt_uid, 0)
-        self._state = self._cast.order.state()
+            self._components.ledger.dispatch(pick.prompt_uid, pick.row, 1)
+            self._components.ledger.mark_trained(pick.prompt_uid, 0)
+        self._state = self._components.order.state()
 
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
-        """Size and throughput."""
+        """Number of examples and tokens, throughput (tokens/s over `seconds`), epoch."""
         return {
             "examples": float(len(self._picks)),
             "tokens": float(self._tokens),
@@ -124,41 +126,52 @@ class OfflineSource:
             "epoch": float(self._state["epoch"]),
         }
 
-    async def written(self, version: int) -> None:
-        """Nothing to write: the examples are in the data already."""
+    async def save_trajectories(self, version: int) -> None:
+        """Does nothing: there are no samples besides the data."""
 
     async def flush(self) -> None:
-        """Nothing is being written."""
+        """Does nothing: nothing is being written."""
 
     def state(self) -> dict[str, Any]:
-        """The order after the last trained batch."""
+        """The order of examples after the last trained batch."""
         return self._state
 
     async def probe(self) -> None:
-        """Nobody but the trainers is there."""
+        """Does nothing: there are no workers besides the trainers."""
 
     async def close(self) -> None:
-        """Nothing is in flight."""
+        """Does nothing: nothing is in flight."""
 
 
 class ExampleEvaluator:
-    """Loss and figures on held-out examples; the batch and the reference's word on it are made once."""
+    """Evaluates loss and metrics on held-out examples; assembles the batch and the reference's log-probs only once."""
 
-    def __init__(self, trainer: Gang, maker: BatchMaker, picks: Sequence[PromptPick], timeout_s: float) -> None:
+    def __init__(self, trainer: ExampleGroup, maker: BatchMaker, picks: Sequence[PromptPick], timeout_s: float) -> None:
         self._trainer = trainer
         self._maker = maker
         self._picks = tuple(picks)
         self._timeout_s = timeout_s
         self._batch: Batch | None = None
 
-    async def run(self, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
-        """`eval/loss` and its parts, `eval/accuracy` and whatever else the objective reports."""
+    async def run(self, step: int, progress: Callable[[int, int], None] | None = None) -> dict[str, float]:
+        """Evaluates the current weights.
+
+        Args:
+            step: Unused.
+            progress: Called with (0, number of examples) at the start.
+
+        Returns:
+            `eval/loss` and its terms, `eval/accuracy` and the other metrics of the objective.
+
+        Raises:
+            WorkerError: A call failed.
+        """
         if progress is not None:
             progress(0, len(self._picks))
         batch = self._batch = self._batch or await self._maker.make(self._picks)
-        gang = self._trainer
-        plans = plan_units(batch.summary.rows, batch.units or (), gang.ranks, gang.micro_batch_tokens)
-        parts: list[EvaluationPart] = await gang.scatter("evaluate", plans, batch.table, timeout_s=self._timeout_s)
+        trainer = self._trainer
+        plans = plan_units(batch.summary.rows, batch.units or (), trainer.ranks, trainer.micro_batch_tokens)
+        parts = await trainer.evaluate(plans, batch.table, timeout_s=self._timeout_s)
         terms = {name: sum(part.terms[name] for part in parts) for name in parts[0].terms}
-        found = terms | figures(add_tallies(part.tally for part in parts))
-        return {"eval/examples": float(len(self._picks))} | {f"eval/{name}": value for name, value in found.items()}
+        metrics = terms | tally_means(add_tallies(part.tally for part in parts))
+        return {"eval/examples": float(len(self._picks))} | {f"eval/{name}": value for name, value in metrics.items()}

@@ -1,28 +1,33 @@
-"""What the controller remembers from step to step besides versions and books; a checkpoint holds it."""
+"""State of the controller from step to step besides version and ledger; checkpoints contain it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orchestrator.algorithm_table import KlPenalty
-from orchestrator.spec_sections import AlarmConfig
-from workers.advantage_state import Moments
-from workers.config import Frozen
+from orchestrator.algorithms.table import KlPenalty
+from orchestrator.spec.sections import AlarmConfig
+from workers.contract.advantage_state import Moments
+from workers.contract.config import Frozen
 
 _TOO_FAR, _STEP = 1.5, 2.0
-"""The penalty's coefficient is doubled above 1.5 times the target and halved below 1 / 1.5 of it."""
+"""The penalty's coefficient doubles above 1.5 times the target and halves below the target / 1.5."""
 
 
-class TrainMemory(Frozen):
-    """A value: every step makes the next one."""
+class ControllerState(Frozen):
+    """An immutable value; every step creates the next one."""
 
     kl_old_coef: float = 0.0
     """Coefficient of the penalty on KL(old || new)."""
     rewards: Moments = Moments()
-    """Mean rewards of the steps so far (alarm)."""
+    """Moments of the mean rewards of the steps so far (alarm)."""
 
-    def after_updates(self, divergence: float, penalty: KlPenalty) -> TrainMemory:
-        """With the coefficient adapted to the KL(old || new) a batch's updates led to (arXiv 1707.06347, sec. 4)."""
+    def after_updates(self, divergence: float, penalty: KlPenalty) -> ControllerState:
+        """The state with the KL penalty's coefficient adapted after a batch (arXiv 1707.06347, sec. 4).
+
+        Args:
+            divergence: KL(old || new) per token after the updates of the batch, in nats.
+            penalty: The penalty with its target.
+        """
         coef = self.kl_old_coef
         if divergence > _TOO_FAR * penalty.target:
             coef *= _STEP
@@ -30,8 +35,13 @@ class TrainMemory(Frozen):
             coef /= _STEP
         return self.model_copy(update={"kl_old_coef": coef})
 
-    def watched(self, metrics: Mapping[str, float], alarm: AlarmConfig) -> tuple[TrainMemory, list[str]]:
-        """(memory with this step's reward, what is out of bounds while the reward is above its mean so far)."""
+    def check_alarm(self, metrics: Mapping[str, float], alarm: AlarmConfig) -> tuple[ControllerState, list[str]]:
+        """Checks a step's metrics for signs of reward hacking.
+
+        Returns:
+            The state with this step's reward, and one message for every limit that is exceeded while the reward is
+            above its mean so far.
+        """
         reward = metrics["reward/mean"]
         rising = self.rewards.count > 0 and reward > self.rewards.mean
         limits = (

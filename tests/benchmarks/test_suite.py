@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import suite
-from benchmarks.harness import Report, Turn
 from benchmarks.suite import BEGIN, END, SUITE, Benchmark, Goal, figure_of, table, write_page
+from benchmarks.support.harness import Report, Turn
 
 ONE = Benchmark(
     "one",
@@ -37,12 +37,12 @@ def test_the_table_says_what_is_met_and_what_was_measured_beside_other_load(left
     assert "cores of" in table([ONE]) and ": one" in table([ONE])
 
 
-def test_what_was_not_measured_stands_there_as_such(left: Path) -> None:
+def test_unmeasured_goals_are_listed_as_such(left: Path) -> None:
     (left / "one.json").unlink()
     assert all("not measured" in line for line in table([ONE]).splitlines()[2:4])
 
 
-def test_a_figure_that_a_benchmark_did_not_leave_is_an_error(left: Path) -> None:
+def test_a_goal_without_a_measurement_is_an_error(left: Path) -> None:
     document = json.loads((left / "one.json").read_text())
     with pytest.raises(KeyError):
         figure_of(document, Goal("x", "troupe", "p50, ms", 1.0))
@@ -61,7 +61,7 @@ def test_the_page_is_written_between_its_marks_and_again(left: Path, monkeypatch
         write_page(page)
         assert page.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
     page.write_text("no marks")
-    with pytest.raises(ValueError, match="no place"):
+    with pytest.raises(ValueError, match="no marks"):
         write_page(page)
 
 

@@ -1,4 +1,4 @@
-"""The images: no Docker engine builds them here, so their instructions are read."""
+"""The Dockerfiles and .dockerignore, checked by reading them: the tests do not build images."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from deploy import install
-from orchestrator.kubernetes import USER, WORKSPACE
+from deploy.install import install
+from orchestrator.platforms.kubernetes.documents import USER
+from orchestrator.platforms.kubernetes.options import WORKSPACE
 from tests.conftest import ROOT
 
 IMAGES = ("cpu", "gpu")
 
 
 def instructions(image: str) -> list[tuple[str, str]]:
-    """(instruction, arguments) of a Dockerfile, continued lines joined."""
-    text = (ROOT / "deploy" / f"Dockerfile.{image}").read_text()
+    """(instruction, arguments) of each instruction of a Dockerfile, with continued lines joined."""
+    text = (ROOT / "deploy" / "images" / f"Dockerfile.{image}").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     found = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
@@ -32,12 +33,12 @@ def of(image: str, name: str) -> list[str]:
 
 
 def copied(image: str) -> set[str]:
-    """What is copied from this repository."""
+    """The paths of the repository that a Dockerfile copies."""
     return {source for rest in of(image, "COPY") for source in shlex.split(rest)[:-1]}
 
 
 def admitted(path: str) -> bool:
-    """Whether .dockerignore lets a path into the build: the last pattern that names it, or a folder above it, says."""
+    """Whether .dockerignore admits a path: the last pattern that matches it, or a folder above it, decides."""
     keep = True
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         if not line or line.startswith("#"):
@@ -77,7 +78,15 @@ def test_what_the_wheel_needs_is_copied_and_reaches_the_build(image: str) -> Non
 
 def test_only_what_is_copied_reaches_the_build() -> None:
     wanted = copied("cpu") | copied("gpu")
-    for path in (".git/config", ".env", ".cache/models/m", "runs/a", "deploy/lock.py", "tests/fakes.py", "key.pem"):
+    for path in (
+        ".git/config",
+        ".env",
+        ".cache/models/m",
+        "runs/a",
+        "deploy/install/lock.py",
+        "tests/fakes.py",
+        "key.pem",
+    ):
         assert not admitted(path), path
     for folder in ("orchestrator", "workers"):
         assert admitted(f"{folder}/__init__.py") and not admitted(f"{folder}/__pycache__/a.pyc")
@@ -86,7 +95,7 @@ def test_only_what_is_copied_reaches_the_build() -> None:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_no_secret_and_no_leftovers_in_a_layer(image: str) -> None:
-    text = (ROOT / "deploy" / f"Dockerfile.{image}").read_text()
+    text = (ROOT / "deploy" / "images" / f"Dockerfile.{image}").read_text()
     assert not re.search(r"token|secret|password|api_key", text, re.IGNORECASE)
     assert of(image, "ARG") == of(image, "ADD") == []
     for run in of(image, "RUN"):
@@ -95,7 +104,9 @@ def test_no_secret_and_no_leftovers_in_a_layer(image: str) -> None:
 
 
 def test_the_cpu_image_is_installed_from_the_lock_and_the_gpu_image_from_its_extra() -> None:
-    assert any("deploy/install.py" in run and "--pins-only" in run for run in of("cpu", "RUN"))
+    assert any("deploy/install/install.py" in run and "--pins-only" in run for run in of("cpu", "RUN"))
+    (copy,) = (shlex.split(rest) for rest in of("cpu", "COPY") if "deploy/install/install.py" in rest)
+    assert copy[-1] == "deploy/install/", "install.py and cpu.lock keep their paths in the image"
     assert any('".[gpu]"' in run for run in of("gpu", "RUN"))
 
 

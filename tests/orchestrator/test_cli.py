@@ -1,12 +1,14 @@
-"""The command line: what it refuses, in one line and without starting anything, and what it prints."""
+"""The command line: its output, and its one-line errors before anything starts."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import jsonschema
@@ -14,15 +16,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from orchestrator.checkpoint import CheckpointStore
 from orchestrator.cli import app
 from orchestrator.run import RunRequest
-from orchestrator.spec import load_spec
-from orchestrator.spec_offline import OfflineSpec
+from orchestrator.spec.load import load_rollout_spec
+from orchestrator.spec.offline import OfflineSpec
+from orchestrator.training.checkpoint import CheckpointStore
 from tests.conftest import ROOT
 
-GRPO = ROOT / "deploy" / "tiny-grpo.yaml"
-DPO = ROOT / "deploy" / "tiny-dpo.yaml"
+GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
+DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
 
 PROBE = """
 import sys
@@ -37,7 +40,7 @@ finally:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said."""
+    """Outcome of a command."""
 
     code: int
     stdout: str
@@ -48,7 +51,7 @@ class Answer:
 
 
 def troupe(*arguments: str) -> Answer:
-    """Run the command in a process of its own."""
+    """Run the command in its own process."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -58,14 +61,15 @@ def troupe(*arguments: str) -> Answer:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> Path:
-    """The tiny GRPO spec on a file of prompts, with a model folder that is there."""
+def spec(tmp_path: Path, tiny_model: Path) -> Path:
+    """The tiny GRPO spec with a prompt file and a model folder that has a tokenizer and no weights."""
     document = yaml.safe_load(GRPO.read_text())
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (model / name).write_text("")
+    (model / "model.safetensors").write_text("")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (model / name).symlink_to(tiny_model / name)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Say {i}.", "answer": str(i)}) + "\n" for i in range(8)))
     document["model"]["path"] = str(model)
@@ -86,20 +90,20 @@ def spec(tmp_path: Path) -> Path:
         ("schedule.steps=0", "schedule.steps: must be at least 1, got 0"),
     ],
 )
-def test_a_spec_that_cannot_work_costs_one_line_and_exit_code_2(spec: Path, override: str, error: str) -> None:
+def test_an_invalid_spec_gives_one_line_and_exit_code_2(spec: Path, override: str, error: str) -> None:
     answer = troupe("run", str(spec), "--out", str(spec.parent / "out"), "--set", override)
     assert (answer.code, len(answer.errors), answer.heavy) == (2, 1, [])
     assert error in answer.errors[0]
     assert not (spec.parent / "out").exists()
 
 
-def test_a_spec_that_is_not_there_costs_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_a_missing_spec_gives_one_line_and_exit_code_2(tmp_path: Path) -> None:
     answer = troupe("run", str(tmp_path / "none.yaml"))
     assert (answer.code, len(answer.errors), answer.heavy) == (2, 1, [])
     assert "none.yaml" in answer.errors[0]
 
 
-def test_a_missing_data_column_is_told_before_ray_starts(spec: Path) -> None:
+def test_a_missing_data_column_is_reported_before_ray_starts(spec: Path) -> None:
     override = "data.train.prompt=question"
     answer = troupe("run", str(spec), "--out", str(spec.parent / "out"), "--set", override)
     assert answer.code == 1
@@ -108,33 +112,33 @@ def test_a_missing_data_column_is_told_before_ray_starts(spec: Path) -> None:
     assert "Starting" not in answer.stdout
 
 
-def test_a_run_folder_in_use_is_not_written_over(spec: Path) -> None:
+def test_a_run_folder_in_use_is_not_overwritten(spec: Path) -> None:
     out = spec.parent / "out"
     store = CheckpointStore(out / "checkpoints", keep=1)
     store.prepare()
     store.commit(store.begin(3), {"step": 3})
     answer = troupe("run", str(spec), "--out", str(out))
     assert (answer.code, len(answer.errors)) == (1, 1)
-    assert "holds a run already (step 3)" in answer.errors[0] and "--resume" in answer.errors[0]
+    assert "already contains a run (step 3)" in answer.errors[0] and "--resume" in answer.errors[0]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "nowhere:port"])
 @pytest.mark.parametrize("command", ["run", "plan"])
-def test_a_cluster_that_is_not_there_costs_one_line(spec: Path, command: str, address: str) -> None:
+def test_a_missing_cluster_gives_one_line(spec: Path, command: str, address: str) -> None:
     answer = troupe(command, str(spec), "--address", address)
     assert (answer.code, len(answer.errors)) == (1, 1)
     assert answer.errors[0].startswith(f"error: --address {address}: ")
 
 
-def test_validate_says_what_a_spec_is(spec: Path) -> None:
+def test_validate_describes_the_spec(spec: Path) -> None:
     answer = troupe("validate", str(spec))
     assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
-    assert "tiny-grpo is valid: grpo, 64 samples a step" in answer.stdout
+    assert "tiny-grpo is valid: grpo, 64 samples per step\n  data.train: 8 rows\n" in answer.stdout
 
 
 def test_every_shipped_spec_has_a_plan(tmp_path: Path) -> None:
     clusters = {"node-8gpu-grpo.yaml": "1x8", "multinode-ppo.yaml": "4x8"}
-    for path in sorted((ROOT / "deploy").glob("*.yaml")):
+    for path in sorted((ROOT / "deploy" / "specs").glob("*.yaml")):
         if "roles" not in (yaml.safe_load(path.read_text()) or {}):
             continue
         described = ["--cluster", clusters[path.name]] if path.name in clusters else []
@@ -149,28 +153,35 @@ def test_every_shipped_spec_has_a_plan(tmp_path: Path) -> None:
                 assert len(set(seated)) == section.get("workers", 1), (path, role)
 
 
-def test_a_plan_without_room_says_what_to_change() -> None:
-    answer = troupe("plan", str(ROOT / "deploy" / "multinode-ppo.yaml"), "--cluster", "3x8")
+def test_a_plan_of_a_chain_covers_every_stage() -> None:
+    answer = troupe("plan", str(CHAIN), "--json")
+    assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
+    stages = ("sft", "reward-model", "ppo")
+    assert [run["name"] for run in json.loads(answer.stdout)] == [f"tiny-three-stage-{stage}" for stage in stages]
+
+
+def test_a_plan_that_does_not_fit_suggests_a_change() -> None:
+    answer = troupe("plan", str(ROOT / "deploy" / "specs" / "multinode-ppo.yaml"), "--cluster", "3x8")
     assert (answer.code, len(answer.errors)) == (1, 1)
     assert re.search(r"no room for [a-z]+(-\d+)?: it asks for .* lower roles\.[a-z]+\.workers", answer.errors[0])
     assert "no room" in answer.stdout
 
 
 @pytest.mark.parametrize("cluster", ["8", "0x8", "2x", "axb"])
-def test_a_cluster_that_cannot_be_read_costs_one_line(cluster: str) -> None:
+def test_a_malformed_cluster_gives_one_line(cluster: str) -> None:
     answer = troupe("plan", str(GRPO), "--cluster", cluster)
     message = f"error: --cluster: '{cluster}' is not NODESxGPUS, as in 2x8, or NODESxGPUSxTYPE, as in 2x8xH200"
     assert (answer.code, answer.errors) == (2, [message])
 
 
-def test_a_gpu_type_that_is_not_known_costs_one_line() -> None:
+def test_an_unknown_gpu_type_gives_one_line() -> None:
     answer = troupe("plan", str(GRPO), "--cluster", "1x8xH1000")
     assert (answer.code, len(answer.errors)) == (2, 1)
-    assert answer.errors[0].startswith("error: --cluster: no GPU type 'H1000' (there are: T4, ")
+    assert answer.errors[0].startswith("error: --cluster: no GPU type 'H1000' (known: T4, ")
 
 
-def test_a_plan_tells_memory_for_a_terminal_of_100_columns_and_as_json(tiny_model: Path) -> None:
-    arguments = ("plan", str(ROOT / "deploy" / "node-8gpu-grpo.yaml"), "--cluster", "1x8xH100")
+def test_a_plan_shows_memory_as_tables_and_as_json(tiny_model: Path) -> None:
+    arguments = ("plan", str(ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"), "--cluster", "1x8xH100")
     known = ("--set", f"model.path={tiny_model}", "--gib-per-node", "512")
     answer = troupe(*arguments, *known)
     assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
@@ -180,39 +191,39 @@ def test_a_plan_tells_memory_for_a_terminal_of_100_columns_and_as_json(tiny_mode
     (run,) = json.loads(troupe(*arguments, *known, "--json").stdout)
     assert run["misfit"] is None and len(run["memory"]) == 4 + 4 + 4 + 4 + 8
     without = troupe(*arguments)
-    assert without.code == 0 and "sizes unknown of models/policy-7b-instruct" in without.stdout
+    assert without.code == 0 and "size of models/policy-7b-instruct is not known" in without.stdout
 
 
-def test_a_plan_that_does_not_fit_is_json_too() -> None:
-    answer = troupe("plan", str(ROOT / "deploy" / "multinode-ppo.yaml"), "--cluster", "3x8", "--json")
+def test_a_plan_that_does_not_fit_is_also_available_as_json() -> None:
+    answer = troupe("plan", str(ROOT / "deploy" / "specs" / "multinode-ppo.yaml"), "--cluster", "3x8", "--json")
     (run,) = json.loads(answer.stdout)
     assert answer.code == 1 and run["misfit"] in answer.errors[0]
 
 
-def test_the_schema_takes_the_shipped_spec() -> None:
+def test_the_schema_accepts_the_shipped_spec() -> None:
     answer = troupe("schema")
     assert (answer.code, answer.heavy) == (0, [])
-    # As the spec is read: YAML 1.1 takes 2e-3 for text, Troupe for the number that it is everywhere else.
-    spec = load_spec(GRPO).model_dump(mode="json", exclude_unset=True)
+    # The spec as Troupe reads it: YAML 1.1 parses 2e-3 as text, Troupe as a number.
+    spec = load_rollout_spec(GRPO).model_dump(mode="json", exclude_unset=True)
     jsonschema.validate(spec, json.loads(answer.stdout))
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(spec | {"seed": "x"}, json.loads(answer.stdout))
 
 
-def test_exporting_from_a_folder_without_a_run_costs_one_line(tmp_path: Path) -> None:
+def test_exporting_from_a_folder_without_a_run_gives_one_line(tmp_path: Path) -> None:
     answer = troupe("export", str(tmp_path / "none"), str(tmp_path / "model"))
     assert (answer.code, len(answer.errors)) == (1, 1)
     assert "no valid checkpoint" in answer.errors[0]
     assert not (tmp_path / "model").exists()
 
 
-def test_evaluating_a_spec_without_held_out_prompts_costs_one_line(spec: Path) -> None:
+def test_evaluating_without_held_out_prompts_gives_one_line(spec: Path) -> None:
     answer = troupe("eval", str(spec))
     assert (answer.code, len(answer.errors)) == (2, 1)
     assert "no evaluation section" in answer.errors[0]
 
 
-def test_evaluating_given_examples_without_held_out_ones_costs_one_line(spec: Path) -> None:
+def test_evaluating_without_held_out_examples_gives_one_line(spec: Path) -> None:
     document = yaml.safe_load(DPO.read_text())
     del document["data"]["eval"], document["evaluation"]
     document["model"]["path"] = str(spec.parent / "model")
@@ -223,7 +234,7 @@ def test_evaluating_given_examples_without_held_out_ones_costs_one_line(spec: Pa
     assert answer.errors[0] == "error: the spec has no data.eval: there are no held-out examples to evaluate on"
 
 
-def test_another_model_is_compared_with_the_reference_of_its_training(
+def test_evaluating_another_model_keeps_the_reference_of_its_training(
     spec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[RunRequest] = []
@@ -242,3 +253,53 @@ def test_another_model_is_compared_with_the_reference_of_its_training(
     assert config is not None and config.reference_model is not None
     assert (config.model.path, config.reference_model.path) == (str(trained), str(base))
     assert config.reference_model.dtype == config.model.dtype == "float32"
+
+
+def test_a_misspelt_command_names_the_nearest_and_exits_with_code_2() -> None:
+    answer = troupe("vaildate", str(GRPO))
+    assert (answer.code, answer.stdout, answer.heavy) == (2, "", [])
+    assert "No such command 'vaildate'. Did you mean 'validate'?" in " ".join(answer.errors)
+
+
+def test_the_versions_are_printed_without_importing_the_packages() -> None:
+    answer = troupe("--version")
+    assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
+    lines = dict(line.split(" ", 1) for line in answer.stdout.splitlines())
+    assert {"troupe", "python", "torch", "deepspeed", "ray", "transformers"} <= set(lines)
+    assert lines["ray"] == version("ray") and lines["torch"] == version("torch")
+
+
+def test_the_shell_completes_commands() -> None:
+    environment = {"_TROUPE_COMPLETE": "complete_bash", "COMP_WORDS": "troupe va", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv = ['troupe']; from orchestrator.cli import app; app(prog_name='troupe')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["validate"], done.stderr
+
+
+def test_doctor_prints_the_same_findings_as_text_and_as_json() -> None:
+    answer, text = troupe("doctor", str(GRPO), "--json"), troupe("doctor", str(GRPO))
+    assert (answer.errors, answer.heavy, text.heavy) == ([], [], [])
+    document = json.loads(answer.stdout)
+    assert answer.code == text.code == (0 if document["healthy"] else 1)
+    checks = [one["check"] for one in document["findings"]]
+    assert {"python", "packages", "memory", "shm", "disk"} <= set(checks)
+    assert [line.split()[1] for line in text.stdout.splitlines()[:-1] if not line.startswith(" ")] == checks
+
+
+def test_doctor_reports_an_invalid_spec_before_it_checks_anything(spec: Path) -> None:
+    answer = troupe("doctor", str(spec), "--set", "seed=x")
+    assert (answer.code, answer.stdout, len(answer.errors)) == (2, "", 1)
+    assert "seed: expected a whole number" in answer.errors[0]
+
+
+def test_init_writes_a_spec_that_validate_and_plan_accept(tiny_model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run.yaml"
+    arguments = ("init", "--model", str(tiny_model), "--data", "reasoning_gym:chain_sum", "-o", str(output))
+    answer = troupe(*arguments)
+    assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
+    assert answer.stdout == f"wrote {output}; next: troupe validate {output}\n"
+    assert [troupe(command, str(output)).code for command in ("validate", "plan")] == [0, 0]
+    again = troupe(*arguments)
+    assert (again.code, len(again.errors)) == (2, 1) and "--force" in again.errors[0]

@@ -1,4 +1,4 @@
-"""The `troupe` command as a user starts it, and what a run leaves, on disk and in the process table."""
+"""Run the `troupe` command as a user does, and inspect its processes, its output and the files of its run."""
 
 from __future__ import annotations
 
@@ -18,46 +18,39 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT
 
-MARK = "TROUPE_TEST_RUN"
-GRPO = ROOT / "deploy" / "tiny-grpo.yaml"
-PPO = ROOT / "deploy" / "tiny-ppo.yaml"
-SAMPLES = 64
-"""Samples of a step in both."""
+MARKER_VARIABLE = "TROUPE_TEST_RUN"
+GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+PPO = ROOT / "deploy" / "specs" / "tiny-ppo.yaml"
+SAMPLES_PER_STEP = 64
+"""Samples per step of `GRPO` and `PPO`."""
 RUN_TIMEOUT_S = 480.0
-LEFT_BY_S = 10.0
-SLOW = (
+EXIT_TIMEOUT_S = 10.0
+ENDLESS = (
     *("schedule.steps=1000", "schedule.prompts_per_step=2", "algorithm.group_size=8", "sampling.max_tokens=64"),
     *("roles.policy.learning_rate=1e-4", "checkpoint.every_steps=0"),
 )
-"""Endless, with long responses, and a policy that stays as it is."""
-SLOW_SAMPLES = 16
-"""Samples of a step of these."""
-EXPECTED = (
+"""Overrides for a run that the test ends: 1000 steps, long responses, a low learning rate and no checkpoints."""
+ENDLESS_SAMPLES_PER_STEP = 16
+"""Samples per step with the overrides `ENDLESS`."""
+RUN_METRICS = (
     *("reward/mean", "reward/std", "reward/letter_share/mean", "groups/mixed", "failed_samples", "truncated"),
     *("response_tokens/mean", "response_tokens/max", "response_tokens_per_s", "tokens", "staleness/max"),
     *("seconds/step", "seconds/generate", "seconds/prepare", "seconds/update", "seconds/sync"),
     *("ledger/dispatched", "ledger/trained", "ledger/dropped", "ledger/in_flight", "ledger/retries"),
 )
-"""Figures that every step of every run has."""
-POLICY = ("policy/loss", "policy/grad_norm", "policy/learning_rate", "policy/entropy", "policy/skipped_updates")
-
-
-def save_llama(folder: Path, **sizes: Any) -> str:
-    """Write a two-layer Llama of these sizes, always the same one; returns its folder."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=2, pad_token_id=2, **sizes)).save_pretrained(folder)
-    return str(folder)
+"""Metrics of every step of every run."""
+POLICY_METRICS = ("policy/loss", "policy/grad_norm", "policy/learning_rate", "policy/entropy", "policy/skipped_updates")
 
 
 class Command:
-    """One process of its own session, with its output in files; all it starts carries a mark in the environment."""
+    """A process in its own session, with its output in files.
+
+    An environment variable marks the process and everything that it starts.
+    """
 
     def __init__(self, folder: Path, arguments: list[str], env: dict[str, str] | None = None) -> None:
         self.mark = uuid.uuid4().hex
@@ -67,7 +60,7 @@ class Command:
             self.process = subprocess.Popen(
                 arguments,
                 cwd=ROOT,
-                env=environment | (env or {}) | {MARK: self.mark},
+                env=environment | (env or {}) | {MARKER_VARIABLE: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -85,55 +78,55 @@ class Command:
         return self._stderr.read_text()
 
     @property
-    def complaint(self) -> list[str]:
-        """Lines of standard error that are no log lines and no notes: what the user reads as the error."""
+    def error_lines(self) -> list[str]:
+        """Lines of standard error without log lines and notes: the error that the user reads."""
         lines = [line for line in self.stderr.splitlines() if line.strip()]
-        return [line for line in lines if not line.startswith(("WARNING ", "ERROR ", "the workers' own logs:"))]
+        return [line for line in lines if not line.startswith(("WARNING ", "ERROR ", "worker logs:"))]
 
     def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> int:
-        """The exit code. Fails the test where the process does not end in time."""
+        """Wait for the process and return its exit code. Fails the test if it does not end in time."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"not done after {timeout_s:g} s\n{self.told}") from None
+            raise AssertionError(f"still running after {timeout_s:g} s\n{self.output}") from None
 
     @property
-    def told(self) -> str:
-        """All output, for a failing test."""
+    def output(self) -> str:
+        """Standard output and standard error, for the message of a failing test."""
         return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Living processes of this command, orphans too, whose title contains `name`."""
+        """Running processes of this command, orphans included, whose title contains `name`."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                # Titles are changed at run time (`ray::PolicyWorker`); the environment stays what it was at the start.
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                # Titles change at run time (`ray::PolicyWorker`); the environment stays as it was at the start.
+                if process.environ().get(MARKER_VARIABLE) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     title = " ".join(process.cmdline()) or process.name()
                     if name in title:
                         found.append(process)
         return found
 
-    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = RUN_TIMEOUT_S) -> Any:
-        """Poll until `condition` gives something true, and return that. Fails where the command ends before."""
+    def wait_until(self, condition: Callable[[], Any], what: str, timeout_s: float = RUN_TIMEOUT_S) -> Any:
+        """Poll until `condition` returns a true value, and return it. Fails the test if the command ends first."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if value := condition():
                 return value
             if self.process.poll() is not None:
-                raise AssertionError(f"ended ({self.process.returncode}) before {what}\n{self.told}")
+                raise AssertionError(f"exited with {self.process.returncode} before: {what}\n{self.output}")
             time.sleep(0.05)
-        raise AssertionError(f"not {what} after {timeout_s:g} s\n{self.told}")
+        raise AssertionError(f"not within {timeout_s:g} s: {what}\n{self.output}")
 
-    def left_over(self) -> list[str]:
-        """Processes still there some seconds after the end."""
-        deadline = time.monotonic() + LEFT_BY_S
-        while (there := self.processes()) and time.monotonic() < deadline:
+    def leftover_processes(self) -> list[str]:
+        """Processes that still run some seconds after the command has ended."""
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        while (running := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in there]
+        return [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in running]
 
-    def end(self) -> None:
-        """Kill whatever is left of it."""
+    def kill(self) -> None:
+        """Kill all processes of the command that still run."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -142,7 +135,7 @@ class Command:
 
 
 class Run(Command):
-    """`troupe run`, with a name of its own, so that its weight files are told apart from others'."""
+    """`troupe run` with a unique name, which identifies its weight files in shared memory."""
 
     def __init__(
         self,
@@ -156,13 +149,12 @@ class Run(Command):
         self.out = folder / name
         self.name = f"{name}-{os.getpid()}"
         sets = [part for override in (f"name={self.name}", *overrides) for part in ("--set", override)]
-        super().__init__(
-            folder, [*troupe("run", str(spec), *sets), "--out", str(self.out), *(["--resume"] if resume else [])], env
-        )
+        flags = ["--out", str(self.out), *(["--resume"] if resume else [])]
+        super().__init__(folder, troupe_command("run", str(spec), *sets, *flags), env)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Whole lines of metrics.jsonl so far."""
+        """Complete lines of metrics.jsonl so far."""
         path = self.out / "metrics.jsonl"
         if not path.is_file():
             return []
@@ -170,65 +162,60 @@ class Run(Command):
 
     @property
     def weight_files(self) -> list[str]:
-        """Files of the run in shared memory."""
+        """The run's weight files in shared memory."""
         return [path.name for path in Path("/dev/shm").glob(f"troupe-{self.name}-*")]
 
     def steps(self) -> list[int]:
-        """Steps in metrics.jsonl, as written."""
+        """Steps in metrics.jsonl, in file order."""
         return [line["step"] for line in self.metrics]
 
-    def until_step(self, step: int) -> None:
-        """Wait until the step is in the metrics."""
-        self.until(lambda: step in self.steps(), f"step {step} done")
+    def wait_for_step(self, step: int) -> None:
+        """Wait until metrics.jsonl contains the step."""
+        self.wait_until(lambda: step in self.steps(), f"step {step} in metrics.jsonl")
 
 
-def troupe(*arguments: str) -> list[str]:
-    """The command line."""
+def troupe_command(*arguments: str) -> list[str]:
+    """Command line of `troupe` with these arguments."""
     return [sys.executable, "-m", "orchestrator.cli", *arguments]
 
 
 @contextlib.contextmanager
 def running(command: Command) -> Iterator[Any]:
-    """End the command whatever the test does."""
+    """Kill the command at the end, whether or not the test passes."""
     try:
         yield command
     finally:
-        command.end()
+        command.kill()
 
 
-def ask(folder: Path, *arguments: str) -> str:
-    """What a command that succeeds prints."""
-    with running(Command(folder, troupe(*arguments))) as command:
-        assert command.wait() == 0, command.told
+def run_troupe(folder: Path, *arguments: str) -> str:
+    """Run `troupe`, require exit code 0 and return its standard output."""
+    with running(Command(folder, troupe_command(*arguments))) as command:
+        assert command.wait() == 0, command.output
         return command.stdout
 
 
 def interrupt(command: Command) -> None:
-    """Ctrl-C in the terminal: SIGINT to the whole foreground process group."""
+    """Press Ctrl-C: send SIGINT to the foreground process group."""
     os.killpg(command.process.pid, signal.SIGINT)
 
 
-def absent(line: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    """Names of figures that a line of the metrics has not."""
+def missing_metrics(line: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    """Names of metrics that a line of metrics.jsonl lacks."""
     return [name for name in names if not isinstance(line.get(name), float)]
 
 
-def balanced(metrics: dict[str, Any]) -> bool:
-    """Whether every dispatched sample is accounted for."""
-    settled = metrics["ledger/trained"] + metrics["ledger/dropped"] + metrics["ledger/in_flight"]
-    return metrics["ledger/dispatched"] == settled
+def ledger_balances(metrics: dict[str, Any]) -> bool:
+    """Whether every dispatched sample is trained, dropped or in flight."""
+    accounted = metrics["ledger/trained"] + metrics["ledger/dropped"] + metrics["ledger/in_flight"]
+    return metrics["ledger/dispatched"] == accounted
 
 
 def trajectories(out: Path, step: int) -> pa.Table:
-    """Samples of a step."""
+    """Samples that a step trained on."""
     return pq.read_table(out / "trajectories" / f"step-{step:06d}.parquet")
 
 
-def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
-    """The policy of a checkpoint."""
+def checkpoint_weights(out: Path, step: int) -> dict[str, torch.Tensor]:
+    """Policy weights of a checkpoint."""
     return load_file(out / "checkpoints" / f"step-{step:06d}" / "model" / "model.safetensors")
-
-
-def spec_section(path: Path, name: str) -> Any:
-    """A section of a spec file, as written."""
-    return yaml.safe_load(path.read_text())[name]

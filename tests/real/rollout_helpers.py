@@ -1,4 +1,4 @@
-"""What the tests of the rollout engine share: a small configuration, a prompt pool, and a second opinion."""
+"""Shared by the tests of the rollout worker: a small configuration, prompts, and log-probs computed by transformers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from workers.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
-from workers.messages import PROMPTS
+from workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from workers.contract.messages import PROMPTS
 from workers.rollout import RolloutWorker
 
 MAX_TOKENS = 24
 
 
 def rollout_config(model: Path, max_tokens: int = MAX_TOKENS) -> RolloutConfig:
-    """Float32, eager, small caches: what is compared is compared exactly."""
+    """Float32 and eager execution, because the tests compare log-probs with transformers; a small KV cache."""
     engine = EngineConfig(max_num_seqs=16, max_model_len=1024, enforce_eager=True, kv_cache_gib=0.125, threads=2)
     return RolloutConfig(
         model=ModelConfig(path=str(model), dtype="float32"),
@@ -33,12 +33,12 @@ def rollout_config(model: Path, max_tokens: int = MAX_TOKENS) -> RolloutConfig:
 
 
 def chat(*contents: str) -> str:
-    """Messages of one user turn each."""
+    """A chat of user messages, as JSON."""
     return json.dumps([{"role": "user", "content": content} for content in contents])
 
 
-def pool(*messages: str) -> pa.Table:
-    """A PROMPTS table."""
+def prompt_table(*messages: str) -> pa.Table:
+    """A `PROMPTS` table with one row per chat."""
     rows = [
         {"row": i, "messages": m, "answer": f"answer {i}", "metadata": "{}", "origin": f"pool.jsonl:{i + 1}"}
         for i, m in enumerate(messages)
@@ -46,45 +46,45 @@ def pool(*messages: str) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PROMPTS)
 
 
-def load(model: Path) -> PreTrainedModel:
-    """The trainer's side of the weights, in float32."""
+def load_model(model: Path) -> PreTrainedModel:
+    """The model as the trainer holds it, in float32."""
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
-def save(model: PreTrainedModel, tokenizer_of: Path, folder: Path) -> Path:
-    """A folder a fresh engine can start from."""
+def save_model(model: PreTrainedModel, tokenizer_of: Path, folder: Path) -> Path:
+    """Write a model folder that a new engine can load."""
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(folder)
     return folder
 
 
 @torch.no_grad()
-def disturb(model: PreTrainedModel, kind: str) -> None:
-    """Move every weight whose name contains `kind`, by a tenth of its size or more."""
+def perturb(model: PreTrainedModel, kind: str) -> None:
+    """Add noise to every weight whose name contains `kind`: a tenth of its standard deviation, at least 0.05."""
     found = [parameter for name, parameter in model.named_parameters() if kind in name]
     if not found:
-        raise ValueError(f"no weight is named like {kind}")
+        raise ValueError(f"no weight has {kind} in its name")
     for parameter in found:
         parameter += 0.1 * torch.randn_like(parameter) * parameter.std().clamp(min=0.5)
 
 
 @torch.no_grad()
 def reference_logprobs(model: PreTrainedModel, row: dict[str, list[int]], temperature: float) -> torch.Tensor:
-    """[response tokens] log-probabilities by transformers."""
+    """Log-probabilities of the response tokens by transformers, [response tokens]."""
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
     logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].float()
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     return logprobs.gather(-1, torch.tensor(row["response_ids"])[:, None])[:, 0]
 
 
-def named(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight once: a tied head does not come."""
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight once: a tied output head is not repeated."""
     return model.named_parameters()
 
 
 @contextmanager
-def sampling(worker: RolloutWorker, **changes: Any) -> Iterator[None]:
-    """Another sampling configuration for a while, in an engine that runs."""
+def sampling_config(worker: RolloutWorker, **changes: Any) -> Iterator[None]:
+    """Change the sampling configuration of a running worker within the `with` block."""
     config = worker._config
     worker._config = config.model_copy(update={"sampling": config.sampling.model_copy(update=changes)})
     try:

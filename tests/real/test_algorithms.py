@@ -1,8 +1,7 @@
-"""Every row of the algorithm table, and GRPO with process rewards, by its shipped spec, on real engines and trainers
-that all rows share.
+"""Every algorithm of the table, and GRPO with process rewards, by its shipped spec on the real stack.
 
-What differs from `troupe run` is only who starts the workers: one cluster and one rollout engine for all rows, and
-trainers and a reward worker that become the next row's instead of being started anew.
+Only the start of the workers differs from `troupe run`: all algorithms share one cluster and one rollout engine, and
+the trainers and the reward worker are reconfigured for the next algorithm instead of being restarted.
 """
 
 from __future__ import annotations
@@ -10,68 +9,66 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 
-from orchestrator.actor_group import ActorSpec, ActorWorker, Cluster
-from orchestrator.algorithm_table import ALGORITHMS
-from orchestrator.cast import Casting, Scene, Stage, WorkerClasses
-from orchestrator.checkpoint import CheckpointStore
-from orchestrator.console import Console
+from orchestrator.algorithms.table import ALGORITHMS
+from orchestrator.capacity.placement import Placement, Seat
+from orchestrator.cli import worker_classes
+from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
+from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from orchestrator.controller import RunOutcome
-from orchestrator.engine_pool import Engine
-from orchestrator.handles import Gang
-from orchestrator.placement import Placement, Seat
-from orchestrator.run import Company, load_data
-from orchestrator.spec import Spec, load_spec
+from orchestrator.launcher import RunContext, WorkerLauncher, Workers
+from orchestrator.reporting.console import Console
+from orchestrator.rollout_run import RolloutRun, load_data
+from orchestrator.rollouts.engine_pool import Engine
+from orchestrator.spec.load import load_rollout_spec
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.training.checkpoint import CheckpointStore
 from tests.conftest import ROOT
-from workers.config import CriticConfig, PolicyConfig, Rendezvous, RewardConfig
+from workers.contract.config import CriticConfig, PolicyConfig, RewardConfig
 from workers.critic import CriticWorker
 from workers.policy import PolicyWorker
-from workers.reference import ReferenceWorker
 from workers.reward import RewardWorker
-from workers.rollout import RolloutWorker
 
-BOUND_S = 240.0
-SEATS = Placement(
-    "understudies", ({"CPU": 1.0},), "PACK", (Seat("policy", 0, 0, 0.5, 0.0), Seat("critic", 0, 0, 0.5, 0.0))
-)
+TIMEOUT_S = 240.0
+SEATS = Placement("reusable", ({"CPU": 1.0},), "PACK", (Seat("policy", 0, 0, 0.5, 0.0), Seat("critic", 0, 0, 0.5, 0.0)))
 STEPS = 2
 SPECS = {name: f"algorithms/{name}" for name in ALGORITHMS} | {"grpo_process": "tiny-grpo-process"}
 """File of each spec in deploy/."""
 
 
-class PolicyUnderstudy(PolicyWorker):
-    """A policy that can be another row's next."""
+class ReusablePolicy(PolicyWorker):
+    """A policy worker that can be reconfigured."""
 
-    def become(self, config: PolicyConfig) -> None:
-        """Forget the last row, and stay in the group."""
+    def reconfigure(self, config: PolicyConfig) -> None:
+        """Build the model of another configuration in the same process group."""
         self.release()
         PolicyWorker.__init__(self, config, self._name)
         self.build()
 
 
-class CriticUnderstudy(CriticWorker):
-    """A critic that can be another row's next."""
+class ReusableCritic(CriticWorker):
+    """A critic worker that can be reconfigured."""
 
-    def become(self, config: CriticConfig) -> None:
-        """Forget the last row, and stay in the group."""
+    def reconfigure(self, config: CriticConfig) -> None:
+        """Build the model of another configuration in the same process group."""
         self.release()
         CriticWorker.__init__(self, config, self._name)
         self.build()
 
 
-class RewardUnderstudy(RewardWorker):
-    """A reward worker that can be another row's next."""
+class ReusableReward(RewardWorker):
+    """A reward worker that can be reconfigured."""
 
-    def become(self, config: RewardConfig) -> None:
-        """Judge by other functions, where they are others."""
+    def reconfigure(self, config: RewardConfig) -> None:
+        """Load the functions of another configuration if it differs."""
         if config != self.config:
             self.close()
             RewardWorker.__init__(self, config, self.name, self.device, self.policy)
@@ -79,87 +76,80 @@ class RewardUnderstudy(RewardWorker):
 
 
 @dataclass
-class Troupe:
-    """Who stays for all rows."""
+class SharedWorkers:
+    """Workers that all algorithms share."""
 
     cluster: Cluster
-    casting: Casting
-    stage: Stage
-    policy: ActorWorker
-    critic: ActorWorker
+    launcher: WorkerLauncher
+    workers: Workers
+    policy: ActorWorker[ReusablePolicy]
+    critic: ActorWorker[ReusableCritic]
 
-    async def perform(self, spec: Spec, out: Path) -> RunOutcome:
-        """One run of a spec."""
-        policy = await self._gang("policy", self.policy, spec.policy_config(), spec)
-        critic_config = spec.critic_config()
-        critic = None if critic_config is None else await self._gang("critic", self.critic, critic_config, spec)
-        for worker in self.stage.reward:
-            await worker.call("become", spec.reward_config(), timeout_s=BOUND_S)
-        engines = tuple(Engine(engine.handle, engine.host) for engine in self.stage.engines)
-        stage = replace(self.stage, policy=policy, critic=critic, engines=engines)
+    async def run(self, spec: RolloutSpec, out: Path) -> RunOutcome:
+        """Run a spec."""
+        await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, spec.policy_config())
+        policy = PolicyGroup("policy", [self.policy], spec.roles.policy.micro_batch_tokens)
+        policy.shares_prompts = await self.policy.call(ReusablePolicy.shares_prompts, TIMEOUT_S)
+        critic, critic_config = None, spec.critic_config()
+        if critic_config is not None:
+            await self.critic.call(ReusableCritic.reconfigure, TIMEOUT_S, critic_config)
+            critic = CriticGroup("critic", [self.critic], spec.roles.trainers()["critic"].micro_batch_tokens)
+        for worker in cast("Sequence[ActorWorker[ReusableReward]]", self.workers.reward):
+            await worker.call(ReusableReward.reconfigure, TIMEOUT_S, spec.reward_config())
+        engines = tuple(Engine(engine.handle, engine.host) for engine in self.workers.engines)
+        workers = replace(self.workers, policy=policy, critic=critic, engines=engines)
         out.mkdir()
         store = CheckpointStore(out / "checkpoints", keep=1)
         store.prepare()
-        console = Console(io.StringIO())
-        scene = Scene(self.cluster, self.casting, stage, console, asyncio.Event())
-        company = Company(spec, out, scene, load_data(spec))
+        context = RunContext(self.cluster, self.launcher, workers, Console(io.StringIO()), asyncio.Event())
+        parts = RolloutRun(spec, out, context, load_data(spec))
         try:
-            controller = await company.controller(store, None)
-            assert controller.cast.sync is not None
-            await controller.cast.sync.push(0)  # the engine still serves the last row's policy
+            controller = await parts.controller(store, None)
+            assert controller.components.sync is not None
+            await controller.components.sync.push(0)  # the engine still serves the previous policy
             return await controller.run()
         finally:
-            await company.close()
-
-    @staticmethod
-    async def _gang(
-        role: Literal["policy", "critic"], worker: ActorWorker, config: PolicyConfig | CriticConfig, spec: Spec
-    ) -> Gang:
-        await worker.call("become", config, timeout_s=BOUND_S)
-        shares = role == "policy" and await worker.call("shares_prompts", timeout_s=BOUND_S)
-        return Gang(role, [worker], spec.roles.trainers()[role].micro_batch_tokens, shares)
+            await parts.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def troupe() -> AsyncIterator[Troupe]:
-    """A cluster, an engine, a reward worker, and trainers without a part yet."""
-    spec, critical = shipped("dapo"), shipped("ppo")
+async def shared() -> AsyncIterator[SharedWorkers]:
+    """A cluster with an engine, a reward worker and trainers that all algorithms share."""
+    spec, with_critic = shipped("dapo"), shipped("ppo")
     cluster = Cluster.connect({"CPU": 4.0, "GPU": 0.0})
     try:
-        classes = WorkerClasses(RolloutWorker, PolicyWorker, CriticWorker, ReferenceWorker, RewardUnderstudy)
-        casting = Casting(spec, cluster, classes)
-        stage = await casting.open(frozenset({"rollout", "reward"}))
-        await cluster.reserve([SEATS], BOUND_S)
+        launcher = WorkerLauncher(spec, cluster, replace(worker_classes(), reward=ReusableReward))
+        workers = await launcher.open(frozenset({"rollout", "reward"}))
+        await cluster.reserve([SEATS], TIMEOUT_S)
         environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        policy = ActorSpec(PolicyUnderstudy, (spec.policy_config(), "policy-0"), environment)
-        critic = ActorSpec(CriticUnderstudy, (critical.critic_config(), "critic-0"), environment)
-        trainers = [
-            cluster.spawn(SEATS, seat, f"{seat.role}-0", actor)
-            for seat, actor in zip(SEATS.seats, (policy, critic), strict=True)
-        ]
-        for trainer in trainers:
-            address, port = await trainer.call("rendezvous", timeout_s=BOUND_S)
-            place = Rendezvous(address=address, port=port, rank=0, world_size=1)
-            await trainer.call("start", place, timeout_s=BOUND_S)
-        yield Troupe(cluster, casting, stage, *trainers)
+        actors = (
+            ActorSpec(ReusablePolicy, (spec.policy_config(), "policy-0"), environment),
+            ActorSpec(ReusableCritic, (with_critic.critic_config(), "critic-0"), environment),
+        )
+        policy, critic = (
+            cluster.spawn(SEATS, seat, f"{seat.role}-0", actor) for seat, actor in zip(SEATS.seats, actors, strict=True)
+        )
+        await PolicyGroup("policy", [policy], 1).start(TIMEOUT_S)
+        await CriticGroup("critic", [critic], 1).start(TIMEOUT_S)
+        yield SharedWorkers(cluster, launcher, workers, policy, critic)
     finally:
         await cluster.close(10.0)
         cluster.abandon()
 
 
-def shipped(name: str) -> Spec:
-    """The row's spec, made short."""
-    return load_spec(ROOT / "deploy" / f"{SPECS[name]}.yaml", [f"schedule.steps={STEPS}"])
+def shipped(name: str, *overrides: str) -> RolloutSpec:
+    """The shipped spec of an algorithm, shortened to `STEPS` steps."""
+    return load_rollout_spec(ROOT / "deploy" / "specs" / f"{SPECS[name]}.yaml", [f"schedule.steps={STEPS}", *overrides])
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", SPECS)
-async def test_the_shipped_spec_of_every_row_trains(
-    name: str, troupe: Troupe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_the_shipped_spec_of_every_algorithm_trains(
+    name: str, shared: SharedWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     spec = shipped(name)
-    outcome = await troupe.perform(spec, tmp_path / name)
+    outcome = await shared.run(spec, tmp_path / name)
     lines: list[dict[str, Any]] = [
         json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
     ]
@@ -168,9 +158,10 @@ async def test_the_shipped_spec_of_every_row_trains(
     assert outcome.ledger["dispatched"] == outcome.ledger["trained"] + outcome.ledger["dropped"]
     assert outcome.ledger["trained"] == STEPS * spec.samples_per_step
     for line in lines:
-        # Every row finds something to teach in every step, and its gradient is a number.
+        # Every step has a finite, non-zero gradient.
         assert line["policy/grad_norm"] > 0 and line["policy/skipped_updates"] == 0
-        assert line["policy/rollout_logprob_gap_max"] < 1e-3  # sampler and trainer hold the same policy
+        if spec.policy_config().loss.has_ratio:
+            assert line["policy/rollout_logprob_gap_max"] < 1e-3  # engine and trainer hold the same weights
         assert line["policy/kl_exact"] > 0
         assert ("policy/ptx_loss" in line) == (spec.algorithm.ptx_coef > 0)
     if spec.roles.critic is not None:
@@ -179,3 +170,19 @@ async def test_the_shipped_spec_of_every_row_trains(
     assert trajectories.num_rows == STEPS * spec.samples_per_step
     process = any(function.process for function in spec.roles.reward.functions)
     assert any(trajectories["reward_spans"].to_pylist()) == process
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_batch_of_truncated_samples_leaves_the_policy_as_it_is(
+    shared: SharedWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The random model does not end a response in six tokens, so no sample carries a loss."""
+    monkeypatch.chdir(ROOT)
+    spec, out = shipped("grpo", "algorithm.mask_truncated=true"), tmp_path / "truncated"
+    outcome = await shared.run(spec, out)
+    assert outcome.steps_done == STEPS
+    assert outcome.ledger["trained"] == 0
+    assert outcome.drop_reasons == {"truncated: it carries no loss": STEPS * spec.samples_per_step}
+    for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()):
+        assert line["masked_samples"] == spec.samples_per_step
+        assert line["policy/empty_updates"] == 1.0 and "policy/grad_norm" not in line

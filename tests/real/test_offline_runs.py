@@ -1,7 +1,7 @@
-"""Whole runs of the shipped specs on given examples.
+"""Whole runs of the shipped specs on offline data.
 
-Every spec runs on trainers that become the next spec's instead of being started anew; what differs from `troupe run` is
-only who starts them. Resumption and several ranks are started as a user starts them.
+Only the start of the workers differs from `troupe run`: all specs share the trainers, which are reconfigured for the
+next spec instead of being restarted. The tests of resumption and of several ranks run the command itself.
 """
 
 from __future__ import annotations
@@ -23,60 +23,60 @@ import pytest_asyncio
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from orchestrator.actor_group import ActorSpec, ActorWorker, Cluster
-from orchestrator.cast import Casting, Scene, Stage, WorkerClasses
-from orchestrator.checkpoint import CheckpointStore, verify
-from orchestrator.console import Console
-from orchestrator.examples import load_examples
-from orchestrator.handles import Gang
-from orchestrator.placement import Placement, Seat
-from orchestrator.prompts import chat_messages
-from orchestrator.run_offline import OfflineCompany
-from orchestrator.spec_chain import plan_runs, read_document
-from orchestrator.spec_offline import OfflineSpec
+from orchestrator.capacity.placement import Placement, Seat
+from orchestrator.cli import worker_classes
+from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
+from orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
+from orchestrator.data.examples import load_examples
+from orchestrator.data.prompts import chat_messages
+from orchestrator.launcher import RunContext, WorkerLauncher, Workers
+from orchestrator.offline_run import OfflineRun
+from orchestrator.reporting.console import Console
+from orchestrator.spec.offline import OfflineSpec
+from orchestrator.spec.stages import plan_runs, read_document
+from orchestrator.training.checkpoint import CheckpointStore, verify
 from tests.conftest import ROOT
-from tests.real.helpers import Command, Run, interrupt, running, troupe, weights
-from workers.config import ModelConfig, Rendezvous
-from workers.config_offline import OfflineConfig
-from workers.critic import CriticWorker
-from workers.examples import encode_response
-from workers.modeling import load_causal, load_value
+from tests.real.commands import Command, Run, checkpoint_weights, interrupt, running, troupe_command
+from workers.contract.config import ModelConfig
+from workers.contract.offline_config import OfflineConfig
+from workers.data.chat import encode_prompt
+from workers.data.examples import encode_response
+from workers.models.modeling import load_causal, load_value
 from workers.offline import ExamplePolicyWorker, RewardTrainer
-from workers.policy import PolicyWorker
 from workers.reference import ReferenceWorker
-from workers.reward import RewardWorker
-from workers.reward_model import RewardModel
-from workers.rollout import RolloutWorker
-from workers.rollout_prompts import encode_prompt
+from workers.rewards.model import RewardModel
 
-DPO = ROOT / "deploy" / "tiny-dpo.yaml"
+DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
 LEARNING = ("policy/loss", "policy/grad_norm", "policy/accuracy", "policy/margin", "policy/learning_rate")
-BOUND_S = 240.0
+RANKED = ("tiny-dpo-ranked", "algorithm.label_smoothing=0.1")
+BOUNDED = ("tiny-reward-model-ranked", "algorithm.center_coef=0.2", "algorithm.lm_coef=0.1")
+BY_TOKEN = ("tiny-reward-model-token", "algorithm.center_coef=0.2", "algorithm.lm_coef=0.1")
+TIMEOUT_S = 240.0
 SEATS = Placement(
-    "trainees",
+    "reusable",
     ({"CPU": 1.0},),
     "PACK",
-    (Seat("policy", 0, 0, 0.4, 0.0), Seat("reward_model", 0, 0, 0.4, 0.0), Seat("reference", 0, 0, 0.2, 0.0)),
+    (Seat("policy", 0, 0, 0.4, 0.0), Seat("reward", 0, 0, 0.4, 0.0), Seat("reference", 0, 0, 0.2, 0.0)),
 )
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-class PolicyTrainee(ExamplePolicyWorker):
-    """A policy that can be another spec's next."""
+class ReusablePolicy(ExamplePolicyWorker):
+    """A policy worker that can be reconfigured."""
 
-    def become(self, config: OfflineConfig) -> None:
-        """Forget the last spec, and stay in the group."""
+    def reconfigure(self, config: OfflineConfig) -> None:
+        """Build the model of another configuration in the same process group."""
         self.release()
         ExamplePolicyWorker.__init__(self, config, self._name)
         torch.manual_seed(config.seed)
         self.build()
 
 
-class RewardTrainee(RewardTrainer):
-    """A reward model that can be another spec's next."""
+class ReusableRewardModel(RewardTrainer):
+    """A reward model trainer that can be reconfigured."""
 
-    def become(self, config: OfflineConfig) -> None:
-        """Forget the last spec, and stay in the group."""
+    def reconfigure(self, config: OfflineConfig) -> None:
+        """Build the model of another configuration in the same process group."""
         self.release()
         RewardTrainer.__init__(self, config, self._name)
         torch.manual_seed(config.seed)
@@ -84,8 +84,8 @@ class RewardTrainee(RewardTrainer):
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a run left."""
+class FinishedRun:
+    """The output folder of a finished run."""
 
     out: Path
 
@@ -96,79 +96,79 @@ class Left:
 
 
 @dataclass(frozen=True)
-class School:
-    """Who stays for all specs."""
+class SharedWorkers:
+    """Workers that all specs share."""
 
     cluster: Cluster
-    trainers: dict[str, ActorWorker]
-    reference: ActorWorker
+    policy: ActorWorker[ReusablePolicy]
+    reward_model: ActorWorker[ReusableRewardModel]
+    reference: ActorWorker[ReferenceWorker]
     folder: Path
 
-    async def teach(self, name: str, *overrides: str, folder: str = "") -> Left:
-        """One run of a shipped spec."""
+    async def train(self, name: str, *overrides: str, folder: str = "") -> FinishedRun:
+        """Run a shipped spec."""
         with contextlib.chdir(ROOT):
-            return await self._teach(shipped(name, *overrides), self.folder / (folder or name))
+            return await self._train(shipped(name, *overrides), self.folder / (folder or name))
 
-    async def examine(self, name: str, *overrides: str) -> dict[str, float]:
-        """The held-out figures of a shipped spec's model, with no training."""
+    async def evaluate(self, name: str, *overrides: str) -> dict[str, float]:
+        """Evaluate the model of a shipped spec on its held-out data, without training."""
         with contextlib.chdir(ROOT):
             spec = shipped(name, *overrides)
-            company = await self._company(spec, self.folder)
+            parts = await self._parts(spec, self.folder)
             held_out = load_examples(spec)[1]
             assert held_out is not None
-            return await (await company.evaluator(held_out)).run()
+            return await (await parts.evaluator(held_out)).run(0)
 
-    async def _teach(self, spec: OfflineSpec, out: Path) -> Left:
-        company = await self._company(spec, out)
+    async def _train(self, spec: OfflineSpec, out: Path) -> FinishedRun:
+        parts = await self._parts(spec, out)
         out.mkdir()
         store = CheckpointStore(out / "checkpoints", spec.checkpoint.keep)
         store.prepare()
-        outcome = await (await company.controller(load_examples(spec), store, None)).run()
+        outcome = await (await parts.controller(load_examples(spec), store, None)).run()
         assert outcome.steps_done == spec.schedule.steps
-        return Left(out)
+        return FinishedRun(out)
 
-    async def _company(self, spec: OfflineSpec, out: Path) -> OfflineCompany:
-        trainer = self.trainers[spec.row.trains]
-        await trainer.call("become", spec.trainer_config(), timeout_s=BOUND_S)
-        reference = spec.reference_config()
-        scorer = None if reference is None else Gang("reference", [self.reference], reference.micro_batch_tokens)
-        stage = Stage(Gang("policy", [trainer], spec.roles.policy.micro_batch_tokens), None, scorer, (), ())
-        casting = Casting(spec, self.cluster, CLASSES)
-        return OfflineCompany(spec, out, Scene(self.cluster, casting, stage, Console(io.StringIO()), asyncio.Event()))
-
-
-CLASSES = WorkerClasses(
-    RolloutWorker, PolicyWorker, CriticWorker, ReferenceWorker, RewardWorker, PolicyTrainee, RewardTrainee
-)
+    async def _parts(self, spec: OfflineSpec, out: Path) -> OfflineRun:
+        config, tokens = spec.trainer_config(), spec.roles.policy.micro_batch_tokens
+        if spec.trains == "policy":
+            await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, config)
+            trainer = ExampleGroup(spec.trains, [self.policy], tokens)
+        else:
+            await self.reward_model.call(ReusableRewardModel.reconfigure, TIMEOUT_S, config)
+            trainer = ExampleGroup(spec.trains, [self.reward_model], tokens)
+        role = spec.reference_config()
+        reference = None if role is None else ReferenceGroup("reference", [self.reference], role.micro_batch_tokens)
+        workers = Workers(None, None, reference, trainer, (), ())
+        launcher = WorkerLauncher(spec, self.cluster, worker_classes())
+        console = Console(io.StringIO())
+        return OfflineRun(spec, out, RunContext(self.cluster, launcher, workers, console, asyncio.Event()))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs of this file are written."""
+    """Output folder of the runs."""
     return tmp_path_factory.mktemp("offline")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def school(folder: Path) -> AsyncIterator[School]:
-    """A cluster with two trainers that have nothing to learn yet."""
+async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
+    """A cluster with a policy, a reward model and a reference worker that all specs share."""
     cluster = Cluster.connect({"CPU": 1.0, "GPU": 0.0})
     try:
-        await cluster.reserve([SEATS], BOUND_S)
+        await cluster.reserve([SEATS], TIMEOUT_S)
         dpo, reward_model, kto = (shipped(f"tiny-{name}") for name in ("dpo", "reward-model", "kto"))
         actors = (
-            ActorSpec(PolicyTrainee, (dpo.trainer_config(), "policy-0"), ENVIRONMENT),
-            ActorSpec(RewardTrainee, (reward_model.trainer_config(), "reward_model-0"), ENVIRONMENT),
+            ActorSpec(ReusablePolicy, (dpo.trainer_config(), "policy-0"), ENVIRONMENT),
+            ActorSpec(ReusableRewardModel, (reward_model.trainer_config(), "reward_model-0"), ENVIRONMENT),
             ActorSpec(ReferenceWorker, (kto.reference_config(), "reference-0"), ENVIRONMENT),
         )
-        policy, reward, reference = (
+        policy, reward_model, reference = (
             cluster.spawn(SEATS, seat, f"{seat.role}-0", actor) for seat, actor in zip(SEATS.seats, actors, strict=True)
         )
-        for trainer in (policy, reward):
-            address, port = await trainer.call("rendezvous", timeout_s=BOUND_S)
-            place = Rendezvous(address=address, port=port, rank=0, world_size=1)
-            await trainer.call("start", place, timeout_s=BOUND_S)
-        await reference.call("start", timeout_s=BOUND_S)
-        yield School(cluster, {"policy": policy, "reward_model": reward}, reference, folder)
+        for trainer in (policy, reward_model):
+            await ExampleGroup("policy", [trainer], 1).start(TIMEOUT_S)
+        await reference.call(ReferenceWorker.start, TIMEOUT_S)
+        yield SharedWorkers(cluster, policy, reward_model, reference, folder)
     finally:
         await cluster.close(10.0)
         cluster.abandon()
@@ -176,7 +176,7 @@ async def school(folder: Path) -> AsyncIterator[School]:
 
 @pytest.fixture(scope="module")
 def untied(folder: Path, tiny_model: Path) -> Path:
-    """The tiny model with an output head of its own."""
+    """The tiny model with an untied output head."""
     shutil.copytree(tiny_model, path := folder / "untied")
     config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=False)
     torch.manual_seed(5)
@@ -184,58 +184,75 @@ def untied(folder: Path, tiny_model: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def tied(folder: Path) -> Path:
+    """The ranked answers of deploy/, with two equal scores in every row."""
+    path = folder / "tied.jsonl"
+    rows = [json.loads(line) for line in (ROOT / "deploy/specs/data/ranked-train.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["scores"][number % 2 + 1] = row["scores"][number % 2]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def dpo(school: School) -> Left:
-    """The shipped spec, to its end, with every checkpoint."""
-    return await school.teach("tiny-dpo", "checkpoint.keep=10", "checkpoint.every_steps=1")
+async def dpo(shared: SharedWorkers) -> FinishedRun:
+    """A whole run of tiny-dpo with a checkpoint of every step."""
+    return await shared.train("tiny-dpo", "checkpoint.keep=10", "checkpoint.every_steps=1")
 
 
 def shipped(name: str, *overrides: str) -> OfflineSpec:
-    """A spec of deploy/."""
-    (planned,) = plan_runs(read_document(ROOT / "deploy" / f"{name}.yaml", overrides))
+    """Load a spec of deploy/."""
+    (planned,) = plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides))
     assert isinstance(planned.spec, OfflineSpec)
     return planned.spec
 
 
-def learnt(left: Left, name: str) -> None:
-    """What every run on given examples must leave."""
+def assert_learns(run: FinishedRun, name: str) -> None:
+    """Check the metrics and the checkpoint of a whole run on offline data."""
     spec = shipped(name)
     trains = spec.row.trains
-    lines = left.metrics
+    lines = run.metrics
     assert [line["step"] for line in lines] == [0, *range(1, spec.schedule.steps + 1)]
     assert lines[-1]["eval/loss"] < 0.9 * lines[0]["eval/loss"]
     assert lines[-1].get("eval/accuracy", 1.0) >= 0.75
     for line in lines[1:]:
         assert line[f"{trains}/skipped_updates"] == 0.0
         assert line["ledger/trained"] == line["ledger/dispatched"] == line["examples"] * line["step"]
-    newest = sorted((left.out / "checkpoints").iterdir())[-1]
+    newest = sorted((run.out / "checkpoints").iterdir())[-1]
     assert {trains, "model"} <= {path.name for path in verify(newest).path.iterdir()}
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("name", ["tiny-sft", "tiny-orpo", "tiny-kto", "tiny-rrhf"])
-async def test_a_shipped_spec_learns_from_its_examples(name: str, school: School) -> None:
-    learnt(await school.teach(name), name)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tiny-sft", "tiny-orpo", "tiny-kto", "tiny-rrhf", "tiny-dpo-ranked"),
+        *("tiny-reward-model-ranked", "tiny-reward-model-token"),
+    ],
+)
+async def test_a_shipped_spec_reduces_its_held_out_loss(name: str, shared: SharedWorkers) -> None:
+    assert_learns(await shared.train(name), name)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_dpo_learns_from_its_examples(dpo: Left) -> None:
-    learnt(dpo, "tiny-dpo")
+async def test_dpo_reduces_its_held_out_loss(dpo: FinishedRun) -> None:
+    assert_learns(dpo, "tiny-dpo")
     first = dpo.metrics[1]
-    # Before the first update policy and reference are one model: nothing is preferred.
+    # Before the first update policy and reference are equal, so the margin is zero and the loss is log 2.
     assert first["policy/preference_loss"] == pytest.approx(0.6931, abs=1e-3)
     assert first["policy/margin"] == pytest.approx(0.0, abs=1e-4)
     AutoModelForCausalLM.from_pretrained(dpo.out / "checkpoints" / "step-000010" / "model")
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_reward_model_is_what_the_reward_and_critic_roles_start_from(
-    school: School,
+async def test_a_trained_reward_model_loads_in_the_reward_and_critic_roles(
+    shared: SharedWorkers,
 ) -> None:
-    left = await school.teach("tiny-reward-model")
-    learnt(left, "tiny-reward-model")
-    assert 0.0 <= left.metrics[-1]["eval/calibration_error"] < 0.5
-    trained = left.out / "checkpoints" / "step-000010" / "model"
+    run = await shared.train("tiny-reward-model")
+    assert_learns(run, "tiny-reward-model")
+    assert 0.0 <= run.metrics[-1]["eval/calibration_error"] < 0.5
+    trained = run.out / "checkpoints" / "step-000010" / "model"
     assert load_value(ModelConfig(path=str(trained))).get_submodule("score").state_dict()["weight"].any()
     config = ModelConfig(path=str(trained), dtype="float32")
     assert accuracy(RewardModel(config, 1024, "cpu")) >= 0.9
@@ -245,57 +262,96 @@ async def test_a_reward_model_is_what_the_reward_and_critic_roles_start_from(
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("stage", [0, 3])
-async def test_a_reward_model_leaves_both_heads_as_they_were_trained(school: School, untied: Path, stage: int) -> None:
-    """Evaluated alone, what is exported has the very figures that the run itself had at its end."""
+async def test_a_reward_model_exports_both_heads_as_trained(shared: SharedWorkers, untied: Path, stage: int) -> None:
+    """Evaluating the exported model gives exactly the metrics of the run's last evaluation."""
     zero = f"roles.policy.zero_stage={stage}"
     overrides = (f"model.path={untied}", "schedule.steps=2", zero)
-    left = await school.teach("tiny-reward-model", *overrides, folder=f"untied-{stage}")
-    trained = left.out / "checkpoints" / "step-000002" / "model"
+    run = await shared.train("tiny-reward-model", *overrides, folder=f"untied-{stage}")
+    trained = run.out / "checkpoints" / "step-000002" / "model"
     base, exported = (load_causal(ModelConfig(path=str(path))).state_dict() for path in (untied, trained))
     assert not torch.equal(base["lm_head.weight"], exported["lm_head.weight"])
-    alone = await school.examine("tiny-reward-model", f"model.path={trained}", zero)
+    alone = await shared.evaluate("tiny-reward-model", f"model.path={trained}", zero)
     assert {"eval/loss", "eval/lm_loss", "eval/accuracy"} <= alone.keys()
-    assert alone == {name: value for name, value in left.metrics[-1].items() if name.startswith("eval/")}
+    assert alone == {name: value for name, value in run.metrics[-1].items() if name.startswith("eval/")}
 
 
-def test_what_was_trained_is_evaluated_alone_as_in_its_run(dpo: Left, folder: Path) -> None:
+def test_troupe_eval_of_a_checkpoint_gives_the_metrics_of_its_run(dpo: FinishedRun, folder: Path) -> None:
     trained = dpo.out / "checkpoints" / "step-000005" / "model"
-    with running(Command(folder, troupe("eval", str(DPO), "--model", str(trained)))) as command:
-        assert command.wait() == 0, command.told
-    figures = {name: value for name, value in dpo.metrics[5].items() if name.startswith("eval/")}
-    assert json.loads(command.stdout) == pytest.approx(figures, rel=1e-5)
-    assert figures["eval/accuracy"] > 0.5
+    with running(Command(folder, troupe_command("eval", str(DPO), "--model", str(trained)))) as command:
+        assert command.wait() == 0, command.output
+    expected = {name: value for name, value in dpo.metrics[5].items() if name.startswith("eval/")}
+    assert json.loads(command.stdout) == pytest.approx(expected, rel=1e-5)
+    assert expected["eval/accuracy"] > 0.5
+
+
+def two_steps(name: str, tied: Path, *overrides: str) -> tuple[str, ...]:
+    """Overrides for two steps of a spec, on tied answers where it ranks them."""
+    data = (f"data.train.path={tied}",) if shipped(name).data.train.answers is not None else ()
+    return ("schedule.steps=2", "evaluation.at_end=false", *data, *overrides)
+
+
+def assert_same_updates(run: FinishedRun | Run, other: FinishedRun, name: str) -> None:
+    """Check that two runs of a spec have the same metrics and no skipped update."""
+    trains = shipped(name).row.trains
+    for metric in (f"{trains}/{what.partition('/')[2]}" for what in LEARNING):
+        for line, expected in zip(run.metrics[1:], other.metrics[1:], strict=True):
+            assert line[metric] == pytest.approx(expected[metric], rel=1e-3, abs=1e-5), metric
+            assert line[f"{trains}/skipped_updates"] == 0.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("name", "options"), [(name, options) for name, *options in (RANKED, BOUNDED, BY_TOKEN)])
+async def test_smaller_micro_batches_give_the_same_updates(
+    name: str, options: list[str], shared: SharedWorkers, tied: Path
+) -> None:
+    overrides = two_steps(name, tied, *options)
+    whole = await shared.train(name, *overrides, "roles.policy.micro_batch_tokens=4096", folder=f"{name}-whole")
+    split = await shared.train(name, *overrides, "roles.policy.micro_batch_tokens=256", folder=f"{name}-split")
+    assert_same_updates(split, whole, name)
 
 
 @pytest.mark.long
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(dpo: Left, folder: Path) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("name", "options"), [(name, options) for name, *options in (RANKED, BOUNDED, BY_TOKEN)])
+async def test_two_workers_give_the_same_updates(
+    name: str, options: list[str], shared: SharedWorkers, tied: Path, folder: Path
+) -> None:
+    overrides = two_steps(name, tied, *options)
+    alone = await shared.train(name, *overrides, folder=f"{name}-alone")
+    more = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256")
+    with running(Run(folder, ROOT / "deploy" / "specs" / f"{name}.yaml", *overrides, *more, name=f"{name}-two")) as run:
+        assert run.wait() == 0, run.output
+        assert_same_updates(run, alone, name)
+
+
+@pytest.mark.long
+def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, folder: Path) -> None:
     overrides = ("checkpoint.keep=10", "checkpoint.every_steps=1", "schedule.steps=5", "evaluation.at_end=false")
     with running(Run(folder, DPO, *overrides, name="resumed")) as first:
-        first.until_step(2)
+        first.wait_for_step(2)
         interrupt(first)
-        assert first.wait() == 130, first.told
-        assert first.left_over() == []
+        assert first.wait() == 130, first.output
+        assert first.leftover_processes() == []
     with running(Run(folder, DPO, *overrides, name="resumed", resume=True)) as second:
-        assert second.wait() == 0, second.told
-    for whole, parts in zip(dpo.metrics[1:], second.metrics[1:], strict=False):
-        assert {name: parts[name] for name in LEARNING} == {name: whole[name] for name in LEARNING}
-    one, two = weights(dpo.out, 5), weights(second.out, 5)
-    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+        assert second.wait() == 0, second.output
+    for expected, line in zip(dpo.metrics[1:], second.metrics[1:], strict=False):
+        assert {name: line[name] for name in LEARNING} == {name: expected[name] for name in LEARNING}
+    expected, resumed = checkpoint_weights(dpo.out, 5), checkpoint_weights(second.out, 5)
+    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
 
 
 @pytest.mark.long
-def test_twice_the_workers_and_smaller_micro_batches_train_the_same(dpo: Left, folder: Path) -> None:
+def test_two_policy_workers_and_smaller_micro_batches_give_the_same_updates(dpo: FinishedRun, folder: Path) -> None:
     overrides = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256", "schedule.steps=2")
-    with running(Run(folder, DPO, *overrides, name="twice")) as run:
-        assert run.wait() == 0, run.told
+    with running(Run(folder, DPO, *overrides, name="two-workers")) as run:
+        assert run.wait() == 0, run.output
     for name in LEARNING:
         assert run.metrics[1][name] == pytest.approx(dpo.metrics[1][name], rel=1e-3, abs=1e-5), name
 
 
 def accuracy(model: RewardModel) -> float:
-    """Share of held-out pairs that the reward role's own code judges right, on answers as an engine samples them."""
-    (planned,) = plan_runs(read_document(ROOT / "deploy" / "tiny-reward-model.yaml"))
-    source: Any = planned.spec.data.eval
+    """Share of held-out pairs that the reward role ranks correctly, on responses tokenized as engines do."""
+    source: Any = shipped("tiny-reward-model").data.eval
     rows = []
     for line in (ROOT / source.path).read_text().splitlines():
         pair = json.loads(line)

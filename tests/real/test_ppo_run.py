@@ -1,28 +1,28 @@
-"""A whole run of the shipped tiny PPO spec, started as a user starts it: real Ray, vLLM and DeepSpeed."""
+"""A whole run of the shipped tiny PPO spec with `troupe run`, on real Ray, vLLM and DeepSpeed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
 
-from orchestrator.checkpoint import verify
-from orchestrator.spec import load_spec
-from tests.real.helpers import EXPECTED, POLICY, PPO, Run, absent, balanced, running
+from orchestrator.spec.load import load_rollout_spec
+from orchestrator.training.checkpoint import verify
+from tests.real.commands import POLICY_METRICS, PPO, RUN_METRICS, Run, ledger_balances, missing_metrics, running
 
-CRITIC = ("critic/loss", "critic/grad_norm", "critic/learning_rate", "critic/skipped_updates")
+CRITIC_METRICS = ("critic/loss", "critic/grad_norm", "critic/learning_rate", "critic/skipped_updates")
 
 
-def test_ppo_learns_with_all_four_models(tmp_path: Path) -> None:
+def test_ppo_with_a_critic_increases_the_reward(tmp_path: Path) -> None:
     with running(Run(tmp_path, PPO, name="ppo")) as run:
-        assert run.wait() == 0, run.told
-        assert run.left_over() == []
+        assert run.wait() == 0, run.output
+        assert run.leftover_processes() == []
     assert run.weight_files == []
-    spec = load_spec(PPO)
+    spec = load_rollout_spec(PPO)
     assert run.steps() == list(range(1, spec.schedule.steps + 1))
     for line in run.metrics:
-        assert absent(line, EXPECTED + POLICY + CRITIC) == []
-        assert balanced(line)
+        assert missing_metrics(line, RUN_METRICS + POLICY_METRICS + CRITIC_METRICS) == []
+        assert ledger_balances(line)
     rewards = [line["reward/mean"] for line in run.metrics]
-    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.05, rewards  # eight standard errors of a step
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.05, rewards  # eight standard errors of a step's mean
     found = sorted((run.out / "checkpoints").iterdir())
     assert {"policy", "critic", "model"} <= {path.name for path in verify(found[-1]).path.iterdir()}

@@ -1,4 +1,4 @@
-"""The rollout worker on a real engine: what it samples, what it refuses, and how it dies."""
+"""The rollout worker on a real engine: samples, log-probs, refused prompts, cancellation and engine death."""
 
 from __future__ import annotations
 
@@ -17,20 +17,28 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.real.rollout_kit import MAX_TOKENS, chat, load, pool, reference_logprobs, rollout_config, sampling
-from workers.messages import ROLLOUTS, GroupRequest, GroupSummary
+from tests.real.rollout_helpers import (
+    MAX_TOKENS,
+    chat,
+    load_model,
+    prompt_table,
+    reference_logprobs,
+    rollout_config,
+    sampling_config,
+)
+from workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary
+from workers.data.chat import sample_seed
 from workers.rollout import EngineClosed, EngineDead, RolloutWorker
-from workers.rollout_prompts import sample_seed
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
-PROMPTS = pool(chat("Name a colour."), chat("What is 2 + 3?"), chat("Count to ten, slowly."))
+PROMPTS = prompt_table(chat("Name a colour."), chat("What is 2 + 3?"), chat("Count to ten, slowly."))
 REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
-    """One engine for all tests of this file that leave it in order."""
+    """One worker for all tests of this file that leave its engine running."""
     worker = RolloutWorker(rollout_config(tiny_model), "rollout-0")
     with pytest.raises(EngineClosed, match="not started"):
         await worker.generate(REQUEST, PROMPTS)
@@ -39,17 +47,18 @@ async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
     assert health.peak is not None and health.peak.host > 100 * 2**20
     yield worker
     await worker.close()
-    with pytest.raises(EngineClosed, match="shut"):
+    with pytest.raises(EngineClosed, match="it was closed"):
         await worker.generate(REQUEST, PROMPTS)
 
 
 async def rows(worker: RolloutWorker, request: GroupRequest, prompts: pa.Table = PROMPTS) -> list[dict[str, Any]]:
+    """Generate a group and return its rows."""
     _, table = await worker.generate(request, prompts)
     return table.to_pylist()
 
 
-async def test_a_group(worker: RolloutWorker) -> None:
-    """Schema, identity, one row per sample, and a summary that says the same."""
+async def test_a_group_has_one_row_per_sample_and_a_matching_summary(worker: RolloutWorker) -> None:
+    """Checks schema, identity, versions, turns and timings."""
     summary, table = await worker.generate(REQUEST, PROMPTS)
     assert table.schema.equals(ROLLOUTS, check_metadata=True)
     assert (summary.prompt_uid, summary.attempt, summary.engine, summary.refused) == ("p0", 2, "rollout-0", "")
@@ -69,8 +78,10 @@ async def test_a_group(worker: RolloutWorker) -> None:
         assert (sample.oldest_version, sample.newest_version, sample.finish_reason) == (0, 0, "length")
 
 
-async def test_a_group_tells_what_others_have_finished(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three samples of four are done long before the fourth; a group that ends meanwhile says so."""
+async def test_a_summary_counts_the_finished_samples_of_running_groups(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of four samples finish early; a group that ends meanwhile reports them as `finished_ahead`."""
     tokens = {"long": (1, 1, 1, 400), "short": (8,)}
     params = worker._sampling_params
 
@@ -87,9 +98,12 @@ async def test_a_group_tells_what_others_have_finished(worker: RolloutWorker, mo
     assert summary.finished_ahead == 0
 
 
-async def test_samples_of_a_group_share_their_prompt(worker: RolloutWorker) -> None:
-    """All but the first find in the cache what fills whole blocks; on the CPU vLLM's own blocks would be too large."""
-    prompts = pool(chat("A prompt of more than one block, and fewer than 128 tokens."))
+async def test_samples_of_a_group_share_cached_prompt_blocks(worker: RolloutWorker) -> None:
+    """All samples but the first read whole blocks of the prompt from the cache.
+
+    vLLM's default blocks on the CPU are too large for this, so the worker sets a smaller size.
+    """
+    prompts = prompt_table(chat("A prompt of more than one block, and fewer than 128 tokens."))
     summary, table = await worker.generate(replace(REQUEST, row=0, prompt_uid="long"), prompts)
     length = len(table["prompt_ids"][0].as_py())
     assert 32 < length <= 128
@@ -98,24 +112,24 @@ async def test_samples_of_a_group_share_their_prompt(worker: RolloutWorker) -> N
 
 
 async def test_the_same_seed_gives_the_same_samples(worker: RolloutWorker) -> None:
-    """Whatever else runs; every sample of a group, and every group, is another draw."""
+    """The samples do not depend on concurrent groups, and all samples of all groups are different."""
     alone = [row["response_ids"] for row in await rows(worker, REQUEST)]
-    crowd = [replace(REQUEST, prompt_uid=f"other{i}", row=i % 3, seed=100 + i) for i in range(3)]
-    crowded, *others = await asyncio.gather(rows(worker, REQUEST), *(rows(worker, other) for other in crowd))
-    assert [row["response_ids"] for row in crowded] == alone
+    concurrent = [replace(REQUEST, prompt_uid=f"other{i}", row=i % 3, seed=100 + i) for i in range(3)]
+    mixed, *others = await asyncio.gather(rows(worker, REQUEST), *(rows(worker, other) for other in concurrent))
+    assert [row["response_ids"] for row in mixed] == alone
     drawn = [tuple(ids) for ids in alone] + [tuple(row["response_ids"]) for other in others for row in other]
     assert len(set(drawn)) == len(drawn) == 16
 
 
 async def test_seeds_of_neighbouring_groups_do_not_overlap() -> None:
-    """vLLM's own rule for several samples, seed + index, would repeat samples between groups."""
+    """vLLM's rule for several samples, seed + index, would repeat samples between groups."""
     seeds = {sample_seed(seed, index) for seed in range(200) for index in range(16)}
     assert len(seeds) == 200 * 16
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-async def test_greedy_is_deterministic(worker: RolloutWorker) -> None:
-    """By `greedy` and by temperature 0, whatever the seed; and it is the argmax of another implementation."""
+async def test_greedy_decoding_is_deterministic(worker: RolloutWorker) -> None:
+    """`greedy` and temperature 0 give the same response for every seed."""
     greedy = await rows(worker, replace(REQUEST, greedy=True))
     cold = await rows(worker, replace(REQUEST, temperature=0.0, seed=5))
     assert len({tuple(row["response_ids"]) for row in greedy + cold}) == 1
@@ -125,8 +139,8 @@ async def test_greedy_is_deterministic(worker: RolloutWorker) -> None:
 async def test_logprobs_are_those_of_the_sampled_distribution(
     worker: RolloutWorker, tiny_model: Path, temperature: float | None
 ) -> None:
-    """log softmax(logits / temperature), at the default temperature of the configuration too."""
-    model = load(tiny_model)
+    """log softmax(logits / temperature), also at the configured default; greedy samples use temperature 1."""
+    model = load_model(tiny_model)
     for row in await rows(worker, replace(REQUEST, temperature=temperature)):
         expected = reference_logprobs(model, row, temperature or 0.7)
         assert torch.allclose(torch.tensor(row["rollout_logprobs"]), expected, atol=1e-4)
@@ -134,9 +148,9 @@ async def test_logprobs_are_those_of_the_sampled_distribution(
         assert torch.allclose(torch.tensor(row["rollout_logprobs"]), reference_logprobs(model, row, 1.0), atol=1e-4)
 
 
-async def test_logprobs_under_top_p_are_those_of_the_nucleus(worker: RolloutWorker, tiny_model: Path) -> None:
-    """Renormalised over the kept tokens, so never below the plain ones, and above where much is cut."""
-    model = load(tiny_model)
+async def test_logprobs_with_top_p_are_renormalised_over_the_nucleus(worker: RolloutWorker, tiny_model: Path) -> None:
+    """They are never below the plain log-probs, and above them by at most log 2 with top_p 0.5."""
+    model = load_model(tiny_model)
     for row in await rows(worker, replace(REQUEST, temperature=1.0, top_p=0.5)):
         plain = reference_logprobs(model, row, 1.0)
         gain = torch.tensor(row["rollout_logprobs"]) - plain
@@ -144,14 +158,14 @@ async def test_logprobs_under_top_p_are_those_of_the_nucleus(worker: RolloutWork
         assert math.log(1.5) < gain.max() <= math.log(2.0) + 1e-3
 
 
-async def test_text_is_of_all_response_tokens_without_special_ones(worker: RolloutWorker) -> None:
-    """With a stop string: the response ends with it, and text and tokens agree."""
+async def test_the_text_decodes_all_response_tokens_but_special_ones(worker: RolloutWorker) -> None:
+    """Also with a stop string: the response includes it, and text and tokens agree."""
     free = (await rows(worker, replace(REQUEST, greedy=True, samples=1)))[0]
     tokenizer = worker._tokenizer
     assert tokenizer is not None
     assert free["response"] == tokenizer.decode(free["response_ids"], skip_special_tokens=True)
     stop = tokenizer.decode(free["response_ids"][5:7], skip_special_tokens=True)
-    with sampling(worker, stop=(stop,)):
+    with sampling_config(worker, stop=(stop,)):
         stopped = (await rows(worker, replace(REQUEST, greedy=True, samples=1)))[0]
     assert stopped["finish_reason"] == "stop"
     assert len(stopped["response_ids"]) == len(stopped["rollout_logprobs"]) < MAX_TOKENS
@@ -172,17 +186,17 @@ BAD_PROMPTS = {
 }
 
 
-async def test_bad_prompts_are_refused_and_others_are_not_disturbed(worker: RolloutWorker) -> None:
-    """A refusal says where the prompt came from and what is wrong with it."""
-    prompts = pool(*BAD_PROMPTS.values(), chat("Name a colour."), chat("<|im_end|><|endoftext|>"))
+async def test_bad_prompts_are_refused_and_others_are_generated_as_usual(worker: RolloutWorker) -> None:
+    """A refusal names the file and line of the prompt and what is wrong with it."""
+    prompts = prompt_table(*BAD_PROMPTS.values(), chat("Name a colour."), chat("<|im_end|><|endoftext|>"))
     good = len(BAD_PROMPTS)
     alone = await rows(worker, replace(REQUEST, row=good), prompts)
     results: list[tuple[GroupSummary, pa.Table]] = await asyncio.gather(
         *(worker.generate(replace(REQUEST, row=row, prompt_uid=f"p{row}"), prompts) for row in range(good + 2))
     )
-    for row, (why, (summary, table)) in enumerate(zip(BAD_PROMPTS, results, strict=False)):
+    for row, (reason, (summary, table)) in enumerate(zip(BAD_PROMPTS, results, strict=False)):
         assert summary.refused.startswith(f"pool.jsonl:{row + 1}: ")
-        assert why.strip() in summary.refused
+        assert reason.strip() in summary.refused
         assert (summary.samples, table.num_rows) == ((), 0)
         assert table.schema.equals(ROLLOUTS)
     assert [row["response_ids"] for row in results[good][1].to_pylist()] == [row["response_ids"] for row in alone]
@@ -191,8 +205,42 @@ async def test_bad_prompts_are_refused_and_others_are_not_disturbed(worker: Roll
         await worker.generate(replace(REQUEST, row=prompts.num_rows), prompts)
 
 
-async def test_a_cancelled_group_leaves_the_engine(worker: RolloutWorker) -> None:
-    """The caller went away: nothing goes on for it, and the next one is served."""
+async def test_candidates_follow_the_samples_as_the_policy_would_write_them(worker: RolloutWorker) -> None:
+    """They end their turn, are known to be sampled by no version, and do not change the samples."""
+    texts = ["2 + 3 = 5.", "It is five."]
+    prompts = PROMPTS.set_column(
+        PROMPTS.column_names.index("candidates"),
+        PROMPTS.schema.field("candidates"),
+        pa.array([None, texts, ["word " * MAX_TOKENS]], PROMPTS.schema.field("candidates").type),
+    )
+    request = replace(REQUEST, row=1, candidates=True)
+    summary, table = await worker.generate(request, prompts)
+    assert table.schema.equals(ROLLOUTS, check_metadata=True)
+    *samples, first, second = table.to_pylist()
+    for name in ("response_ids", "rollout_logprobs", "prompt_ids"):
+        plain = await rows(worker, replace(request, candidates=False), prompts)
+        assert [row[name] for row in samples] == [row[name] for row in plain]
+    assert [row["sample_index"] for row in (first, second)] == [4, 5]
+    assert [row["response"] for row in (first, second)] == texts
+    for row, one in zip((first, second), summary.candidates, strict=True):
+        assert row["response_ids"][-1] == worker._tokenizer.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
+        assert all(map(math.isnan, row["rollout_logprobs"])) and len(row["rollout_logprobs"]) == len(row["loss_mask"])
+        assert (row["weight_versions"], row["finish_reason"], row["prompt_ids"]) == (
+            [],
+            "stop",
+            samples[0]["prompt_ids"],
+        )
+        assert (one.sample_index, one.response_tokens) == (row["sample_index"], len(row["response_ids"]))
+    assert len(summary.samples) == 4
+    alone, _ = await worker.generate(replace(request, row=0), prompts)
+    assert (len(alone.samples), alone.candidates) == (4, ())
+    refused, table = await worker.generate(replace(request, row=2), prompts)
+    assert refused.refused.startswith("pool.jsonl:3: candidate 0 has ") and table.num_rows == 0
+    assert f"more than sampling.max_tokens, {MAX_TOKENS}" in refused.refused
+
+
+async def test_a_cancelled_group_is_removed_from_the_engine(worker: RolloutWorker) -> None:
+    """No request of the group keeps running, and the next group is generated."""
     task = asyncio.create_task(worker.generate(replace(REQUEST, samples=8), PROMPTS))
     await asyncio.sleep(0.02)
     assert (await worker.health()).in_flight == 8
@@ -204,7 +252,7 @@ async def test_a_cancelled_group_leaves_the_engine(worker: RolloutWorker) -> Non
 
 
 async def test_a_dead_engine_process_is_a_clear_error(tiny_model: Path) -> None:
-    """For the request that is running, for the next, for a probe and for an update."""
+    """A running request, a new request and a health probe raise `EngineDead`."""
     worker = RolloutWorker(rollout_config(tiny_model, max_tokens=900), "rollout-7")
     await worker.start()
     running = asyncio.create_task(worker.generate(replace(REQUEST, samples=8), PROMPTS))

@@ -1,4 +1,4 @@
-"""The rollout worker dies: nothing that it started outlives it."""
+"""After SIGKILL of a rollout worker, none of its processes and shared-memory files remain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 
 def engines(pid: int) -> list[psutil.Process]:
-    """Engine processes below this one; they have that title from when they begin to load."""
+    """Engine processes that descend from this one. vLLM sets their title when they begin to load."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):
@@ -30,8 +30,8 @@ def engines(pid: int) -> list[psutil.Process]:
     return found
 
 
-def living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended."""
+def running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Processes that have not ended."""
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -40,32 +40,32 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
-    """Names of the files in shared memory that they hold, open or mapped."""
+def shared_memory_files(processes: list[psutil.Process]) -> set[str]:
+    """Names of the shared-memory files that the processes have open or mapped."""
     found: set[str] = set()
     for process in processes:
-        told: list[str] = []
-        with suppress(OSError):  # it is gone
-            told += (Path("/proc") / str(process.pid) / "maps").read_text().splitlines()
+        paths: list[str] = []
+        with suppress(OSError):  # the process has ended
+            paths += (Path("/proc") / str(process.pid) / "maps").read_text().splitlines()
             for link in (Path("/proc") / str(process.pid) / "fd").iterdir():
-                with suppress(OSError):  # it was closed meanwhile
-                    told.append(os.readlink(link))
-        found |= {match[1] for line in told if (match := re.search(r"/dev/shm/(\S+)", line))}
+                with suppress(OSError):  # the file was closed meanwhile
+                    paths.append(os.readlink(link))
+        found |= {match[1] for line in paths if (match := re.search(r"/dev/shm/(\S+)", line))}
     return found
 
 
 CHILD = """
 import asyncio, sys
 from pathlib import Path
-from tests.real.rollout_kit import chat, pool, rollout_config
-from workers.messages import GroupRequest
+from tests.real.rollout_helpers import chat, prompt_table, rollout_config
+from workers.contract.messages import GroupRequest
 from workers.rollout import RolloutWorker
 
 async def main():
     worker = RolloutWorker(rollout_config(Path(sys.argv[1]), max_tokens=900), "rollout-0")
     await worker.start()
     print("started", flush=True)
-    await worker.generate(GroupRequest("p", 0, 0, 16, 1), pool(chat("Go on.")))
+    await worker.generate(GroupRequest("p", 0, 0, 16, 1), prompt_table(chat("Go on.")))
     await asyncio.sleep(600)
 
 if __name__ == "__main__":
@@ -74,11 +74,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("phase", ["starting", "generating"])
-async def test_no_process_and_no_file_outlives_a_killed_worker(tiny_model: Path, tmp_path: Path, phase: str) -> None:
-    """kill -9 of the worker while its engine loads or generates: all below it end by themselves."""
+async def test_no_process_and_no_file_remains_of_a_killed_worker(tiny_model: Path, tmp_path: Path, phase: str) -> None:
+    """SIGKILL of the worker while its engine loads or generates: all its descendants exit on their own."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    below: list[psutil.Process] = []
+    descendants: list[psutil.Process] = []
     parent = subprocess.Popen(
         [sys.executable, str(script), str(tiny_model)],
         stdout=subprocess.PIPE,
@@ -95,22 +95,22 @@ async def test_no_process_and_no_file_outlives_a_killed_worker(tiny_model: Path,
             while not engines(parent.pid):
                 await asyncio.sleep(0.2)
                 assert parent.poll() is None
-        below = psutil.Process(parent.pid).children(recursive=True)
-        assert len(below) >= 2
-        held = shared_memory_of([psutil.Process(parent.pid), *below])
-        assert held or phase == "starting"  # it may have made none yet
+        descendants = psutil.Process(parent.pid).children(recursive=True)
+        assert len(descendants) >= 2
+        held = shared_memory_files([psutil.Process(parent.pid), *descendants])
+        assert held or phase == "starting"  # an engine that is loading may not have created any
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        # An engine that is still importing notices when it is done with that.
+        # An engine that is still importing notices only afterwards.
         deadline = time.monotonic() + (60 if phase == "starting" else 10)
-        while (alive := living(below)) and time.monotonic() < deadline:
-            held |= shared_memory_of(alive)
+        while (alive := running(descendants)) and time.monotonic() < deadline:
+            held |= shared_memory_files(alive)
             await asyncio.sleep(0.02)
         assert alive == []
         await asyncio.sleep(1)
         assert held & set(os.listdir("/dev/shm")) == set()
     finally:
         parent.kill()
-        for process in below:
+        for process in descendants:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -1,7 +1,7 @@
-"""The trainers on real DeepSpeed: ZeRO 0-3, one rank and two, float32 and bfloat16, against plain torch.
+"""The trainers on real DeepSpeed: ZeRO 0-3, one and two ranks, float32 and bfloat16, compared with plain torch.
 
-All scenarios run in two groups of processes, one of one rank and one of two; the tests compare what they wrote. At the
-end the groups take up each other's checkpoints, from one rank to two and back.
+All scenarios run in two process groups, one of one rank and one of two ranks; the tests compare the files that they
+write. At the end each group loads the other's checkpoints: from one rank to two ranks and back.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.real.helpers import save_llama
-from tests.test_tensors import train_table
-from workers.config import (
+from tests.real.models import save_llama
+from tests.workers.models.test_token_batch import train_table
+from workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
+from workers.contract.config import (
     AdvantageConfig,
     CriticConfig,
     CriticLossConfig,
@@ -37,15 +38,14 @@ from workers.config import (
     SamplingConfig,
     TrainerConfig,
 )
+from workers.contract.messages import TEXTS, RankPlan, UpdateMetrics
 from workers.critic import CriticWorker
-from workers.deepspeed_engine import learning_rate
-from workers.losses import PolicyTokens, policy_loss, token_weights
-from workers.messages import TEXTS, RankPlan, UpdateMetrics
-from workers.modeling import CHUNK_LOGITS, CausalLogprobs, load_causal, score
+from workers.models.modeling import CHUNK_LOGITS, CausalLogprobs, load_causal, score
+from workers.models.token_batch import TokenTable, ragged
 from workers.policy import PolicyWorker
 from workers.reference import ReferenceConfig, ReferenceWorker
-from workers.tensors import TokenTable, ragged
-from workers.weight_file import read_weights
+from workers.training.optimizer import learning_rate
+from workers.weights.file import read_weights
 
 pytestmark = pytest.mark.real
 
@@ -58,17 +58,17 @@ MANY_BATCHES = [[(3, 0), (), (5,), (1, 2, 4)]]
 TWO_RANKS = [[(0, 1), (4, 5), (2,)], [(), (3,), ()]]
 LOSS_TOKENS, SEQUENCES = 21, 7
 EMA_DECAY = 0.75
-BOUND_S = 600.0
+TIMEOUT_S = 600.0
 PIECES = ([11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34])
 TEXT_TOKENS = 8
 TEXT_LAYOUT = {1: [((0,), (), (2, 1))], 2: [((0, 1), ()), ((), (2,))]}
-"""Micro-batches of pieces by world size and rank."""
+"""Micro-batches of text pieces by world size and rank."""
 PTX_COEF = 0.5
 UPDATES = 3
 
 
 def batch() -> pa.Table:
-    """Six ragged rows, one of them without a response; the seventh of the totals was left out for lack of signal."""
+    """Six rows of different lengths, one without a response. The totals count a seventh, zero-advantage row."""
     generator = torch.Generator().manual_seed(5)
     sizes = [(3, 5), (1, 1), (4, 7), (2, 0), (6, 2), (1, 4)]
 
@@ -89,7 +89,7 @@ def batch() -> pa.Table:
 
 
 def grouped() -> pa.Table:
-    """Two groups of three samples, each with one prompt."""
+    """Two groups of three samples; the samples of a group share their prompt."""
     generator = torch.Generator().manual_seed(6)
     prompts = [torch.randint(3, 4096, (size,), generator=generator).tolist() for size in (9, 5)]
     sizes = (4, 0, 6, 2, 3, 1)
@@ -108,8 +108,8 @@ def grouped() -> pa.Table:
     return table.set_column(table.column_names.index("prompt_uid"), "prompt_uid", uids)
 
 
-def poisoned() -> pa.Table:
-    """The same with a NaN advantage in row 5 only."""
+def batch_with_nan() -> pa.Table:
+    """The batch with a NaN advantage in row 5."""
     table = batch()
     index = table.column_names.index("advantages")
     rows: list[Any] = table.column("advantages").to_pylist()
@@ -117,7 +117,7 @@ def poisoned() -> pa.Table:
     return table.set_column(index, table.schema.field(index), pa.array(rows, table.schema.field(index).type))
 
 
-def plans(layout: list[list[tuple[int, ...]]], rank: int) -> RankPlan:
+def rank_plan(layout: list[list[tuple[int, ...]]], rank: int) -> RankPlan:
     pieces = RankPlan(TEXT_LAYOUT[len(layout)][rank], total_loss_tokens=TEXT_TOKENS, total_sequences=len(PIECES))
     return RankPlan(tuple(layout[rank]), total_loss_tokens=LOSS_TOKENS, total_sequences=SEQUENCES, texts=pieces)
 
@@ -139,8 +139,8 @@ def texts() -> pa.Table:
 
 
 def trainer(stage: int) -> TrainerConfig:
-    # A large epsilon keeps Adam from blowing rounding errors of tiny gradients up to whole steps, and makes the
-    # result depend on the size of the gradient. The large micro-batch makes the output head work in three parts.
+    # With a large epsilon Adam does not amplify rounding errors of tiny gradients to full steps, and the result
+    # depends on the size of the gradient. The large micro-batch makes the output head compute in three chunks.
     return TrainerConfig(
         learning_rate=1e-2,
         adam_eps=1e-2,
@@ -187,90 +187,110 @@ def by_uid(table: pa.Table, column: str) -> dict[str, list[float]]:
 
 
 class Scenario:
-    """One rank's run through all scenarios; rank 0 writes what the tests read."""
+    """Runs all scenarios on one rank. Rank 0 writes the weights that the tests read."""
 
     def __init__(self, rank: int, world: int, model: str, out: Path, other: Path) -> None:
-        """`other`: what the group of the other size writes."""
+        """`other` is the output folder of the group of the other size."""
         self.rank, self.world, self.model, self.out, self.other = rank, world, model, out, other
         self.facts: dict[str, Any] = {}
         self.layout = TWO_RANKS if world == 2 else MANY_BATCHES
 
-    def keep(self, name: str, weights: dict[str, torch.Tensor]) -> None:
+    def save_weights(self, name: str, weights: dict[str, torch.Tensor]) -> None:
         if self.rank == 0:
             save_file(weights, self.out / f"{name}.safetensors")
 
-    def note(self, name: str, value: Any) -> None:
+    def record(self, name: str, value: Any) -> None:
         self.facts[name] = value
 
     def policy(self, worker: PolicyWorker, stage: int, dtype: str) -> None:
-        """Updates; a checkpoint after the first; a NaN after the checkpoint; the same again from the checkpoint."""
+        """Update, save, skip an update with NaN, update again; then repeat from the checkpoint."""
         name = f"{stage}-{dtype}"
         checkpoint = str(self.out / f"checkpoint-{name}")
-        plan, table = plans(self.layout, self.rank), batch()
+        plan, table = rank_plan(self.layout, self.rank), batch()
         rows, scores = worker.compute_logprobs(plan, table.slice(0, 2), table.slice(2, 4))
-        self.note(f"logprobs-{name}", by_uid(scores, "old_logprobs"))
-        self.note(f"rows-{name}", rows)
+        self.record(f"logprobs-{name}", by_uid(scores, "old_logprobs"))
+        self.record(f"rows-{name}", rows)
         metrics = [worker.update(plan, table, 0.0, texts())]
         worker.save(checkpoint)
         before = weights_of(worker)
-        skipped = worker.update(plan, poisoned(), 0.0, texts())
-        self.note(
+        skipped = worker.update(plan, batch_with_nan(), 0.0, texts())
+        self.record(
             f"skip-{name}", [skipped.skipped, equal(before, weights_of(worker)), str(skipped.values["grad_norm"])]
         )
         drawn = torch.rand(3)
         metrics += [worker.update(plan, table, 0.0, texts()) for _ in range(UPDATES - 2)]
         worker.hold_distributions(plan, table, 1)
         metrics.append(worker.update(plan, table, 0.0, texts()))
-        self.note(f"divergence-{name}", worker.divergence())
+        self.record(f"divergence-{name}", worker.divergence())
         end = weights_of(worker)
-        self.keep(f"end-{name}", end)
-        self.note(f"metrics-{name}", [self.flat(item) for item in metrics])
+        self.save_weights(f"end-{name}", end)
+        self.record(f"metrics-{name}", [self.flatten(item) for item in metrics])
         worker.export_average(str(self.out / f"average-{name}"))
-        self.note(f"unchanged-{name}", equal(end, weights_of(worker)))
+        self.record(f"unchanged-{name}", equal(end, weights_of(worker)))
         if stage in (0, 3):
             worker.export(str(self.out / f"export-{name}"))
             published = worker.publish_weights(7)
-            self.note(f"published-{name}", published is not None)
+            self.record(f"published-{name}", published is not None)
             if published is not None:
                 received = {key: tensor.clone() for key, tensor in read_weights(published)}
-                self.note(f"received-{name}", [published.version, equal(received, end)])
+                self.record(f"received-{name}", [published.version, equal(received, end)])
                 Path(published.path).unlink()
 
         resumed = PolicyWorker(policy_config(self.model, stage, dtype), "resumed")
         resumed.build()
         resumed.load(checkpoint)
         same_random = torch.equal(torch.rand(3), drawn)
-        # The skipped update took its place in the learning-rate schedule.
-        resumed.update(plan, poisoned(), 0.0, texts())
+        # The skipped update also advanced the learning-rate schedule.
+        resumed.update(plan, batch_with_nan(), 0.0, texts())
         for _ in range(UPDATES - 1):
             resumed.update(plan, table, 0.0, texts())
-        self.note(f"resume-{name}", [same_random, equal(end, weights_of(resumed))])
+        self.record(f"resume-{name}", [same_random, equal(end, weights_of(resumed))])
         resumed.export_average(str(self.out / f"average-resumed-{name}"))
+        self.shortened_step(resumed, plan, table, name)
 
-    def flat(self, metrics: UpdateMetrics) -> dict[str, float]:
+    def shortened_step(self, worker: PolicyWorker, plan: RankPlan, table: pa.Table, name: str) -> None:
+        """Take a step, halve it, train on, go back to before it."""
+        worker.hold_distributions(plan, table, 1, weights=True)
+        before = weights_of(worker)
+        worker.update(plan, table, 0.0, texts())
+        after, whole = weights_of(worker), worker.divergence()
+        half = worker.shorten_step(0.5)
+        halved = weights_of(worker)
+        middle = {key: (before[key].double() + after[key].double()) / 2 for key in before}
+        gaps = [float((halved[key].double() - middle[key]).abs().max()) for key in before]
+        moved = [float((after[key].double() - before[key].double()).abs().max()) for key in before]
+        # A step without gradient leaves a weight as the optimizer's own copy has it.
+        worker.update(plan, batch_with_nan(), 0.0, texts())
+        kept = equal(halved, weights_of(worker))
+        none = worker.shorten_step(0.0)
+        restored = equal(before, weights_of(worker))
+        worker.release_held()
+        self.record(f"shortened-{name}", [max(gaps), max(moved), whole[0], half[0], none[0], kept, restored])
+
+    def flatten(self, metrics: UpdateMetrics) -> dict[str, float]:
         return {**metrics.values, **{f"sum_{name}": value for name, value in metrics.sums.items()}}
 
     def whole_batch(self, stage: int) -> None:
-        """On one rank, all rows in one micro-batch."""
+        """Updates on one rank with all rows in one micro-batch."""
         worker = PolicyWorker(policy_config(self.model, stage, "float32"), "whole")
         worker.build()
-        worker.update(plans(ONE_BATCH, 0), batch(), 0.0, texts())
-        worker.update(plans(ONE_BATCH, 0), poisoned(), 0.0, texts())
+        worker.update(rank_plan(ONE_BATCH, 0), batch(), 0.0, texts())
+        worker.update(rank_plan(ONE_BATCH, 0), batch_with_nan(), 0.0, texts())
         for _ in range(UPDATES - 1):
-            worker.update(plans(ONE_BATCH, 0), batch(), 0.0, texts())
-        self.keep(f"whole-{stage}", weights_of(worker))
+            worker.update(rank_plan(ONE_BATCH, 0), batch(), 0.0, texts())
+        self.save_weights(f"whole-{stage}", weights_of(worker))
 
     def shared_prompts(self, stage: int) -> None:
-        """Two updates on groups, with every sample alone and with the prompt of a group once."""
+        """Two updates on groups, with the prompt in every sample and with the prompt once per group."""
         layout = [((0, 1, 2), (3, 4, 5))] if self.world == 1 else [((0, 1, 2),), ((3, 4, 5),)]
         for shared in (False, True):
             worker = PolicyWorker(policy_config(self.model, stage, "float32"), "grouped")
             worker.build()
-            self.note(f"shares-{stage}", worker.shares_prompts())
+            self.record(f"shares-{stage}", worker.shares_prompts())
             plan = RankPlan(layout[self.rank], total_loss_tokens=16, total_sequences=6, shared=shared)
             metrics = [worker.update(plan, grouped()) for _ in range(2)]
-            self.keep(f"grouped-{stage}-{shared}", weights_of(worker))
-            self.note(f"grouped-{stage}-{shared}", [self.flat(item) for item in metrics])
+            self.save_weights(f"grouped-{stage}-{shared}", weights_of(worker))
+            self.record(f"grouped-{stage}-{shared}", [self.flatten(item) for item in metrics])
 
     def critic(self, stage: int) -> None:
         config = CriticConfig(
@@ -283,78 +303,82 @@ class Scenario:
         )
         worker = CriticWorker(config, "critic")
         worker.build()
-        plan, table = plans(self.layout, self.rank), batch()
+        plan, table = rank_plan(self.layout, self.rank), batch()
         _, values = worker.compute_values(plan, table)
-        self.note(f"values-{stage}", ragged(values["values"]).values.tolist())
+        self.record(f"values-{stage}", ragged(values["values"]).values.tolist())
         errors = [worker.update(plan, table).values["value_error"] for _ in range(8)]
-        self.note(f"value-errors-{stage}", errors)
-        self.keep(f"critic-{stage}", weights_of(worker))
+        self.record(f"value-errors-{stage}", errors)
+        self.save_weights(f"critic-{stage}", weights_of(worker))
         worker.export(str(self.out / f"critic-export-{stage}"))
 
-    def until_other(self, name: str) -> None:
-        """Wait until rank 0 of the other group has got so far."""
-        bound = time.monotonic() + BOUND_S
+    def wait_for_other_group(self, name: str) -> None:
+        """Wait until rank 0 of the other group has reached this point."""
+        deadline = time.monotonic() + TIMEOUT_S
         while not (self.other / name).exists():
-            if time.monotonic() > bound or list(self.other.glob("error-*")):
-                raise TimeoutError(f"the other group did not come to {name}")
+            if time.monotonic() > deadline or list(self.other.glob("error-*")):
+                raise TimeoutError(f"the other group did not reach {name}")
             time.sleep(0.1)
 
-    def reached(self, name: str) -> None:
+    def mark_reached(self, name: str) -> None:
         if self.rank == 0:
             (self.out / name).touch()
 
-    def fresh(self, stage: int, dtype: str, checkpoint: Path) -> PolicyWorker:
-        worker = PolicyWorker(policy_config(self.model, stage, dtype), "fresh")
+    def loaded_policy(self, stage: int, dtype: str, checkpoint: Path) -> PolicyWorker:
+        worker = PolicyWorker(policy_config(self.model, stage, dtype), "loaded")
         worker.build()
-        self.note(f"saved-by-{checkpoint.name}", worker.load(str(checkpoint)))
+        self.record(f"saved-by-{checkpoint.name}", worker.load(str(checkpoint)))
         return worker
 
-    def two_ranks_between(self) -> None:
-        """In the group of two: what one rank saved after the first update, as it is, and one update later."""
-        self.until_other("scenarios-done")
-        plan, table = plans(self.layout, self.rank), batch()
+    def continue_on_two_ranks(self) -> None:
+        """On two ranks: load the checkpoint of one rank, save it again, and save it after one more update."""
+        self.wait_for_other_group("scenarios-done")
+        plan, table = rank_plan(self.layout, self.rank), batch()
         for stage, dtype in CASES:
             name = f"{stage}-{dtype}"
-            worker = self.fresh(stage, dtype, self.other / f"checkpoint-{name}")
-            worker.save(str(self.out / f"relaid-{name}"))
-            worker.update(plan, poisoned(), 0.0, texts())
-            self.note(f"between-{name}", self.flat(worker.update(plan, table, 0.0, texts())))
+            worker = self.loaded_policy(stage, dtype, self.other / f"checkpoint-{name}")
+            worker.save(str(self.out / f"resharded-{name}"))
+            worker.update(plan, batch_with_nan(), 0.0, texts())
+            self.record(f"between-{name}", self.flatten(worker.update(plan, table, 0.0, texts())))
             worker.save(str(self.out / f"between-{name}"))
-        self.reached("between-done")
+        self.mark_reached("between-done")
 
-    def one_rank_again(self) -> None:
-        """In the group of one: from what two ranks saved, to the end."""
-        self.until_other("between-done")
-        plan, table = plans(self.layout, 0), batch()
+    def continue_on_one_rank(self) -> None:
+        """On one rank: load the checkpoints of two ranks and run the remaining updates."""
+        self.wait_for_other_group("between-done")
+        plan, table = rank_plan(self.layout, 0), batch()
         for stage, dtype in CASES:
             name = f"{stage}-{dtype}"
             if stage in (1, 3) and dtype == "float32":
-                self.note(f"damaged-{name}", self.damaged(stage, dtype))
-            worker = self.fresh(stage, dtype, self.other / f"relaid-{name}")
-            worker.update(plan, poisoned(), 0.0, texts())
+                self.record(f"damaged-{name}", self.load_damaged(stage, dtype))
+            worker = self.loaded_policy(stage, dtype, self.other / f"resharded-{name}")
+            worker.update(plan, batch_with_nan(), 0.0, texts())
             for _ in range(UPDATES - 1):
                 worker.update(plan, table, 0.0, texts())
-            self.keep(f"relaid-{name}", weights_of(worker))
-            worker.export_average(str(self.out / f"average-relaid-{name}"))
-            worker = self.fresh(stage, dtype, self.other / f"between-{name}")
-            self.note(f"again-{name}", self.flat(worker.update(plan, table, 0.0, texts())))
-            self.keep(f"again-{name}", weights_of(worker))
-            worker.export_average(str(self.out / f"average-again-{name}"))
+            self.save_weights(f"resharded-{name}", weights_of(worker))
+            worker.export_average(str(self.out / f"average-resharded-{name}"))
+            worker = self.loaded_policy(stage, dtype, self.other / f"between-{name}")
+            self.record(f"continued-{name}", self.flatten(worker.update(plan, table, 0.0, texts())))
+            self.save_weights(f"continued-{name}", weights_of(worker))
+            worker.export_average(str(self.out / f"average-continued-{name}"))
         for stage, written in ((1, 0), (0, 1)):
             try:
-                self.fresh(stage, "bfloat16", self.out / f"checkpoint-{written}-bfloat16")
+                self.loaded_policy(stage, "bfloat16", self.out / f"checkpoint-{written}-bfloat16")
             except ValueError as error:
-                self.note(f"refused-{stage}", str(error))
+                self.record(f"refused-{stage}", str(error))
 
-    def damaged(self, stage: int, dtype: str) -> list[tuple[str, bool]]:
-        """What is said of each file of two ranks that is missing or cut off, and whether nothing was changed."""
+    def load_damaged(self, stage: int, dtype: str) -> list[tuple[str, bool]]:
+        """Load a checkpoint of two ranks with each file missing or truncated.
+
+        Returns:
+            For each case, the error and whether it names the file, and whether the weights are unchanged.
+        """
         worker = PolicyWorker(policy_config(self.model, stage, dtype), "damaged")
         worker.build()
         before = weights_of(worker)
         copy = self.out / f"damaged-{stage}"
-        shutil.copytree(self.other / f"relaid-{stage}-{dtype}", copy)
-        said = []
-        # Under ZeRO-3 every rank writes the same of the model, and one of these files is read.
+        shutil.copytree(self.other / f"resharded-{stage}-{dtype}", copy)
+        errors = []
+        # Under ZeRO-3 every rank writes the same model state, and only one of these files is read.
         files = [file for file in copy.rglob("*rank*") if file.name != "zero_pp_rank_1_mp_rank_00_model_states.pt"]
         for file in files:
             content = file.read_bytes()
@@ -364,13 +388,13 @@ class Scenario:
                     file.write_bytes(damage)
                 try:
                     worker.load(str(copy))
-                    said.append((f"{file.name} was not missed", False))
+                    errors.append((f"{file.name}: no error", False))
                 except (FileNotFoundError, ValueError) as error:
-                    said.append(
+                    errors.append(
                         (f"{type(error).__name__} {file.name in str(error)}", equal(before, weights_of(worker)))
                     )
                 file.write_bytes(content)
-        return said
+        return errors
 
     def run(self, worker: PolicyWorker) -> None:
         for stage, dtype in CASES:
@@ -379,31 +403,31 @@ class Scenario:
                 worker.build()
             self.policy(worker, stage, dtype)
             if stage == 1 and dtype == "float32":
-                _, scores = worker.reference_logprobs(plans(self.layout, self.rank), batch())
-                self.note("reference", by_uid(scores, "ref_logprobs"))
+                _, scores = worker.reference_logprobs(rank_plan(self.layout, self.rank), batch())
+                self.record("reference", by_uid(scores, "ref_logprobs"))
         for stage in (1, 3):
             self.critic(stage)
             self.shared_prompts(stage)
         if self.world == 1:
             for stage in range(4):
                 self.whole_batch(stage)
-        self.reached("scenarios-done")
+        self.mark_reached("scenarios-done")
         if self.world == 2:
-            self.two_ranks_between()
+            self.continue_on_two_ranks()
         else:
-            self.one_rank_again()
+            self.continue_on_one_rank()
 
 
-def rank_main(rank: int, world: int, model: str, out: Path, other: Path, meeting: Any) -> None:
-    """The process of one rank."""
+def rank_main(rank: int, world: int, model: str, out: Path, other: Path, addresses: Any) -> None:
+    """Entry of the process of one rank."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
     try:
         worker = PolicyWorker(policy_config(model, *CASES[0]), "policy")
         if rank == 0:
-            place = worker.rendezvous()
+            address_and_port = worker.rendezvous()
             for _ in range(world):
-                meeting.put(place)
-        address, port = meeting.get(timeout=60)
+                addresses.put(address_and_port)
+        address, port = addresses.get(timeout=60)
         worker.start(Rendezvous(address=address, port=port, rank=rank, world_size=world))
         scenario = Scenario(rank, world, model, out, other)
         scenario.run(worker)
@@ -426,24 +450,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def groups(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
-    """What the group of one rank and the group of two left behind, by world size."""
+    """Output folders of the two process groups, by world size."""
     folders: dict[int, Path] = {}
     context = multiprocessing.get_context("spawn")
     started: dict[int, list[Any]] = {}
-    meetings: dict[int, Any] = {}  # held until the end: a child opens the queue some time after its start
+    address_queues: dict[
+        int, Any
+    ] = {}  # referenced until the end, because a child opens its queue some time after its start
     for world in (1, 2):
         folders[world] = tmp_path_factory.mktemp(f"world{world}")
     for world, out in folders.items():
-        meeting = meetings[world] = context.Queue()
+        addresses = address_queues[world] = context.Queue()
         started[world] = [
-            context.Process(target=rank_main, args=(rank, world, model, out, folders[3 - world], meeting))
+            context.Process(target=rank_main, args=(rank, world, model, out, folders[3 - world], addresses))
             for rank in range(world)
         ]
         for process in started[world]:
             process.start()
     for world, ranks in started.items():
         for process in ranks:
-            process.join(timeout=BOUND_S)
+            process.join(timeout=TIMEOUT_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -471,19 +497,19 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Plain:
-    """What plain torch comes to."""
+class PlainResult:
+    """Results of the same updates in plain torch."""
 
     weights: dict[str, torch.Tensor]
     norms: list[float]
     average: dict[str, torch.Tensor]
     text_losses: list[float]
     divergence: float
-    """KL(before the last update || after it), per token."""
+    """KL(before the last update || after it), mean per token."""
 
 
 def text_loss(model: Any) -> torch.Tensor:
-    """Mean negative log-likelihood of the texts' tokens, text by text, on full logits."""
+    """Mean negative log-likelihood of the text tokens, one text at a time, on full logits."""
     losses = []
     for piece in PIECES:
         logits = model(input_ids=torch.tensor([piece])).logits[0, :-1]
@@ -493,7 +519,7 @@ def text_loss(model: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def distributions(model: Any, temperature: float) -> list[torch.Tensor]:
-    """Of every response token of the batch, row by row, on full logits."""
+    """Log-probs over the vocabulary, [tokens, vocabulary] for each row of the batch, on full logits."""
     found = []
     for row in batch().to_pylist():
         prompt, response = row["prompt_ids"], row["response_ids"]
@@ -503,8 +529,8 @@ def distributions(model: Any, temperature: float) -> list[torch.Tensor]:
     return found
 
 
-def plain_torch(model_path: str) -> Plain:
-    """The same updates written out with torch alone."""
+def plain_torch(model_path: str) -> PlainResult:
+    """Run the updates of the scenarios in plain torch, without DeepSpeed."""
     config = policy_config(model_path, 0, "float32")
     model = load_causal(config.model)
     module = CausalLogprobs(model, config.sampling.temperature, entropy_grad=True)
@@ -522,8 +548,8 @@ def plain_torch(model_path: str) -> Plain:
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for update in (0, 2, 3):
         before = distributions(model, config.sampling.temperature)
-        of_texts = text_loss(model)
-        text_losses.append(of_texts.item())
+        ptx_loss = text_loss(model)
+        text_losses.append(ptx_loss.item())
         logprobs, entropy = module(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)
         loss = policy_loss(
             PolicyTokens(
@@ -539,7 +565,7 @@ def plain_torch(model_path: str) -> Plain:
             config.loss,
         ).loss
         optimizer.zero_grad()
-        (loss + PTX_COEF * of_texts).backward()
+        (loss + PTX_COEF * ptx_loss).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.max_grad_norm)))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config.trainer, update, config.total_updates)
@@ -549,16 +575,18 @@ def plain_torch(model_path: str) -> Plain:
     after = distributions(model, config.sampling.temperature)
     states = [(old.exp() * (old - new)).sum(-1) for old, new in zip(before, after, strict=True)]
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Plain(weights, norms, average, text_losses, float(torch.cat(states).mean()))
+    return PlainResult(weights, norms, average, text_losses, float(torch.cat(states).mean()))
 
 
 @pytest.fixture(scope="module")
-def plain(model: str) -> Plain:
-    """The reference for all."""
+def plain(model: str) -> PlainResult:
+    """The reference results."""
     return plain_torch(model)
 
 
-def test_the_divergence_of_an_update_is_exact_over_the_vocabulary(plain: Plain, groups: dict[int, Path]) -> None:
+def test_the_kl_divergence_of_an_update_is_exact_over_the_vocabulary(
+    plain: PlainResult, groups: dict[int, Path]
+) -> None:
     assert plain.divergence > 1e-3
     for stage in range(4):
         for world in (1, 2):
@@ -567,12 +595,12 @@ def test_the_divergence_of_an_update_is_exact_over_the_vocabulary(plain: Plain, 
             assert sum(total for total, _ in parts) / 19 == pytest.approx(plain.divergence, rel=1e-3)
 
 
-def test_a_groups_prompt_is_trained_once_to_the_same_result(groups: dict[int, Path]) -> None:
+def test_shared_prompts_give_the_same_update(groups: dict[int, Path]) -> None:
     for world in (1, 2):
         for stage in (1, 3):
             assert facts(groups[world])[f"shares-{stage}"]
             plain, shared = (
-                load_file(groups[world] / f"grouped-{stage}-{together}.safetensors") for together in (False, True)
+                load_file(groups[world] / f"grouped-{stage}-{shared}.safetensors") for shared in (False, True)
             )
             close(shared, plain, 2e-5)
             for one, other in zip(
@@ -583,7 +611,7 @@ def test_a_groups_prompt_is_trained_once_to_the_same_result(groups: dict[int, Pa
                 assert other == pytest.approx(one, rel=1e-3, abs=1e-5)
 
 
-def test_texts_are_learnt_in_the_same_update(plain: Plain, groups: dict[int, Path]) -> None:
+def test_the_ptx_loss_of_every_update_equals_plain_torch(plain: PlainResult, groups: dict[int, Path]) -> None:
     for world in (1, 2):
         metrics = [facts(groups[world], rank)["metrics-1-float32"] for rank in range(world)]
         for update, expected in enumerate(plain.text_losses):
@@ -591,11 +619,11 @@ def test_texts_are_learnt_in_the_same_update(plain: Plain, groups: dict[int, Pat
     assert plain.text_losses[-1] < plain.text_losses[0]
 
 
-def test_every_split_and_stage_is_plain_adamw(model: str, plain: Plain, groups: dict[int, Path]) -> None:
+def test_every_split_and_zero_stage_equals_plain_adamw(model: str, plain: PlainResult, groups: dict[int, Path]) -> None:
     expected, norms, average = plain.weights, plain.norms, plain.average
     start = dict(load_causal(ModelConfig(path=model, dtype="float32")).named_parameters())
     moved = max(float((expected[name] - start[name].detach()).abs().max()) for name in expected)
-    assert moved > 5e-3 and min(norms) > 0.5  # the steps are real, and clipping takes part in them
+    assert moved > 5e-3 and min(norms) > 0.5  # the updates are not negligible, and gradients are clipped
     for stage in range(4):
         close(load_file(groups[1] / f"whole-{stage}.safetensors"), expected, 2e-5)
         close(load_file(groups[1] / f"end-{stage}-float32.safetensors"), expected, 2e-5)
@@ -607,7 +635,7 @@ def test_every_split_and_stage_is_plain_adamw(model: str, plain: Plain, groups: 
     assert max(float((expected[name] - average[name]).abs().max()) for name in expected) > 1e-3
 
 
-def test_the_average_of_the_weights_is_exported_and_resumed(groups: dict[int, Path]) -> None:
+def test_the_weight_average_is_exported_and_survives_a_checkpoint(groups: dict[int, Path]) -> None:
     for world in (1, 2):
         for stage, dtype in CASES:
             name = f"{stage}-{dtype}"
@@ -630,7 +658,7 @@ def test_metrics_do_not_depend_on_the_split(groups: dict[int, Path]) -> None:
         assert one[0]["sum_tokens"] == 19 and one[0]["sum_sequences"] == 6
 
 
-def test_bfloat16_follows_float32(groups: dict[int, Path]) -> None:
+def test_bfloat16_stays_close_to_float32(groups: dict[int, Path]) -> None:
     for world in (1, 2):
         exact = load_file(groups[world] / "end-1-float32.safetensors")
         for stage in range(4):
@@ -640,23 +668,34 @@ def test_bfloat16_follows_float32(groups: dict[int, Path]) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_checkpoint_continues_bit_by_bit(groups: dict[int, Path], world: int) -> None:
+def test_updates_after_loading_a_checkpoint_are_bitwise_equal(groups: dict[int, Path], world: int) -> None:
     for stage, dtype in CASES:
         assert facts(groups[world])[f"resume-{stage}-{dtype}"] == [True, True], (stage, dtype)
 
 
-def test_a_checkpoint_of_another_number_of_ranks_loses_nothing(groups: dict[int, Path]) -> None:
-    """One rank's state, laid anew for two ranks and back, goes on bit by bit."""
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_can_be_shortened_and_undone(groups: dict[int, Path], world: int) -> None:
+    """The trust region's line search, under every ZeRO stage and type: halfway is halfway, 0 is bit for bit before."""
+    for stage, dtype in CASES:
+        gap, moved, whole, half, none, kept, restored = facts(groups[world])[f"shortened-{stage}-{dtype}"]
+        # The optimizer's own weights are halved; in bfloat16 the model holds them rounded.
+        assert gap <= (moved * 1e-4 if dtype == "float32" else 2**-8), (stage, dtype)
+        assert 0.0 < half < 0.5 * whole, (stage, dtype)
+        assert none == 0.0 and kept and restored, (stage, dtype)
+
+
+def test_resharding_a_checkpoint_to_two_ranks_and_back_loses_nothing(groups: dict[int, Path]) -> None:
+    """Updates from the resharded state are bitwise equal to those of the uninterrupted run."""
     for stage, dtype in CASES:
         name = f"{stage}-{dtype}"
         assert facts(groups[2])[f"saved-by-checkpoint-{name}"] == 1
-        assert facts(groups[1])[f"saved-by-relaid-{name}"] == 2
+        assert facts(groups[1])[f"saved-by-resharded-{name}"] == 2
         end = load_file(groups[1] / f"end-{name}.safetensors")
-        assert equal(load_file(groups[1] / f"relaid-{name}.safetensors"), end), name
-        close(exported(groups[1] / f"average-relaid-{name}"), exported(groups[1] / f"average-{name}"), 0.0)
+        assert equal(load_file(groups[1] / f"resharded-{name}.safetensors"), end), name
+        close(exported(groups[1] / f"average-resharded-{name}"), exported(groups[1] / f"average-{name}"), 0.0)
 
 
-def test_one_rank_then_two_then_one_train_as_one(groups: dict[int, Path]) -> None:
+def test_training_on_one_then_two_then_one_rank_equals_one_rank(groups: dict[int, Path]) -> None:
     for stage, dtype in CASES:
         name = f"{stage}-{dtype}"
         # A weight near 1 may be rounded to the next bfloat16.
@@ -666,34 +705,34 @@ def test_one_rank_then_two_then_one_train_as_one(groups: dict[int, Path]) -> Non
         for metric, value in whole[1].items():
             found = sum(part[metric] for part in between) if metric.startswith("sum_") else between[0][metric]
             assert found == pytest.approx(value, rel=relative, abs=absolute), (name, metric)
-        again = facts(groups[1])[f"again-{name}"]
-        assert again == pytest.approx(whole[2], rel=relative, abs=absolute), name
+        continued = facts(groups[1])[f"continued-{name}"]
+        assert continued == pytest.approx(whole[2], rel=relative, abs=absolute), name
         end = load_file(groups[1] / f"end-{name}.safetensors")
-        close(load_file(groups[1] / f"again-{name}.safetensors"), end, tolerance)
+        close(load_file(groups[1] / f"continued-{name}.safetensors"), end, tolerance)
         average = exported(groups[1] / f"average-{name}")
-        close(exported(groups[1] / f"average-again-{name}"), average, tolerance)
+        close(exported(groups[1] / f"average-continued-{name}"), average, tolerance)
 
 
-def test_a_missing_or_damaged_file_of_any_rank_is_named_and_nothing_is_loaded(groups: dict[int, Path]) -> None:
+def test_a_missing_or_damaged_rank_file_is_named_and_nothing_is_loaded(groups: dict[int, Path]) -> None:
     for stage in (1, 3):
-        said = facts(groups[1])[f"damaged-{stage}-float32"]
-        # Two ranks, of each our own file and the optimizer's, and the model's.
-        assert said == [["FileNotFoundError True", True], ["ValueError True", True]] * 5
+        errors = facts(groups[1])[f"damaged-{stage}-float32"]
+        # For each of two ranks our own file and the optimizer's, and one model file.
+        assert errors == [["FileNotFoundError True", True], ["ValueError True", True]] * 5
 
 
-def test_bfloat16_keeps_its_zero_stage(groups: dict[int, Path]) -> None:
+def test_a_bfloat16_checkpoint_needs_the_same_zero_mode(groups: dict[int, Path]) -> None:
     assert "was written without ZeRO" in facts(groups[1])["refused-1"]
     assert "was written with ZeRO" in facts(groups[1])["refused-0"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_nan_on_one_rank_skips_on_all_and_changes_nothing(groups: dict[int, Path], world: int) -> None:
+def test_nan_on_one_rank_skips_the_update_on_all_ranks(groups: dict[int, Path], world: int) -> None:
     for rank in range(world):
         for stage, dtype in CASES:
             assert facts(groups[world], rank)[f"skip-{stage}-{dtype}"] == [True, True, "inf"], (rank, stage, dtype)
 
 
-def test_scores_match_the_model(model: str, groups: dict[int, Path]) -> None:
+def test_logprobs_equal_those_of_the_model(model: str, groups: dict[int, Path]) -> None:
     table = TokenTable(batch())
     module = CausalLogprobs(load_causal(ModelConfig(path=model, dtype="float32")), 0.9)
     expected = {f"p{row}": score(module, table.batch([row])).tolist() for row in range(6)}
@@ -706,11 +745,11 @@ def test_scores_match_the_model(model: str, groups: dict[int, Path]) -> None:
             for uid, logprobs in expected.items():
                 assert found[uid] == pytest.approx(logprobs, abs=1e-4)
     for uid, logprobs in expected.items():
-        # After all updates the colocated reference still says what the model said at the start.
+        # After all updates the colocated reference still has the log-probs of the initial model.
         assert facts(groups[1])["reference"][uid] == pytest.approx(logprobs, abs=1e-4)
 
 
-def test_reference_worker(model: str) -> None:
+def test_the_reference_worker_scores_like_the_model(model: str) -> None:
     config = ReferenceConfig(
         model=ModelConfig(path=model, dtype="float32"),
         temperature=0.9,
@@ -720,9 +759,9 @@ def test_reference_worker(model: str) -> None:
     )
     worker = ReferenceWorker(config, "reference")
     with pytest.raises(RuntimeError, match="not been started"):
-        worker.score(plans(ONE_BATCH, 0), batch())
+        worker.score(rank_plan(ONE_BATCH, 0), batch())
     assert worker.start().name == "reference"
-    summary, scores = worker.score(plans(MANY_BATCHES, 0), batch())
+    summary, scores = worker.score(rank_plan(MANY_BATCHES, 0), batch())
     table = TokenTable(batch())
     module = CausalLogprobs(load_causal(config.model), 0.9)
     found = by_uid(scores, "ref_logprobs")
@@ -733,7 +772,7 @@ def test_reference_worker(model: str) -> None:
 
 
 @pytest.mark.parametrize(("world", "name"), [(1, "0-float32"), (2, "3-float32"), (2, "3-bfloat16")])
-def test_export_loads_in_transformers(groups: dict[int, Path], world: int, name: str) -> None:
+def test_an_export_loads_in_transformers(groups: dict[int, Path], world: int, name: str) -> None:
     folder = groups[world] / f"export-{name}"
     loaded = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
     trained = load_file(groups[world] / f"end-{name}.safetensors")
@@ -753,7 +792,7 @@ def test_published_weights_are_the_trained_ones(groups: dict[int, Path]) -> None
             assert [facts(groups[world], rank)[f"published-{name}"] for rank in range(world)] == [True, False][:world]
 
 
-def test_critic(groups: dict[int, Path]) -> None:
+def test_the_critic_learns_equally_with_every_split_and_zero_stage(groups: dict[int, Path]) -> None:
     for stage in (1, 3):
         assert facts(groups[1])[f"values-{stage}"] == [0.0] * 19
         errors = facts(groups[1])[f"value-errors-{stage}"]
@@ -767,12 +806,12 @@ def test_critic(groups: dict[int, Path]) -> None:
         assert torch.equal(loaded.get_parameter("score.weight"), head) and bool(head.any())
 
 
-def test_nothing_was_compiled(groups: dict[int, Path]) -> None:
+def test_deepspeed_compiles_no_extension(groups: dict[int, Path]) -> None:
     for folder in groups.values():
         assert not list((folder / "compiled").rglob("*.so")) and not list((folder / "compiled").rglob("*.cpp"))
 
 
-def test_learning_rate() -> None:
+def test_learning_rate_schedules() -> None:
     config = TrainerConfig(learning_rate=1.0, schedule="linear", warmup_updates=2, min_lr_ratio=0.2)
     rates = [learning_rate(config, update, 7) for update in range(9)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])

@@ -1,7 +1,7 @@
-"""What an update holds in memory: bounded by its micro-batches, whatever the number of groups or the response budget.
+"""Peak memory of an update: bounded by the size of a micro-batch, not by the number of groups or the response length.
 
-One process makes all updates, on a real `PolicyWorker`. Peaks are of what torch allocates, from its own profiler: what
-stays resident beside that depends on how the C library cuts its memory into pieces, by tens of MiB on another machine.
+One process runs all updates on a real `PolicyWorker`. Peaks are torch's allocations, measured with its profiler; the
+resident memory also depends on how the C allocator splits memory, and differs by tens of MiB between machines.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from orchestrator.batching import plan_update
-from tests.real.helpers import save_llama
-from tests.test_tensors import train_table
-from workers.config import (
+from orchestrator.training.micro_batches import plan_update
+from tests.real.models import save_llama
+from tests.workers.models.test_token_batch import train_table
+from workers.contract.config import (
     AdvantageConfig,
     ModelConfig,
     PolicyConfig,
@@ -31,27 +31,28 @@ from workers.config import (
     SamplingConfig,
     TrainerConfig,
 )
-from workers.messages import RankPlan, TrainRow, UpdateMetrics
+from workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
 from workers.policy import PolicyWorker
 
 MIB = 2**20
 PROMPT, GROUP = 64, 8
 RESPONSE = 64
-"""Tokens of a response where the number of groups is what grows."""
+"""Response tokens where the number of groups varies."""
 GROUPS = (16, 64)
 BUDGET = 4096
 SHORT, LONG = 192, 768
-"""Tokens of a response where they grow four times."""
+"""Response tokens where the length varies, by a factor of four."""
 SHORT_BUDGET = GROUP * (PROMPT + SHORT)
-"""One micro-batch of a whole group of short responses, or of two long ones."""
+"""Tokens of one micro-batch: a whole group of short responses, or two long ones."""
 ALLOWANCE = 2 * MIB
-"""For metrics and indices of single rows. Graphs that were kept to the end of an update took 287 MiB more for four
-times as many groups, and 22 MiB for four times as long responses."""
-BOUND_S = 600.0
+"""Allowance for metrics and row indices. Keeping the graphs until the end of an update would take 287 MiB more for four
+times as many groups, and 22 MiB more for responses four times as long."""
+TIMEOUT_S = 600.0
 
 
 def config(model: str, budget: int) -> PolicyConfig:
-    # With this epsilon AdamW's first step is smooth in the gradient: sums in another order stay a rounding error.
+    # With this epsilon AdamW's first step is smooth in the gradient: another order of summation changes it only by
+    # rounding errors.
     trainer = TrainerConfig(
         zero_stage=1, micro_batch_tokens=budget, learning_rate=1e-2, warmup_updates=0, adam_eps=1e-2, threads=1
     )
@@ -70,7 +71,7 @@ def config(model: str, budget: int) -> PolicyConfig:
 
 
 def batch(groups: int, response: int) -> tuple[pa.Table, list[TrainRow]]:
-    """Groups of responses of one length."""
+    """Groups of responses of equal length, and their rows."""
     generator = torch.Generator().manual_seed(7)
 
     def ids(count: int) -> list[int]:
@@ -90,11 +91,11 @@ def batch(groups: int, response: int) -> tuple[pa.Table, list[TrainRow]]:
 
 
 def planned(rows: list[TrainRow], budget: int, *, share: bool = False) -> RankPlan:
-    return plan_update(rows, range(len(rows)), 1, budget, skip_silent=False, share_prompts=share)[0]
+    return plan_update(rows, range(len(rows)), 1, budget, skip_zero_advantage=False, share_prompts=share)[0]
 
 
-def peak_of(worker: PolicyWorker, plan: RankPlan, table: pa.Table, traces: Path) -> tuple[int, UpdateMetrics]:
-    """The most that torch holds of what it allocates in an update, in bytes."""
+def peak_memory(worker: PolicyWorker, plan: RankPlan, table: pa.Table, traces: Path) -> tuple[int, UpdateMetrics]:
+    """Peak of torch's allocations during an update, in bytes, and the metrics of the update."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         metrics = worker.update(plan, table)
     trace = traces / "trace.json"
@@ -104,24 +105,24 @@ def peak_of(worker: PolicyWorker, plan: RankPlan, table: pa.Table, traces: Path)
     return max(accumulate(event["args"]["Bytes"] for event in events)), metrics
 
 
-def of_groups(worker: PolicyWorker, traces: Path) -> dict[str, Any]:
-    """Peaks by number of groups, with prompts in every row and once for the group."""
+def peaks_by_groups(worker: PolicyWorker, traces: Path) -> dict[str, Any]:
+    """Peaks by number of groups, with the prompt repeated in every row (`apart`) and once per group (`shared`)."""
     found: dict[str, Any] = {}
     for share in (False, True):
         peaks, micro_batches = [], []
-        for groups in (GROUPS[0], *GROUPS):  # the first one warms up
+        for groups in (GROUPS[0], *GROUPS):  # the first is a warm-up
             table, rows = batch(groups, RESPONSE)
             plan = planned(rows, BUDGET, share=share)
             assert plan.shared == share
-            peaks.append(peak_of(worker, plan, table, traces)[0])
+            peaks.append(peak_memory(worker, plan, table, traces)[0])
             micro_batches.append(len(plan.micro_batches))
         size = batch(GROUPS[1], RESPONSE)[0].nbytes
         found["shared" if share else "apart"] = {"peaks": peaks[1:], "arrow": size, "micro_batches": micro_batches[1:]}
     return found
 
 
-def of_lengths(model: str, traces: Path) -> dict[str, Any]:
-    """Peaks and results of the first update of a fresh policy, by length and budget."""
+def peaks_by_length(model: str, traces: Path) -> dict[str, Any]:
+    """Peaks and results of the first update of a new policy, by response length and micro-batch tokens."""
     found: dict[str, Any] = {}
     weights: dict[str, dict[str, torch.Tensor]] = {}
     cases = {"short": (SHORT, SHORT_BUDGET), "long": (LONG, SHORT_BUDGET), "long at once": (LONG, 4 * SHORT_BUDGET)}
@@ -130,7 +131,7 @@ def of_lengths(model: str, traces: Path) -> dict[str, Any]:
         worker.build()
         table, rows = batch(1, response)
         plan = planned(rows, budget)
-        peak, metrics = peak_of(worker, plan, table, traces)
+        peak, metrics = peak_memory(worker, plan, table, traces)
         weights[name] = {key: tensor.clone() for key, tensor in worker.engine.named_weights()}
         found[name] = {
             "peak": peak,
@@ -139,21 +140,21 @@ def of_lengths(model: str, traces: Path) -> dict[str, Any]:
             "grad_norm": metrics.values["grad_norm"],
         }
         worker.release()
-    one, other, elsewhere = weights["long"], weights["long at once"], weights["short"]
-    found["differ"] = max(float((one[key] - other[key]).abs().max()) for key in one)
-    found["differ from short"] = max(float((one[key] - elsewhere[key]).abs().max()) for key in one)
+    split, whole, short = weights["long"], weights["long at once"], weights["short"]
+    found["differ"] = max(float((split[key] - whole[key]).abs().max()) for key in split)
+    found["differ from short"] = max(float((split[key] - short[key]).abs().max()) for key in split)
     return found
 
 
 def rank_main(model: str, out: Path) -> None:
-    """The process that is measured."""
+    """Entry of the measured process."""
     try:
         worker = PolicyWorker(config(model, BUDGET), "policy-0")
         address, port = worker.rendezvous()
         worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
-        groups = of_groups(worker, out)
+        groups = peaks_by_groups(worker, out)
         worker.release()
-        lengths = of_lengths(model, out)
+        lengths = peaks_by_length(model, out)
         worker.close()
         (out / "found.json").write_text(json.dumps({"groups": groups, "lengths": lengths}))
     except BaseException:
@@ -163,7 +164,7 @@ def rank_main(model: str, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small vocabulary, so that most of the time and of the memory goes into the layers."""
+    """A model with a small vocabulary, so that the layers dominate time and memory."""
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     return save_llama(tmp_path_factory.mktemp("model"), vocab_size=512, **sizes)
 
@@ -174,14 +175,14 @@ def found(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
     process = multiprocessing.get_context("spawn").Process(target=rank_main, args=(model, out), daemon=True)
     process.start()
-    process.join(BOUND_S)
+    process.join(TIMEOUT_S)
     if process.is_alive():
         process.kill()
     if (out / "error.txt").exists():
         pytest.fail((out / "error.txt").read_text())
-    figures = json.loads((out / "found.json").read_text())
-    print(json.dumps(figures, indent=1))
-    return figures
+    measurements = json.loads((out / "found.json").read_text())
+    print(json.dumps(measurements, indent=1))
+    return measurements
 
 
 @pytest.mark.parametrize("prompts", ["apart", "shared"])
@@ -192,7 +193,7 @@ def test_peak_does_not_grow_with_the_number_of_groups(found: dict[str, Any], pro
     assert many - few <= found["groups"][prompts]["arrow"] + ALLOWANCE
 
 
-def test_a_response_budget_four_times_as_long_fits_by_smaller_micro_batches(found: dict[str, Any]) -> None:
+def test_responses_four_times_as_long_fit_in_the_same_memory_with_more_micro_batches(found: dict[str, Any]) -> None:
     short, split, whole = (found["lengths"][name] for name in ("short", "long", "long at once"))
     assert (short["micro_batches"], split["micro_batches"], whole["micro_batches"]) == (1, 4, 1)
     assert split["peak"] <= short["peak"] + ALLOWANCE

@@ -1,4 +1,4 @@
-"""New weights in a running engine: the engine samples from them and from nothing else, or it does not serve."""
+"""Weight updates of a running engine: it samples from exactly the new weights, or it refuses requests."""
 
 from __future__ import annotations
 
@@ -16,21 +16,31 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from tests.real.rollout_kit import chat, disturb, load, named, pool, reference_logprobs, rollout_config, sampling, save
-from workers.messages import GroupRequest, WeightUpdate
+from tests.real.rollout_helpers import (
+    chat,
+    load_model,
+    named_weights,
+    perturb,
+    prompt_table,
+    reference_logprobs,
+    rollout_config,
+    sampling_config,
+    save_model,
+)
+from workers.contract.messages import GroupRequest, WeightUpdate
 from workers.rollout import EngineClosed, RolloutWorker
-from workers.weight_file import WeightDigestMismatch, WeightPublisher, read_payload
+from workers.weights.file import WeightDigestMismatch, WeightPublisher, read_payload
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
 KINDS = ("self_attn", "mlp", "norm", "embed_tokens")
-PROMPTS = pool(*(chat(text) for text in ("Name a colour.", "What is 2 + 3?", "Tell me of the sea.", "Go on.")))
+PROMPTS = prompt_table(*(chat(text) for text in ("Name a colour.", "What is 2 + 3?", "Tell me of the sea.", "Go on.")))
 LONG = 256
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
-    """An engine that samples long responses, so that an update meets them under way."""
+    """A worker whose responses are long, so that an update arrives while they are generated."""
     worker = RolloutWorker(rollout_config(tiny_model, LONG), "rollout-3")
     await worker.start()
     yield worker
@@ -38,11 +48,11 @@ async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
 
 
 class Trainer:
-    """A model, and the versions of it that were published."""
+    """A model that publishes its weights, and their latest version."""
 
     def __init__(self, model: PreTrainedModel, directory: Path) -> None:
         self.model = model
-        self.tensors = dict(named(model))
+        self.tensors = dict(named_weights(model))
         self.publisher = WeightPublisher(lambda: self.tensors.items(), directory, "test")
         self.version = 0
 
@@ -55,15 +65,18 @@ class Trainer:
 
 @pytest.fixture
 def trainer(tiny_model: Path, tmp_path: Path) -> Iterator[Trainer]:
-    trainer = Trainer(load(tiny_model), tmp_path)
+    trainer = Trainer(load_model(tiny_model), tmp_path)
     yield trainer
     trainer.publisher.close()
 
 
 async def sample(worker: RolloutWorker, count: int = 4) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probs of one sample per prompt, one after another: no batch of which the sums could depend."""
+    """Tokens and log-probs of a greedy and a random sample per prompt.
+
+    The requests run one at a time, because the batch size changes the order of floating-point sums.
+    """
     found = []
-    with sampling(worker, max_tokens=24):
+    with sampling_config(worker, max_tokens=24):
         for row, greedy in itertools.product(range(count), (True, False)):
             request = GroupRequest(f"p{row}", row, 0, samples=1, seed=row, greedy=greedy)
             _, table = await worker.generate(request, PROMPTS)
@@ -71,21 +84,21 @@ async def sample(worker: RolloutWorker, count: int = 4) -> list[tuple[list[int],
     return found
 
 
-async def served(worker: RolloutWorker, samples: int = 1) -> list[dict[str, Any]]:
+async def generate_rows(worker: RolloutWorker, samples: int = 1) -> list[dict[str, Any]]:
     _, table = await worker.generate(GroupRequest("p", 0, 0, samples, seed=4), PROMPTS)
     return table.to_pylist()
 
 
-async def test_updated_engine_equals_a_fresh_one(
+async def test_an_updated_engine_equals_a_new_engine(
     worker: RolloutWorker, trainer: Trainer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """To the last digit, after a change in every kind of layer; each change alone is seen.
+    """The samples are equal bit by bit after changes in every kind of layer, and each change has an effect.
 
-    Output heads tied to the embedding are the case that fails in silence.
+    The output head is tied to the embedding: a sync that misses it raises no error.
     """
     seen = [await sample(worker, 1)]
     for kind in KINDS:
-        disturb(trainer.model, kind)
+        perturb(trainer.model, kind)
         update = trainer.publish()
         ack = await worker.update_weights(update)
         assert (ack.engine, ack.version, ack.digest) == ("rollout-3", update.version, update.digest)
@@ -93,27 +106,27 @@ async def test_updated_engine_equals_a_fresh_one(
         seen.append(await sample(worker, 1))
         assert all(seen[-1] != earlier for earlier in seen[:-1]), kind
     updated = await sample(worker)
-    fresh = RolloutWorker(rollout_config(save(trainer.model, tiny_model, tmp_path / "model"), LONG), "fresh")
-    await fresh.start()
+    new = RolloutWorker(rollout_config(save_model(trainer.model, tiny_model, tmp_path / "model"), LONG), "new")
+    await new.start()
     try:
-        assert await sample(fresh) == updated
+        assert await sample(new) == updated
     finally:
-        await fresh.close()
+        await new.close()
 
 
-async def test_untied_head(tiny_model: Path, tmp_path: Path) -> None:
-    """A model whose head has weights of its own, against transformers."""
+async def test_an_untied_output_head_is_updated(tiny_model: Path, tmp_path: Path) -> None:
+    """Log-probs of a model with an untied output head equal those of transformers."""
     torch.manual_seed(1)
     config = LlamaConfig.from_pretrained(tiny_model, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     trainer = Trainer(model, tmp_path)
-    worker = RolloutWorker(rollout_config(save(model, tiny_model, tmp_path / "untied"), 50), "rollout-0")
+    worker = RolloutWorker(rollout_config(save_model(model, tiny_model, tmp_path / "untied"), 50), "rollout-0")
     await worker.start()
     try:
         for kind in ("lm_head", "embed_tokens"):
-            disturb(model, kind)
+            perturb(model, kind)
             await worker.update_weights(trainer.publish())
-            for row in await served(worker, 4):
+            for row in await generate_rows(worker, 4):
                 expected = reference_logprobs(model, row, 0.7)
                 assert torch.allclose(torch.tensor(row["rollout_logprobs"]), expected, atol=1e-4), kind
     finally:
@@ -121,15 +134,17 @@ async def test_untied_head(tiny_model: Path, tmp_path: Path) -> None:
         await worker.close()
 
 
-async def test_update_under_running_requests(worker: RolloutWorker, trainer: Trainer) -> None:
-    """All finish; each token is recorded under the version that sampled it, and that alone sampled it."""
+async def test_an_update_during_generation_records_the_version_of_every_token(
+    worker: RolloutWorker, trainer: Trainer
+) -> None:
+    """All requests finish, and every token was sampled with the weights of its recorded version."""
     old = trainer.publish()
     await worker.update_weights(old)
     before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
-    running = [asyncio.create_task(served(worker, 4)) for _ in range(2)]
+    running = [asyncio.create_task(generate_rows(worker, 4)) for _ in range(2)]
     await asyncio.sleep(0.3)
     for kind in KINDS:
-        disturb(trainer.model, kind)
+        perturb(trainer.model, kind)
     new = trainer.publish()
     await worker.update_weights(new)
     rows = [row for group in await asyncio.gather(*running) for row in group]
@@ -153,12 +168,12 @@ async def test_update_under_running_requests(worker: RolloutWorker, trainer: Tra
         assert not torch.allclose(sampled[switch:], by_old[switch:], atol=1e-1)
 
 
-async def test_end_of_sequence_is_trained(worker: RolloutWorker, trainer: Trainer) -> None:
-    """Weights that like the end-of-sequence token: it is sampled, and it is in the response with its log-prob."""
+async def test_the_end_of_sequence_token_is_part_of_the_response(worker: RolloutWorker, trainer: Trainer) -> None:
+    """With weights that favour the end-of-sequence token, responses end with it and include its log-prob."""
     with torch.no_grad():
         dict(trainer.model.named_parameters())["model.embed_tokens.weight"][2] *= 30.0
     await worker.update_weights(trainer.publish())
-    rows = await served(worker, 8)
+    rows = await generate_rows(worker, 8)
     stopped = [row for row in rows if row["finish_reason"] == "stop"]
     assert stopped
     for row in stopped:
@@ -171,7 +186,7 @@ async def test_end_of_sequence_is_trained(worker: RolloutWorker, trainer: Traine
 
 
 def flip(update: WeightUpdate) -> None:
-    """One wrong bit in the file."""
+    """Flip one bit of the file."""
     with open(update.path, "r+b") as file:
         file.seek(update.nbytes // 2)
         byte = file.read(1)[0]
@@ -179,30 +194,28 @@ def flip(update: WeightUpdate) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("harm", ["flipped", "truncated", "gone"])
-async def test_an_update_that_did_not_arrive_closes_the_engine(
-    worker: RolloutWorker, trainer: Trainer, harm: str
-) -> None:
-    """Running and new requests end with an error that says so; the next good update opens it again."""
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+async def test_a_damaged_update_closes_the_engine(worker: RolloutWorker, trainer: Trainer, damage: str) -> None:
+    """Running and new requests fail with an error that names the update; the next valid update reopens the engine."""
     await worker.update_weights(trainer.publish())
     good = await sample(worker, 1)
-    running = asyncio.create_task(served(worker, 4))
+    running = asyncio.create_task(generate_rows(worker, 4))
     await asyncio.sleep(0.3)
     update = trainer.publish()
-    if harm == "flipped":
+    if damage == "flipped":
         flip(update)
-    elif harm == "truncated":
+    elif damage == "truncated":
         os.truncate(update.path, update.nbytes - 4096)
     else:
         os.unlink(update.path)
-    with pytest.raises(EngineClosed if harm == "gone" else WeightDigestMismatch, match="rollout-3") as caught:
+    with pytest.raises(EngineClosed if damage == "missing" else WeightDigestMismatch, match="rollout-3") as caught:
         await worker.update_weights(update)
     if isinstance(caught.value, WeightDigestMismatch):
         assert caught.value.expected == update.digest != caught.value.got
     with pytest.raises(EngineClosed, match=f"update to version {update.version} failed"):
         await running
     with pytest.raises(EngineClosed):
-        await served(worker)
+        await generate_rows(worker)
     with pytest.raises(EngineClosed):
         await worker.health()
     await worker.update_weights(trainer.publish())
@@ -210,26 +223,24 @@ async def test_an_update_that_did_not_arrive_closes_the_engine(
 
 
 @pytest.mark.parametrize("absent", ["layers.0.mlp.down_proj", "layers.1.self_attn.k_proj", "embed_tokens", "norm"])
-async def test_an_update_without_all_weights_closes_the_engine(
-    worker: RolloutWorker, trainer: Trainer, absent: str
-) -> None:
-    """vLLM would keep the old weights of that layer and say nothing; a complete update heals what was mixed."""
+async def test_an_incomplete_update_closes_the_engine(worker: RolloutWorker, trainer: Trainer, absent: str) -> None:
+    """vLLM would silently keep the old weights of that layer; the next complete update replaces all weights."""
     await worker.update_weights(trainer.publish())
     good = await sample(worker, 1)
     complete = trainer.tensors
     trainer.tensors = {name: tensor for name, tensor in complete.items() if absent not in name}
     assert len(trainer.tensors) < len(complete)
-    with pytest.raises(EngineClosed, match="no or not all weights"):
+    with pytest.raises(EngineClosed, match="the update lacks weights of"):
         await worker.update_weights(trainer.publish())
     with pytest.raises(EngineClosed):
-        await served(worker)
+        await generate_rows(worker)
     trainer.tensors = complete
     await worker.update_weights(trainer.publish())
     assert await sample(worker, 1) == good
 
 
-async def test_an_update_whose_caller_went_away(worker: RolloutWorker, trainer: Trainer) -> None:
-    """Half an update closes the engine, whatever its processes still think, and the next one opens it."""
+async def test_a_cancelled_update_closes_the_engine(worker: RolloutWorker, trainer: Trainer) -> None:
+    """The next update reopens the engine, even if its processes have begun and not finished another one."""
     await worker.update_weights(trainer.publish())
     good = await sample(worker, 1)
     update = asyncio.create_task(worker.update_weights(trainer.publish()))
@@ -238,16 +249,16 @@ async def test_an_update_whose_caller_went_away(worker: RolloutWorker, trainer: 
     with pytest.raises(asyncio.CancelledError):
         await update
     with pytest.raises(EngineClosed):
-        await served(worker)
+        await generate_rows(worker)
     engine = worker._live_engine()
-    await engine.collective_rpc("troupe_forget_unfinished_update")  # how far the cancelled one came is chance
+    await engine.collective_rpc("troupe_forget_unfinished_update")  # the cancelled update may have got this far
     await engine.start_weight_update()
     await worker.update_weights(trainer.publish())
     assert await sample(worker, 1) == good
 
 
-async def test_weights_from_another_node(worker: RolloutWorker, trainer: Trainer, tmp_path: Path) -> None:
-    """The payload makes the file where the publisher's is not; it is replaced, and removed at the end."""
+async def test_weights_are_written_to_another_node(worker: RolloutWorker, trainer: Trainer, tmp_path: Path) -> None:
+    """A worker on a node without the publisher's file writes it from the payload, and replaces it with the next one."""
     update = trainer.publish()
     payload = np.array(read_payload(update))
     elsewhere = tmp_path / "node"

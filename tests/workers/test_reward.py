@@ -16,14 +16,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from workers.config import ModelConfig, RewardConfig, RewardFunctionConfig
-from workers.messages import REWARDS, ROLLOUTS
-from workers.peaks import resident_peak
+from workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig
+from workers.contract.memory import resident_peak
+from workers.contract.messages import REWARDS, ROLLOUTS
+from workers.data.trajectories import join_rewards, write_trajectories
 from workers.reward import RewardWorker, combine, component_labels
-from workers.reward_model import RewardModel, budget_batches
 from workers.rewards.loading import RewardFunctionError
+from workers.rewards.model import RewardModel, budget_batches
 from workers.rewards.runner import Outcome
-from workers.trajectories import join_rewards, write_trajectories
 
 WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", "one", "two", "three", "four", "five"]
 TEMPLATE = (
@@ -118,11 +118,11 @@ def test_samples_come_back_in_order_of_sample_index(worker: RewardWorker) -> Non
 
 def test_a_table_that_is_not_one_group_is_refused(worker: RewardWorker) -> None:
     two = pa.concat_tables([rollouts(["5"]), rollouts(["5"], uid="p1")])
-    with pytest.raises(ValueError, match="one group at a time, not 2"):
+    with pytest.raises(ValueError, match="one group at a time, got 2"):
         worker.score(two)
-    with pytest.raises(ValueError, match="one group at a time, not 0"):
+    with pytest.raises(ValueError, match="one group at a time, got 0"):
         worker.score(ROLLOUTS.empty_table())
-    with pytest.raises(ValueError, match="lacks prompt_ids"):
+    with pytest.raises(ValueError, match="missing columns prompt_ids"):
         worker.score(rollouts(["5"]).drop_columns(["prompt_ids"]))
 
 
@@ -138,7 +138,7 @@ def test_labels_must_differ() -> None:
     with pytest.raises(ValueError, match="more than once: reward_model"):
         model = ModelConfig(path="somewhere")
         component_labels(RewardConfig(functions=(function("exact_match", label="reward_model"),), model=model))
-    with pytest.raises(ValueError, match="needs a function or a model"):
+    with pytest.raises(ValueError, match="needs at least one function or a model"):
         RewardWorker(RewardConfig(), "reward-0")
 
 
@@ -214,9 +214,9 @@ def test_another_vocabulary_is_given_the_text(tmp_path: Path) -> None:
 def test_without_a_chat_template_the_vocabulary_must_be_the_same(tmp_path: Path) -> None:
     model = reward_model(save_reward_model(tmp_path, template=None))
     assert model.encode(rollouts(["two three"], ids=[[5, 6, 1]])) == [[2, 4, 3, 5, 6, 1]]
-    with pytest.raises(ValueError, match="another vocabulary"):
+    with pytest.raises(ValueError, match="vocabulary differs"):
         model.encode(rollouts(["four"], ids=[[5]]))
-    with pytest.raises(ValueError, match="another vocabulary"):
+    with pytest.raises(ValueError, match="vocabulary differs"):
         model.encode(rollouts(["four"], ids=[[50_000]]))
 
 
@@ -240,7 +240,7 @@ def test_a_language_model_is_not_a_reward_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no weights for score\.weight"):
         reward_model(str(tmp_path))
     LlamaForSequenceClassification(tiny_config(num_labels=3)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has one label, this one has 3"):
+    with pytest.raises(ValueError, match="needs exactly one label, got 3"):
         reward_model(str(tmp_path))
 
 
@@ -287,11 +287,31 @@ def test_trajectories_join_on_identity_whatever_the_order(worker: RewardWorker, 
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+def test_the_samples_of_an_evaluation_are_written_for_reading(worker: RewardWorker, tmp_path: Path) -> None:
+    table = rollouts(["xx 5", "6"])
+    path = tmp_path / "evaluation" / "step-000030.parquet"
+    assert worker.write_evaluation(str(path), 30, table, scored(table, worker)) == 2
+    first, second = pq.read_table(path).to_pylist()
+    assert first == {
+        "step": 30,
+        "prompt_uid": "p0",
+        "sample_index": 0,
+        "messages": '[{"role": "user", "content": "one"}]',
+        "response": "xx 5",
+        "answer": "5",
+        "finish_reason": "stop",
+        "status": "ok",
+        "reward": 1.75,
+        "components": [{"name": "last_number", "value": 1.0}, {"name": "x", "value": 0.5}],
+    }
+    assert (second["sample_index"], second["reward"]) == (1, 0.0)
+
+
 def test_a_sample_without_its_reward_is_an_error(worker: RewardWorker) -> None:
     table = rollouts(["5"])
-    with pytest.raises(ValueError, match=r"1 samples have no reward row, the first is \('p0', 0, 1\)"):
+    with pytest.raises(ValueError, match=r"1 samples have no reward row; the first is \('p0', 0, 1\)"):
         join_rewards([rollouts(["5"], attempt=1), scored(table, worker)])
-    with pytest.raises(ValueError, match="a sample comes twice"):
+    with pytest.raises(ValueError, match="a sample occurs twice"):
         join_rewards([table, table, scored(table, worker)])
     with pytest.raises(ValueError, match="neither a rollouts nor a rewards table"):
         join_rewards([table.select(["prompt_uid"])])

@@ -1,20 +1,20 @@
-"""Pure functions from rewards to advantages. Everything is float64 on the CPU and vectorised over samples."""
+"""Pure functions from rewards to advantages, in float64 on the CPU, vectorized over samples."""
 
 from __future__ import annotations
 
 import torch
 
 STD_EPS = 1e-4
-"""Added to a group's standard deviation, as TRL does: rewards equal up to noise do not become +-1."""
+"""Added to a group's standard deviation, as in TRL, so that rewards equal up to noise do not become +-1."""
 WHITEN_EPS = 1e-8
 
 
 def group_advantages(rewards: torch.Tensor, groups: torch.Tensor, normalize_by_std: bool) -> torch.Tensor:
-    """float64 [n]: reward minus the mean of its group, divided by the group's standard deviation if asked for.
+    """float64 [n]: reward minus the mean of its group, optionally divided by the group's standard deviation.
 
     `rewards`: [n]; `groups`: int64 [n], the group number of each sample; groups may differ in size. GRPO
-    (arXiv 2402.03300) says "std" and leaves the estimator open; as in TRL it is the unbiased one (n - 1), plus
-    `STD_EPS`. A group of equal rewards, and so a group of one, gets exactly 0: it carries no signal.
+    (arXiv 2402.03300) does not specify the estimator of the standard deviation; as in TRL it is the unbiased one
+    (n - 1), plus `STD_EPS`. A group of equal rewards, and so a group of one, gets exactly 0: it carries no signal.
     """
     rewards = rewards.double()
     if not len(rewards):
@@ -26,7 +26,7 @@ def group_advantages(rewards: torch.Tensor, groups: torch.Tensor, normalize_by_s
     if normalize_by_std:
         squares.index_add_(0, groups, centred.square())
         centred = centred / ((squares / (count - 1).clamp(min=1.0)).sqrt() + STD_EPS)[groups]
-    # The mean of equal numbers may be off by a rounding error; their spread is not.
+    # The mean of equal numbers may have a rounding error; their minimum and maximum do not.
     return centred.masked_fill(uniform_groups(rewards, groups)[groups], 0.0)
 
 
@@ -43,7 +43,7 @@ def leave_one_out_advantages(returns: torch.Tensor, groups: torch.Tensor) -> tor
     """float64 [n]: return minus the mean return of the other samples of its group (RLOO, arXiv 2402.14740, eq. 6).
 
     Arguments as in `group_advantages`. R_i - sum_{j != i} R_j / (n - 1) = n / (n - 1) * (R_i - mean). A sample that is
-    alone in its group has nobody to be compared with and gets 0.
+    alone in its group gets 0.
     """
     centred = group_advantages(returns, groups, normalize_by_std=False)
     count = torch.bincount(groups, minlength=1).double()[groups] if len(groups) else centred
@@ -51,16 +51,16 @@ def leave_one_out_advantages(returns: torch.Tensor, groups: torch.Tensor) -> tor
 
 
 def best_of_group(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """float64 [n]: the size of the group for its best sample (the first of equals), 0 for the others.
+    """float64 [n]: n / (number of groups) for the best sample of every group (the first of equals), 0 for the others.
 
-    RAFT (arXiv 2304.06767) fine-tunes on the best of K; weighted by K, the mean over all samples of the
-    policy-gradient loss is the mean negative log-likelihood of the best ones. Arguments as in `group_advantages`.
+    RAFT (arXiv 2304.06767) fine-tunes on the best of K; with this weight, the mean over all samples of the negative
+    log-likelihood is the mean over the best ones, also where groups differ in size. Arguments as in `group_advantages`.
     """
     result = torch.zeros(len(rewards), dtype=torch.double)
-    for group in range(int(groups.max()) + 1 if len(groups) else 0):
+    present = groups.unique()
+    for group in present.tolist():
         members = (groups == group).nonzero().flatten()
-        if len(members):
-            result[members[rewards[members].argmax()]] = float(len(members))
+        result[members[rewards[members].argmax()]] = len(rewards) / len(present)
     return result
 
 
@@ -88,11 +88,11 @@ def process_advantages(
 def smoothed_advantages(
     rewards: torch.Tensor, now: tuple[float, float], total: tuple[float, float], visits: int
 ) -> torch.Tensor:
-    """float64 [n]: smooth advantage standardisation of one prompt's samples (DCPO, arXiv 2509.02333, sec. 3.2).
+    """float64 [n]: smooth advantage standardization of one prompt's samples (DCPO, arXiv 2509.02333, sec. 3.2).
 
-    `now`, `total`: (mean, standard deviation) of this visit's rewards and of all visits' up to and with this one, the
-    `visits`-th, i. With A_now and A_total the two standardised rewards, the result is, of (i-1)/i A_now + 1/i A_total
-    and 1/i A_now + (i-1)/i A_total, the one nearer to 0. A deviation of 0 gives an A of 0.
+    `now`, `total`: (mean, standard deviation) of the rewards of this visit and of all visits up to and including this
+    one, the `visits`-th, i. With A_now and A_total the two standardized rewards, the result is the one nearer to 0 of
+    (i-1)/i A_now + 1/i A_total and 1/i A_now + (i-1)/i A_total. A deviation of 0 gives an A of 0.
     """
     fresh, old = (_standardised(rewards.double(), *statistics) for statistics in (now, total))
     share = 1.0 / visits
@@ -110,11 +110,11 @@ def shaped_rewards(
     kl: torch.Tensor | None,
     kl_coef: float,
 ) -> torch.Tensor:
-    """float64 [sum(lengths)]: token_rewards of sequences laid end to end.
+    """float64 [sum(lengths)]: token rewards of concatenated sequences.
 
-    Every token gets -kl_coef * kl, and a sequence's last token its (scaled, clipped) reward on top
+    Every token gets -kl_coef * kl, and the last token of a sequence also its (scaled, clipped) reward
     (InstructGPT, arXiv 2203.02155). `rewards`: [n]; `lengths`: int64 [n]; `kl`: [sum(lengths)], an estimate of the
-    KL divergence per token, None for none. A sequence without tokens has nowhere to put its reward.
+    KL divergence per token, None for none. The reward of a sequence without tokens is dropped.
     """
     rewards = rewards.double()
     token_rewards = torch.zeros(int(lengths.sum()), dtype=torch.double)
@@ -129,7 +129,7 @@ def shaped_rewards(
 def gae(
     token_rewards: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, gamma: float, gae_lambda: float
 ) -> torch.Tensor:
-    """float64 [sum(lengths)]: generalised advantage estimates (arXiv 1506.02438) of sequences laid end to end.
+    """float64 [sum(lengths)]: generalised advantage estimates (arXiv 1506.02438) of concatenated sequences.
 
     delta_t = reward_t + gamma * value_{t+1} - value_t, A_t = delta_t + gamma * lambda * A_{t+1}, with value and
     advantage 0 after the last token. Returns are A_t + value_t.
@@ -140,7 +140,7 @@ def gae(
     reward[:, :-1][inside] = token_rewards.double()
     value[:, :-1][inside] = values.double()
     advantages = torch.zeros_like(reward)
-    # One pass over time for all sequences at once; beyond a sequence's end everything is 0 and stays so.
+    # One pass over time for all sequences; beyond the end of a sequence everything stays 0.
     for t in range(width - 1, -1, -1):
         delta = reward[:, t] + gamma * value[:, t + 1] - value[:, t]
         advantages[:, t] = delta + gamma * gae_lambda * advantages[:, t + 1]
@@ -148,7 +148,7 @@ def gae(
 
 
 def returns_to_go(token_rewards: torch.Tensor, lengths: torch.Tensor, gamma: float) -> torch.Tensor:
-    """float64 [sum(lengths)]: G_t = sum over t' >= t of gamma^(t'-t) reward_t', for sequences laid end to end."""
+    """float64 [sum(lengths)]: G_t = sum over t' >= t of gamma^(t'-t) reward_t', for concatenated sequences."""
     return gae(token_rewards, torch.zeros_like(token_rewards), lengths, gamma, gae_lambda=1.0)
 
 
@@ -164,7 +164,7 @@ def n_step_advantages(
     end = torch.repeat_interleave(lengths.cumsum(0), lengths)
     later = index + n_steps
     inside = later < end
-    # G_t - gamma^k G_{t+k} are the next k rewards; the critic's word stands in for the rest.
+    # G_t - gamma^k G_{t+k} are the next k rewards; the critic's value replaces the rest.
     rest = torch.zeros_like(to_go)
     rest[inside] = (values.double() - to_go)[later[inside]] * gamma**n_steps
     return to_go + rest - values.double()
@@ -180,9 +180,9 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 no better than a constant.
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant.
 
-    0 where the returns do not vary. Both [T].
+    0 if the returns do not vary. Both [T].
     """
     variance = float(returns.double().var(correction=0)) if len(returns) else 0.0
     if variance == 0.0:

@@ -1,7 +1,7 @@
-"""Estimators of the advantage: how the rewards of one batch become a number for every token the policy sampled.
+"""Advantage estimators: from the rewards of one batch to an advantage for every token that the policy sampled.
 
-Every function here works on the tokens the policy itself sampled (`loss_mask`), laid end to end: text it did not
-sample is part of the next state and not an action.
+Every function works on the tokens that the policy sampled (`loss_mask`), concatenated. Text that it did not sample is
+part of the next state, not an action.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from workers.advantage_state import AdvantageState, Moments, PromptHistory
-from workers.advantages import (
+from workers.algorithms.advantages import (
     best_of_group,
     explained_variance,
     gae,
@@ -25,40 +24,15 @@ from workers.advantages import (
     smoothed_advantages,
     whiten,
 )
-from workers.config import STEP_ESTIMATORS, AdvantageConfig
+from workers.algorithms.custom import custom_advantages
+from workers.algorithms.sampled_tokens import SampledTokens
+from workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
+from workers.contract.config import STEP_ESTIMATORS, AdvantageConfig
 
 SCALE_EPS = 1e-4
-"""Added to the deviation that rewards are scaled by: equal rewards scale to 0 and not to noise."""
+"""Added to the standard deviation that scales rewards, so that equal rewards scale to 0 and not to noise."""
 MAX_KL_ERROR = 0.2
-"""The steered KL coefficient changes at most by this share of the horizon's rate (arXiv 1909.08593, sec. 2.2)."""
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """One batch of N samples with T tokens of the policy's own in all."""
-
-    rewards: torch.Tensor
-    """float64 [N]."""
-    groups: torch.Tensor
-    """int64 [N]: number of the sample's group, counted from 0."""
-    lengths: torch.Tensor
-    """int64 [N]: tokens of each sample."""
-    rollout_logprobs: torch.Tensor
-    """[T]."""
-    old_logprobs: torch.Tensor | None
-    ref_logprobs: torch.Tensor | None
-    values: torch.Tensor | None
-    prompt_rows: tuple[int, ...] = ()
-    """Row of the prompt pool of each group (smooth_group)."""
-    greedy_rewards: torch.Tensor | None = None
-    """float64 [N]: reward of the greedy response to the sample's prompt (greedy baseline)."""
-    steps: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    """Process rewards: (rewards float64 [M], tokens up to the step's end int64 [M], sample number int64 [M])."""
-
-    @property
-    def sequence(self) -> torch.Tensor:
-        """int64 [T]: the sample each token belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
+"""Bound of the proportional error of the adaptive KL coefficient (arXiv 1909.08593, sec. 2.2)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +43,7 @@ class Estimate:
     """float64 [T]."""
     state: AdvantageState
     returns: torch.Tensor | None = None
-    """float64 [T]: what the critic is to learn."""
+    """float64 [T]: targets of the critic."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -77,9 +51,10 @@ Estimator = Callable[[AdvantageConfig, SampledTokens, AdvantageState], Estimate]
 
 
 def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
-    """Advantages as the configuration says.
+    """Advantages of a batch by the configured estimator.
 
-    Raises ValueError where the batch lacks what the estimator needs, or has process rewards it does not know.
+    Raises:
+        ValueError: the batch lacks inputs of the estimator, or has process rewards that it does not support.
     """
     if batch.steps is not None and config.estimator not in STEP_ESTIMATORS:
         raise ValueError(f"process rewards (reward_spans) are not supported by the {config.estimator} estimator")
@@ -87,7 +62,7 @@ def estimate(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
     advantages = estimated.advantages
     metrics = {**estimated.metrics, **statistics("advantage", advantages)}
     if config.whiten:
-        advantages = whiten(advantages, torch.ones(len(advantages), dtype=torch.bool))
+        advantages = whiten(advantages, batch.with_loss)
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
     return replace(estimated, advantages=advantages, metrics=metrics)
@@ -102,8 +77,8 @@ def _group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
 
 def _smooth_group(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
     if len(batch.prompt_rows) <= int(batch.groups.max()):
-        raise ValueError("the smooth_group estimator needs the prompts' rows in the pool, and they were not given")
-    # A prompt that stands in the batch twice has been visited once: the order of groups does not matter.
+        raise ValueError("the smooth_group estimator needs the prompts' rows in the pool, but prompt_rows is empty")
+    # A prompt that is in the batch twice counts as one visit: the order of groups does not matter.
     earned: dict[int, list[float]] = {}
     for group, reward in zip(batch.groups.tolist(), batch.rewards.tolist(), strict=True):
         earned.setdefault(batch.prompt_rows[group], []).append(reward)
@@ -135,14 +110,16 @@ def _distill(config: AdvantageConfig, batch: SampledTokens, state: AdvantageStat
 def _returns(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
     shaped = _shape(config, batch, state)
     totals = torch.zeros(len(batch.lengths), dtype=torch.double).index_add(0, batch.sequence, shaped.token_rewards)
-    # A sample without tokens has nowhere to put its reward, but others are compared with it.
+    # A sample without tokens has no token for its reward, but other samples are compared with it.
     totals = torch.where(batch.lengths == 0, shaped.rewards, totals)
     credited = totals[batch.sequence]
     if config.reward_to_go:
         credited = returns_to_go(shaped.token_rewards, batch.lengths, config.gamma)
     above = BASELINES[config.baseline](totals, shaped, batch, state)
-    # In this order a whole return that is credited to every token leaves `above` as it is, to the last bit.
+    # In this order, a whole return credited to every token leaves `above` bitwise unchanged.
     advantages = (credited - totals[batch.sequence]) + above[batch.sequence]
+    if shaped.own_rewards is not None:
+        advantages = advantages + shaped.own_rewards
     following = shaped.state.model_copy(update={"returns": state.returns.seen(totals.tolist())})
     return Estimate(advantages, following, metrics=shaped.metrics)
 
@@ -159,6 +136,16 @@ def _n_step(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState
     return _with_critic(advantages, values, shaped)
 
 
+def _custom(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> Estimate:
+    if config.custom is None:
+        raise ValueError("the custom estimator needs the name of the user's algorithm")
+    advantages = custom_advantages(config.custom, batch)
+    if batch.values is None:
+        return Estimate(advantages, state)
+    values = batch.values.double()
+    return Estimate(advantages, state, advantages + values, _critic_metrics(values, advantages + values))
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "group": _group,
     "smooth_group": _smooth_group,
@@ -167,6 +154,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "returns": _returns,
     "gae": _gae,
     "n_step": _n_step,
+    "custom": _custom,
 }
 
 
@@ -176,13 +164,15 @@ class _Shaped:
     rewards: torch.Tensor
     """float64 [N]: sequence rewards, scaled and clipped."""
     greedy_rewards: torch.Tensor | None
-    """Scaled and clipped in the same way."""
+    """float64 [N], scaled and clipped in the same way."""
+    own_rewards: torch.Tensor | None
+    """float64 [T]: what a token alone is credited with (the KL penalty without `kl_to_go`); None: nothing."""
     state: AdvantageState
     metrics: Mapping[str, float]
 
 
 Baseline = Callable[[torch.Tensor, _Shaped, SampledTokens, AdvantageState], torch.Tensor]
-"""float64 [N] (returns of the samples less the baseline) of the returns."""
+"""From the returns of the samples to float64 [N]: returns minus the baseline."""
 
 
 def _above_nothing(returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
@@ -192,7 +182,7 @@ def _above_nothing(returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens,
 def _above_running_mean(
     returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState
 ) -> torch.Tensor:
-    # Earlier batches only: a baseline that knows the sample itself would bias the gradient.
+    # Earlier batches only: a baseline that includes the sample itself would bias the gradient.
     return returns - state.returns.mean
 
 
@@ -210,7 +200,7 @@ def _above_the_others(
 
 def _above_greedy(returns: torch.Tensor, shaped: _Shaped, batch: SampledTokens, state: AdvantageState) -> torch.Tensor:
     if shaped.greedy_rewards is None:
-        raise ValueError("the greedy baseline needs the rewards of greedy responses, and they were not given")
+        raise ValueError("the greedy baseline needs the rewards of greedy responses, but greedy_rewards is empty")
     return returns - shaped.greedy_rewards
 
 
@@ -224,7 +214,7 @@ BASELINES: dict[str, Baseline] = {
 
 
 def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState) -> _Shaped:
-    """Token rewards: the scaled and clipped reward at the end, the KL penalty on every token; and the next state."""
+    """Token rewards (the scaled and clipped reward at the end, the KL penalty on every token) and the next state."""
     seen = state.rewards.seen(batch.rewards.tolist())
     scale = {"none": None, "batch": Moments().seen(batch.rewards.tolist()), "running": seen}[config.reward_scale]
 
@@ -234,20 +224,23 @@ def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
             rewards = (rewards - scale.mean) / (scale.std + SCALE_EPS)
         return rewards if config.reward_clip is None else rewards.clamp(-config.reward_clip, config.reward_clip)
 
-    steered = config.kl_target is not None
-    coef = state.kl_coef if steered and state.kl_coef is not None else config.kl_coef
+    adaptive = config.kl_target is not None
+    coef = state.kl_coef if adaptive and state.kl_coef is not None else config.kl_coef
     kl, metrics = None, {}
     following = state.model_copy(update={"rewards": seen})
     if config.kl_coef:
         kl = _kl(batch)
-        if steered:
+        if adaptive:
             metrics["kl_coef"] = coef
             next_coef = steered_kl_coef(coef, float(kl.sum()) / len(batch.lengths), config, len(batch.lengths))
             following = following.model_copy(update={"kl_coef": next_coef})
-    rewards = shaped(batch.rewards)
+    rewards, own_rewards = shaped(batch.rewards), None
+    if kl is not None and not config.kl_to_go:
+        own_rewards, kl = -coef * kl, None
     return _Shaped(
         token_rewards=shaped_rewards(rewards, batch.lengths, kl, coef),
         rewards=rewards,
+        own_rewards=own_rewards,
         greedy_rewards=None if batch.greedy_rewards is None else shaped(batch.greedy_rewards),
         state=following,
         metrics=metrics,
@@ -257,7 +250,7 @@ def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
 def steered_kl_coef(coef: float, kl: float, config: AdvantageConfig, samples: int) -> float:
     """The next coefficient after `samples` responses with a mean KL divergence of `kl` nats (arXiv 1909.08593, eq. 3).
 
-    e = clip(kl / target - 1, -0.2, 0.2); coef * (1 + e * samples / horizon). Without a target it stays.
+    e = clip(kl / target - 1, -0.2, 0.2); coef * (1 + e * samples / horizon). Unchanged without a target.
     """
     if config.kl_target is None:
         return coef
@@ -267,25 +260,28 @@ def steered_kl_coef(coef: float, kl: float, config: AdvantageConfig, samples: in
 
 def _kl(batch: SampledTokens) -> torch.Tensor:
     if batch.old_logprobs is None or batch.ref_logprobs is None:
-        raise ValueError("kl_coef needs old_logprobs and ref_logprobs, and they were not given")
+        raise ValueError("kl_coef needs old_logprobs and ref_logprobs, but the batch lacks them")
     return batch.old_logprobs.double() - batch.ref_logprobs.double()
 
 
 def _values(batch: SampledTokens) -> torch.Tensor:
     if batch.values is None:
-        raise ValueError("the estimator needs values, and no critic's table was given")
+        raise ValueError("the estimator needs values, but there is no table from the critic")
     return batch.values.double()
 
 
 def _with_critic(advantages: torch.Tensor, values: torch.Tensor, shaped: _Shaped) -> Estimate:
     returns = advantages + values
-    metrics = dict(shaped.metrics) | statistics("value", values) | statistics("return", returns)
-    metrics["explained_variance"] = explained_variance(values, returns)
-    return Estimate(advantages, shaped.state, returns, metrics)
+    return Estimate(advantages, shaped.state, returns, {**shaped.metrics, **_critic_metrics(values, returns)})
+
+
+def _critic_metrics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
+    metrics = statistics("value", values) | statistics("return", returns)
+    return metrics | {"explained_variance": explained_variance(values, returns)}
 
 
 def statistics(name: str, values: torch.Tensor) -> dict[str, float]:
-    """Mean and (population) standard deviation of `values`, 0 of none."""
+    """Mean and (population) standard deviation of `values`; 0 if it is empty."""
     if not len(values):
         return {f"{name}_mean": 0.0, f"{name}_std": 0.0}
     return {f"{name}_mean": float(values.mean()), f"{name}_std": float(values.std(correction=0))}

@@ -1,7 +1,8 @@
-"""From a scored micro-batch to its share of the update's loss: one pure function per objective.
+"""Offline objectives: from a scored micro-batch to its share of the update's loss, one pure function each.
 
-A loss is a sum over examples (or tokens) divided by the totals of the whole update, so that adding up micro-batches and
-ranks gives the update's loss however it is split.
+A loss is a sum over examples (or tokens) divided by the totals of the whole update, so that the sum over micro-batches
+and ranks is the update's loss however it is split. They are computed in float64: their inputs have one number per
+token or response, and cost nothing beside the model.
 """
 
 from __future__ import annotations
@@ -12,27 +13,30 @@ from typing import Any
 
 import torch
 
-from workers.config_offline import (
+from workers.algorithms.preference_losses import (
+    PREFERENCE_LOSSES,
+    Groups,
+    accuracy,
+    align,
+    calibration,
+    centering,
+    differences,
+    diverged,
+    ipo,
+    kto,
+    odds_ratio,
+    rrhf_ranking,
+    sequence_logprobs,
+)
+from workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
     KtoLossConfig,
     OrpoLossConfig,
+    RewardLevel,
     RewardLossConfig,
     RrhfLossConfig,
     SftLossConfig,
-)
-from workers.preference_losses import (
-    Groups,
-    accuracy,
-    bradley_terry,
-    calibration,
-    dpo,
-    ipo,
-    kto,
-    odds_ratio,
-    plackett_luce,
-    rrhf_ranking,
-    sequence_logprobs,
 )
 
 Entries = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -40,16 +44,16 @@ Entries = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Totals:
-    """Of the whole update, over all ranks."""
+    """Totals of the whole update over all ranks."""
 
     examples: int
     tokens: int
-    """Of the responses whose likelihood counts."""
+    """Tokens of the responses whose likelihood the loss uses."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A micro-batch and what the models say of it. T: response tokens, B: rows."""
+    """A micro-batch with the models' outputs. T: response tokens, B: rows."""
 
     groups: Groups
     sequence: torch.Tensor
@@ -57,17 +61,22 @@ class Scored:
     loss_mask: torch.Tensor
     """bool [T]."""
     score: torch.Tensor
-    """float [B]: what the data say of each response."""
+    """float [B]: score of each response in the data; of two responses to a prompt the higher one is better, and equal
+    ones are tied."""
     margin: torch.Tensor
-    """float [B]: of its pair."""
+    """float [B]: margin of the row's pair in the data."""
     desirable: torch.Tensor
     """bool [B]."""
+    targets: torch.Tensor | None = None
+    """int64 [T]: the response tokens."""
     logprobs: torch.Tensor | None = None
-    """float [T], of the policy being trained."""
+    """float [T], from the policy being trained."""
     ref_logprobs: torch.Tensor | None = None
     """float [T]."""
     rewards: torch.Tensor | None = None
-    """float [B], of the reward model being trained."""
+    """float [B], from the reward model being trained: its scores at the last tokens."""
+    token_rewards: torch.Tensor | None = None
+    """float [T], from the reward model being trained: its scores at the response tokens."""
     reference_point: float = 0.0
     """z0 of KTO."""
 
@@ -76,11 +85,27 @@ class Scored:
         """B."""
         return len(self.groups.group)
 
+    @property
+    def best(self) -> torch.Tensor:
+        """bool [B]: True for the best responses of every example; several where they are tied."""
+        return self.groups.best(self.score)
+
+    @property
+    def better(self) -> torch.Tensor:
+        """bool [G, K, K]: True where response i is better than response j."""
+        return self.groups.better(self.score)
+
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-prob, loss tokens) of every row, [B]."""
         if self.logprobs is None:
             raise ValueError("this objective needs log-probs")
         return sequence_logprobs(self.logprobs, self.loss_mask, self.sequence, self.rows)
+
+    def scores(self) -> torch.Tensor:
+        """The reward model's scores at the last tokens, float64 [B]."""
+        if self.rewards is None:
+            raise ValueError("a reward model's loss needs its scores")
+        return self.rewards.double()
 
     def means(self) -> torch.Tensor:
         """Mean log-prob of every row's loss tokens, [B]."""
@@ -98,17 +123,17 @@ class Scored:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """A micro-batch's share of the loss, with what there is to report of it."""
+    """A micro-batch's share of the loss, with its metrics."""
 
     loss: torch.Tensor
     """Scalar, with gradient."""
     terms: Mapping[str, torch.Tensor]
-    """The loss and its parts: they add up over micro-batches and ranks."""
+    """The loss and its parts; they add up over micro-batches and ranks."""
     tally: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-    """name -> (total, weight): they add up, and divided they are means."""
+    """name -> (total, weight). Both add up over micro-batches and ranks; their quotient is the mean."""
 
     def statistics(self) -> ObjectiveOutput:
-        """The same without the graph of the loss, which may hold on to activations long after its backward pass."""
+        """The same without the graph of the loss, which may keep activations alive after the backward pass."""
         return replace(self, loss=self.loss.detach())
 
 
@@ -119,65 +144,101 @@ def sft(scored: Scored, config: SftLossConfig, totals: Totals) -> ObjectiveOutpu
 
 
 def reward(scored: Scored, config: RewardLossConfig, totals: Totals) -> ObjectiveOutput:
-    """Bradley-Terry where every example is a pair, with its margin; Plackett-Luce of ranked answers; and, weighted by
-    `lm_coef`, the best answer's likelihood, which keeps the backbone a language model (arXiv 2406.10216, eq. 9)."""
-    if scored.rewards is None:
-        raise ValueError("a reward model's loss needs its scores")
-    grid, present = scored.groups.grid(scored.rewards), scored.groups.present()
-    if present.shape[1] == 2:
-        losses = bradley_terry(grid[:, 0], grid[:, 1], scored.groups.grid(scored.margin)[:, 0])
-    else:
-        losses = plackett_luce(grid, present)
-    terms = {"preference_loss": losses.sum() / max(totals.examples, 1)}
+    """Loss of a reward model: Bradley-Terry with margins on pairs, Plackett-Luce on more than two ranked responses.
+
+    `center_coef` pulls the mean score to 0 (arXiv 2312.09244). `lm_coef` weighs the best response's likelihood, which
+    keeps the backbone a language model (arXiv 2406.10216, eq. 9).
+    """
+    rewards, examples = scored.scores(), max(totals.examples, 1)
+    grid = scored.groups.grid(rewards)
+    terms = {"preference_loss": _LEVELS[config.level](scored, config).sum() / examples}
+    if config.center_coef:
+        terms["center_loss"] = config.center_coef * centering(grid, scored.groups.present()).sum() / examples
     if config.lm_coef:
         terms["lm_loss"] = config.lm_coef * _likelihood(scored, totals)
-    ahead = torch.ones(present.shape[1], present.shape[1], dtype=torch.bool, device=grid.device).triu(1)
-    margins = _differences(grid)[ahead & _both(present)]
-    tally = _means({"accuracy": accuracy(margins), "margin": margins, "score": scored.rewards})
+    margins = differences(grid)[scored.better]
+    tally = _means({"accuracy": accuracy(margins), "margin": margins, "score": rewards})
     return _output(terms, tally | calibration(margins.detach()))
 
 
+def _by_sequence(scored: Scored, config: RewardLossConfig) -> torch.Tensor:
+    """[G]: the loss of the scores at the last tokens."""
+    leads = differences(scored.groups.grid(scored.scores())) - _margin(scored)[:, None, None]
+    return PREFERENCE_LOSSES[config.preference](leads, scored.better, config.label_smoothing)
+
+
+def _by_token(scored: Scored, config: RewardLossConfig) -> torch.Tensor:
+    """[G]: the loss of the pair's scores at the same place, averaged from the first differing token to the end of the
+    longer response; the shorter one keeps its last score. DeepSpeed-Chat, arXiv 2308.01320.
+    """
+    if scored.token_rewards is None or scored.targets is None:
+        raise ValueError("a loss by token needs the tokens and their scores")
+    rows = scored.groups.grid(torch.arange(scored.rows, device=scored.sequence.device))
+    ids = align(scored.targets, scored.sequence, scored.rows)
+    rewards = align(scored.token_rewards.double(), scored.sequence, scored.rows).values
+    chosen, rejected = (ids.rows(rows[:, member]) for member in (0, 1))
+    compared = diverged(chosen, rejected) & scored.better[:, :1, 1]
+    leads = rewards[rows[:, 0]] - rewards[rows[:, 1]] - _margin(scored)[:, None]
+    # Every place is a comparison of its own, of which the matrices hold the one entry (chosen, rejected).
+    loss = PREFERENCE_LOSSES[config.preference]
+    losses = loss(leads[..., None, None], compared[..., None, None], config.label_smoothing)
+    return losses.sum(1) / compared.sum(1).clamp(min=1)
+
+
+_LEVELS: Mapping[RewardLevel, Callable[[Scored, RewardLossConfig], torch.Tensor]] = {
+    "sequence": _by_sequence,
+    "token": _by_token,
+}
+
+
+def _margin(scored: Scored) -> torch.Tensor:
+    """float [G]: margin of every example."""
+    return scored.groups.grid(scored.margin)[:, 0]
+
+
 def preference_dpo(scored: Scored, config: DpoLossConfig, totals: Totals) -> ObjectiveOutput:
-    """DPO on pairs."""
-    ratios = scored.groups.grid(scored.ratios(per_token=False))
-    losses = dpo(ratios[:, 0], ratios[:, 1], config.beta, config.label_smoothing)
-    return _preference(losses, config.beta * ratios, totals)
+    """DPO on pairs (arXiv 2305.18290, eq. 7) and rankings (eq. 20)."""
+    ratios = scored.ratios(per_token=False)
+    leads = config.beta * differences(scored.groups.grid(ratios))
+    losses = PREFERENCE_LOSSES[config.preference](leads, scored.better, config.label_smoothing)
+    return _preference(losses, scored, config.beta * ratios, totals)
 
 
 def preference_ipo(scored: Scored, config: IpoLossConfig, totals: Totals) -> ObjectiveOutput:
     """IPO on pairs."""
-    ratios = scored.groups.grid(scored.ratios(per_token=True))
-    return _preference(ipo(ratios[:, 0], ratios[:, 1], config.beta), config.beta * ratios, totals)
+    ratios = scored.ratios(per_token=True)
+    grid = scored.groups.grid(ratios)
+    return _preference(ipo(grid[:, 0], grid[:, 1], config.beta), scored, config.beta * ratios, totals)
 
 
 def preference_orpo(scored: Scored, config: OrpoLossConfig, totals: Totals) -> ObjectiveOutput:
-    """ORPO on pairs: the chosen answer's likelihood and, weighted, the odds ratio. arXiv 2403.07691, eq. 6."""
-    means = scored.groups.grid(scored.means())
-    losses = config.beta * odds_ratio(means[:, 0], means[:, 1])
-    return _preference(losses, config.beta * means, totals, nll=_likelihood(scored, totals))
+    """ORPO on pairs: the chosen response's likelihood plus the weighted odds ratio (arXiv 2403.07691, eq. 6)."""
+    means = scored.means()
+    grid = scored.groups.grid(means)
+    losses = config.beta * odds_ratio(grid[:, 0], grid[:, 1])
+    return _preference(losses, scored, config.beta * means, totals, nll=_likelihood(scored, totals))
 
 
 def labelled_kto(scored: Scored, config: KtoLossConfig, totals: Totals) -> ObjectiveOutput:
-    """KTO on single labelled answers."""
+    """KTO on single labelled responses."""
     ratios = scored.ratios(per_token=False)
-    desirable, point = scored.desirable, torch.tensor(scored.reference_point, device=ratios.device)
+    desirable, point = scored.desirable, scored.reference_point
     weights = (config.desirable_weight, config.undesirable_weight)
     losses = kto(ratios, desirable, point, config.beta, *weights)
     gain = config.beta * ratios
     right = torch.where(desirable, accuracy(gain - config.beta * point), accuracy(config.beta * point - gain))
     tally = _means({"accuracy": right, "reward_desirable": gain[desirable], "reward_undesirable": gain[~desirable]})
-    tally["reference_point"] = (point * len(ratios), torch.tensor(float(len(ratios))))
+    tally |= _means({"reference_point": torch.full_like(ratios, point)})
     return _output({"preference_loss": losses.sum() / max(totals.examples, 1)}, tally)
 
 
 def ranked_rrhf(scored: Scored, config: RrhfLossConfig, totals: Totals) -> ObjectiveOutput:
-    """RRHF on scored answers: ranking, and the likelihood of the best one (arXiv 2304.05302, eq. 5)."""
-    groups = scored.groups
-    means, scores, present = groups.grid(scored.means()), groups.grid(scored.score), groups.present()
-    terms = {"preference_loss": rrhf_ranking(means, scores, present).sum() / max(totals.examples, 1)}
+    """RRHF on scored responses: ranking, and the likelihood of the best one (arXiv 2304.05302, eq. 5)."""
+    leads, better = differences(scored.groups.grid(scored.means())), scored.better
+    terms = {"preference_loss": rrhf_ranking(leads, better).sum() / max(totals.examples, 1)}
     if config.lm_coef:
         terms["lm_loss"] = config.lm_coef * _likelihood(scored, totals)
-    margins = _differences(means)[(_differences(scores) > 0) & _both(present)]
+    margins = leads[better]
     return _output(terms, _means({"accuracy": accuracy(margins), "margin": margins}))
 
 
@@ -196,16 +257,23 @@ OBJECTIVES: Mapping[type, Objective] = {
 
 
 def _likelihood(scored: Scored, totals: Totals) -> torch.Tensor:
-    """Negative log-likelihood of every example's first response, a mean over the update's tokens of such responses."""
+    """Negative log-likelihood of every example's best responses, per token of such responses in the update."""
     sums, _ = scored.sums()
-    return -sums[scored.groups.member == 0].sum() / max(totals.tokens, 1)
+    return -sums[scored.best].sum() / max(totals.tokens, 1)
 
 
-def _preference(losses: torch.Tensor, rewards: torch.Tensor, totals: Totals, **terms: torch.Tensor) -> ObjectiveOutput:
-    """The output for pairs: losses [G], implicit rewards [G, 2]."""
-    chosen, rejected = rewards[:, 0], rewards[:, 1]
-    margins = chosen - rejected
-    shown = {"accuracy": accuracy(margins), "margin": margins, "reward_chosen": chosen, "reward_rejected": rejected}
+def _preference(
+    losses: torch.Tensor, scored: Scored, rewards: torch.Tensor, totals: Totals, **terms: torch.Tensor
+) -> ObjectiveOutput:
+    """The output for preferences of a policy: losses [G], implicit rewards [B]."""
+    margins = differences(scored.groups.grid(rewards))[scored.better]
+    best = scored.best
+    shown = {
+        "accuracy": accuracy(margins),
+        "margin": margins,
+        "reward_chosen": rewards[best],
+        "reward_rejected": rewards[~best],
+    }
     return _output({"preference_loss": losses.sum() / max(totals.examples, 1)} | terms, _means(shown))
 
 
@@ -220,13 +288,3 @@ def _output(terms: dict[str, torch.Tensor], tally: Entries) -> ObjectiveOutput:
 
 def _means(values: Mapping[str, torch.Tensor]) -> Entries:
     return {name: (value.sum(), value.new_tensor(float(value.numel()))) for name, value in values.items()}
-
-
-def _differences(grid: torch.Tensor) -> torch.Tensor:
-    """[G, K, K]: response i's value less response j's."""
-    return grid[:, :, None] - grid[:, None, :]
-
-
-def _both(present: torch.Tensor) -> torch.Tensor:
-    """bool [G, K, K]: where both responses are there."""
-    return present[:, :, None] & present[:, None, :]

@@ -1,24 +1,29 @@
 """Pure loss functions on flat per-token tensors.
 
-Every tensor here is 1-D over the response tokens of one micro-batch. A loss is `sum_t weight_t * loss_t`, and
-the weights (`token_weights`) carry the totals of the whole optimizer update: adding up micro-batches and ranks
-gives the update's loss however the batch is split.
+Every tensor is 1-D over the response tokens of one micro-batch. A loss is `sum_t weight_t * loss_t`. The weights
+(`token_weights`) include the totals of the whole optimizer update, so that the sum over micro-batches and ranks is the
+update's loss however the batch is split.
 
-A token with `loss_mask` False takes part in nothing: whatever stands there, NaN included, reaches neither the
-loss, nor a gradient, nor a metric.
+Tokens with `loss_mask` False are ignored: their values, NaN included, reach neither the loss, nor a gradient, nor a
+metric.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
-from workers.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
+from workers.algorithms.custom import LossTokens, TokenLoss, custom_loss
+from workers.contract.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
 
 MAX_LOG_RATIO = 20.0
-"""|log ratio| is clamped here before `exp`, so that one wild token gives a huge number and not infinity."""
+"""Above this `exp` continues as its tangent: an outlier gives a large number instead of infinity, and a gradient of the
+right sign instead of none."""
+MAX_RATIO = math.exp(MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,13 @@ class LossOutput:
     loss: torch.Tensor
     """Scalar, with gradient."""
     terms: Mapping[str, torch.Tensor]
-    """The loss and its parts: they add up over micro-batches and ranks."""
+    """The loss and its parts; they add up over micro-batches and ranks."""
     sums: Mapping[str, torch.Tensor]
-    """Sums over loss tokens; added up over micro-batches and ranks and divided by the sum `tokens` they are means."""
+    """Sums over loss tokens. Summed over micro-batches and ranks and divided by the sum `tokens`, they are means."""
     maxima: Mapping[str, torch.Tensor]
 
     def statistics(self) -> LossOutput:
-        """The same without the graph of the loss, which may hold on to activations long after its backward pass."""
+        """The same without the graph of the loss, which may keep activations alive after the backward pass."""
         return replace(self, loss=self.loss.detach())
 
 
@@ -49,13 +54,16 @@ def token_weights(
     """float32 [T]: the weight of each token in the update's loss; 0 where `loss_mask` is False.
 
     token_mean: 1 / total_loss_tokens (DAPO, arXiv 2503.14476). sequence_mean: 1 / (total_sequences * loss tokens of
-    the sequence) (GRPO, arXiv 2402.03300). constant: 1 / (total_sequences * max_tokens) (Dr. GRPO, arXiv 2503.20783).
-    only_token_mean: 1 / loss tokens of the sequence (DCPO, arXiv 2509.02333, sec. 3.3).
-    The totals are those of the whole update over all ranks. Raises ValueError for another aggregation.
+    the sequence) (GRPO, arXiv 2402.03300). sequence_sum: 1 / total_sequences, so that a sequence counts with the sum of
+    its tokens, the gradient of its log-prob (REINFORCE). constant: 1 / (total_sequences * max_tokens) (Dr. GRPO, arXiv
+    2503.20783). only_token_mean: 1 / loss tokens of the sequence (DCPO, arXiv 2509.02333, sec. 3.3).
+    The totals are those of the whole update over all ranks. Raises ValueError for an unknown aggregation.
     """
     mask = loss_mask.float()
     if aggregation == "token_mean":
         return mask / max(total_loss_tokens, 1)
+    if aggregation == "sequence_sum":
+        return mask / max(total_sequences, 1)
     if aggregation == "constant":
         return mask / max(total_sequences * max_tokens, 1)
     share = mask / sequence_sums(mask, sequence).clamp(min=1.0)[sequence]
@@ -64,6 +72,16 @@ def token_weights(
     if aggregation == "only_token_mean":
         return share
     raise ValueError(f"unknown aggregation {aggregation!r}")
+
+
+def bounded_exp(values: torch.Tensor) -> torch.Tensor:
+    """exp(x), continued as its tangent above `MAX_LOG_RATIO`: never infinite, and rising everywhere."""
+    return values.clamp(max=MAX_LOG_RATIO).exp() * (1.0 + F.relu(values - MAX_LOG_RATIO))
+
+
+def bounded_expm1(values: torch.Tensor) -> torch.Tensor:
+    """exp(x) - 1 without cancellation near 0, continued as `bounded_exp`."""
+    return torch.expm1(values.clamp(max=MAX_LOG_RATIO)) + MAX_RATIO * F.relu(values - MAX_LOG_RATIO)
 
 
 def sequence_sums(values: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
@@ -77,14 +95,15 @@ def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: st
 
     With d = logprobs - ref_logprobs and tokens drawn from the policy (Schulman, "Approximating KL divergence", 2020):
 
-    k1 = d: unbiased in value. Its own derivative averages to zero, so that as a loss it would do nothing;
-      here its gradient is k2's.
+    k1 = d: unbiased in value. Its own derivative averages to zero and would have no effect as a loss; here its
+      gradient is that of k2.
     k2 = d^2 / 2: biased in value; its gradient d * grad(logprobs) is, on average, exactly that of
       KL(policy || reference).
     k3 = exp(-d) - 1 + d: unbiased in value and never negative, the term of the GRPO paper (arXiv 2402.03300).
       Its gradient is, on average, that of KL(reference || policy): the same to second order while the two are close.
 
-    All hold on policy; after several updates on one batch they are approximations. Raises ValueError for another name.
+    All statements hold on policy; after several updates on one batch they are approximations. Raises ValueError for an
+    unknown estimator.
     """
     difference = logprobs - ref_logprobs
     if estimator == "k1":
@@ -93,16 +112,15 @@ def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: st
     if estimator == "k2":
         return 0.5 * difference.square()
     if estimator == "k3":
-        # For tiny differences exp(-d) - 1 + d cancels; expm1 keeps the digits.
-        return torch.expm1((-difference).clamp(max=MAX_LOG_RATIO)) + difference
+        return bounded_expm1(-difference) + difference
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
 def exact_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """[T]: KL(old || new) = sum_v old(v) (log old(v) - log new(v)), in nats, of log-probs [T, vocabulary].
 
-    What both forbid (log-prob -inf) adds nothing. The mean over states that the old policy visits is what TRPO bounds
-    (arXiv 1502.05477, eq. 12).
+    Tokens with a log-prob of -inf under the old policy contribute 0. TRPO bounds the mean over states that the old
+    policy visits (arXiv 1502.05477, eq. 12).
     """
     terms = old.exp() * (old - new)
     return terms.masked_fill(old == -torch.inf, 0.0).sum(-1)
@@ -111,16 +129,16 @@ def exact_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 def importance_weights(
     old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, sequence: torch.Tensor, config: ImportanceConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, cut): corrections for tokens sampled by an engine whose numbers differ from the trainer's.
+    """(weights, cut): corrections for tokens sampled by an engine whose log-probs differ from the trainer's.
 
     With w = exp(old_logprobs - rollout_logprobs), or its product over the sequence: `truncate` gives min(w, cap)
     (truncated importance sampling), `mask` gives w inside [1/cap, cap] and 0 outside, `none` gives 1. `cut` is True
-    where w was changed. All [T]; outside the loss mask both log-probs must be 0. No gradient flows through the weights.
+    where w was changed. All [T]; outside the loss mask both log-probs must be 0. The weights have no gradient.
     """
     log_ratio = (old_logprobs - rollout_logprobs).detach()
     if config.level == "sequence":
         log_ratio = sequence_sums(log_ratio, sequence)[sequence]
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = bounded_exp(log_ratio)
     if config.mode == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "truncate":
@@ -132,17 +150,17 @@ def importance_weights(
 def policy_log_ratio(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, tokens: torch.Tensor, sequence: torch.Tensor, level: str
 ) -> torch.Tensor:
-    """log of the ratio of new to old policy, [T], at one of three levels.
+    """Log of the ratio of new to old policy, [T], at one of three levels.
 
     token: log pi - log pi_old. sequence: its mean over the sequence's loss tokens, the same for all of them (GSPO,
-    arXiv 2507.18071, eq. 7). sequence_token: that value, with the gradient of the token's own (eq. 14).
+    arXiv 2507.18071, eq. 7). sequence_token: that value with the gradient of each token's own (eq. 14).
     `tokens`: float [T], 1 on loss tokens and 0 elsewhere, where both log-probs must be 0.
     """
     own = logprobs - old_logprobs
     if level == "token":
-        return own.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return own
     count = sequence_sums(tokens, sequence).clamp(min=1.0)
-    mean = (sequence_sums(own, sequence) / count)[sequence].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    mean = (sequence_sums(own, sequence) / count)[sequence]
     if level == "sequence":
         return mean
     return mean.detach() + own - own.detach()
@@ -158,7 +176,7 @@ def clip_bounds(
     """
     if not config.dynamic_clip:
         return 1.0 - config.clip_low, 1.0 + config.clip_high
-    inverse = (-old_logprobs.detach()).clamp(max=MAX_LOG_RATIO).exp()
+    inverse = bounded_exp(-old_logprobs.detach())
     lower = 0.5 + 0.5 * (1.0 - 4.0 * config.clip_low * inverse).clamp(min=0.0).sqrt()
     upper = 0.5 + 0.5 * (1.0 + 4.0 * config.clip_high * inverse).sqrt()
     return lower, upper if config.max_ratio is None else upper.clamp(max=config.max_ratio)
@@ -188,96 +206,153 @@ def clipped_surrogate(
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What the policy loss reads; every field is 1-D over the micro-batch's response tokens."""
+    """Inputs of the policy loss; every field is 1-D over the micro-batch's response tokens."""
 
     logprobs: torch.Tensor
-    """Of the policy being trained, with gradient."""
+    """Log-probs under the policy being trained, with gradient."""
     entropy: torch.Tensor
-    """Of the policy's distribution at each token, in nats; needs a gradient only with an entropy bonus."""
+    """Entropy of the policy at each token, in nats; needs a gradient only with an entropy bonus."""
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
     """From `token_weights`."""
     loss_mask: torch.Tensor
     sequence: torch.Tensor
-    """int64: which sequence of the micro-batch each token belongs to."""
+    """int64: number of each token's sequence in the micro-batch."""
     old_logprobs: torch.Tensor | None = None
-    """None: this is the first update on the batch, and the old policy is the current one."""
+    """None in the first update on a batch, where the old policy is the current one."""
     ref_logprobs: torch.Tensor | None = None
 
+    def masked(self) -> PolicyTokens:
+        """The same with 0 in every number where `loss_mask` is False."""
+        numbers = ("logprobs", "entropy", "rollout_logprobs", "advantages", "weights", "old_logprobs", "ref_logprobs")
+        present = {name: value for name in numbers if (value := getattr(self, name)) is not None}
+        return replace(self, **{name: _masked(value, self.loss_mask) for name, value in present.items()})
 
-def _surrogate(
-    logprobs: torch.Tensor,
-    ratio: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: PolicyLossConfig,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, clipped) per token: the policy-gradient part, before importance weights."""
-    untouched = torch.zeros_like(ratio, dtype=torch.bool)
-    if config.objective == "policy_gradient":
-        return -advantages * logprobs, untouched
-    if config.objective == "kl_penalty":
-        return -advantages * ratio, untouched
-    if config.objective == "cispo":
-        # Only an upper bound: the weight of a token is limited, and every token keeps its gradient.
-        bound = 1.0 + config.clip_high
-        weight = ratio.detach().clamp(max=bound)
-        return -advantages * weight * logprobs, ratio.detach() > bound
-    return clipped_surrogate(ratio, advantages, clip_bounds(old_logprobs, config), config.dual_clip)
+
+Surrogate = Callable[[torch.Tensor, torch.Tensor, PolicyTokens, PolicyLossConfig], TokenLoss]
+"""From the ratio, the old log-probs and the masked tokens to the policy-gradient part of the loss of each token, before
+importance weights. Its metric `clip_fraction` is True where a bound changes the gradient."""
+
+
+def _clip(ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig) -> TokenLoss:
+    bounds = clip_bounds(old_logprobs, config)
+    loss, clipped = clipped_surrogate(ratio, tokens.advantages, bounds, config.dual_clip)
+    return TokenLoss(loss, {"clip_fraction": clipped})
+
+
+def _unclipped(
+    ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
+) -> TokenLoss:
+    # While the ratio is 1 the gradient is that of -A log pi. After further updates on the batch the ratio corrects for
+    # tokens that the old policy sampled; -A log pi would then have the gradient of another policy's objective.
+    return TokenLoss(-tokens.advantages * ratio, {"clip_fraction": torch.zeros_like(ratio)})
+
+
+def _cispo(
+    ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
+) -> TokenLoss:
+    # An upper bound only: the weight of a token is limited, but every token keeps its gradient.
+    bound = 1.0 + config.clip_high
+    weight = ratio.detach().clamp(max=bound)
+    return TokenLoss(-tokens.advantages * weight * tokens.logprobs, {"clip_fraction": ratio.detach() > bound})
+
+
+def _custom(
+    ratio: torch.Tensor, old_logprobs: torch.Tensor, tokens: PolicyTokens, config: PolicyLossConfig
+) -> TokenLoss:
+    if config.custom is None:
+        raise ValueError("the custom objective needs the name of the user's algorithm")
+    given = LossTokens(
+        logprobs=tokens.logprobs,
+        old_logprobs=old_logprobs,
+        rollout_logprobs=tokens.rollout_logprobs,
+        ref_logprobs=tokens.ref_logprobs,
+        advantages=tokens.advantages,
+        loss_mask=tokens.loss_mask,
+        sequence=tokens.sequence,
+    )
+    return custom_loss(config.custom, given)
+
+
+SURROGATES: Mapping[str, Surrogate] = {
+    "clip": _clip,
+    "policy_gradient": _unclipped,
+    "kl_penalty": _unclipped,
+    "cispo": _cispo,
+    "custom": _custom,
+}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Terms of a loss with their statistics, all with gradient: the fields of `LossOutput` before they are summed."""
+
+    terms: Mapping[str, torch.Tensor]
+    sums: Mapping[str, torch.Tensor]
+    maxima: Mapping[str, torch.Tensor]
 
 
 def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float = 0.0) -> LossOutput:
     """sum_t weight_t (importance_t surrogate_t + kl_old_coef kl_old_t + kl_coef kl_t - entropy_coef entropy_t).
 
-    `kl_old_coef`: beta of PPO's KL penalty, on the k3 estimate of KL(old || new) from tokens of the old policy.
-    Raises ValueError where `kl_coef` is set and there are no `ref_logprobs`.
+    The surrogate is that of the objective (`PolicyLossConfig.objective`). `likelihood` has no ratio and no importance
+    weight: it is sum_t weight_t (-advantage_t log pi_t) and what is added to it.
+
+    Args:
+        tokens: Inputs of the micro-batch.
+        config: Objective and coefficients.
+        kl_old_coef: beta of PPO's KL penalty, on the k3 estimate of KL(old || new) from tokens of the old policy.
+
+    Raises:
+        ValueError: `kl_coef` is set, but there are no `ref_logprobs`.
     """
-    mask = tokens.loss_mask
-    logprobs, advantages, weights = (
-        _masked(value, mask) for value in (tokens.logprobs, tokens.advantages, tokens.weights)
-    )
-    rollout_logprobs, entropy = _masked(tokens.rollout_logprobs, mask), _masked(tokens.entropy, mask)
-    old_logprobs = logprobs.detach() if tokens.old_logprobs is None else _masked(tokens.old_logprobs, mask)
-    log_ratio = policy_log_ratio(logprobs, old_logprobs, mask.float(), tokens.sequence, config.ratio)
-    ratio = log_ratio.exp()
-    token_log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    kl_old = torch.expm1(token_log_ratio) - token_log_ratio
-    importance, cut = importance_weights(old_logprobs, rollout_logprobs, tokens.sequence, config.importance)
-    surrogate, clipped = _surrogate(logprobs, ratio, old_logprobs, advantages, config)
-    policy_term = (weights * importance * surrogate).sum()
-    loss = policy_term
-    gap = (old_logprobs - rollout_logprobs).abs()
-    sums = {
-        "tokens": mask.float(),
-        "clip_fraction": (clipped & mask).float(),
-        "kl_old": kl_old,
-        "entropy": entropy,
-        "importance_weight": _masked(importance, mask),
-        "importance_cut_fraction": (cut & mask).float(),
-        "rollout_logprob_gap": gap,
-    }
-    terms = {"policy_loss": policy_term}
-    if kl_old_coef:
-        terms["kl_old_loss"] = kl_old_coef * (weights * kl_old).sum()
-        loss = loss + terms["kl_old_loss"]
+    tokens = tokens.masked()
+    part = _of_samples(tokens) if config.objective == "likelihood" else _of_ratio(tokens, config, kl_old_coef)
+    terms, sums = dict(part.terms), {"tokens": tokens.loss_mask.float(), **part.sums, "entropy": tokens.entropy}
     if config.entropy_coef:
-        terms["entropy_loss"] = -config.entropy_coef * (weights * entropy).sum()
-        loss = loss + terms["entropy_loss"]
+        terms["entropy_loss"] = -config.entropy_coef * (tokens.weights * tokens.entropy).sum()
     if tokens.ref_logprobs is not None:
-        kl = kl_penalty(logprobs, _masked(tokens.ref_logprobs, mask), config.kl_estimator)
-        sums["kl_ref"] = kl
+        sums["kl_ref"] = kl_penalty(tokens.logprobs, tokens.ref_logprobs, config.kl_estimator)
         if config.kl_coef:
-            terms["kl_loss"] = config.kl_coef * (weights * kl).sum()
-            loss = loss + terms["kl_loss"]
+            terms["kl_loss"] = config.kl_coef * (tokens.weights * sums["kl_ref"]).sum()
     elif config.kl_coef:
         raise ValueError("kl_coef is set, but the batch has no ref_logprobs")
+    loss = torch.stack(list(terms.values())).sum()
     return LossOutput(
         loss=loss,
         terms=_totals(terms | {"loss": loss}),
         sums=_totals(sums),
-        maxima={"rollout_logprob_gap_max": _maximum(gap), "ratio_max": _maximum(_masked(ratio.detach(), mask))},
+        maxima={name: _maximum(values) for name, values in part.maxima.items()},
     )
+
+
+def _of_ratio(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float) -> _Part:
+    """The part that compares the policy with the one that sampled."""
+    mask, weights, logprobs = tokens.loss_mask, tokens.weights, tokens.logprobs
+    old_logprobs = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
+    ratio = bounded_exp(policy_log_ratio(logprobs, old_logprobs, mask.float(), tokens.sequence, config.ratio))
+    token_log_ratio = logprobs - old_logprobs
+    kl_old = bounded_expm1(token_log_ratio) - token_log_ratio
+    importance, cut = importance_weights(old_logprobs, tokens.rollout_logprobs, tokens.sequence, config.importance)
+    surrogate = SURROGATES[config.objective](ratio, old_logprobs, tokens, config)
+    terms = {"policy_loss": (weights * importance * surrogate.loss).sum()}
+    if kl_old_coef:
+        terms["kl_old_loss"] = kl_old_coef * (weights * kl_old).sum()
+    gap = (old_logprobs - tokens.rollout_logprobs).abs()
+    sums = {
+        **{name: _masked(values.float(), mask) for name, values in surrogate.metrics.items()},
+        "kl_old": kl_old,
+        "importance_weight": _masked(importance, mask),
+        "importance_cut_fraction": (cut & mask).float(),
+        "rollout_logprob_gap": gap,
+    }
+    return _Part(terms, sums, {"rollout_logprob_gap_max": gap, "ratio_max": _masked(ratio, mask)})
+
+
+def _of_samples(tokens: PolicyTokens) -> _Part:
+    """The part of a likelihood: who sampled a token does not matter."""
+    return _Part({"policy_loss": -(tokens.weights * tokens.advantages * tokens.logprobs).sum()}, {}, {})
 
 
 def value_loss(
@@ -315,7 +390,7 @@ def value_loss(
 
 
 def _masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """0 where the mask is False; the gradient there is 0 too, even if the value is not finite."""
+    """`values` with 0 where the mask is False; the gradient there is 0 too, even if the value is not finite."""
     return torch.where(mask, values, 0.0)
 
 
@@ -324,5 +399,5 @@ def _totals(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _maximum(values: torch.Tensor) -> torch.Tensor:
-    """Largest of non-negative values, 0 of none."""
+    """Largest of non-negative values; 0 if there are none."""
     return torch.cat([values.detach().double(), values.new_zeros(1, dtype=torch.double)]).max()

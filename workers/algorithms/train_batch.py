@@ -1,20 +1,21 @@
-"""Rollouts, rewards and token scores of one step into the TRAIN table the trainers read."""
+"""Preparation of a batch: from rollouts, rewards and token scores of one step to a TRAIN table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from workers.advantage_state import AdvantageState
-from workers.advantages import uniform_groups
-from workers.config import AdvantageConfig
-from workers.estimators import SampledTokens, estimate, statistics
-from workers.losses import kl_penalty
-from workers.messages import TRAIN, PrepareRequest, TrainRow, TrainSummary
-from workers.tensors import IDENTITY_NAMES, Ragged, list_column, ragged
+from workers.algorithms.estimators import SampledTokens, estimate
+from workers.algorithms.policy_loss import kl_penalty
+from workers.contract.advantage_state import AdvantageState
+from workers.contract.config import AdvantageConfig
+from workers.contract.messages import TRAIN, PrepareRequest, TrainRow, TrainSummary, identities
+from workers.models.token_batch import Ragged, list_column, ragged
 
 SCORES = ("old_logprobs", "ref_logprobs", "values")
 Keep = Sequence[tuple[str, int]]
@@ -23,18 +24,31 @@ Keep = Sequence[tuple[str, int]]
 def prepare(
     config: AdvantageConfig, request: PrepareRequest, tables: Sequence[pa.Table]
 ) -> tuple[TrainSummary, pa.Table]:
-    """Join the tables by sample, compute advantages, and lay out the batch.
+    """Join the tables by sample, compute advantages, and build the batch.
 
-    `tables`: ROLLOUTS, REWARDS and token_scores tables in any order and partition, told apart by their columns.
-    Samples that `request.keep` does not name are left out before anything is computed.
+    Samples outside `request.keep` are removed before anything is computed. Those in `request.masked` are removed
+    afterwards: their rewards are part of the statistics of their group, and they carry no loss (overlong filtering:
+    DAPO, arXiv 2503.14476, sec. 3.4).
 
-    Raises ValueError, naming the sample, where one that is kept is missing, doubled, has attempts that differ between
-    tables, no reward with status ok, columns of the wrong length, or a number that is not finite; and where a column
-    the estimator needs is absent.
+    Args:
+        config: Estimator of the advantages.
+        request: Samples to keep, those of them to mask, and the state of the estimator.
+        tables: ROLLOUTS, REWARDS and token_scores tables in any order and partition, distinguished by their columns.
+
+    Returns:
+        The summary and the TRAIN table; both without rows if every sample is masked.
+
+    Raises:
+        ValueError: a kept sample is missing, occurs twice, has attempts that differ between tables, no reward with
+            status ok, columns of the wrong length, or a number that is not finite (the message names the sample); a
+            masked sample is not kept; a column that the estimator needs is missing; or the estimator cannot take
+            candidates.
     """
     keep = request.keep
     if not keep:
-        raise ValueError("no sample was kept: there is nothing to train on")
+        raise ValueError("no sample is kept: there is nothing to train on")
+    if request.candidates and config.estimator != "best_of_group":
+        raise ValueError(f"the {config.estimator} estimator needs samples of the policy, not candidates")
     parts = _Join(keep, tables)
     rollouts = parts.rows("rollouts")
     rewards_table = parts.rows("rewards")
@@ -45,13 +59,17 @@ def prepare(
     advantages = batch.spread(estimated.advantages)
     returns = None if estimated.returns is None else batch.spread(estimated.returns)
     _require_finite(keep, "advantages", advantages, batch.lengths)
-    metrics = _reward_metrics(batch) | _kl_metrics(batch) | _text_metrics(batch) | dict(estimated.metrics)
+    metrics = _kl_metrics(batch) | _text_metrics(batch) | dict(estimated.metrics)
     summary = _summary(batch, advantages, metrics, estimated.state)
-    return summary, _train_table(batch, rollouts, advantages, returns)
+    table = _train_table(batch, rollouts, advantages, returns)
+    if not request.masked:
+        return summary, table
+    rows = (~batch.masked).tolist()
+    return replace(summary, rows=tuple(compress(summary.rows, rows))), table.filter(pa.array(rows))
 
 
 class _Join:
-    """The given tables by kind, and for each kind the row of every kept sample."""
+    """The given tables by kind, joined on the kept samples."""
 
     def __init__(self, keep: Keep, tables: Sequence[pa.Table]) -> None:
         self._keep = keep
@@ -64,14 +82,13 @@ class _Join:
         return kind in self._kinds
 
     def rows(self, kind: str) -> pa.Table:
-        """One table of the kind with exactly the kept rows, in order; checks identity and attempts."""
+        """One table of the kind with exactly the kept rows, in order. Checks identities and attempts."""
         if kind not in self._kinds:
             raise ValueError(f"no table of {kind} was given")
         table = pa.concat_tables(self._kinds[kind])
-        identity = zip(*(table.column(name).to_pylist() for name in IDENTITY_NAMES), strict=True)
         found: dict[tuple[str, int], tuple[int, int]] = {}
         wanted = set(self._keep)
-        for row, (uid, index, attempt) in enumerate(identity):
+        for row, (uid, index, attempt) in enumerate(identities(table)):
             if (uid, index) in wanted and found.setdefault((uid, index), (row, attempt)) != (row, attempt):
                 raise ValueError(f"sample {uid}[{index}] appears twice in {kind}")
         for key in self._keep:
@@ -86,7 +103,7 @@ class _Join:
 
 
 class _Batch:
-    """The kept rows as tensors: flat per token, and per sample."""
+    """The kept rows as tensors, flat per token and per sample."""
 
     def __init__(
         self, request: PrepareRequest, rollouts: pa.Table, rewards: pa.Table, scores: dict[str, pa.Table]
@@ -94,11 +111,18 @@ class _Batch:
         keep = request.keep
         if len(set(keep)) != len(keep):
             raise ValueError("a sample is kept twice")
+        masked = set(request.masked)
+        if unknown := masked - set(keep):
+            uid, index = min(unknown)
+            raise ValueError(f"sample {uid}[{index}] is masked, but it is not kept")
         self.keep = keep
         self.request = request
+        self.masked = torch.tensor([key in masked for key in keep])
         self.prompt_lengths = ragged(rollouts.column("prompt_ids")).lengths
         self.responses = ragged(rollouts.column("response_ids"))
         self.lengths = self.responses.lengths
+        candidates = set(request.candidates)
+        self.candidates = torch.tensor([key in candidates for key in keep])
         self.loss_mask = self._column("loss_mask", rollouts).values
         self.rollout_logprobs = self._column("rollout_logprobs", rollouts).values
         self.scores = {name: self._column(name, table).values for name, table in scores.items()}
@@ -110,7 +134,7 @@ class _Batch:
         self.groups = torch.tensor([number[uid] for uid in self.uids])
 
     def sampled(self) -> SampledTokens:
-        """The policy's own tokens."""
+        """The tokens that the policy sampled."""
         mask, greedy, rows = self.loss_mask, self.request.greedy_rewards, self.request.prompt_rows
         own = {name: values[mask] for name, values in self.scores.items()}
         return SampledTokens(
@@ -124,16 +148,17 @@ class _Batch:
             prompt_rows=tuple(rows[uid] for uid in dict.fromkeys(self.uids)) if rows else (),
             greedy_rewards=torch.tensor([greedy[uid] for uid in self.uids]).double() if greedy else None,
             steps=self._steps(),
+            masked=self.masked,
         )
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """float64 over all response tokens: `values` on the policy's own, 0 on the others."""
+        """float64 over all response tokens: `values` on those that the policy sampled, 0 on the others."""
         result = torch.zeros(len(self.loss_mask), dtype=torch.double)
         result[self.loss_mask] = values
         return result
 
     def _steps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Process rewards with the ends of their steps counted in the policy's own tokens."""
+        """Process rewards, with the ends of steps counted in tokens that the policy sampled."""
         if not any(self.reward_spans):
             return None
         own = self.loss_mask.long().cumsum(0)
@@ -142,7 +167,7 @@ class _Batch:
         for sample, spans in enumerate(self.reward_spans):
             start, length = int(first[sample]), int(self.lengths[sample])
             if not spans and length:
-                # Judged as a whole: one step, to the end of the response.
+                # Rewarded as a whole: one step to the end of the response.
                 spans = [{"end": float(length), "reward": float(self.reward[sample])}]
             for span in spans:
                 end = int(span["end"])
@@ -150,7 +175,7 @@ class _Batch:
                 tokens = int(own[start + end - 1]) - before if 0 < end <= length else 0
                 if tokens < 1:
                     uid, index = self.keep[sample]
-                    raise ValueError(f"sample {uid}[{index}]: a reward span ends at {end}, where no token of it stands")
+                    raise ValueError(f"sample {uid}[{index}]: the reward span that ends at {end} has no sampled token")
                 rewards.append(span["reward"])
                 ends.append(tokens)
                 samples.append(sample)
@@ -159,6 +184,11 @@ class _Batch:
     @property
     def sequence(self) -> torch.Tensor:
         return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
+
+    @property
+    def by_policy(self) -> torch.Tensor:
+        """bool over all response tokens: those that the policy sampled."""
+        return self.loss_mask & ~self.candidates[self.sequence]
 
     @property
     def loss_lengths(self) -> torch.Tensor:
@@ -171,13 +201,10 @@ class _Batch:
             if have != need:
                 raise ValueError(f"sample {key[0]}[{key[1]}]: {name} has {have} entries for {need} response tokens")
         if column.values.is_floating_point():
-            _require_finite(self.keep, name, column.values, self.lengths)
+            # No engine sampled a candidate, so its rollout_logprobs are NaN.
+            unknown = self.candidates[self.sequence] & torch.tensor(name == "rollout_logprobs")
+            _require_finite(self.keep, name, column.values.masked_fill(unknown, 0.0), self.lengths)
         return column
-
-
-def _reward_metrics(batch: _Batch) -> dict[str, float]:
-    uniform = uniform_groups(batch.reward, batch.groups).double().mean()
-    return statistics("reward", batch.reward) | {"uniform_group_fraction": float(uniform)}
 
 
 def _kl_metrics(batch: _Batch) -> dict[str, float]:
@@ -185,21 +212,21 @@ def _kl_metrics(batch: _Batch) -> dict[str, float]:
     if "ref_logprobs" not in batch.scores:
         return {}
     logprobs = batch.scores.get("old_logprobs", batch.rollout_logprobs)
-    kl = kl_penalty(logprobs.double(), batch.scores["ref_logprobs"].double(), "k3")[batch.loss_mask]
+    kl = kl_penalty(logprobs.double(), batch.scores["ref_logprobs"].double(), "k3")[batch.by_policy]
     return {"kl_ref": float(kl.mean()) if len(kl) else 0.0}
 
 
 def _text_metrics(batch: _Batch) -> dict[str, float]:
-    """How sure the sampler was of its tokens, and how much it repeated itself."""
-    sampled = batch.rollout_logprobs[batch.loss_mask].double()
+    """Perplexity of the samples under the sampler, and their repetition."""
+    sampled = batch.rollout_logprobs[batch.by_policy].double()
     return {
         "perplexity": float((-sampled.mean()).exp()) if len(sampled) else 0.0,
-        "repetition": repetition(batch.responses),
+        "repetition": repetition(batch.responses.take((~batch.candidates).nonzero().flatten())),
     }
 
 
 def repetition(responses: Ragged) -> float:
-    """Mean over responses of the share of 4-grams that stood in the same response before; shorter ones count as 0."""
+    """Mean share of 4-grams that occurred earlier in the same response; shorter responses count as 0."""
     starts = (responses.lengths.cumsum(0) - responses.lengths).tolist()
     shares = []
     for start, length in zip(starts, responses.lengths.tolist(), strict=True):
@@ -247,7 +274,9 @@ def _kind(table: pa.Table) -> str:
         return "rewards"
     scores = [name for name in SCORES if name in names]
     if len(scores) != 1:
-        raise ValueError(f"a table with columns {sorted(names)} is neither rollouts, rewards nor token scores")
+        raise ValueError(
+            f"a table with columns {sorted(names)} is neither a rollouts, a rewards nor a token_scores table"
+        )
     return scores[0]
 
 
@@ -255,7 +284,7 @@ def _require_ok(keep: Keep, rewards: pa.Table) -> None:
     columns = (rewards.column("status").to_pylist(), rewards.column("reward").to_pylist())
     for (uid, index), status, reward in zip(keep, *columns, strict=True):
         if status != "ok" or reward is None:
-            raise ValueError(f"sample {uid}[{index}] is to be trained on, but has no reward: {status}")
+            raise ValueError(f"sample {uid}[{index}] is kept for training but has no reward: {status}")
 
 
 def _require_finite(keep: Keep, name: str, values: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -263,4 +292,4 @@ def _require_finite(keep: Keep, name: str, values: torch.Tensor, lengths: torch.
     if len(wrong):
         row = int(np.searchsorted(lengths.cumsum(0).numpy(), int(wrong[0]), side="right"))
         uid, index = keep[row]
-        raise ValueError(f"sample {uid}[{index}]: {name} holds {float(values[wrong[0]])}, which is not finite")
+        raise ValueError(f"sample {uid}[{index}]: {name} has {float(values[wrong[0]])}, which is not finite")

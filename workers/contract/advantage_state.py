@@ -1,7 +1,7 @@
-"""What advantages remember from batch to batch: running statistics, a prompt's earlier rewards, a steered coefficient.
+"""State of the advantage estimators between batches: running statistics, rewards by prompt, adaptive KL coefficient.
 
-The state is a value: preparing a batch takes one and gives the next, the controller keeps it between, and a checkpoint
-holds it. A resumed run therefore goes on with the same numbers.
+The state is a value: preparing a batch takes one and returns the next. The controller keeps it between batches, and a
+checkpoint stores it, so that a resumed run continues with the same numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import Field
 
-from workers.config import Frozen
+from workers.contract.config import Frozen
 
 
 class Moments(Frozen):
-    """Count, mean and sum of squared deviations of numbers seen so far."""
+    """Count, mean and sum of squared deviations of the numbers seen so far."""
 
     count: int = 0
     mean: float = 0.0
@@ -33,34 +33,34 @@ class Moments(Frozen):
 
     @property
     def std(self) -> float:
-        """Unbiased standard deviation; 0 of fewer than two numbers."""
+        """Unbiased standard deviation; 0 for fewer than two numbers."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
 
 class PromptHistory(Frozen):
-    """What one prompt of the pool has earned."""
+    """Rewards of one prompt of the pool."""
 
     visits: int = 0
-    """Batches it was part of."""
+    """Batches that contained the prompt."""
     rewards: Moments = Moments()
 
 
 class AdvantageState(Frozen):
-    """Everything that outlasts a batch."""
+    """Everything that is kept from one batch to the next."""
 
     kl_coef: float | None = None
-    """The steered KL coefficient; None before the first batch, and where nothing steers it."""
+    """The adaptive KL coefficient; None before the first batch and where `kl_target` is not set."""
     rewards: Moments = Moments()
-    """Sequence rewards of all batches, as the reward workers gave them."""
+    """Sequence rewards of all batches, as the reward workers returned them."""
     returns: Moments = Moments()
-    """Sequence returns of all batches, as they were credited: scaled, clipped, with their KL penalty."""
+    """Sequence returns of all batches: scaled, clipped, with their KL penalty."""
     prompts: Mapping[int, PromptHistory] = Field(default_factory=dict)
     """By row of the prompt pool."""
 
     def of_rows(self, rows: Iterable[int]) -> AdvantageState:
-        """The part that concerns these prompts: what travels does not grow with the run."""
+        """The state with only these prompts. Its size does not grow with the run."""
         return self.model_copy(update={"prompts": {row: self.prompts[row] for row in rows if row in self.prompts}})
 
     def after(self, part: AdvantageState) -> AdvantageState:
-        """This state with what preparing a batch on `of_rows` made of it."""
+        """This state updated with `part`, the state after a batch prepared on `of_rows`."""
         return part.model_copy(update={"prompts": {**self.prompts, **part.prompts}})

@@ -1,8 +1,8 @@
 """How Arrow tables are pickled, and so how they enter Ray's object store.
 
-Ray's own way looks at every column in Python and makes its offsets anew: some milliseconds a table, however small. Here
-a small table is one Arrow stream, copied once more on its way, which costs less than the handling of its buffers; a
-large one hands over its buffers where they lie. In both cases whoever reads it reads it where it lies in the store.
+Ray's own serializer inspects every column in Python and rewrites its offsets: some milliseconds per table, however
+small. Here a small table becomes one Arrow stream; the extra copy costs less than handling its buffers one by one. A
+large table hands over its buffers in place. In both cases a reader reads the data in place in the object store.
 """
 
 from __future__ import annotations
@@ -13,13 +13,22 @@ from typing import Any
 import pyarrow as pa
 
 _SMALL_BYTES = 2**22
-"""Up to here a copy takes less time than a table's buffers take one by one."""
-_CUT = 1.1
-"""A table whose buffers are so much larger than what it says is a part of another one: only the part moves."""
+"""Up to this size, copying a table takes less time than handing over its buffers one by one."""
+_SLICE_RATIO = 1.1
+"""A table whose buffers exceed its own size by this factor is a slice of a larger one: only the slice is sent."""
+
+
+def pickle_tables() -> None:
+    """Pickle tables this way in the current process; idempotent.
+
+    Every process that sends tables calls it once: the driver when it connects to Ray, a worker in its constructor. A
+    process that only reads tables needs nothing but this module.
+    """
+    copyreg.pickle(pa.Table, _reduce)
 
 
 def _reduce(table: pa.Table) -> str | tuple[Any, ...]:
-    if table.nbytes > _SMALL_BYTES and table.get_total_buffer_size() <= _CUT * table.nbytes:
+    if table.nbytes > _SMALL_BYTES and table.get_total_buffer_size() <= _SLICE_RATIO * table.nbytes:
         return table.__reduce__()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -29,8 +38,3 @@ def _reduce(table: pa.Table) -> str | tuple[Any, ...]:
 
 def _restore(stream: pa.Buffer) -> pa.Table:
     return pa.ipc.open_stream(stream).read_all()
-
-
-def pickle_tables() -> None:
-    """Have tables pickled so in this process; whoever unpickles them needs no more than this module."""
-    copyreg.pickle(pa.Table, _reduce)

@@ -1,27 +1,32 @@
-"""What a worker is told: frozen, validated, and the same classes the spec is made of.
+"""Worker configuration: frozen, validated models that the spec is also made of.
 
-The spec (``orchestrator/spec.py``) embeds these models where a section passes to a worker unchanged, so every
-field is described and checked in one place only.
+The spec (`orchestrator/spec/rollout.py`) embeds these models where a section is passed to a worker unchanged, so that
+every field is described and checked in one place.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 CPU_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Environment of a process that computes on the CPU. A thread that waits for the others of its process sleeps: by
-default it spins, and takes from the workers that share its cores the time they need to let it go on."""
+"""Environment variables of a process that computes on the CPU. With them, a waiting OpenMP thread sleeps. By default it
+spins and takes CPU time from the workers that share its cores."""
 
+Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
 TransferBackend = Literal["shm", "ipc", "nccl"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
 
 CHUNK_LOGITS = 2**24
-"""Most logits held at once by the output head, 64 MiB in float32: as fast as any more, and the rest is recomputed."""
+"""Maximum number of logits the output head holds at once: 64 MiB in float32. Larger chunks are not faster."""
 
 REDUCE_BUCKET = 500_000_000
-"""Numbers whose gradients DeepSpeed reduces together, at most. On a GPU they are reserved at once."""
+"""Maximum number of gradient elements that DeepSpeed reduces together. On a GPU this buffer is allocated up front."""
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower temperature above 0 to this one, and the trainer would divide its logits by another number."""
 
 
 class Frozen(BaseModel):
@@ -31,37 +36,52 @@ class Frozen(BaseModel):
 
 
 class ModelConfig(Frozen):
-    """Which pretrained model a role starts from."""
+    """The pretrained model a role starts from."""
 
     path: str
-    """Folder with a Hugging Face model (config, safetensors, tokenizer)."""
+    """Folder with a Hugging Face model (config, safetensors, tokenizer), or its name on the hub (`org/name`)."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a model on the hub; null: main. A run is pinned to the commit. Folders have none."""
     dtype: Dtype = "bfloat16"
-    """Type the weights are held and multiplied in."""
+    """Data type of the weights and of matrix multiplications."""
+    float32_head: bool = True
+    """Compute logits in float32 from the bfloat16 states and weights, in training and scoring. This brings the
+    log-probs nearer to those of vLLM. Without effect in float32."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Leave it off unless you wrote that code."""
+    """Run Python code from the model's folder. Leave it off unless you trust that code."""
 
 
 class SamplingConfig(Frozen):
-    """How the policy is sampled for training. Truncated sampling (top-p, top-k) is left to evaluation:
-    it would make the sampled distribution differ from the one that is trained."""
+    """Sampling for training. Truncated sampling (top-p, top-k) is available in evaluation only, because it would make
+    the sampled distribution differ from the one that is trained."""
 
-    temperature: float = Field(default=1.0, gt=0.0)
-    """Softmax temperature. The trainer divides its logits by the same number."""
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
+    """Softmax temperature. The trainer divides its logits by the same value. vLLM has none between 0 and 0.01."""
     max_tokens: int = Field(default=256, ge=1)
-    """Longest response, in tokens; longer ones are cut and marked `length`."""
+    """Longest response, in tokens; longer ones are truncated, with the finish reason `length`."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, besides the model's end-of-sequence token."""
+    """Strings that end a response, besides the model's end-of-sequence token. The response includes them: they are
+    scored and trained."""
 
 
 class EvalSampling(Frozen):
-    """How the policy is sampled for evaluation."""
+    """Sampling for evaluation."""
 
     temperature: float = Field(default=0.0, ge=0.0)
-    """0 is greedy decoding."""
+    """0 is greedy decoding. vLLM has no temperature between 0 and 0.01."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus sampling: keep the smallest set of tokens with this much probability."""
+    """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
     samples: int = Field(default=1, ge=1)
-    """Samples per prompt; with more than one, pass@k is reported for k up to this number."""
+    """Samples per prompt; with more than one, pass@k is reported for k up to this number where the reward says which
+    samples are solved (`evaluation.solved_at`)."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _sampled_as_configured(cls, temperature: float) -> float:
+        if 0.0 < temperature < MIN_TEMPERATURE:
+            why = f"vLLM would sample at {MIN_TEMPERATURE}"
+            raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {temperature}: {why}")
+        return temperature
 
 
 class EngineConfig(Frozen):
@@ -70,15 +90,15 @@ class EngineConfig(Frozen):
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs (or CPU ranks) that share one copy of the model."""
     max_num_seqs: int = Field(default=64, ge=1)
-    """Sequences decoded together."""
+    """Maximum number of sequences decoded together."""
     max_model_len: int = Field(default=1024, ge=8)
     """Longest prompt plus response, in tokens."""
     enforce_eager: bool = False
-    """Skip compilation: starts sooner, decodes slower on GPUs."""
+    """Skip compilation: the engine starts sooner and decodes slower on GPUs."""
     enable_prefix_caching: bool = True
-    """Share the KV cache of common prefixes (the samples of one group share their prompt)."""
+    """Reuse the KV cache of common prefixes (the samples of one group share their prompt)."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0.0, le=1.0)
-    """Share of a GPU's memory the engine may take (GPU only)."""
+    """Fraction of the GPU's memory that the engine may use (GPU only)."""
     kv_cache_gib: float = Field(default=1.0, gt=0.0)
     """KV cache size in GiB (CPU only; on a GPU it follows from `gpu_memory_utilization`)."""
     threads: int = Field(default=0, ge=0)
@@ -91,44 +111,48 @@ class OptimizerConfig(Frozen):
     learning_rate: float = Field(default=1e-6, gt=0.0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """Decoupled weight decay (biases and norm weights are left out)."""
+    """Decoupled weight decay; biases and norm weights are not decayed."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the first and second moments."""
+    """Decay rates of the first and second moment."""
     adam_eps: float = Field(default=1e-8, gt=0.0)
-    """Added to the denominator."""
+    """Added to the denominator of the update."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
-    """Gradients are scaled down to this global norm."""
+    """Gradients are clipped to this global norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after warm-up, down to `min_lr_ratio` at the last update."""
+    """Learning rate after warm-up. `linear` and `cosine` decay to `min_lr_ratio` of the peak at the last update."""
     warmup_updates: int = Field(default=0, ge=0)
-    """Optimizer updates over which the rate rises linearly from 0."""
+    """Optimizer updates over which the learning rate rises linearly from 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """The schedule ends at this share of the peak rate."""
+    """Final learning rate as a fraction of the peak."""
 
 
 class TrainerConfig(OptimizerConfig):
     """One DeepSpeed training group (policy or critic)."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What ZeRO partitions over the workers: nothing, optimizer, gradients too, parameters too. (One worker alone has
-    nothing to partition: in float32 it takes 1 and 2 as 0.)"""
+    """What ZeRO partitions over the workers. 0: nothing; 1: optimizer states; 2: also gradients; 3: also parameters. A
+    single worker has nothing to partition: in float32 it treats 1 and 2 as 0."""
     offload_optimizer: bool = False
-    """Keep optimizer states in host memory (GPU only, and with ZeRO)."""
+    """Keep optimizer states in host memory (GPU only, requires ZeRO)."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more work."""
+    """Recompute activations in the backward pass: less memory for about a third more compute."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
-    """Most tokens (padding included) in one forward pass of one worker."""
+    """Maximum number of tokens, padding included, in one forward pass of one worker."""
     threads: int = Field(default=0, ge=0)
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
     ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Keep a moving average of the weights as well: after every update, average = ema_decay * average +
-    (1 - ema_decay) * weights. Every checkpoint then holds it as a second model (`troupe export --average`). 0: none."""
+    """Keep an exponential moving average of the weights: after every update, average = ema_decay * average +
+    (1 - ema_decay) * weights. Every checkpoint stores it as a second model (`troupe export --average`). 0: off."""
 
     def stage_for(self, ranks: int, float32: bool) -> Literal[0, 1, 2, 3]:
-        """The ZeRO stage of a group of so many ranks, for weights in float32 or not.
+        """The ZeRO stage to use for a group of `ranks` ranks.
 
-        For one rank stages 1 and 2 would copy all gradients and keep all weights twice, for nothing. In bfloat16 they
-        are what adds gradients up in float32.
+        For a single rank in float32, stages 1 and 2 would copy all gradients and keep all weights twice, for nothing.
+        In bfloat16 they accumulate gradients in float32.
+
+        Args:
+            ranks: Size of the training group.
+            float32: Whether the weights are in float32.
         """
         alone = ranks == 1 and float32 and not self.offload_optimizer
         return 0 if alone and self.zero_stage < 3 else self.zero_stage
@@ -145,82 +169,105 @@ REWARD_FUNCTIONS = (
     "letter_share",
     "equations",
 )
-"""Names of the shipped reward functions (`workers/rewards/` has one function for each)."""
+"""Names of the built-in reward functions; each is implemented in `workers/rewards/`."""
 
 STEP_FUNCTIONS = ("letter_share", "equations")
-"""Those that can give process rewards."""
+"""Built-in reward functions that can return process rewards."""
+
+RIGHT_OR_WRONG = ("exact_match", "last_number", "numeric", "regex", "reasoning_gym")
+"""Built-in reward functions whose value is 1 where the response is right, and less where it is not."""
 
 
 class RewardFunctionConfig(Frozen):
     """One reward component."""
 
     name: str = Field(min_length=1)
-    """A shipped function (exact_match, numeric, regex, length, reasoning_gym, equations, ...) or
+    """A built-in function (exact_match, numeric, regex, length, reasoning_gym, equations, ...) or
     `package.module:function`."""
     weight: float = 1.0
     """The sample's reward is the weighted sum of its components."""
     timeout_s: float = Field(default=5.0, gt=0.0)
-    """A call that takes longer is a failed sample, never a number."""
+    """A call that takes longer makes the sample fail; it never becomes a reward."""
+    batched: bool = False
+    """True: the function is called once for a group, with lists of responses, answers and metadata, and returns a list
+    with one result per response; None in it fails that sample. False: it is called for each response, and for all of
+    them at the same time if it is asynchronous."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for the function."""
+    """Keyword arguments of the function."""
     label: str = ""
-    """Name in the metrics; the function's own name where empty."""
+    """Name in the metrics; empty: the function's own name."""
     process: bool = False
-    """The function returns steps, and each is rewarded where it ends (process supervision, GRPO and its kin); a number
-    is a failed sample. Else one number counts for the whole response: of a function that returns steps, their outcome
-    (the mean, where it names none)."""
+    """True: the function returns steps, and each is rewarded where it ends (process supervision, GRPO family); a
+    function that returns a number makes the sample fail. False: one number counts for the whole response; for a
+    function that returns steps it is their outcome (by default their mean)."""
 
 
 class RewardConfig(Frozen):
-    """What a reward worker computes."""
+    """The rewards that a reward worker computes."""
 
     functions: tuple[RewardFunctionConfig, ...] = ()
-    """Reward functions; several are added up by weight."""
+    """Reward functions; the reward is their weighted sum."""
     model: ModelConfig | None = None
-    """A reward model (sequence classifier with one label); its score is the component `reward_model`."""
+    """A reward model (a sequence classifier with one label); its score is the component `reward_model`."""
     model_weight: float = 1.0
     """Weight of the reward model's score."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
-    """Most tokens in one forward pass of the reward model."""
+    """Maximum number of tokens in one forward pass of the reward model."""
     memory_limit_mib: int = Field(default=2048, ge=64)
-    """Most memory one reward function's process may add."""
+    """Maximum memory that the process of one reward function may allocate, in MiB."""
     threads: int = Field(default=0, ge=0)
     """Compute threads of the reward model (CPU only). 0: as many as the role's `cpus`, at least one."""
 
 
 class ImportanceConfig(Frozen):
-    """Correction for the gap between the sampler and the trainer, w = exp(old_logprobs - rollout_logprobs).
+    """Correction for the difference between sampler and trainer: w = exp(old_logprobs - rollout_logprobs).
 
-    With it the objective is that of decoupled PPO (arXiv 2110.00641): `old_logprobs` are the proximal policy the ratio
-    is clipped around, `rollout_logprobs` the behaviour policy that sampled."""
+    With it the objective is that of decoupled PPO (arXiv 2110.00641): `old_logprobs` belong to the proximal policy that
+    the ratio is clipped around, `rollout_logprobs` to the behaviour policy that sampled."""
 
     mode: Literal["none", "truncate", "mask"] = "truncate"
-    """`truncate`: min(w, cap) (truncated importance sampling); `mask`: drop what has w outside [1/cap, cap]."""
+    """`none`: no correction; `truncate`: min(w, cap) (truncated importance sampling); `mask`: weight 0 for w outside
+    [1/cap, cap]."""
     level: Literal["token", "sequence"] = "token"
-    """`token`: every token has its own w; `sequence`: the product over a response's tokens counts for all of them."""
+    """`token`: every token has its own w; `sequence`: all tokens of a response share the product of their w."""
     cap: float = Field(default=2.0, gt=1.0)
-    """Bound on w."""
+    """Upper bound of w."""
+
+
+class CustomConfig(Frozen):
+    """An algorithm of the user's own (`workers/algorithms/custom.py`)."""
+
+    name: str
+    """`package.module:attribute`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function that returns it."""
 
 
 class PolicyLossConfig(Frozen):
     """The policy's loss on one micro-batch."""
 
-    objective: Literal["clip", "policy_gradient", "cispo", "kl_penalty"] = "clip"
-    """`clip`: PPO's clipped ratio (arXiv 1707.06347, eq. 7); `policy_gradient`: -advantage * log-prob (REINFORCE);
-    `cispo`: the same, weighted by the clipped ratio without gradient (arXiv 2506.13585, eq. 4); `kl_penalty`:
-    the ratio unclipped, and beta * KL(old || new) on top (arXiv 1707.06347, eq. 8)."""
+    objective: Literal["clip", "policy_gradient", "cispo", "kl_penalty", "likelihood", "custom"] = "clip"
+    """`clip`: PPO's clipped ratio (arXiv 1707.06347, eq. 7); `policy_gradient`: -advantage * ratio, not clipped (eq.
+    6), which has REINFORCE's gradient in the first update on a batch and is corrected for the policy's change in later
+    ones; `cispo`: -advantage * log-prob, weighted by the clipped ratio without gradient (arXiv 2506.13585, eq. 4);
+    `kl_penalty`: the unclipped ratio plus beta * KL(old || new) (arXiv 1707.06347, eq. 8); `likelihood`: -advantage *
+    log-prob at temperature 1, without any correction for who sampled the tokens (RAFT); `custom`: the function of the
+    user's algorithm."""
+    custom: CustomConfig | None = None
+    """Objective custom: the user's algorithm."""
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
-    """What the ratio compares: a token's probability; the geometric mean over the response (GSPO, arXiv 2507.18071,
-    eq. 7); or that mean with a token's own gradient (GSPO-token, eq. 14)."""
+    """Level of the probability ratio. `token`: each token's own; `sequence`: the geometric mean over the response
+    (GSPO, arXiv 2507.18071, eq. 7); `sequence_token`: that mean with the gradient of each token (GSPO-token, eq.
+    14)."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0.0)
     """The ratio is clipped above at 1 + clip_high."""
     dynamic_clip: bool = False
-    """Bounds that widen for improbable tokens, from `clip_low`, `clip_high` and the old probability (DCPO, arXiv
+    """Widen the bounds for improbable tokens, from `clip_low`, `clip_high` and the old probability (DCPO, arXiv
     2509.02333, sec. 3.1)."""
     max_ratio: float | None = Field(default=None, gt=1.0)
-    """dynamic_clip: the upper bound is never above this."""
+    """With `dynamic_clip`: maximum of the upper bound."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Where the advantage is negative, the loss is at most -dual_clip * advantage (arXiv 1912.09729)."""
     kl_coef: float = Field(default=0.0, ge=0.0)
@@ -229,76 +276,87 @@ class PolicyLossConfig(Frozen):
     """Estimator of KL(pi || pi_ref) per token (Schulman, "Approximating KL divergence", 2020)."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant", "only_token_mean"] = "token_mean"
-    """token_mean: every token of the mini-batch weighs the same; sequence_mean: every sequence does;
-    constant: summed tokens over sequences times `max_tokens` (Dr. GRPO); only_token_mean: the sum of the sequences'
-    means, divided by nothing (DCPO)."""
+    aggregation: Aggregation = "token_mean"
+    """`token_mean`: every token of the mini-batch has the same weight; `sequence_mean`: every sequence has the same
+    weight, shared by its tokens; `sequence_sum`: the sum over a sequence's tokens, averaged over sequences; `constant`:
+    the sum over tokens divided by sequences times `max_tokens` (Dr. GRPO); `only_token_mean`: the sum of the sequences'
+    means, not divided (DCPO)."""
     importance: ImportanceConfig = ImportanceConfig()
-    """Sampler-trainer correction."""
+    """Correction for the difference between sampler and trainer."""
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether the loss compares the policy with the one that sampled."""
+        return self.objective != "likelihood"
 
 
 class CriticLossConfig(Frozen):
     """The critic's loss on one micro-batch."""
 
     value_clip: float | None = Field(default=0.2, gt=0.0)
-    """New values are clipped to old values plus or minus this; none: plain squared error."""
+    """New values are clipped to the old values plus or minus this; none: plain squared error."""
 
 
 STEP_ESTIMATORS = frozenset({"group"})
-"""Estimators of the advantage that read process rewards; the others take one reward for a response."""
+"""Advantage estimators that use process rewards; the others take one reward per response."""
 
 
 class AdvantageConfig(Frozen):
     """How rewards become advantages (and, with a critic, returns)."""
 
-    estimator: Literal["group", "smooth_group", "best_of_group", "returns", "gae", "n_step", "distill"]
-    """`group`: reward against the other samples of the group (GRPO); `smooth_group`: against the prompt's earlier
-    visits too (DCPO); `best_of_group`: the group's size for its best sample, 0 for the others (RAFT); `returns`: sums
-    of token rewards less a baseline (REINFORCE and its kin); `gae`, `n_step`: temporal differences of the critic;
-    `distill`: log-prob under the teacher less log-prob under the policy."""
+    estimator: Literal["group", "smooth_group", "best_of_group", "returns", "gae", "n_step", "distill", "custom"]
+    """`group`: reward relative to the other samples of the group (GRPO); `smooth_group`: also relative to earlier
+    visits of the prompt (DCPO); `best_of_group`: samples per group for the best sample, 0 for the others (RAFT);
+    `returns`: sums of token rewards minus a baseline (REINFORCE family); `gae`, `n_step`: temporal differences of the
+    critic; `distill`: log-prob under the teacher minus log-prob under the policy; `custom`: the function of the user's
+    algorithm."""
+    custom: CustomConfig | None = None
+    """Estimator custom: the user's algorithm."""
     normalize_by_std: bool = True
-    """Group estimator: divide by the group's standard deviation."""
+    """group: divide by the group's standard deviation."""
     baseline: Literal["none", "running_mean", "group_mean", "leave_one_out", "greedy"] = "none"
-    """returns: what is taken off a sample's return: nothing, the mean of all earlier batches, the mean of its group,
-    the mean of the others of its group, or the reward of the greedy response to the same prompt."""
+    """returns: what is subtracted from a sample's return: nothing, the mean of all earlier batches, the mean of the
+    group, the mean of the other samples of the group, or the reward of the greedy response to the same prompt."""
     reward_to_go: bool = True
-    """returns: a token is credited with the rewards from it on; else with the whole response's."""
+    """returns: credit a token with the rewards from its position on; false: with those of the whole response."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount per token (returns, gae, n_step)."""
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
-    """Exponential weight of longer returns (gae)."""
+    """Exponential weight of longer returns, lambda (gae)."""
     n_steps: int = Field(default=8, ge=1)
-    """n_step: tokens whose rewards are summed before the critic's value stands in for the rest."""
+    """n_step: tokens whose rewards are summed before the critic's value replaces the rest."""
     whiten: bool = False
-    """returns, gae, n_step: advantages are shifted and scaled to mean 0, variance 1 over the batch's tokens."""
+    """returns, gae, n_step: normalize advantages to mean 0 and variance 1 over the batch's tokens."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
-    """returns, gae, n_step: advantages are clipped to plus or minus this at the end."""
+    """returns, gae, n_step: clip the final advantages to plus or minus this."""
     kl_coef: float = Field(default=0.0, ge=0.0)
-    """returns, gae, n_step: -kl_coef * (old_logprobs - ref_logprobs) is added to every token's reward."""
+    """returns, gae, n_step: add -kl_coef * (old_logprobs - ref_logprobs) to every token's reward."""
+    kl_to_go: bool = True
+    """returns: credit a token with the KL terms from its position on; false: with its own only (ReMax)."""
     kl_target: float | None = Field(default=None, gt=0.0)
-    """The coefficient is steered so that a response's KL divergence comes out at this (nats)."""
+    """Adapt the coefficient so that the KL divergence of a response approaches this target, in nats."""
     kl_horizon: int = Field(default=10_000, ge=1)
-    """Samples over which the steering takes effect (arXiv 1909.08593, sec. 2.2)."""
+    """Samples over which the coefficient adapts (arXiv 1909.08593, sec. 2.2)."""
     reward_scale: Literal["none", "batch", "running"] = "none"
-    """returns, gae, n_step: sequence rewards are shifted and scaled to mean 0, variance 1, over the batch or over
-    all batches so far (PPO-max, arXiv 2307.04964)."""
+    """returns, gae, n_step: normalize sequence rewards to mean 0 and variance 1, over the batch or over all batches so
+    far (PPO-max, arXiv 2307.04964)."""
     reward_clip: float | None = Field(default=None, gt=0.0)
-    """returns, gae, n_step: the (scaled) sequence reward is clipped to plus or minus this."""
+    """returns, gae, n_step: clip the (scaled) sequence reward to plus or minus this."""
 
 
 class RolloutConfig(Frozen):
-    """Everything one rollout worker is told."""
+    """Configuration of one rollout worker."""
 
     model: ModelConfig
     engine: EngineConfig
     sampling: SamplingConfig
     seed: int
     transfer_backend: TransferBackend
-    device: Literal["cpu", "cuda"]
+    device: Device
 
 
 class PolicyConfig(Frozen):
-    """Everything one policy rank is told."""
+    """Configuration of one rank of the policy."""
 
     model: ModelConfig
     trainer: TrainerConfig
@@ -306,43 +364,43 @@ class PolicyConfig(Frozen):
     advantage: AdvantageConfig
     sampling: SamplingConfig
     run_id: str
-    """Part of the name of the shared-memory weight file."""
+    """Run id, part of the name of the shared-memory weight file."""
     reference_model: ModelConfig | None
-    """Load a frozen reference beside the policy (colocated)."""
+    """A frozen reference to load beside the policy (colocated)."""
     total_updates: int
     """Optimizer updates the learning-rate schedule spans."""
     seed: int
-    device: Literal["cpu", "cuda"]
+    device: Device
     transfer_backend: TransferBackend = "shm"
     ptx_coef: float = 0.0
     """Weight of the texts' negative log-likelihood (PPO-ptx)."""
     share_prompts: bool = False
-    """Train the samples of a group behind one copy of their prompt, where the model can."""
+    """Train the samples of a group behind one copy of their prompt, where the model supports it."""
 
 
 class CriticConfig(Frozen):
-    """Everything one critic rank is told."""
+    """Configuration of one rank of the critic."""
 
     model: ModelConfig
     trainer: TrainerConfig
     loss: CriticLossConfig
     total_updates: int
     seed: int
-    device: Literal["cpu", "cuda"]
+    device: Device
 
 
 class ReferenceConfig(Frozen):
-    """Everything one reference worker is told."""
+    """Configuration of one reference worker."""
 
     model: ModelConfig
     temperature: float
     micro_batch_tokens: int
     threads: int
-    device: Literal["cpu", "cuda"]
+    device: Device
 
 
 class Rendezvous(Frozen):
-    """Where and as whom a rank joins its training group."""
+    """Address of a training group, and the rank with which a process joins it."""
 
     address: str
     port: int

@@ -1,4 +1,4 @@
-"""The most memory that processes have held, for the answers that tell it (`workers.messages.Answer`)."""
+"""Peak memory of processes, reported in `workers.contract.messages.Answer`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 
 def resident_peak(others: Iterable[int] = ()) -> int:
-    """Bytes of this process and of the processes `others`, each at its own peak; one that is gone counts nothing."""
+    """Peak resident bytes of this process plus those of the processes `others`; a process that has ended counts as
+    0."""
     return sum(_high_water(pid) for pid in ("self", *others))
 
 
 def _high_water(pid: int | str) -> int:
-    """VmHWM, in bytes. (`ru_maxrss` would start with the peak of the process that started this one.)"""
+    """VmHWM in bytes. (`ru_maxrss` starts with the peak of the parent process.)"""
     try:
         with open(f"/proc/{pid}/status") as status:
             return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), 0)

@@ -1,28 +1,25 @@
-"""The tables that move between workers, and the scalars that come back to the controller.
+"""The tables that move between workers, and the scalars that return to the controller.
 
-Tables are Arrow, one row per sample, and travel as references; every table carries the sample's identity, so
-tables from different workers join by `(prompt_uid, sample_index)` in whatever order and partition they arrive.
-Summaries are small frozen dataclasses: their size does not depend on sequence length.
+Tables are Arrow tables with one row per sample, passed by reference. Every table has the sample's identity, so that
+tables from different workers join by `(prompt_uid, sample_index)` in any order and partition. Summaries are small
+frozen dataclasses; their size does not depend on sequence length.
 
-Schemas are versioned (`SCHEMA_VERSION` in the metadata) and carry turn spans, reward spans and per-token loss
-masks, so that multi-turn environments and process rewards need no new layout.
+Schemas are versioned (`SCHEMA_VERSION` in the metadata). They have turn spans, reward spans and per-token loss masks,
+so that multi-turn environments and process rewards need no new layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import pyarrow as pa
 
-from workers.advantage_state import AdvantageState
-from workers.tables import pickle_tables
-
-pickle_tables()
+from workers.contract.advantage_state import AdvantageState
 
 SCHEMA_VERSION = "1"
-_META: dict[bytes | str, bytes | str] = {"troupe_schema": SCHEMA_VERSION}
+SCHEMA_METADATA: dict[bytes | str, bytes | str] = {"troupe_schema": SCHEMA_VERSION}
 
 IDENTITY = (
     pa.field("prompt_uid", pa.string(), nullable=False),
@@ -30,9 +27,14 @@ IDENTITY = (
     pa.field("attempt", pa.int32(), nullable=False),
 )
 
+IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
+
+Identity = tuple[str, int, int]
+"""(prompt_uid, sample_index, attempt)"""
+
 _SPAN = pa.struct([("name", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 _VERSION_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
-_REWARD_SPAN = pa.struct([("end", pa.int32()), ("reward", pa.float64())])  # end: response tokens up to there
+_REWARD_SPAN = pa.struct([("end", pa.int32()), ("reward", pa.float64())])  # end: in response tokens
 _COMPONENT = pa.struct([("name", pa.string()), ("value", pa.float64())])
 
 PROMPTS = pa.schema(
@@ -42,19 +44,20 @@ PROMPTS = pa.schema(
         pa.field("answer", pa.string(), nullable=False),
         pa.field("metadata", pa.string(), nullable=False),  # JSON object, passed to reward functions
         pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
+        pa.field("candidates", pa.list_(pa.string())),  # answers from other sources; null: none
     ],
-    metadata=_META,
+    metadata=SCHEMA_METADATA,
 )
-"""The pool prompts are drawn from; held once in the object store, addressed by row."""
+"""The prompt pool: stored once in the object store, addressed by row."""
 
 ROLLOUTS = pa.schema(
     [
         *IDENTITY,
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # one per response token
+        pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # per response token; NaN: candidates
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),  # False: not sampled by the policy
-        pa.field("weight_versions", pa.list_(_VERSION_SPAN), nullable=False),  # spans over response tokens
+        pa.field("weight_versions", pa.list_(_VERSION_SPAN), nullable=False),  # over response tokens; candidates: none
         pa.field("turns", pa.list_(_SPAN), nullable=False),  # spans over response tokens, by speaker
         pa.field("finish_reason", pa.string(), nullable=False),  # stop | length
         pa.field("response", pa.string(), nullable=False),
@@ -65,9 +68,9 @@ ROLLOUTS = pa.schema(
         pa.field("generate_s", pa.float32(), nullable=False),  # arrival in the engine to last token
         pa.field("first_token_s", pa.float32(), nullable=False),
     ],
-    metadata=_META,
+    metadata=SCHEMA_METADATA,
 )
-"""What a rollout worker returns for one group."""
+"""Samples of one group, from a rollout worker; candidates follow as further samples."""
 
 REWARDS = pa.schema(
     [
@@ -77,14 +80,14 @@ REWARDS = pa.schema(
         pa.field("components", pa.list_(_COMPONENT), nullable=False),  # unweighted, by label
         pa.field("reward_spans", pa.list_(_REWARD_SPAN), nullable=False),  # process rewards; empty: outcome only
     ],
-    metadata=_META,
+    metadata=SCHEMA_METADATA,
 )
-"""What a reward worker returns for one group."""
+"""Rewards of one group, from a reward worker."""
 
 
 def token_scores(column: Literal["ref_logprobs", "values", "old_logprobs"]) -> pa.Schema:
     """Schema of a table with one float per response token, under the name `column`."""
-    return pa.schema([*IDENTITY, pa.field(column, pa.list_(pa.float32()), nullable=False)], metadata=_META)
+    return pa.schema([*IDENTITY, pa.field(column, pa.list_(pa.float32()), nullable=False)], metadata=SCHEMA_METADATA)
 
 
 TRAIN = pa.schema(
@@ -101,47 +104,57 @@ TRAIN = pa.schema(
         pa.field("returns", pa.list_(pa.float32())),
         pa.field("reward", pa.float64(), nullable=False),
     ],
-    metadata=_META,
+    metadata=SCHEMA_METADATA,
 )
-"""One step's batch, as the trainers read it."""
+"""Batch of one step, for the trainers."""
 
 
 TEXTS = pa.schema(
     [
         *IDENTITY,
-        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # the first token, which nothing predicts
+        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),  # the first token, which has no prediction
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
     ],
-    metadata=_META,
+    metadata=SCHEMA_METADATA,
 )
-"""Texts in pieces: `prompt_uid` is the text's origin, `sample_index` numbers its pieces."""
+"""Texts cut into pieces: `prompt_uid` is the origin of the text, `sample_index` the number of the piece."""
+
+
+def identities(table: pa.Table) -> list[Identity]:
+    """Identity of every row."""
+    return list(zip(*(table.column(name).to_pylist() for name in IDENTITY_NAMES), strict=True))
 
 
 class WorkerGone(RuntimeError):
-    """Raised by a worker that answers but can never work again: only a fresh one helps."""
+    """Raised by a worker that still answers but cannot work again and must be replaced."""
+
+    @property
+    def fault(self) -> str:
+        """What ended it: the same text for the same cause; empty where it is not known."""
+        return ""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that a worker has held so far, in bytes."""
+    """Peak memory of a worker so far, in bytes."""
 
     host: int
-    """Resident, each of its processes at its own peak. Pages of shared memory count once they were read."""
+    """Resident memory: the sum of the peaks of its processes. Pages of shared memory count from their first read."""
     gpu: int = 0
-    """Allocated by torch on a GPU; 0 without one."""
+    """Memory allocated by torch on a GPU; 0 without a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a worker says along with what it was asked."""
+    """Base of the results that also report the worker's memory."""
 
     peak: Peak | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """Ask a rollout worker for `samples` completions of one prompt."""
+    """Request for `samples` completions of one prompt."""
 
     prompt_uid: str
     row: int
@@ -153,11 +166,13 @@ class GroupRequest:
     top_p: float = 1.0
     temperature: float | None = None
     """None: the training temperature."""
+    candidates: bool = False
+    """Whether the prompt's answers from other sources are added to the samples."""
 
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What the controller knows of one sample."""
+    """Scalars of one sample."""
 
     sample_index: int
     prompt_tokens: int
@@ -169,7 +184,7 @@ class SampleSummary:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """What the controller knows of one finished group."""
+    """Scalars of one finished group."""
 
     prompt_uid: str
     attempt: int
@@ -177,16 +192,29 @@ class GroupSummary:
     samples: tuple[SampleSummary, ...]
     generate_s: float
     refused: str = ""
-    """Why the prompt itself cannot be used (too long, empty, ...); then there are no samples."""
+    """Why the prompt cannot be used (too long, empty, ...); then there are no samples. Empty: it can be used."""
     cached_tokens: int = 0
-    """Prompt tokens of all samples together that the engine had in its cache, and did not compute."""
+    """Prompt tokens, over all samples, that the engine read from its cache instead of computing them."""
     finished_ahead: int = 0
-    """Samples of the engine's other groups that are finished while their groups are not: their places are free."""
+    """Finished samples of the engine's other, unfinished groups: their slots are free."""
+    candidates: tuple[SampleSummary, ...] = ()
+    """Answers from other sources; their indices follow those of the samples."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Samples of one group that a reward component failed on for the same cause."""
+
+    cause: str
+    """Component and kind of failure; for an exception of the user's function, also file and line."""
+    example: str
+    """Status of one of the samples."""
+    samples: int
 
 
 @dataclass(frozen=True)
 class RewardSummary(Answer):
-    """Scalars of one scored group; one entry per sample, in sample order."""
+    """Scalars of one scored group: one entry per sample, in sample order."""
 
     prompt_uid: str
     attempt: int
@@ -194,42 +222,57 @@ class RewardSummary(Answer):
     rewards: tuple[float | None, ...]
     components: dict[str, tuple[float | None, ...]]
     steps_differ: bool = False
-    """Whether the group's process rewards differ from each other; False where there are none."""
+    """Whether the process rewards of the group differ from each other; False where there are none."""
+    faults: tuple[Fault, ...] = ()
+    """Why samples have no reward."""
+    seconds: float = 0.0
+    """Time that the worker spent on the group."""
+
+    def part(self, start: int, end: int | None = None) -> RewardSummary:
+        """The entries of the samples `start` to `end`, exclusive; None: to the last."""
+        chosen = slice(start, end)
+        components = {name: values[chosen] for name, values in self.components.items()}
+        return replace(self, statuses=self.statuses[chosen], rewards=self.rewards[chosen], components=components)
 
 
 @dataclass(frozen=True)
 class ScoreSummary(Answer):
-    """What a worker of the reference says of what it scored."""
+    """Scalars of what a reference worker scored."""
 
     rows: int
 
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """What the controller knows of a batch that is to be prepared."""
+    """Request to prepare a batch."""
 
     keep: tuple[tuple[str, int], ...]
-    """(prompt_uid, sample_index) of the rows of the result, in that order; samples of one prompt_uid form a group."""
+    """(prompt_uid, sample_index) of the rows of the result, in order, and of `masked` between them; samples of one
+    prompt_uid form a group."""
     state: AdvantageState = field(default_factory=AdvantageState)
-    """What advantages remember of earlier batches."""
+    """State of the advantage estimators before this batch."""
     prompt_rows: Mapping[str, int] = field(default_factory=dict)
     """Row of the prompt pool of each prompt_uid (smooth_group)."""
     greedy_rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward of the greedy response of each prompt_uid (greedy baseline)."""
+    masked: tuple[tuple[str, int], ...] = ()
+    """Samples of `keep` without loss: their rewards are part of their group's statistics, but they get no row."""
+    candidates: tuple[tuple[str, int], ...] = ()
+    """Samples of `keep` that come from other sources than the policy (best_of_group)."""
 
 
 @dataclass(frozen=True)
 class TrainRow:
-    """What the controller knows of one row of a TRAIN table; enough to plan micro-batches."""
+    """Scalars of one row of a TRAIN table, from which micro-batches are planned."""
 
     tokens: int
     """Prompt plus response."""
     loss_tokens: int
     has_signal: bool
-    """False: its advantages are all zero, so the policy-gradient term is zero."""
+    """False where all advantages are zero, and so is the policy-gradient term."""
     prompt_tokens: int = 0
     group: int = 0
-    """Rows of one group have the same prompt."""
+    """Number of the row's group; rows of one group have the same prompt."""
 
 
 @dataclass(frozen=True)
@@ -239,43 +282,43 @@ class TrainSummary:
     rows: tuple[TrainRow, ...]
     metrics: dict[str, float] = field(default_factory=dict)
     state: AdvantageState = field(default_factory=AdvantageState)
-    """What advantages remember after this batch."""
+    """State of the advantage estimators after this batch."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does in one optimizer update: its micro-batches, as row numbers.
+    """Work of one rank in one optimizer update: its micro-batches, as row numbers.
 
-    Every rank has the same number of micro-batches; an empty one is a forward and backward pass of weight zero,
-    so that collectives stay in step.
+    Every rank has the same number of micro-batches. An empty one is a forward and backward pass of weight zero, so that
+    all ranks run the same collectives.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
     total_loss_tokens: int
-    """Over all ranks, the rows without signal included: the loss does not depend on the split."""
+    """Over all ranks, zero-advantage rows included: the loss does not depend on the split."""
     total_sequences: int
     shared: bool = False
-    """Rows of a micro-batch that stand together and have one prompt are laid out behind one copy of it."""
+    """Place adjacent rows of a micro-batch that have the same prompt behind one copy of it."""
     texts: RankPlan | None = None
-    """Policy: pieces of text that are learnt in the same update (PPO-ptx), as rows of the TEXTS table."""
+    """Policy: pieces of text trained on in the same update (PPO-ptx), as rows of the TEXTS table."""
 
 
 @dataclass(frozen=True)
 class TextSummary:
-    """What the controller knows of a TEXTS table."""
+    """Scalars of a TEXTS table."""
 
     tokens: tuple[int, ...]
-    """Tokens of every piece."""
+    """Number of tokens of each piece."""
 
 
 @dataclass(frozen=True)
 class UpdateMetrics(Answer):
-    """One rank's share of one update. `sums` add up over ranks to the batch's figure; `values` are equal on all."""
+    """Metrics of one update from one rank: `sums` add up over ranks, `values` are equal on all ranks."""
 
     sums: dict[str, float]
     values: dict[str, float]
     skipped: bool = False
-    """The gradient was not finite; no parameter changed."""
+    """Whether the gradient was not finite, so that no parameter changed."""
 
 
 @dataclass(frozen=True)
@@ -295,9 +338,9 @@ class WeightUpdate:
 
     version: int
     digest: str
-    """xxh3-128 of the digests of the payload's pieces followed by the names, types and shapes."""
+    """xxh3-128 of the digests of the payload's pieces, followed by names, types and shapes."""
     path: str
-    """Shared-memory file on the publisher's node (shm back-end)."""
+    """Shared-memory file on the publisher's node (shm backend)."""
     host: str
     tensors: tuple[TensorSpec, ...]
     nbytes: int
@@ -305,7 +348,7 @@ class WeightUpdate:
 
 @dataclass(frozen=True)
 class WeightAck(Answer):
-    """An engine's word on what it now serves."""
+    """Acknowledgement of an engine: the version it now serves."""
 
     engine: str
     version: int
@@ -315,7 +358,7 @@ class WeightAck(Answer):
 
 @dataclass(frozen=True)
 class WorkerHealth(Answer):
-    """A worker's sign of life."""
+    """Health of a worker."""
 
     name: str
     host: str

@@ -1,4 +1,4 @@
-"""What a worker is told that trains on examples it is given: demonstrations, preferences, labels."""
+"""Worker configuration of offline training: demonstrations, preferences, labels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from workers.config import Frozen, ModelConfig, TrainerConfig
+from workers.contract.config import Device, Frozen, ModelConfig, TrainerConfig
+
+Preference = Literal["logistic", "fidelity"]
+"""Loss of a preference, of how far the model puts the better response ahead."""
+RewardLevel = Literal["sequence", "token"]
+"""Where the scores that a reward model's loss compares are read."""
 
 
 class SftLossConfig(Frozen):
@@ -16,49 +21,59 @@ class SftLossConfig(Frozen):
 
 
 class RewardLossConfig(Frozen):
-    """Reward model: Bradley-Terry on pairs, Plackett-Luce on more than two ranked answers."""
+    """Reward model: Bradley-Terry on pairs, Plackett-Luce on more than two ranked responses."""
 
     kind: Literal["reward"] = "reward"
+    preference: Preference = "logistic"
+    """Loss of a preference."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """Probability that the order of the responses is reversed."""
+    level: RewardLevel = "sequence"
+    """Compare the scores of the last tokens, or those of all tokens from the first difference on (pairs)."""
+    center_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the squared sum of the scores of an example."""
     lm_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the best answer's negative log-likelihood."""
+    """Weight of the best response's negative log-likelihood."""
 
 
 class DpoLossConfig(Frozen):
-    """Direct preference optimisation."""
+    """Direct preference optimization."""
 
     kind: Literal["dpo"] = "dpo"
     beta: float = Field(default=0.1, gt=0.0)
     """Strength of the implicit KL to the reference."""
+    preference: Preference = "logistic"
+    """Loss of a preference."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Chance that a pair's labels are swapped (conservative DPO)."""
+    """Probability that the order of the responses is reversed (conservative DPO)."""
 
 
 class IpoLossConfig(Frozen):
-    """Identity preference optimisation."""
+    """Identity preference optimization."""
 
     kind: Literal["ipo"] = "ipo"
     beta: float = Field(default=0.1, gt=0.0)
-    """The paper's tau: the log-ratio margin is drawn to 1 / (2 beta)."""
+    """tau in the paper: the target of the log-ratio margin is 1 / (2 beta)."""
 
 
 class OrpoLossConfig(Frozen):
-    """Odds-ratio preference optimisation."""
+    """Odds-ratio preference optimization."""
 
     kind: Literal["orpo"] = "orpo"
     beta: float = Field(default=0.1, gt=0.0)
-    """The paper's lambda: weight of the odds-ratio term beside the likelihood of the chosen answer."""
+    """lambda in the paper: weight of the odds-ratio term relative to the likelihood of the chosen response."""
 
 
 class KtoLossConfig(Frozen):
-    """Kahneman-Tversky optimisation."""
+    """Kahneman-Tversky optimization."""
 
     kind: Literal["kto"] = "kto"
     beta: float = Field(default=0.1, gt=0.0)
     """Strength of the implicit KL to the reference."""
     desirable_weight: float = Field(default=1.0, gt=0.0)
-    """Weight of desirable answers."""
+    """Weight of desirable responses."""
     undesirable_weight: float = Field(default=1.0, gt=0.0)
-    """Weight of undesirable answers."""
+    """Weight of undesirable responses."""
 
 
 class RrhfLossConfig(Frozen):
@@ -66,7 +81,7 @@ class RrhfLossConfig(Frozen):
 
     kind: Literal["rrhf"] = "rrhf"
     lm_coef: float = Field(default=1.0, ge=0.0)
-    """Weight of the best answer's negative log-likelihood."""
+    """Weight of the best response's negative log-likelihood."""
 
 
 OfflineLossConfig = Annotated[
@@ -76,30 +91,30 @@ OfflineLossConfig = Annotated[
 
 
 class ExampleConfig(Frozen):
-    """How texts become rows of tokens."""
+    """How examples are tokenized."""
 
     max_length: int = Field(ge=8)
-    """Longest prompt plus response, in tokens; a longer example is a bad row."""
+    """Longest prompt plus response, in tokens; a longer example is refused."""
     micro_batch_tokens: int = Field(ge=8)
-    """Largest example, in tokens: all its rows, padded to the longest; a larger one is a bad row."""
+    """Largest example, in tokens: all its rows, padded to the longest; a larger one is refused."""
     from_divergence: bool = False
-    """Pairs: only tokens from the first one on that differs between the two answers carry the loss."""
+    """Comparisons: the loss starts at the first token that differs between the responses."""
     mismatched: bool = False
-    """Put beside every example its prompt with the next example's response (the reference point of KTO)."""
+    """Add to every example its prompt with the response of another example (for the reference point of KTO)."""
 
 
 class OfflineConfig(Frozen):
-    """Everything one rank is told that trains on examples."""
+    """Configuration of one rank of an offline trainer."""
 
     model: ModelConfig
     trainer: TrainerConfig
     loss: OfflineLossConfig
     examples: ExampleConfig
     packing: bool
-    """Lay the examples of a micro-batch end to end in one row, without padding."""
+    """Concatenate the examples of a micro-batch into one row, without padding."""
     reference_model: ModelConfig | None
-    """Load a frozen reference beside the model (colocated)."""
+    """A frozen reference to load beside the model (colocated)."""
     total_updates: int
     """Optimizer updates the learning-rate schedule spans."""
     seed: int
-    device: Literal["cpu", "cuda"]
+    device: Device

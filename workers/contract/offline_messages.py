@@ -1,4 +1,4 @@
-"""The tables and summaries of training on given examples; schemas are versioned like those of `workers.messages`."""
+"""Tables and summaries of offline training; schemas are versioned as in `workers.contract.messages`."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from workers.messages import IDENTITY, SCHEMA_VERSION, TrainSummary
-
-_META: dict[bytes | str, bytes | str] = {"troupe_schema": SCHEMA_VERSION}
+from workers.contract.messages import IDENTITY, SCHEMA_METADATA, TrainSummary
 
 EXAMPLE_TEXTS = pa.schema(
     [
         pa.field("messages", pa.string(), nullable=False),  # JSON, as in PROMPTS
         pa.field("responses", pa.list_(pa.string()), nullable=False),  # best first
-        pa.field("scores", pa.list_(pa.float64()), nullable=False),  # one per response, or none
-        pa.field("margin", pa.float64(), nullable=False),  # of a pair; 0 where the data say nothing
-        pa.field("desirable", pa.bool_(), nullable=False),  # of a labelled response; True elsewhere
+        pa.field("scores", pa.list_(pa.float64()), nullable=False),  # one per response; none: the order is strict
+        pa.field("margin", pa.float64(), nullable=False),  # of a pair; 0 where the data has none
+        pa.field("desirable", pa.bool_(), nullable=False),  # of a labelled response; True otherwise
         pa.field("origin", pa.string(), nullable=False),  # "file.jsonl:17", for error messages
     ],
-    metadata=_META,
+    metadata=SCHEMA_METADATA,
 )
-"""The pool examples are drawn from: one row per example, with all its responses."""
+"""The example pool: one row per example, with all its responses."""
 
 _TOKENS = (
     pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
     pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
     pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
-    pa.field("score", pa.float64(), nullable=False),
+    pa.field("score", pa.float64(), nullable=False),  # a higher one is better, an equal one tied
     pa.field("margin", pa.float64(), nullable=False),
     pa.field("desirable", pa.bool_(), nullable=False),
 )
 
 EXAMPLES = pa.schema(
     [pa.field("example", pa.int64(), nullable=False), pa.field("member", pa.int32(), nullable=False), *_TOKENS],
-    metadata=_META,
+    metadata=SCHEMA_METADATA,
 )
-"""Tokenised examples: one row per response, the rows of an example together and in order of `member`."""
+"""Tokenized examples: one row per response; the rows of an example are adjacent and ordered by `member`."""
 
-EXAMPLE_BATCH = pa.schema([*IDENTITY, *_TOKENS, pa.field("ref_logprobs", pa.list_(pa.float32()))], metadata=_META)
-"""One step's batch. `prompt_uid` names the example's visit and `sample_index` its member: 0 is the response to learn
-from or the best one, those after it follow in rank; for KTO, 1 is the mismatched response."""
+EXAMPLE_BATCH = pa.schema(
+    [*IDENTITY, *_TOKENS, pa.field("ref_logprobs", pa.list_(pa.float32()))], metadata=SCHEMA_METADATA
+)
+"""Batch of one step. `prompt_uid` names the example's visit, and `sample_index` its member: 0 is the demonstration or
+the best response, the others follow in rank, tied ones in any order. For KTO, 1 is the mismatched response."""
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,31 @@ class ExampleBatchSummary(TrainSummary):
     """Scalars of one batch of examples."""
 
     members: tuple[int, ...] = ()
-    """Rows of each example; the rows of an example stand together."""
+    """Number of rows of each example; the rows of an example are adjacent."""
 
 
 CALIBRATION_BINS = 10
 _BIN = "calibration_bin_"
 
 Tally = Mapping[str, tuple[float, float]]
-"""Sums that are to become means: name -> (total, weight). They add up over micro-batches and ranks."""
+"""Sums of weighted means: name -> (total, weight). They add up over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
 class ExampleSummary:
-    """What became of a pool of texts."""
+    """Result of tokenizing an example pool."""
 
     usable: int
     """Examples in the table."""
     tokens: int
     refused: int
     problems: tuple[str, ...]
-    """`file:row: reason` of the first refused ones."""
+    """`file:row: reason` of the first refused examples."""
 
 
 @dataclass(frozen=True)
 class EvaluationPart:
-    """One rank's share of an evaluation; both fields add up over ranks."""
+    """Evaluation result of one rank; both fields add up over ranks."""
 
     terms: dict[str, float]
     """The loss and its parts."""
@@ -81,7 +81,7 @@ class EvaluationPart:
 
 
 def add_tallies(parts: Iterable[Tally]) -> dict[str, tuple[float, float]]:
-    """The sum of several tallies."""
+    """Sum of several tallies."""
     total: dict[str, tuple[float, float]] = {}
     for part in parts:
         for name, (value, weight) in part.items():
@@ -91,12 +91,12 @@ def add_tallies(parts: Iterable[Tally]) -> dict[str, tuple[float, float]]:
 
 
 def calibration_bin(number: int, what: str) -> str:
-    """Name of a bin's entry in a tally; `what` is `confidence` or `correct`."""
+    """Name of the tally entry of a calibration bin; `what` is `confidence` or `correct`."""
     return f"{_BIN}{number}/{what}"
 
 
-def figures(tally: Tally) -> dict[str, float]:
-    """The means; entries without weight are left out.
+def tally_means(tally: Tally) -> dict[str, float]:
+    """Means of a tally; entries with weight 0 are omitted.
 
     Calibration bins become `calibration_error`, the expected calibration error: the mean over all pairs of
     |accuracy - confidence| of the pair's bin (Naeini et al. 2015; Guo et al. 2017, arXiv 1706.04599, eq. 3).

@@ -1,4 +1,4 @@
-"""From a row of the prompt pool to token ids, or to a reason why not; and the seed of each sample. Pure functions."""
+"""Encoding of prompts, and the seed of each sample. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ if TYPE_CHECKING:
 
 
 class PromptRefused(ValueError):
-    """This prompt cannot be used; others can."""
+    """This prompt cannot be used; other prompts are not affected."""
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: str, longest: int) -> list[int]:
-    """Token ids of a chat (JSON list of {"role", "content"}) up to and including the opening of the answer.
+    """Token ids of a chat up to and including the opening of the response.
 
-    Raises PromptRefused, saying why, for anything that does not become between 1 and `longest` tokens.
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        messages: JSON list of {"role", "content"}.
+        longest: Maximum number of tokens.
+
+    Raises:
+        PromptRefused: the messages are invalid, empty, or do not become 1 to `longest` tokens.
     """
     try:
         turns = json.loads(messages)
@@ -33,19 +39,19 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: str, longest: in
     try:
         json.dumps(turns, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise PromptRefused("the prompt has a lone surrogate, which no text can have") from error
+        raise PromptRefused("the prompt has a lone surrogate, which is not valid text") from error
     try:
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(str(text), add_special_tokens=False)["input_ids"]
-    except Exception as error:  # a chat template is a program of the model's author
+    except Exception as error:  # a chat template can raise anything
         raise PromptRefused(f"{type(error).__name__}: {error}") from error
     if not isinstance(ids, list) or not 1 <= len(ids) <= longest:
         count = len(ids) if isinstance(ids, list) else 0
-        raise PromptRefused(f"the prompt has {count} tokens; 1 to {longest} fit beside the longest response")
+        raise PromptRefused(f"the prompt has {count} tokens; 1 to {longest} fit besides the longest response")
     return ids
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Seed of sample `index` of a group, 63 bits. Hashed, because vLLM's own (seed + index) overlaps between groups."""
+    """Seed of sample `index` of a group, 63 bits. Hashed, because vLLM's seed + index overlaps between groups."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

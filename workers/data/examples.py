@@ -1,8 +1,9 @@
-"""From texts to rows of tokens, and from a table of examples to one step's batch."""
+"""Offline data: from texts to rows of tokens, and from a table of examples to the batch of one step."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from workers.config_offline import ExampleConfig
-from workers.messages import TrainRow
-from workers.messages_offline import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
-from workers.preference_losses import Groups, divergence_mask
-from workers.rollout_prompts import PromptRefused, encode_prompt
-from workers.tensors import IDENTITY_NAMES, TokenBatch, TokenTable, ragged
+from workers.algorithms.preference_losses import Groups, divergence_masks
+from workers.contract.messages import TrainRow, identities
+from workers.contract.offline_config import ExampleConfig
+from workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
+from workers.data.chat import PromptRefused, encode_prompt
+from workers.models.token_batch import TokenBatch, TokenTable, ragged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,20 +30,21 @@ Picks = Sequence[tuple[str, int]]
 
 
 class ExampleRefused(ValueError):
-    """This example cannot be used; others can."""
+    """This example cannot be used; other examples are not affected."""
 
 
 def encode_response(
     tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], response: str
 ) -> list[int]:
-    """Token ids of the assistant's answer to `messages`, with the token that ends its turn.
+    """Token ids of the assistant's response to `messages`, including the token that ends its turn.
 
-    Prompt and response together are what the chat template makes of the whole conversation, and the prompt's ids are
-    exactly those a rollout of it would have: where the tokenizer would merge across the boundary, the response is
-    tokenised alone, as a policy that samples it would see it. What a template puts after the end of the turn (a line
-    break, say) is no part of the response: sampling stops before it.
+    Prompt and response together are the chat template's text of the whole conversation, and the prompt's ids are those
+    of a rollout. Where the tokenizer would merge across the boundary, the response is tokenized alone, as a policy that
+    samples it sees it. Text that a template adds after the end of the turn (such as a line break) is not part of the
+    response: sampling stops before it.
 
-    Raises ExampleRefused where neither template nor tokenizer says how a turn ends.
+    Raises:
+        ExampleRefused: neither template nor tokenizer defines how a turn ends, or the template fails.
     """
     turns = json.loads(messages)
     try:
@@ -57,15 +59,15 @@ def encode_response(
         return alone
     except ExampleRefused:
         raise
-    except Exception as error:  # a chat template is a program of the model's author
+    except Exception as error:  # a chat template can raise anything
         raise ExampleRefused(f"{type(error).__name__}: {error}") from error
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase, opened: str, closed: str, response: str) -> str:
-    """What ends the assistant's turn: up to the first special token that the template puts behind the response."""
+    """End of the assistant's turn: the text up to the first special token after the response."""
     tail = closed.removeprefix(opened)
     said = response.strip()
-    # The last occurrence: a template may put words of its own (an empty thought) before the answer.
+    # The last occurrence: a template may add text of its own (an empty thought) before the response.
     rest = tail.rpartition(said)[2] if said in tail and len(tail) < len(closed) else ""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     ends = [rest.index(token) + len(token) for token in special if token in rest]
@@ -73,12 +75,12 @@ def _closing(tokenizer: PreTrainedTokenizerBase, opened: str, closed: str, respo
         return rest[: min(ends)].lstrip()
     if isinstance(tokenizer.eos_token, str):
         return tokenizer.eos_token
-    raise ExampleRefused("neither the chat template nor the tokenizer says which token ends a turn")
+    raise ExampleRefused("neither the chat template nor the tokenizer defines which token ends a turn")
 
 
 @dataclass
 class _Rows:
-    """Columns of an EXAMPLES table that is being made."""
+    """Columns of an EXAMPLES table under construction."""
 
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in EXAMPLES.names})
 
@@ -93,7 +95,7 @@ class _Rows:
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, texts: pa.Table, config: ExampleConfig
 ) -> tuple[ExampleSummary, pa.Table]:
-    """(summary, EXAMPLES table) of an EXAMPLE_TEXTS table; examples that do not fit are left out and named."""
+    """(summary, EXAMPLES table) of an EXAMPLE_TEXTS table; examples that do not fit are omitted and reported."""
     rows = _Rows()
     problems: list[str] = []
     usable = refused = tokens = 0
@@ -106,8 +108,10 @@ def tokenize(
                 problems.append(f"{example['origin']}: {error}")
             continue
         masks = [[True] * len(ids) for ids in responses]
-        if config.from_divergence and len(responses) == 2:
-            masks = list(divergence_mask(responses[0], responses[1]))
+        if config.from_divergence:
+            masks = divergence_masks(responses)
+        # Without scores the responses are best first, and none are tied.
+        scores = example["scores"] or [-float(place) for place in range(len(responses))]
         for member, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
             rows.add(
                 example=usable,
@@ -115,7 +119,7 @@ def tokenize(
                 prompt_ids=prompt_ids,
                 response_ids=ids,
                 loss_mask=mask,
-                score=example["scores"][member] if example["scores"] else 0.0,
+                score=scores[member],
                 margin=example["margin"],
                 desirable=example["desirable"],
             )
@@ -134,20 +138,20 @@ def _encode(
     if longest > config.max_length:
         raise ExampleRefused(f"prompt and response have {longest} tokens, more than {config.max_length}")
     if len(responses) * longest > config.micro_batch_tokens:
-        # They are compared with one another, so they stay together; pairs fit by what the spec is checked for.
+        # The responses are compared, so they stay in one micro-batch. The spec's checks ensure that pairs fit.
         raise ExampleRefused(
             f"{len(responses)} answers, {longest} tokens the longest with its prompt, take {len(responses) * longest}, "
             f"more than roles.policy.micro_batch_tokens, {config.micro_batch_tokens}"
         )
     if len({tuple(ids) for ids in responses}) < len(responses):
-        raise ExampleRefused("two responses have the same tokens, so there is nothing to tell them apart by")
+        raise ExampleRefused("two responses have the same tokens and cannot be compared")
     return prompt_ids, responses
 
 
 def assemble(picks: Picks, examples: pa.Table, config: ExampleConfig) -> tuple[ExampleBatchSummary, pa.Table]:
-    """(summary, EXAMPLE_BATCH table) of the picked examples, in order, each with its rows together.
+    """(summary, EXAMPLE_BATCH table) of the picked examples, in order, the rows of each adjacent.
 
-    `TrainRow.loss_tokens` counts the responses whose likelihood counts: the first one of every example.
+    `TrainRow.loss_tokens` is 0 except for the best responses of every example, whose likelihood the loss uses.
     """
     owner = examples.column("example").to_numpy()
     starts = np.searchsorted(owner, [number for _, number in picks], side="left")
@@ -170,16 +174,16 @@ def assemble(picks: Picks, examples: pa.Table, config: ExampleConfig) -> tuple[E
 
 
 def _with_mismatched(batch: pa.Table, max_length: int) -> pa.Table:
-    """After every row, its prompt with the response of the row before it (round the batch), cut to `max_length`.
+    """Add after every row its prompt with the response of the previous row (cyclic), truncated to `max_length`.
 
-    KTO, arXiv 2402.01306, section 4.1; the same pairing as TRL's.
+    KTO, arXiv 2402.01306, section 4.1; the same pairing as in TRL. The added row is not its example's best.
     """
     rows = batch.to_pylist()
     both = []
     for number, row in enumerate(rows):
         response = rows[number - 1]["response_ids"][: max(1, max_length - len(row["prompt_ids"]))]
         other = {"sample_index": 1, "response_ids": response, "loss_mask": [True] * len(response)}
-        both += [row, row | other]
+        both += [row, row | other | {"score": row["score"] - 1.0}]
     return pa.Table.from_pylist(both, schema=EXAMPLE_BATCH)
 
 
@@ -187,35 +191,35 @@ def _train_rows(batch: pa.Table) -> tuple[TrainRow, ...]:
     prompts, responses = (ragged(batch.column(name)).lengths for name in ("prompt_ids", "response_ids"))
     lengths = (prompts + responses).tolist()
     masks = [sum(mask) for mask in batch.column("loss_mask").to_pylist()]
-    members = batch.column("sample_index").to_pylist()
+    uids, scores = (batch.column(name).to_pylist() for name in ("prompt_uid", "score"))
+    best = dict.fromkeys(uids, -math.inf)
+    for uid, score in zip(uids, scores, strict=True):
+        best[uid] = max(score, best[uid])
     return tuple(
-        TrainRow(tokens, loss_tokens if member == 0 else 0, True)
-        for tokens, loss_tokens, member in zip(lengths, masks, members, strict=True)
+        TrainRow(tokens, loss_tokens if score == best[uid] else 0, True)
+        for tokens, loss_tokens, uid, score in zip(lengths, masks, uids, scores, strict=True)
     )
 
 
 def attach(batch: pa.Table, scores: Sequence[pa.Table]) -> pa.Table:
-    """The batch with `ref_logprobs` out of token_scores tables in any order and partition.
+    """The batch with `ref_logprobs` from token_scores tables in any order and partition.
 
-    Raises ValueError where a row has no score.
+    Raises:
+        ValueError: a row has no score.
     """
     table = pa.concat_tables(scores)
-    place = {key: row for row, key in enumerate(_identities(table))}
-    missing = [key for key in _identities(batch) if key not in place]
+    place = {key: row for row, key in enumerate(identities(table))}
+    missing = [key for key in identities(batch) if key not in place]
     if missing:
         raise ValueError(f"example {missing[0][0]}[{missing[0][1]}] was not scored by the reference")
-    order = pa.array([place[key] for key in _identities(batch)], pa.int64())
+    order = pa.array([place[key] for key in identities(batch)], pa.int64())
     column = table.column("ref_logprobs").take(order)
     return batch.set_column(batch.schema.get_field_index("ref_logprobs"), EXAMPLE_BATCH.field("ref_logprobs"), column)
 
 
-def _identities(table: pa.Table) -> list[tuple[Any, ...]]:
-    return list(zip(*(table.column(name).to_pylist() for name in IDENTITY_NAMES), strict=True))
-
-
 @dataclass(frozen=True)
 class ExampleMicroBatch:
-    """Rows of a batch as tensors; see `workers.objectives.Scored` for those that are not tokens."""
+    """Rows of a batch as tensors; for the fields see `workers.algorithms.offline_objectives.Scored`."""
 
     tokens: TokenBatch
     groups: Groups
@@ -226,13 +230,14 @@ class ExampleMicroBatch:
 
 
 class ExampleTable:
-    """An EXAMPLE_BATCH table, ready to be cut into micro-batches."""
+    """An EXAMPLE_BATCH table, to be cut into micro-batches."""
 
     def __init__(self, table: pa.Table) -> None:
         self.tokens = TokenTable(table)
         self.member = torch.tensor(table.column("sample_index").to_pylist(), dtype=torch.int64)
+        # Scores that differ in the data differ here too, so float64.
         self._score, self._margin = (
-            torch.tensor(table.column(name).to_pylist(), dtype=torch.float32) for name in ("score", "margin")
+            torch.tensor(table.column(name).to_pylist(), dtype=torch.float64) for name in ("score", "margin")
         )
         self._desirable = torch.tensor(table.column("desirable").to_pylist(), dtype=torch.bool)
         uids = table.column("prompt_uid").to_pylist()
@@ -240,7 +245,7 @@ class ExampleTable:
         self._group = torch.tensor([number[uid] for uid in uids], dtype=torch.int64)
 
     def batch(self, rows: Sequence[int], device: torch.device | str) -> ExampleMicroBatch:
-        """The given rows, whole examples each with its members in order; the filler batch if there are none."""
+        """The given rows: whole examples with their members in order. The filler batch without rows."""
         index = torch.tensor(rows, dtype=torch.int64)
         tokens = self.tokens.batch(rows).to(device)
         group = torch.unique_consecutive(self._group[index], return_inverse=True)[1]
@@ -256,7 +261,7 @@ class ExampleTable:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """A micro-batch without padding: all its N tokens in one row, each sequence starting at position 0."""
+    """A micro-batch without padding: all its N tokens in one row, with each sequence starting at position 0."""
 
     input_ids: torch.Tensor
     """int64 [1, N]."""
@@ -267,7 +272,7 @@ class PackedTokens:
 
 
 def pack(batch: TokenBatch) -> PackedTokens:
-    """The batch's tokens end to end. `position_ids` restart at every sequence: attention is kept apart by them."""
+    """The batch's tokens concatenated. `position_ids` restart at every sequence, which isolates its attention."""
     there = batch.attention_mask.flatten().bool()
     place = there.cumsum(0) - 1
     width = batch.attention_mask.shape[1]

@@ -1,4 +1,4 @@
-"""Plain texts the policy goes on to learn while it is rewarded (the pretraining mix of PPO-ptx, arXiv 2203.02155)."""
+"""Plain texts that the policy trains on along with rewards (the pretraining mix of PPO-ptx, arXiv 2203.02155)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from workers.messages import TEXTS, RankPlan, TextSummary
-from workers.tensors import TokenBatch, TokenTable
+from workers.contract.messages import TEXTS, RankPlan, TextSummary
+from workers.models.token_batch import TokenBatch, TokenTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def cut_texts(tokenizer: PreTrainedTokenizerBase, texts: pa.Table, max_tokens: int) -> tuple[TextSummary, pa.Table]:
     """(summary, TEXTS table): every text as tokens with an end-of-sequence token, in pieces of at most `max_tokens`.
 
-    `texts`: columns `text` and `origin`. A last piece of one token predicts nothing and is left out.
+    `texts`: columns `text` and `origin`. A last piece of one token predicts nothing and is omitted.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows: list[dict[str, Any]] = []
@@ -42,7 +42,7 @@ def cut_texts(tokenizer: PreTrainedTokenizerBase, texts: pa.Table, max_tokens: i
 
 
 def text_batches(texts: pa.Table, plan: RankPlan) -> list[TokenBatch]:
-    """The plan's pieces as micro-batches, an empty one as the filler batch."""
+    """The plan's pieces as micro-batches; an empty one becomes the filler batch."""
     rows = [row for part in plan.micro_batches for row in part]
     table = TokenTable(texts.take(pa.array(rows, pa.int64())))
     starts = accumulate(map(len, plan.micro_batches), initial=0)

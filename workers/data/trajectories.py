@@ -1,4 +1,4 @@
-"""What was sampled and what it scored, as Parquet files for people to read."""
+"""Samples with their rewards, written to Parquet files for inspection."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from workers.messages import IDENTITY, REWARDS, ROLLOUTS
+from workers.contract.messages import IDENTITY_NAMES, REWARDS, ROLLOUTS, Identity, identities
 
-_KEY = tuple(field.name for field in IDENTITY)
-_JUDGEMENT = tuple(name for name in REWARDS.names if name not in _KEY)
-
-Identity = tuple[str, int, int]
-
-
-def _identities(table: pa.Table) -> list[Identity]:
-    return list(zip(*(table[name].to_pylist() for name in _KEY), strict=True))
+_JUDGEMENT = tuple(name for name in REWARDS.names if name not in IDENTITY_NAMES)
+READABLE = (
+    *("prompt_uid", "sample_index", "messages", "response", "answer", "finish_reason"),
+    *("status", "reward", "components"),
+)
+"""Columns of the samples of an evaluation."""
 
 
 def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
@@ -28,7 +26,7 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
     and reward_spans.
 
     Raises:
-        ValueError: a table is neither, an identity comes twice, or a sample has no reward row.
+        ValueError: a table is neither, an identity occurs twice, or a sample has no reward row.
     """
     rollouts: list[pa.Table] = []
     rewards: list[pa.Table] = []
@@ -40,12 +38,12 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
         found[0].append(table)
     samples = pa.concat_tables(rollouts) if rollouts else ROLLOUTS.empty_table()
     judged = pa.concat_tables(rewards) if rewards else REWARDS.empty_table()
-    rows: dict[Identity, int] = {identity: row for row, identity in enumerate(_identities(judged))}
-    wanted = _identities(samples)
+    rows: dict[Identity, int] = {identity: row for row, identity in enumerate(identities(judged))}
+    wanted = identities(samples)
     if len(rows) != judged.num_rows or len(set(wanted)) != len(wanted):
-        raise ValueError("a sample comes twice")
+        raise ValueError("a sample occurs twice")
     if missing := [identity for identity in wanted if identity not in rows]:
-        raise ValueError(f"{len(missing)} samples have no reward row, the first is {missing[0]}")
+        raise ValueError(f"{len(missing)} samples have no reward row; the first is {missing[0]}")
     judged = judged.take(pa.array([rows[identity] for identity in wanted], pa.int64()))
     for name in _JUDGEMENT:
         samples = samples.append_column(judged.schema.field(name), judged[name])
@@ -53,14 +51,29 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def write_trajectories(path: str | Path, tables: Sequence[pa.Table]) -> int:
-    """Write samples with their rewards to one Parquet file, which is there whole or not at all; returns its rows.
+    """Write samples with their rewards to one Parquet file, atomically; returns its number of rows.
 
     Raises:
         ValueError: see :func:`join_rewards`.
         OSError: the file cannot be written.
     """
-    table = join_rewards(tables)
-    path = Path(path)
+    return _write(Path(path), join_rewards(tables))
+
+
+def write_evaluation(path: str | Path, step: int, tables: Sequence[pa.Table]) -> int:
+    """Write the samples of an evaluation for reading: the step and the columns `READABLE`.
+
+    The columns have the names they have in trajectories; those with an entry for each token are left out.
+
+    Raises:
+        ValueError: see :func:`join_rewards`.
+        OSError: the file cannot be written.
+    """
+    table = join_rewards(tables).select(READABLE)
+    return _write(Path(path), table.add_column(0, "step", pa.repeat(pa.scalar(step, pa.int64()), table.num_rows)))
+
+
+def _write(path: Path, table: pa.Table) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,7 +1,7 @@
-"""The process of a vLLM engine on a CPU, forked from one that imports vLLM while this process does.
+"""The process of a vLLM engine on the CPU, forked from a process that imports vLLM in parallel with this one.
 
-vLLM spawns it afresh: two imports one after the other, of some fifteen seconds each. A fork server (a process without
-engine, event loop or model) makes them at the same time, and the engine is forked from there.
+By default vLLM spawns it: two imports of some fifteen seconds each, one after the other. Here a fork server (a process
+without engine, event loop or model) imports vLLM at the same time as this process, and the engine is forked from it.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any, Literal
+from typing import Any
+
+from workers.contract.config import Device
 
 _IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 
 
 def import_ahead() -> None:
-    """Begin to import vLLM in a process beside this one. What vLLM reads from the environment must be set before."""
+    """Start importing vLLM in the fork server. Set the environment variables that vLLM reads first."""
     multiprocessing.set_forkserver_preload(_IMPORTED_AHEAD)
     forkserver.ensure_running()
 
 
 class _EngineProcess(ForkServerProcess):
-    """A process with the environment of the one that starts it, not with that of the fork server."""
+    """A process with the environment of the process that starts it, not that of the fork server."""
 
     def start(self) -> None:
-        """Start it, with this process's environment as it is now."""
+        """Start the process with the current environment of this one."""
         self._environment = dict(os.environ)
         super().start()
 
     def run(self) -> None:
-        """In the new process: do what it is there for."""
-        # Only what differs: a variable that is set anew hides the place of the process's title.
+        """Set the environment in the new process and run its target."""
+        # Only what differs: resetting a variable hides the memory that holds the process title.
         os.environ |= dict(self._environment.items() - os.environ.items())
         super().run()
 
@@ -44,14 +46,14 @@ class _Context(ForkServerContext):
 
 
 @contextmanager
-def forked_engines(device: Literal["cpu", "cuda"]) -> Iterator[None]:
-    """Inside the block vLLM forks the engines that it starts on a CPU from the fork server; others are spawned."""
+def forked_engines(device: Device) -> Iterator[None]:
+    """Inside the block, vLLM forks CPU engines from the fork server; other engines are spawned."""
     if device != "cpu":
         yield
         return
     utils: Any = import_module("vllm.v1.engine.utils")
     spawned = utils.get_mp_context
-    utils.get_mp_context = _Context  # vLLM offers a choice of fork and spawn only
+    utils.get_mp_context = _Context  # vLLM itself offers only fork and spawn
     try:
         yield
     finally:

@@ -1,11 +1,13 @@
-"""Linear layers in float32 on the CPU, multiplied by oneDNN where torch's own library is slow.
+"""float32 linear layers on the CPU with oneDNN, where torch's default library is slow.
 
-torch multiplies float32 matrices with MKL, which on processors of other makers than Intel leaves AVX-512 aside. oneDNN,
-which torch brings along and uses for bfloat16, does not.
+torch multiplies float32 matrices with MKL, which uses AVX-512 on Intel processors only. oneDNN, which ships with torch
+and is used for bfloat16, uses it on all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
-        return _product(input, weight, bias)
+        return product(input, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -34,14 +36,14 @@ class _Linear(torch.autograd.Function):
         of_input, of_weight, of_bias = ctx.needs_input_grad
         grad = grads[0].flatten(0, -2)
         return (
-            _product(grads[0], weight.t(), None) if of_input else None,
-            _product(grad.t(), input.flatten(0, -2).t(), None) if of_weight else None,
+            product(grads[0], weight.t(), None) if of_input else None,
+            product(grad.t(), input.flatten(0, -2).t(), None) if of_weight else None,
             grad.sum(0) if of_bias else None,
         )
 
 
 class OneDnnLinear(nn.Linear):
-    """`nn.Linear` that multiplies by oneDNN on the CPU. Equal to it but for the order of sums."""
+    """`nn.Linear` that multiplies with oneDNN on the CPU; the result differs only by the order of summation."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of [..., in_features]."""
@@ -52,9 +54,9 @@ class OneDnnLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Have the model's linear layers in float32 multiply by oneDNN on the CPU, where that is faster.
+    """Make the model's float32 linear layers use oneDNN on the CPU, where that is faster.
 
-    They keep their names and their weights.
+    They keep their names and weights.
     """
     if not onednn_is_faster():
         return
@@ -64,7 +66,7 @@ def use_onednn(model: nn.Module) -> None:
 
 
 def onednn_is_faster(cpuinfo: Path = _CPUINFO) -> bool:
-    """Whether torch would multiply float32 with MKL, on a processor whose AVX-512 MKL does not use."""
+    """Whether torch uses MKL for float32 on a processor whose AVX-512 MKL does not use."""
     return (
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
@@ -74,8 +76,24 @@ def onednn_is_faster(cpuinfo: Path = _CPUINFO) -> bool:
     )
 
 
-def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[..., in] @ [out, in]^T + [out]: torch's name for oneDNN's product with nothing after it."""
-    if not input.numel():  # a chunk without a response token; oneDNN has no sum over nothing
+def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[..., in] @ [out, in]^T + [out]: torch's name for oneDNN's product without a fused operation."""
+    if not input.numel():  # a chunk without response tokens; oneDNN does not support empty inputs
         return F.linear(input, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+_M_MMAP_THRESHOLD = -3
+"""Parameter of glibc's mallopt: blocks of at least this size are allocated with mmap."""
+
+
+def return_freed() -> None:
+    """Make the C library return the memory of freed tensors to the system at once (glibc only).
+
+    By default it keeps most of it as fragments between blocks in use. Under ZeRO-3, which allocates and frees tensors
+    all the time, fragments are a quarter of the peak (`python -m benchmarks.plan_memory`). Allocating memory again
+    takes time, so use this only where memory is scarce. Keeping everything, the opposite setting, lets a process grow
+    without limit where batches differ in shape (docs/explanation/profiles.md).
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)

@@ -1,26 +1,27 @@
-"""Hugging Face models as the trainers need them: log-probs or values of response tokens, nothing more.
+"""Hugging Face models for the trainers: log-probs or values of response tokens.
 
-transformers is imported once a model is loaded: the driver names the classes of workers, and would wait for it in vain.
+transformers is imported when a model is loaded: the driver imports the worker classes and must not wait for it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import pyarrow as pa
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from workers.config import CHUNK_LOGITS, ModelConfig
-from workers.linear import use_onednn
-from workers.messages import RankPlan
-from workers.tensors import TokenBatch, TokenTable, score_table
+from workers.contract.config import CHUNK_LOGITS, Dtype, ModelConfig
+from workers.contract.messages import RankPlan
+from workers.models.cpu import use_onednn
+from workers.models.heads import Float32Head, Float32Logits
+from workers.models.token_batch import TokenBatch, TokenTable, score_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,11 +29,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def load_causal(config: ModelConfig) -> PreTrainedModel:
-    """A causal language model from a local folder: safetensors only, no remote code unless asked for, no dropout.
+def torch_dtype(name: Dtype) -> torch.dtype:
+    """The torch data type with this name."""
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
-    Raises OSError where the folder or its weights are missing, ValueError where it lacks some of them (a reward model's
-    has no output head): they would be random.
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module in evaluation mode inside the block, and back in its own mode after it."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)
+
+
+def load_causal(config: ModelConfig) -> PreTrainedModel:
+    """A causal language model from a local folder: safetensors only, no dropout, no remote code unless configured.
+
+    Raises:
+        OSError: the folder or its weights are missing.
+        ValueError: some weights are missing and would be random (a reward model has no output head).
     """
     from transformers import AutoModelForCausalLM
 
@@ -40,16 +58,22 @@ def load_causal(config: ModelConfig) -> PreTrainedModel:
     loaded: Any = AutoModelForCausalLM.from_pretrained(config.path, output_loading_info=True, **arguments)
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{config.path}: not a language model: it has no weights for {', '.join(missing[:5])}")
-    return _prepared(model)
+        raise ValueError(f"{config.path}: not a language model: no weights for {', '.join(missing[:5])}")
+    _prepared(model)
+    if config.float32_head and config.dtype == "bfloat16":
+        _multiply_in_float32(model)
+    return model
 
 
 def load_value(config: ModelConfig) -> PreTrainedModel:
-    """A one-label sequence classifier, which is what a critic and a reward model are, from a local folder.
+    """A one-label sequence classifier (critic or reward model) from a local folder.
 
-    From a causal language model's folder the backbone is taken and the head starts at zero: every value is 0 until
-    the first update. From a saved critic or reward model the head comes along. Raises ValueError for a head that is
-    not a linear layer named `score`.
+    From the folder of a causal language model only the backbone is loaded. The head starts at zero, so that every value
+    is 0 until the first update. From a saved critic or reward model the head is loaded too.
+
+    Raises:
+        OSError: the folder or its weights are missing.
+        ValueError: the head is not a linear layer named `score`.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -61,20 +85,8 @@ def load_value(config: ModelConfig) -> PreTrainedModel:
         raise ValueError(f"{config.path}: {type(model).__name__} has no linear head named score")
     if any(name.startswith("score.") for name in info["missing_keys"]):
         nn.init.zeros_(score.weight)
-    model.set_submodule("score", Float32Head(score))
+    score.__class__ = Float32Head
     return _prepared(model)
-
-
-class Float32Head(nn.Linear):
-    """A linear layer that multiplies in float32 whatever its weights are held in: values need the digits."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """float32 [..., out_features] of [..., in_features]."""
-        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 def _load_arguments(config: ModelConfig) -> dict[str, Any]:
@@ -84,7 +96,7 @@ def _load_arguments(config: ModelConfig) -> dict[str, Any]:
 
     transformers_logging.disable_progress_bar()
     return {
-        "dtype": torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+        "dtype": torch_dtype(config.dtype),
         "trust_remote_code": config.trust_remote_code,
         "local_files_only": True,
         "use_safetensors": True,
@@ -92,7 +104,7 @@ def _load_arguments(config: ModelConfig) -> dict[str, Any]:
 
 
 def _prepared(model: PreTrainedModel) -> PreTrainedModel:
-    # With dropout the ratio of new to old policy would not start at 1. The configuration is left as it is.
+    # For layers that recompute activations, which stay in training mode. The configuration is not changed.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -103,23 +115,48 @@ def _prepared(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def head_chunks(vocabulary: int, micro_batch_tokens: int) -> int:
-    """Parts the output head works in, so that at most `CHUNK_LOGITS` logits exist at a time.
+def _multiply_in_float32(model: PreTrainedModel) -> None:
+    """Make the output head compute float32 logits. It keeps its name and weight, which may be tied."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear:
+        head.__class__ = Float32Logits
+    else:
+        logger.warning("float32_head has no effect: the output head of %s is no linear layer", type(model).__name__)
 
-    It follows from the configuration alone: under ZeRO-3 every rank must gather the head's weight equally often.
+
+def head_chunks(vocabulary: int, micro_batch_tokens: int) -> int:
+    """Number of chunks for the output head, so that at most `CHUNK_LOGITS` logits exist at a time.
+
+    It depends only on the configuration: under ZeRO-3 every rank must gather the head's weight equally often.
     """
     return max(1, math.ceil(vocabulary * micro_batch_tokens / CHUNK_LOGITS))
 
 
-class CausalLogprobs(nn.Module):
+class ModelModule(nn.Module):
+    """A module around a Hugging Face model, which computes in training as it does in evaluation.
+
+    Dropout, router jitter and sampled experts would let the log-probs of an update differ from those of the sampler and
+    of the update before. Gradients do not need training mode. Only layers that recompute their activations have it,
+    because transformers recomputes in no other mode; `workers.models.trials.check_deterministic` tries the result.
+    """
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the module in training mode, and of its model the layers with gradient checkpointing."""
+        super().train(mode)
+        for module in self.modules():
+            module.training = mode and (module is self or getattr(module, "gradient_checkpointing", False))
+        return self
+
+
+class CausalLogprobs(ModelModule):
     """Log-probs and entropies of response tokens under a causal language model.
 
-    The output head runs on the positions that predict response tokens only, in `chunks` parts with recomputation in
+    The output head runs only on the positions that predict response tokens, in `chunks` chunks with recomputation in
     the backward pass, so that full logits never exist. Softmax is in float32, on logits divided by `temperature`.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, chunks: int = 1, entropy_grad: bool = False) -> None:
-        """`entropy_grad`: let gradients flow through the entropies; else they cost no memory."""
+        """`entropy_grad`: propagate gradients through the entropies. Without it they take no memory."""
         super().__init__()
         self.model = model
         self.temperature = temperature
@@ -131,7 +168,7 @@ class CausalLogprobs(nn.Module):
         self.scale = _logit_scale(text)
         self.split_head = _head_is_linear(self)
         if not self.split_head:
-            logger.info("%s computes its logits in its own way: full logits are used", type(model).__name__)
+            logger.info("%s computes its logits in a nonstandard way: using full logits", type(model).__name__)
 
     def forward(
         self,
@@ -142,11 +179,11 @@ class CausalLogprobs(nn.Module):
         position_ids: torch.Tensor | None = None,
         temperature: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropies), float32 [T]; the arguments are those fields of a `TokenBatch`.
+        """(logprobs, entropies), float32 [T]; the arguments are the fields of a `TokenBatch`.
 
-        With `position_ids` and no mask, sequences stand end to end in one row, and each starts where they restart at 0.
-        With `position_ids` and a mask of who sees whom, they stand behind the prompt they share.
-        `temperature`: another one than the module's.
+        With `position_ids` and no mask, sequences are concatenated in one row, and each starts where the positions
+        restart at 0. With `position_ids` and a 4-D mask, sequences follow the prompt that they share.
+        `temperature` overrides that of the module.
         """
         temperature = temperature or self.temperature
         if not self.split_head:
@@ -215,7 +252,7 @@ class CausalLogprobs(nn.Module):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> dict[str, Any]:
         if attention_mask is not None and attention_mask.ndim == 4:
-            # Added to the scores of attention, whatever implementation computes them.
+            # An additive mask, which every attention implementation accepts.
             hidden = torch.zeros(attention_mask.shape, dtype=self.model.dtype, device=attention_mask.device)
             attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(hidden.dtype).min)
         return _inputs(input_ids, attention_mask, position_ids)
@@ -234,7 +271,7 @@ class CausalLogprobs(nn.Module):
         total = logits.logsumexp(-1)
         logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
         with torch.set_grad_enabled(self.entropy_grad and torch.is_grad_enabled()):
-            # -sum p log p = logsumexp - sum p * logit. A forbidden token's logit of -inf has p = 0 and must add 0.
+            # -sum p log p = logsumexp - sum p * logit. A logit of -inf has p = 0 and must contribute 0.
             finite = logits.clamp(min=torch.finfo(logits.dtype).min)
             entropies = total - torch.linalg.vecdot(torch.softmax(logits, -1), finite)
         return logprobs, entropies
@@ -263,18 +300,15 @@ def _head_is_linear(wrapper: CausalLogprobs) -> bool:
     if model.get_output_embeddings() is None or model.base_model is model:
         return False
     ids = torch.arange(4, device=model.device)[None, :]
-    training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluating(model), torch.no_grad():
         own = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         ours = wrapper.logits(wrapper.hidden(ids, torch.ones_like(ids)))
-    model.train(training)
     tolerance = 1e-2 * float(own.abs().max())
     return own.shape == ours.shape and float((own.float() - ours.float()).abs().max()) <= tolerance
 
 
-class TokenValues(nn.Module):
-    """Values of response tokens: what the critic expects before each token is sampled."""
+class TokenValues(ModelModule):
+    """Values of response tokens: the critic's estimate before each token is sampled."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """`model`: from `load_value`."""
@@ -288,14 +322,14 @@ class TokenValues(nn.Module):
         positions: torch.Tensor,
         targets: torch.Tensor,
     ) -> torch.Tensor:
-        """float32 [T]; `targets` is not read: the value of a state does not depend on the token chosen in it."""
+        """float32 [T]. `targets` is unused: the value of a state does not depend on the token sampled in it."""
         backbone = self.model.base_model
         hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         return self.model.get_submodule("score")(hidden.flatten(0, 1)[positions])[:, 0]
 
 
-class RewardScores(nn.Module):
-    """One score per sequence, read at its last token, and, where asked for, log-probs of response tokens too."""
+class RewardScores(ModelModule):
+    """One score per sequence, read at its last token, and optionally scores and log-probs of response tokens."""
 
     def __init__(self, model: PreTrainedModel, language: CausalLogprobs | None = None) -> None:
         """`model`: from `load_value`. `language`: from `share_backbone`, of the same backbone."""
@@ -309,23 +343,33 @@ class RewardScores(nn.Module):
         attention_mask: torch.Tensor,
         positions: torch.Tensor,
         targets: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(scores float32 [B], logprobs float32 [T] or None); the arguments are those fields of a `TokenBatch`."""
+        read_at: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(scores float32 [B], token scores float32 [N], logprobs float32 [T] or None).
+
+        `read_at`: int64 [N], the tokens whose scores are returned, as indices into the flattened B*L tokens; none of
+        them by default. The other arguments are the fields of a `TokenBatch`.
+        """
         hidden = self.model.base_model(**_inputs(input_ids, attention_mask, None)).last_hidden_state
-        last = attention_mask.sum(1) - 1
-        scores = self.model.get_submodule("score")(hidden[torch.arange(len(last), device=last.device), last])[:, 0]
+        rows, width = attention_mask.shape
+        last = torch.arange(rows, device=hidden.device) * width + attention_mask.sum(1) - 1
+        places = last if read_at is None else torch.cat([last, read_at])
+        values = self.model.get_submodule("score")(hidden.flatten(0, 1)[places])[:, 0]
+        scores, token_scores = values[:rows], values[rows:]
         if self.language is None:
-            return scores, None
-        return scores, self.language.of_hidden(hidden.flatten(0, 1)[positions], targets, self.language.temperature)[0]
+            return scores, token_scores, None
+        logprobs, _ = self.language.of_hidden(hidden.flatten(0, 1)[positions], targets, self.language.temperature)
+        return scores, token_scores, logprobs
 
 
 def share_backbone(model: PreTrainedModel, config: ModelConfig, chunks: int) -> CausalLogprobs:
-    """The causal language model that `model` (from `load_value`) was made of, on the very same backbone.
+    """The causal language model that `model` (from `load_value`) was made of, sharing its backbone.
 
-    Its output head becomes a part of `model`, under the name it has in the causal model: it is saved, averaged and
-    exported with it, and who loads the folder as a causal language model finds it. A tied one adds no weights.
+    Its output head becomes part of `model`, under the name it has in the causal model: it is saved, averaged and
+    exported with it, and the exported folder also loads as a causal language model. A tied head adds no weights.
 
-    Raises ValueError for an architecture whose output head does not stand apart from its backbone.
+    Raises:
+        ValueError: the architecture has no output head separate from its backbone.
     """
     causal = load_causal(config)
     setattr(causal, causal.base_model_prefix, model.base_model)
@@ -333,68 +377,17 @@ def share_backbone(model: PreTrainedModel, config: ModelConfig, chunks: int) -> 
     language = CausalLogprobs(causal, temperature=1.0, chunks=chunks)
     head = causal.get_output_embeddings()
     if head is None or not language.split_head:
-        raise ValueError(f"{config.path}: {type(causal).__name__} has no output head apart from its backbone")
+        raise ValueError(f"{config.path}: {type(causal).__name__} has no output head separate from its backbone")
     model.set_submodule(next(name for name, module in causal.named_modules() if module is head), head)
     return language
 
 
 @torch.no_grad()
-def packs(module: CausalLogprobs) -> bool:
-    """Whether the model keeps sequences apart that stand end to end in one row; tried out, so true of any model."""
-    ids = torch.arange(7, device=module.model.device)
-    parts = [ids[:3], ids[3:]]
-    training = module.training
-    module.eval()
-    alone = torch.cat([module.hidden(part[None], torch.ones_like(part)[None])[0] for part in parts])
-    places = torch.cat([torch.arange(len(part), device=ids.device) for part in parts])
-    together = module.hidden(ids[None], None, places[None])[0]
-    module.train(training)
-    tolerance = 1e-2 * float(alone.abs().max())
-    return float((alone.float() - together.float()).abs().max()) <= tolerance
-
-
-def shares_prompts(module: CausalLogprobs) -> bool:
-    """Whether responses behind one copy of their prompt have the log-probs they have alone; tried out, so true of any
-    model. One with a window of attention is left out: the trial is too short to show what that does."""
-    if getattr(module.model.config.get_text_config(), "sliding_window", None) is not None:
-        return False
-    prompt, (first, other, last) = [3, 5, 7], ([11, 13], [12, 14], [17, 19, 23])
-    tables = [_group(prompt, [first, last]), _group(prompt, [other, last])]
-    device = module.model.device
-    alone = score(module, tables[0].batch((0, 1)).to(device))
-    try:
-        together, changed = (score(module, table.shared_batch((0, 1)).to(device)) for table in tables)
-    except (TypeError, ValueError, RuntimeError):  # it takes no positions, or no such mask
-        return False
-    tolerance = 1e-2 * max(1.0, float(alone.abs().max()))
-    near = float((alone - together).abs().max()) <= tolerance
-    # What a token must not see has weight 0: another response in its place changes not a bit.
-    return near and torch.equal(together[len(first) :], changed[len(first) :])
-
-
-def _group(prompt: list[int], responses: list[list[int]]) -> TokenTable:
-    """One prompt's responses."""
-    rows = [
-        {
-            "prompt_uid": "p",
-            "sample_index": number,
-            "prompt_ids": prompt,
-            "response_ids": ids,
-            "loss_mask": [True] * len(ids),
-        }
-        for number, ids in enumerate(responses)
-    ]
-    return TokenTable(pa.Table.from_pylist(rows))
-
-
-@torch.no_grad()
 def score(module: nn.Module, batch: TokenBatch) -> torch.Tensor:
     """Log-probs (first output) or values of a batch's response tokens, float32 [T], without gradient or dropout."""
-    training = module.training
-    module.eval()
     where = () if batch.position_ids is None else (batch.position_ids,)
-    output = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, *where)
-    module.train(training)
+    with evaluating(module):
+        output = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, *where)
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -407,8 +400,8 @@ def score_plan(
 ) -> tuple[int, pa.Table]:
     """(rows, table): `score` of the plan's rows as a token_scores table, in the order of the plan.
 
-    Row numbers count through `tables` in order. An empty micro-batch is still run, on a filler token: under ZeRO-3
-    all ranks must run equally often.
+    Row numbers count through `tables` in order. An empty micro-batch runs on a filler token, because under ZeRO-3 all
+    ranks must run equally often.
     """
     tokens = TokenTable.concat(tables)
     scores = [score(module, batch.to(device)).cpu() for batch in tokens.batches(plan.micro_batches)]

@@ -1,8 +1,8 @@
 """Arrow list columns to torch and back, without a Python loop over tokens.
 
-A ragged column is one flat tensor of values and one of lengths. Losses and advantages work on that form: 1-D
-tensors over all response tokens of a micro-batch, with `sequence` telling which sequence a token belongs to.
-Only the model itself sees a padded batch.
+A ragged column is one flat tensor of values and one of lengths. Losses and advantages work on this form: 1-D tensors
+over all response tokens of a micro-batch, with `sequence` as the number of each token's sequence. Only the model sees a
+padded batch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from workers.messages import IDENTITY, SCHEMA_VERSION, TRAIN
+from workers.contract.messages import IDENTITY, IDENTITY_NAMES, SCHEMA_METADATA, TRAIN
 
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 _PROMPT, _PADDING = -1, -2
-IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of different length, flat. `values`: 1-D of sum(lengths) entries; `lengths`: int64, one per row."""
+    """Rows of different length, flattened. `values`: [sum(lengths)]; `lengths`: int64, one per row."""
 
     values: torch.Tensor
     lengths: torch.Tensor
@@ -42,7 +41,7 @@ class Ragged:
         return torch.arange(len(self.values)) - torch.repeat_interleave(self.starts, self.lengths)
 
     def take(self, rows: torch.Tensor) -> Ragged:
-        """The given rows (int64, may repeat), in that order."""
+        """The given rows (int64, may repeat), in order."""
         lengths = self.lengths[rows]
         offset = self.starts[rows] - (lengths.cumsum(0) - lengths)
         return Ragged(self.values[torch.arange(int(lengths.sum())) + torch.repeat_interleave(offset, lengths)], lengths)
@@ -51,14 +50,15 @@ class Ragged:
 def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
     """A list column as a `Ragged`. Integers become int64, floats float32, booleans bool.
 
-    Raises ValueError where the column is not of lists, or a row, or an entry of one, is null.
+    Raises:
+        ValueError: it is not a list column, or a row or an entry is null.
     """
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if not isinstance(array, pa.ListArray):
-        raise ValueError(f"a column of lists is needed, this one is of {array.type}")
+        raise ValueError(f"expected a column of lists, got {array.type}")
     flat = array.flatten()
     if array.null_count or flat.null_count:
-        raise ValueError("a list column has nulls where numbers are needed")
+        raise ValueError("the list column has nulls; expected numbers")
     values = flat.to_numpy(zero_copy_only=False)
     kind = {"i": np.int64, "f": np.float32, "b": np.bool_}[values.dtype.kind]
     lengths = np.diff(array.offsets.to_numpy()).astype(np.int64)
@@ -68,7 +68,7 @@ def ragged(column: pa.ChunkedArray | pa.Array) -> Ragged:
 def list_column(values: torch.Tensor, lengths: torch.Tensor, dtype: pa.DataType) -> pa.Array:
     """A flat tensor and row lengths as an Arrow list column with values of `dtype`."""
     if int(lengths.sum()) != len(values):
-        raise ValueError(f"{len(values)} values do not fill rows of {int(lengths.sum())} in all")
+        raise ValueError(f"{len(values)} values do not fill rows with {int(lengths.sum())} entries in total")
     offsets = pa.array(np.concatenate([[0], lengths.cpu().numpy().cumsum()]), pa.int32())
     return pa.ListArray.from_arrays(offsets, pa.array(values.detach().cpu().numpy()).cast(dtype))
 
@@ -76,26 +76,25 @@ def list_column(values: torch.Tensor, lengths: torch.Tensor, dtype: pa.DataType)
 def score_table(column: str, rows: pa.Table, values: torch.Tensor, lengths: torch.Tensor) -> pa.Table:
     """A `messages.token_scores` table: the identity of `rows` and, under `column`, their flat float values."""
     floats = list_column(values.float(), lengths, pa.float32())
-    schema = pa.schema(
-        [*IDENTITY, pa.field(column, floats.type, nullable=False)], metadata={"troupe_schema": SCHEMA_VERSION}
-    )
+    schema = pa.schema([*IDENTITY, pa.field(column, floats.type, nullable=False)], metadata=SCHEMA_METADATA)
     identity = [rows.column(name).combine_chunks() for name in IDENTITY_NAMES]
     return pa.Table.from_arrays([*identity, floats], schema=schema)
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One right-padded micro-batch of B sequences, L wide, with T response tokens in all.
+    """One right-padded micro-batch of B sequences of width L, with T response tokens in total.
 
-    Padding stands to the right and is masked, so a sequence's results do not depend on its neighbours.
+    Padding is on the right and masked, so that a sequence's results do not depend on its neighbours.
     """
 
     input_ids: torch.Tensor
     """int64 [B, L]."""
     attention_mask: torch.Tensor
-    """int64 [B, L]: 1 on tokens, 0 on padding. Where prompts are shared: bool [rows, 1, L, L], who sees whom."""
+    """int64 [B, L]: 1 on tokens, 0 on padding. With shared prompts: bool [rows, 1, L, L], True where a
+    token attends to another."""
     positions: torch.Tensor
-    """int64 [T]: index into the flattened B*L tokens of the one that predicts each response token."""
+    """int64 [T]: index into the flattened B*L tokens of the token that predicts each response token."""
     targets: torch.Tensor
     """int64 [T]: the response tokens."""
     sequence: torch.Tensor
@@ -107,7 +106,7 @@ class TokenBatch:
     rows: torch.Tensor
     """int64 [B]: row numbers in the table the batch was cut from."""
     position_ids: torch.Tensor | None = None
-    """int64 [rows, L] where prompts are shared: every response goes on after the prompt."""
+    """int64 [rows, L] with shared prompts: the positions of every response continue those of the prompt."""
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The same batch on `device`."""
@@ -116,7 +115,7 @@ class TokenBatch:
 
 
 def filler_batch() -> TokenBatch:
-    """One token and no response: what a rank runs when it has no rows, so that collectives stay in step."""
+    """One token without a response, for a rank without rows: all ranks must run the same collectives."""
     none = torch.zeros(0, dtype=torch.int64)
     one = torch.zeros(1, 1, dtype=torch.int64)
     return TokenBatch(
@@ -135,7 +134,11 @@ class TokenTable:
     """Prompt and response tokens of a ROLLOUTS or TRAIN table, ready to be cut into micro-batches."""
 
     def __init__(self, table: pa.Table) -> None:
-        """Raises ValueError where a prompt is empty or a column's row lengths differ from the response's."""
+        """Read the columns.
+
+        Raises:
+            ValueError: a prompt is empty, or a column's row lengths differ from those of the responses.
+        """
         self.table = table
         self.prompts = ragged(table.column("prompt_ids"))
         self.responses = ragged(table.column("response_ids"))
@@ -152,14 +155,14 @@ class TokenTable:
 
     @classmethod
     def concat(cls, tables: Sequence[pa.Table]) -> TokenTable:
-        """One table out of several; rows count through them in order. Columns that are not tokens are left out."""
+        """One table from several; rows count through them in order. Only columns of TRAIN are kept."""
         names = [name for name in TRAIN.names if tables and name in tables[0].column_names]
         if not tables:
             return cls(TRAIN.empty_table())
         return cls(pa.concat_tables([table.select(names) for table in tables]))
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
-        """The padded micro-batch of the given rows; the filler batch if there are none."""
+        """The padded micro-batch of the given rows; the filler batch without rows."""
         if not rows:
             return filler_batch()
         index = torch.tensor(rows, dtype=torch.int64)
@@ -183,10 +186,10 @@ class TokenTable:
         )
 
     def shared_batch(self, rows: Sequence[int]) -> TokenBatch:
-        """As `batch`, with neighbours of one prompt in one row of the model: the prompt once, then their responses.
+        """Like `batch`, with adjacent rows of one prompt in one row of the model: the prompt once, then the responses.
 
-        A token sees the prompt and its own response up to itself, at the positions it would have alone, so that its
-        results are those of `batch`. Padding sees the prompt, for a softmax over nothing would be NaN.
+        A token attends to the prompt and to its own response up to itself, at the positions it has in `batch`, so that
+        the results are the same. Padding attends to the prompt, because a softmax over nothing is NaN.
         """
         if not rows:
             return filler_batch()
@@ -196,9 +199,8 @@ class TokenTable:
         )[1:]
         firsts = counts.cumsum(0) - counts
         prompts, responses = self.prompts.take(index[firsts]), self.responses.take(index)
-        before = (
-            responses.starts - responses.starts[firsts][place]
-        )  # responses of the same row, to the left of this one
+        # Tokens of earlier responses in the same row.
+        before = responses.starts - responses.starts[firsts][place]
         widths = prompts.lengths.index_add(0, place, responses.lengths)
         rows_, width = len(firsts), int(widths.max())
         sequence, within = responses.sequence(), responses.within()
@@ -228,11 +230,11 @@ class TokenTable:
         )
 
     def batches(self, micro_batches: Sequence[Sequence[int]], shared: bool = False) -> Iterator[TokenBatch]:
-        """The micro-batches of a plan, each cut when it is asked for."""
+        """The micro-batches of a plan, each cut when it is requested."""
         return (self.cut(rows, shared) for rows in micro_batches)
 
     def cut(self, rows: Sequence[int], shared: bool = False) -> TokenBatch:
-        """The padded micro-batch of the given rows; with `shared`, prompts once."""
+        """The padded micro-batch of the given rows, by `shared_batch` if `shared`."""
         return self.shared_batch(rows) if shared else self.batch(rows)
 
     def _prompt_numbers(self) -> torch.Tensor:

@@ -1,18 +1,18 @@
-"""The process a reward function runs in. It is started, fed and ended by `workers.rewards.runner`.
+"""The process of a reward function, controlled by `workers.rewards.runner`.
 
-Requests and replies are JSON, one a line, over a socket that user code does not know of. First comes
-``{"function", "args", "memory_limit_mib"}``, answered by ``{"ready": true}`` or ``{"failure": why}``; then samples
-``{"id", "response", "answer", "metadata", "sample"}``, each answered by ``{"id", "value"}``, for process rewards by
-``{"id", "value", "steps": [[end, reward], ...]}``, or by ``{"id", "failure"}``.
+Requests and replies are JSON, one per line, over a socket that user code does not see. The first request is
+``{"function", "args", "batched", "timeout_s", "memory_limit_mib"}``, answered by
+``{"ready": true, "concurrent": bool}`` or ``{"failure": why}``. Samples follow as
+``{"id", "samples": [{"response", "answer", "metadata", "sample"}, ...]}``, each answered by ``{"id", "results"}`` with
+one reply per sample (`workers.rewards.results`), or by ``{"failure", "last": true}`` before the process ends.
 """
 
 from __future__ import annotations
 
 import fcntl
+import inspect
 import io
 import json
-import math
-import numbers
 import os
 import reprlib
 import resource
@@ -20,23 +20,29 @@ import select
 import socket
 import sys
 import traceback
-from collections.abc import Callable
-from statistics import fmean
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from workers.rewards.loading import RewardFunctionError, load
-from workers.rewards.steps import Steps, checked_steps
+from workers.rewards.results import Reply, describe, judge, judge_batch, user_traceback
+
+if TYPE_CHECKING:
+    import asyncio
 
 F_SETOWN = 8  # not in Python's fcntl module
 
 
 def main() -> None:
-    """Serve the socket given as first argument, and die when the pipe given as second argument is closed."""
+    """Serve requests until the socket closes.
+
+    The first argument is the descriptor of the socket, the second that of a pipe. The process ends when the other end
+    of the pipe closes.
+    """
     control, lifeline = int(sys.argv[1]), int(sys.argv[2])
-    for descriptor in (control, lifeline):  # or what user code starts would keep the connection open after our end
+    for descriptor in (control, lifeline):  # or processes that user code starts would keep the connection open
         os.set_inheritable(descriptor, False)
     _die_with(lifeline)
-    os.dup2(2, 1)  # what user code prints goes to the log, line by line: a process that is killed flushes nothing
+    os.dup2(2, 1)  # user code prints to the log, line by line: a killed process flushes nothing
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     with socket.socket(fileno=control) as connection, connection.makefile("rb") as requests:
@@ -45,65 +51,127 @@ def main() -> None:
             return
         order = json.loads(start)
         try:
-            function = load(order["function"], order["args"])
+            judging = Judging(load(order["function"], order["args"], order["batched"]), order)
         except RewardFunctionError as error:
             _reply(connection, {"failure": str(error)})
             return
         _limit_memory(order["memory_limit_mib"])
-        _reply(connection, {"ready": True})
-        _serve(connection, requests, function, order["args"], order["memory_limit_mib"])
+        _reply(connection, {"ready": True, "concurrent": judging.concurrent})
+        _serve(connection, requests, judging, order["memory_limit_mib"])
 
 
-def _serve(connection: socket.socket, requests: Any, function: Callable[..., Any], args: Any, limit_mib: int) -> None:
-    # Made beforehand: there may be no memory left to make it.
+def _serve(connection: socket.socket, requests: Any, judging: Judging, limit_mib: int) -> None:
+    # Prepared in advance: there may be no memory left for it later.
     exhausted = json.dumps({"failure": f"out of memory (limit {limit_mib} MiB)", "last": True}).encode() + b"\n"
-    shown = False
     for line in requests:
         request = json.loads(line)
         try:
-            reply = judge(call(function, request, args), request["response"])
+            results = judging.results(request["samples"])
         except MemoryError:
             connection.sendall(exhausted)
             return
-        except BaseException as error:  # whatever user code raises, SystemExit included, fails this sample alone
-            reply = {"failure": describe(error)}
-            if not shown:  # one traceback is enough to find the fault
-                shown = True
-                traceback.print_exception(error)
-        _reply(connection, {"id": request["id"], **reply})
+        _reply(connection, {"id": request["id"], "results": results})
 
 
-def call(function: Callable[..., Any], request: dict[str, Any], args: dict[str, Any]) -> Any:
-    """Apply a reward function to one request; raises what the function raises."""
-    metadata = json.loads(request["metadata"])
+class Judging:
+    """Calls one reward function. Whatever it raises but MemoryError, SystemExit included, becomes a reply."""
+
+    def __init__(self, function: Callable[..., Any], order: dict[str, Any]) -> None:
+        """`order`: `args`, `batched` and `timeout_s` of the function."""
+        self._function = function
+        self._args: dict[str, Any] = order["args"]
+        self._batched: bool = order["batched"]
+        self._timeout_s: float = order["timeout_s"]
+        self._shown: set[str] = set()
+        self._runner: asyncio.Runner | None = None
+        is_async = any(inspect.iscoroutinefunction(target) for target in (function, type(function).__call__))
+        self.concurrent = is_async and not self._batched
+        """Whether the function is asynchronous, so that the samples of a request are judged at the same time."""
+
+    def results(self, samples: Sequence[dict[str, Any]]) -> list[Reply]:
+        """One reply per sample.
+
+        Raises:
+            MemoryError: the function used up its memory.
+        """
+        if self._batched:
+            return self._batch(samples)
+        if self.concurrent:
+            return self._wait(self._all(samples))
+        return [self._one(sample) for sample in samples]
+
+    def _batch(self, samples: Sequence[dict[str, Any]]) -> list[Reply]:
+        responses = [sample["response"] for sample in samples]
+        try:
+            metadata = [read_metadata(sample) for sample in samples]
+            answers = [sample["answer"] for sample in samples]
+            return judge_batch(self._settled(self._function(responses, answers, metadata, **self._args)), responses)
+        except MemoryError:
+            raise
+        except BaseException as error:
+            reply = self._failed(error)
+            reply["failure"] += f" (one call for {len(samples)} samples)"
+            return [reply] * len(samples)
+
+    def _one(self, sample: dict[str, Any]) -> Reply:
+        try:
+            return judge(self._settled(self._call(sample)), sample["response"])
+        except MemoryError:
+            raise
+        except BaseException as error:
+            return self._failed(error)
+
+    async def _all(self, samples: Sequence[dict[str, Any]]) -> list[Reply]:
+        import asyncio
+
+        return await asyncio.gather(*(self._one_of_several(sample) for sample in samples))
+
+    async def _one_of_several(self, sample: dict[str, Any]) -> Reply:
+        import asyncio
+
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                value = await self._call(sample)
+            return judge(value, sample["response"])
+        except MemoryError:
+            raise
+        except BaseException as error:
+            if limit.expired():
+                return {"failure": f"timeout after {self._timeout_s:g} s", "cause": "timeout"}
+            return self._failed(error)
+
+    def _call(self, sample: dict[str, Any]) -> Any:
+        return self._function(sample["response"], sample["answer"], read_metadata(sample), **self._args)
+
+    def _settled(self, value: Any) -> Any:
+        """What the function returned, awaited where it is a coroutine."""
+        return self._wait(value) if inspect.iscoroutine(value) else value
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run to the end, always in the same event loop: clients that a function keeps belong to it."""
+        if self._runner is None:
+            import asyncio
+
+            self._runner = asyncio.Runner()
+        return self._runner.run(coroutine)
+
+    def _failed(self, error: BaseException) -> Reply:
+        """The reply for an exception. Its traceback is printed once for each cause: one is enough to find the fault."""
+        reply = describe(error)
+        if reply["cause"] not in self._shown:
+            self._shown.add(reply["cause"])
+            traceback.print_exception(type(error), error, user_traceback(error))
+        return reply
+
+
+def read_metadata(sample: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a request's sample, with the facts about the sample. Raises ValueError or TypeError."""
+    metadata = json.loads(sample["metadata"])
     if not isinstance(metadata, dict):
         raise TypeError(f"metadata is not a JSON object: {reprlib.repr(metadata)}")
-    return function(request["response"], request["answer"], {**metadata, "sample": request["sample"]}, **args)
-
-
-def judge(value: object, response: str) -> dict[str, Any]:
-    """Reply for what a reward function returned: a finite real number, steps of the response, or why it is neither."""
-    if isinstance(value, Steps):
-        try:
-            steps = checked_steps(value.rewards, len(response))
-        except ValueError as error:
-            return {"failure": f"not steps: {error}"}
-        outcome = fmean(reward for _, reward in steps) if value.outcome is None else value.outcome
-        reply = judge(outcome, response)
-        return reply if "failure" in reply else {**reply, "steps": steps}
-    if not isinstance(value, numbers.Real):
-        return {"failure": f"not a number: {reprlib.repr(value)} ({type(value).__name__})"}
-    number = float(value)
-    return {"value": number} if math.isfinite(number) else {"failure": f"not a finite number: {number}"}
-
-
-def describe(error: BaseException) -> str:
-    """One line of at most about 300 characters."""
-    try:
-        text = " ".join(str(error).split())[:300]
-    except Exception:
-        text = "(its text cannot be shown)"
-    return f"error: {type(error).__name__}" + (f": {text}" if text else "")
+    facts = sample["sample"]
+    return {**metadata, "sample": {**facts, "messages": json.loads(facts["messages"])}}
 
 
 def _reply(connection: socket.socket, reply: dict[str, Any]) -> None:
@@ -111,10 +179,10 @@ def _reply(connection: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def _die_with(lifeline: int) -> None:
-    """Have the kernel end this process group when the other end of the pipe is closed, as it is when the parent dies.
+    """Let the kernel end this process group when the other end of the pipe closes, which it does when the parent dies.
 
-    The default action of SIGIO is to end the process. A thread that waits for the end of file would not do: code
-    that holds the interpreter lock, such as a regular expression that backtracks for ever, would keep it from running.
+    The default action of SIGIO ends the process. A thread that waits for the end of file is not enough: code that holds
+    the interpreter lock, such as a regular expression that backtracks forever, would keep it from running.
     """
     fcntl.fcntl(lifeline, F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -125,7 +193,7 @@ def _die_with(lifeline: int) -> None:
 
 
 def _limit_memory(limit_mib: int) -> None:
-    """Bound the address space to what is in use now plus the limit; no core files."""
+    """Limit the address space to its current size plus `limit_mib`, and disable core files."""
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     limit = used + limit_mib * 2**20

@@ -1,6 +1,6 @@
-"""A process reward for calculations: every equation that a response writes down is a step, judged by arithmetic.
+"""A process reward for calculations: every equation in a response is a step, verified by arithmetic.
 
-Nothing that a model wrote is run: numbers, the four operations and parentheses are read, and worked out in fractions.
+No text of the model is executed: numbers, the four operations and parentheses are parsed and evaluated as fractions.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from typing import Any
 from workers.rewards.steps import Step, Steps
 
 _LONGEST = 200
-"""Characters of the longest chain of equations that is read; bounds the numbers, the nesting and the time."""
+"""Longest chain of equations that is parsed, in characters; limits the numbers, the nesting and the time."""
 _NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
 _CHAIN = re.compile(rf"(?:{_NUMBER}|[-+*/^%=() \t])+")
 _TOKEN = re.compile(rf"{_NUMBER}|\S")
 _OPERATION = re.compile(r"[0-9)][ \t]*[-+*/]")
 
-# Other spellings of what is read. None of these changes the length of the text: a position stays what it is.
+# Other spellings of supported symbols. Replacements keep the length of the text, so that positions stay valid.
 _CHARACTERS = str.maketrans({"×": "*", "⋅": "*", "·": "*", "÷": "/", "−": "-", "$": " "})
 _SPELLINGS = (
     (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])"), "*"),
     (re.compile(r"\\div(?![a-zA-Z])"), "/"),
-    (re.compile(r"\\[()\[\]]"), ";"),  # LaTeX's marks of a formula
+    (re.compile(r"\\[()\[\]]"), ";"),  # LaTeX formula delimiters
     (re.compile(r"(?<=[0-9)])[ \t]*[xX](?=[ \t]*[0-9(])"), "*"),
-    (re.compile(r"^[ \t]*(?:[-*+]|[0-9]+[.)])[ \t]+", re.MULTILINE), ""),  # the mark of a list's item
-    (re.compile(r"(?<=[0-9)])\*\*(?=[-0-9(])"), "^"),  # a power, which is not read
+    (re.compile(r"^[ \t]*(?:[-*+]|[0-9]+[.)])[ \t]+", re.MULTILINE), ""),  # list item marker
+    (re.compile(r"(?<=[0-9)])\*\*(?=[-0-9(])"), "^"),  # a power, which is not supported
     (re.compile(r"\*\*"), ""),  # bold
 )
 _SIGN = "sign"
 
 Items = list[Fraction | str]
-"""Operands and operators in turn."""
+"""Alternating operands and operators."""
 
 
 @dataclass(frozen=True)
 class Equation:
-    """Two neighbours of an equals sign."""
+    """The two sides of an equals sign."""
 
     left: str
     right: str
     end: int
-    """Position behind the right side."""
+    """Position after the right side."""
 
 
 def equations(
@@ -57,11 +57,19 @@ def equations(
     wrong: float = 0.0,
     tolerance: float = 0.0,
 ) -> Steps:
-    """Every equation of the response is a step: `right` where it is true, `wrong` where it is not.
+    """Steps of the response, one per equation.
 
-    Read are numbers, + - * / (also x, ×, ÷) and parentheses; `2 + 3 = 5 = 10 / 2` is two equations. No step is what has
-    other symbols or letters in it, calculates nothing (`3 = 3`), or stood in the response before. The sides of a true
-    equation differ by at most `tolerance`. A response without an equation is one step of 0.
+    Equations consist of numbers, + - * / (also x, ×, ÷) and parentheses; `2 + 3 = 5 = 10 / 2` is two equations. Ignored
+    are equations with other symbols or letters, without an operation (`3 = 3`), and repeated ones. A response without
+    an equation is one step with reward 0.
+
+    Args:
+        response: The response.
+        answer: Unused.
+        metadata: Unused.
+        right: Reward of a true equation.
+        wrong: Reward of a false equation.
+        tolerance: Maximum difference between the sides of a true equation.
     """
     steps: list[Step] = []
     seen: set[tuple[str, str]] = set()
@@ -76,7 +84,7 @@ def equations(
 
 
 def find_equations(text: str) -> Iterator[Equation]:
-    """What may be an equation, in order: there is an operation on one side at least."""
+    """Candidate equations, in order: at least one side has an operation."""
     text = text.translate(_CHARACTERS)
     for pattern, plain in _SPELLINGS:
         text = pattern.sub(lambda match, plain=plain: plain.ljust(len(match.group())), text)
@@ -94,7 +102,7 @@ def find_equations(text: str) -> Iterator[Equation]:
 
 
 def evaluate(text: str) -> Fraction | None:
-    """The value of an arithmetic expression; None where the text is none, or divides by zero."""
+    """Value of an arithmetic expression; None if the text is not an expression or divides by zero."""
     levels: list[Items] = [[]]
     for token in _TOKEN.finditer(text):
         symbol, level = token.group(), levels[-1]
@@ -107,7 +115,7 @@ def evaluate(text: str) -> Fraction | None:
             signed = levels[-1][-1:] == [_SIGN]
             levels[-1][len(levels[-1]) - signed :] = [-value if signed else value]
         elif symbol == "-" and len(level) % 2 == 0:
-            # What has a space behind it is no sign, but what is left of "x - 2".
+            # A minus followed by a space is not a sign but the rest of "x - 2".
             if text[token.end() : token.end() + 1].isspace():
                 return None
             level.append(_SIGN)
@@ -117,7 +125,7 @@ def evaluate(text: str) -> Fraction | None:
 
 
 def _value(items: Items) -> Fraction | None:
-    """Operands and operators to a number, products before sums; None where they do not alternate."""
+    """Value of operands and operators, products before sums; None if they do not alternate."""
     terms: list[Fraction] = []
     operator: Fraction | str = "+"
     for place, item in enumerate(items):
@@ -137,7 +145,7 @@ def _value(items: Items) -> Fraction | None:
 
 
 def _is_torn(chain: re.Match[str]) -> bool:
-    """Whether it is a piece of something else: of f(2) + 1 = 3, x2 + 1 = 3, 1 + 2 = 3x or 1 + 2 = 3,5."""
+    """Whether the chain is part of something else, such as f(2) + 1 = 3, x2 + 1 = 3, 1 + 2 = 3x or 1 + 2 = 3,5."""
     before, after = chain.string[: chain.start()][-1:], chain.string[chain.end() : chain.end() + 2]
     first, last = chain.group()[0], chain.group()[-1]
     opened = not first.isspace() and (_is_word(before) or before in (".", ","))
@@ -149,7 +157,7 @@ def _is_word(character: str) -> bool:
 
 
 def _without_opening(side: str) -> str:
-    """A left side without the parentheses that are closed behind the equation: (2 + 3 = 5)."""
+    """The left side without parentheses that close after the equation, as in (2 + 3 = 5)."""
     side = side.strip()
     for _ in range(side.count("(") - side.count(")")):
         side = side.removeprefix("(").lstrip()
@@ -157,7 +165,7 @@ def _without_opening(side: str) -> str:
 
 
 def _without_closing(side: str) -> str:
-    """A right side, from its start, without the parentheses that were opened before the equation."""
+    """The right side without parentheses that open before the equation."""
     side = side.rstrip()
     for _ in range(side.count(")") - side.count("(")):
         side = side.removesuffix(")").rstrip()

@@ -1,8 +1,9 @@
 """Reward functions that need only the standard library.
 
 A reward function is called as ``f(response, answer, metadata, **args) -> float | Steps``. ``metadata`` is the prompt's
-own JSON object and, under the key ``sample``, what is known of the sample: ``{"response_tokens": int, "finish_reason":
-"stop" | "length"}``. A function that cannot judge raises; it never answers 0 for that.
+JSON object and, under the key ``sample``, facts about the sample: ``{"response_tokens": int, "finish_reason": "stop" |
+"length", "messages": [...]}``. Where several answers are right, they are the list ``metadata["right_answers"]``, and
+``answer`` is the first of them. A function that cannot score a response raises; it does not return 0.
 """
 
 from __future__ import annotations
@@ -13,49 +14,56 @@ from typing import Any, Literal, overload
 
 from workers.rewards.steps import Steps
 
-# A minus right after a digit is a subtraction ("7-5"), not a sign; commas count only between groups of three.
+# A minus directly after a digit is a subtraction ("7-5"), not a sign; commas count only between groups of three.
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
 Metadata = dict[str, Any]
 
 
+def right_answers(answer: str, metadata: Metadata) -> list[str]:
+    """Every right answer of a prompt."""
+    return metadata.get("right_answers") or [answer]
+
+
 def exact_match(
     response: str, answer: str, metadata: Metadata, *, strip: bool = True, ignore_case: bool = False
 ) -> float:
-    """1 where the response is the answer: white space around both is ignored with `strip`, case with `ignore_case`."""
-    if strip:
-        response, answer = response.strip(), answer.strip()
-    if ignore_case:
-        response, answer = response.casefold(), answer.casefold()
-    return float(response == answer)
+    """1 if the response equals a right answer. `strip` ignores surrounding white space, `ignore_case` ignores case."""
+
+    def form(text: str) -> str:
+        text = text.strip() if strip else text
+        return text.casefold() if ignore_case else text
+
+    return float(form(response) in map(form, right_answers(answer, metadata)))
 
 
 def find_last_number(text: str) -> Decimal | None:
-    """The last integer or decimal of a text; thousands separators are dropped, a typographic minus is a minus."""
+    """The last integer or decimal of a text. Thousands separators are removed; a typographic minus is a minus."""
     numbers = _NUMBER.findall(text.replace("\u2212", "-"))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def parse_number(text: str) -> Decimal | None:
-    """The text as one number, or None where it is anything else."""
+    """The text as one number; None if it is anything else."""
     text = text.strip().replace("\u2212", "-")
     return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
 
 
 def last_number(response: str, answer: str, metadata: Metadata) -> float:
-    """1 where the last number of the response equals the answer as a number (5.0 is 5).
+    """1 if the last number of the response equals a right answer as a number (5.0 is 5).
 
     Raises:
-        ValueError: the answer is not one number.
+        ValueError: no answer is one number.
     """
-    expected = parse_number(answer)
-    if expected is None:
+    expected = [parse_number(text) for text in right_answers(answer, metadata)]
+    numbers = [number for number in expected if number is not None]
+    if not numbers:
         raise ValueError(f"the answer is not a number: {answer[:80]!r}")
-    return float(find_last_number(response) == expected)
+    return float(find_last_number(response) in numbers)
 
 
 def regex(response: str, answer: str, metadata: Metadata, *, pattern: str, full: bool = True) -> float:
-    """1 where `pattern` matches the whole response (`full`), or any part of it: a reward for the format."""
+    """1 if `pattern` matches the whole response (`full`) or any part of it: a format reward."""
     match = re.fullmatch(pattern, response) if full else re.search(pattern, response)
     return float(match is not None)
 
@@ -70,7 +78,7 @@ def _size(response: str, metadata: Metadata, unit: Unit) -> int:
         return len(response.split())
     if unit == "tokens":
         return int(metadata["sample"]["response_tokens"])
-    raise ValueError(f"unit is characters, words or tokens, not {unit!r}")
+    raise ValueError(f"unit must be characters, words or tokens, not {unit!r}")
 
 
 def length(
@@ -85,8 +93,10 @@ def length(
 def overlong(
     response: str, answer: str, metadata: Metadata, *, limit: int, buffer: int, unit: Unit = "tokens"
 ) -> float:
-    """0 up to `limit - buffer`, falling linearly to -1 at `limit`: the soft overlong punishment of DAPO
-    (arXiv 2503.14476, equation 13)."""
+    """0 up to `limit - buffer`, falling linearly to -1 at `limit`.
+
+    The soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13).
+    """
     if buffer <= 0:
         raise ValueError(f"buffer must be positive, not {buffer}")
     excess = _size(response, metadata, unit) - (limit - buffer)
@@ -108,9 +118,10 @@ def letter_share(
 def letter_share(
     response: str, answer: str, metadata: Metadata, *, letters: str, ignore_case: bool = False, every: int = 0
 ) -> float | Steps:
-    """Share of the response's characters that are in `letters`; 0 for an empty response. Dense: good for trials.
+    """Share of the response's characters that are in `letters`; 0 for an empty response. A dense
+    reward for tests.
 
-    With `every`, each stretch of so many characters is a step with its own share (the last one may be shorter), and the
+    With `every`, each chunk of that many characters is a step with its own share (the last one may be shorter), and the
     share of the whole response is the outcome.
     """
     wanted = frozenset(letters.casefold() if ignore_case else letters)

@@ -1,4 +1,4 @@
-"""reasoning-gym's own scorers, fed with the final answer instead of the whole text."""
+"""reasoning-gym's own scorers, applied to the final answer instead of the whole text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 _NAMED = re.compile(r"\banswer(?:\s+is\b\s*:?|\s*[:=])\s*", re.IGNORECASE)
 
 # Families whose scorer evaluates the answer as Python ("python": `eval`; "sympy": `parse_expr`, which is `eval` too).
-# What the model wrote must never run, so these see an answer only if it is a plain literal or formula.
+# The model's text must never be executed, so they get an answer only if it is a plain literal or formula.
 _EVALUATED = {
     "binary_matrix": "python",
     "countdown": "sympy",
@@ -47,15 +47,14 @@ _FORMULA_NODES = (
     ast.List,
 )
 
-_TRUSTED: set[str] = set()  # families whose scorer was seen to accept an entry's own answer
+_TRUSTED: set[str] = set()  # families whose scorer accepted the answer of its own entry
 
 
 def final_answer(response: str, expected: str | None) -> str:
-    """What a response gives as its answer, in the form of `expected`.
+    """The final answer of a response, in the form of `expected`.
 
-    The last of: <answer> tags, \\boxed{}, "the answer is ..."; where there is none of these, the whole text if
-    `expected` has several lines or is not known, else the last line. Where `expected` is a number, the last number
-    of that.
+    The last of: <answer> tags, \\boxed{}, "the answer is ...". Without any of these: the whole text if `expected` has
+    several lines or is None, otherwise the last line. If `expected` is a number, the last number in that text.
     """
     lines = expected is None or "\n" in expected.strip()
     named = _NAMED.split(response)
@@ -69,17 +68,17 @@ def final_answer(response: str, expected: str | None) -> str:
         return text
     if (wanted := parse_number(expected)) is not None:
         number = find_last_number(text)
-        # The expected number's own spelling, so that a scorer which compares text takes 5.0 for 5.
+        # In the spelling of the expected number, so that a scorer that compares text accepts 5.0 for 5.
         return "" if number is None else expected.strip() if number == wanted else str(number)
     text = text.strip("*").strip()
     return text if expected.rstrip().endswith(".") else text.rstrip(".")
 
 
 def is_formula(text: str, strings: bool = False) -> bool:
-    """Whether evaluating a text as a Python expression can do no more than arithmetic.
+    """Whether evaluating a text as a Python expression is limited to arithmetic.
 
     True for numbers, names, operators, lists and calls of a few mathematical functions; string constants only with
-    `strings` (sympy evaluates those a second time).
+    `strings` (sympy evaluates strings again).
     """
     try:
         nodes = list(ast.walk(ast.parse(text.strip(), mode="eval")))
@@ -104,22 +103,22 @@ def _scorer(family: str) -> Callable[[str, Entry], float]:
 
 
 def is_credit_for_containing(score: float, given: str, expected: str) -> bool:
-    """Whether a score below 1 is the share of the answer that happens to be the expected text.
+    """Whether a score below 1 is the fraction of the answer that the expected text covers.
 
-    Many families fall back on that, so that "15" scores a half where "5" is right.
+    Many families fall back to this score, so that "15" scores 0.5 where "5" is correct.
     """
     pairs = ((given, expected), (given.replace(",", ""), expected.replace(",", "")))
     return score < 1.0 and any(right in left and math.isclose(score, len(right) / len(left)) for left, right in pairs)
 
 
 def reasoning_gym(response: str, answer: str, metadata: dict[str, Any]) -> float:
-    """The score that the task's own family gives to the response's final answer.
+    """Score of the response's final answer by the scorer of the task's family.
 
-    `metadata["recipe"]` is the family and `metadata["entry"]` the item as it made it: question, answer and metadata.
+    `metadata["recipe"]` is the family, and `metadata["entry"]` the generated item: question, answer and metadata.
 
     Raises:
-        KeyError: one of the two is missing.
-        ValueError: the family is unknown, or its scorer does not work on entries that came through JSON.
+        KeyError: `recipe` or `entry` is missing.
+        ValueError: the family is unknown, or its scorer does not support entries loaded from JSON.
     """
     entry: Entry = metadata["entry"]
     family: str = metadata["recipe"]
@@ -132,8 +131,8 @@ def reasoning_gym(response: str, answer: str, metadata: dict[str, Any]) -> float
     if expected is not None and is_credit_for_containing(score, given, expected.strip()):
         return 0.0
     if score < 1.0 and expected is not None and family not in _TRUSTED:
-        # Some scorers compare tuples, which JSON has made lists of: they would call every answer wrong.
+        # Some scorers compare tuples, which JSON turns into lists: they would reject every answer.
         if _scorer(family)(expected, entry) < 1.0:
-            raise ValueError(f"the scorer of {family!r} does not accept the answer its own entry gives")
+            raise ValueError(f"the scorer of {family!r} does not accept the answer of its own entry")
         _TRUSTED.add(family)
     return score

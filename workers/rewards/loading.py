@@ -1,11 +1,11 @@
-"""From a reward function's name to the function."""
+"""Loading of reward functions by name."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 SHIPPED = {
@@ -22,11 +22,15 @@ SHIPPED = {
 
 
 class RewardFunctionError(ValueError):
-    """A reward function that cannot be used: unknown, not importable, not callable, or not with these arguments."""
+    """A reward function cannot be used: unknown, not importable, not callable, or not with these arguments."""
+
+
+class RewardArgumentsError(RewardFunctionError):
+    """A reward function does not take its arguments."""
 
 
 def locate(name: str) -> tuple[str, str]:
-    """Module and attribute of a shipped name or of `package.module:function`; imports nothing.
+    """Module and attribute of a built-in name or of `package.module:function`. Imports nothing.
 
     Raises:
         RewardFunctionError: it is neither.
@@ -35,15 +39,21 @@ def locate(name: str) -> tuple[str, str]:
     if colon and all(part.isidentifier() for part in [*module.split("."), attribute]):
         return module, attribute
     near = difflib.get_close_matches(name, SHIPPED, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; shipped are {', '.join(SHIPPED)}"
-    raise RewardFunctionError(f"no reward function {name!r}: give a shipped name or package.module:function{hint}")
+    hint = f"; did you mean {near[0]!r}?" if near else f"; built-in functions: {', '.join(SHIPPED)}"
+    raise RewardFunctionError(f"no reward function {name!r}: use a built-in name or package.module:function{hint}")
 
 
-def load(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[..., Any]:
     """Import a reward function and check that it takes (response, answer, metadata, **args).
 
+    Args:
+        name: A built-in name, or `package.module:function`.
+        args: Keyword arguments that the function is called with.
+        batched: Whether the function takes lists of responses, answers and metadata.
+
     Raises:
-        RewardFunctionError: the import fails, there is no such function, or it does not take the arguments.
+        RewardFunctionError: the import fails or there is no such function.
+        RewardArgumentsError: it does not take the arguments.
     """
     module_name, attribute = locate(name)
     try:
@@ -53,12 +63,29 @@ def load(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
     if function is None:
         raise RewardFunctionError(f"{name}: module {module_name} has no {attribute!r}")
     if not callable(function):
-        raise RewardFunctionError(f"{name}: is not callable, but {type(function).__name__}")
+        raise RewardFunctionError(f"{name}: not callable, got {type(function).__name__}")
     try:
         inspect.signature(function).bind("", "", {}, **args)
     except TypeError as error:
-        wanted = "f(response, answer, metadata, **args)"
-        raise RewardFunctionError(f"{name}: cannot be called as {wanted}: {error}") from error
+        wanted = "f(responses, answers, metadata, **args)" if batched else "f(response, answer, metadata, **args)"
+        raise RewardArgumentsError(f"{name}: cannot be called as {wanted}: {error}") from error
     except ValueError:
-        pass  # some callables written in C have no signature to check
+        pass  # some callables implemented in C have no signature
     return function
+
+
+def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What is wrong with each of several reward functions (`name`, `args`), in order.
+
+    Yields:
+        (field, message) for each function: `name` or `args`; both empty where nothing is wrong.
+    """
+    for function in functions:
+        try:
+            load(function["name"], function["args"])
+        except RewardArgumentsError as error:
+            yield "args", str(error)
+        except RewardFunctionError as error:
+            yield "name", str(error)
+        else:
+            yield "", ""

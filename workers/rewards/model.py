@@ -5,54 +5,55 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from workers.config import ModelConfig
-from workers.linear import use_onednn
+from workers.contract.config import Device, ModelConfig
+from workers.models.cpu import use_onednn
+from workers.models.modeling import torch_dtype
 from workers.rewards.runner import Outcome
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class RewardModel:
     """Scores rollouts in padded batches of bounded size, without gradients."""
 
-    def __init__(self, config: ModelConfig, micro_batch_tokens: int, device: Literal["cpu", "cuda"]) -> None:
+    def __init__(self, config: ModelConfig, micro_batch_tokens: int, device: Device) -> None:
         """Load model and tokenizer.
 
         Raises:
-            ValueError: the model has not one label, or its folder lacks weights (they would be random).
-            OSError: there is no such folder, or no safetensors in it.
+            ValueError: the model does not have one label, or weights are missing and would be random.
+            OSError: the folder does not exist or has no safetensors.
         """
         self.micro_batch_tokens = micro_batch_tokens
         self.device = device
         source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
         labels = AutoConfig.from_pretrained(config.path, **source).num_labels
         if labels != 1:
-            raise ValueError(f"{config.path}: a reward model has one label, this one has {labels}")
+            raise ValueError(f"{config.path}: a reward model needs exactly one label, got {labels}")
         self.tokenizer: Any = AutoTokenizer.from_pretrained(config.path, **source)
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            config.path, dtype=_DTYPES[config.dtype], use_safetensors=True, output_loading_info=True, **source
+            config.path, dtype=torch_dtype(config.dtype), use_safetensors=True, output_loading_info=True, **source
         )
         if missing := sorted(report["missing_keys"]):
-            raise ValueError(f"{config.path}: not a reward model: it has no weights for {', '.join(missing[:5])}")
+            raise ValueError(f"{config.path}: not a reward model: no weights for {', '.join(missing[:5])}")
         use_onednn(model)
         self.model: Any = model.to(device).eval().requires_grad_(False)
         text_config = self.model.config.get_text_config()
         if text_config.pad_token_id is None:
-            # The classifier reads the last token that is not padding, so it has to know which one that is.
+            # The classifier reads its score at the last token that is not padding.
             text_config.pad_token_id = self.tokenizer.pad_token_id or self.tokenizer.eos_token_id or 0
         self.pad_id: int = text_config.pad_token_id
         self.max_tokens: int = text_config.max_position_embeddings
         self.vocab_size: int = text_config.vocab_size
 
     def score(self, rollouts: pa.Table) -> list[Outcome]:
-        """Score of every row of a ROLLOUTS table; a row too long for the model, or with a score that is not finite, has
-        a failed outcome."""
+        """Score of every row of a ROLLOUTS table.
+
+        A row that is too long for the model, or with a score that is not finite, has a failed outcome.
+        """
         sequences = self.encode(rollouts)
         outcomes: list[Outcome] = [
             Outcome(None, f"error: {len(ids)} tokens; the reward model takes 1 to {self.max_tokens}")
@@ -67,13 +68,13 @@ class RewardModel:
         return outcomes
 
     def encode(self, rollouts: pa.Table) -> list[list[int]]:
-        """Token ids of prompt plus response, as this model reads them.
+        """Token ids of prompt plus response for this model.
 
-        Where this model's tokenizer and chat template make the very same prompt ids of the messages, the sampled ids
-        are used as they are; else the conversation is rendered anew from its text.
+        If this model's tokenizer and chat template give the same prompt ids for the messages, the sampled ids are used;
+        otherwise the conversation is rendered again from its text.
 
         Raises:
-            ValueError: another vocabulary, and no chat template to render the conversation with.
+            ValueError: the vocabulary differs, and there is no chat template to render the conversation.
         """
         columns = ("messages", "response", "prompt_ids", "response_ids")
         rendered: dict[str, list[int]] = {}
@@ -82,7 +83,9 @@ class RewardModel:
             messages, prompt_ids, response_ids = row["messages"], row["prompt_ids"], row["response_ids"]
             if self.tokenizer.chat_template is None:
                 if not self._reads(response_ids, row["response"]):
-                    raise ValueError("the reward model has another vocabulary than the policy, and no chat template")
+                    raise ValueError(
+                        "the reward model's vocabulary differs from the policy's, and it has no chat template"
+                    )
                 sequences.append(prompt_ids + response_ids)
                 continue
             if messages not in rendered:
@@ -95,7 +98,7 @@ class RewardModel:
         return sequences
 
     def gpu_peak(self) -> int:
-        """Most bytes that torch has allocated on the model's GPU; 0 on the CPU."""
+        """Peak bytes that torch has allocated on the model's GPU; 0 on the CPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
@@ -123,8 +126,10 @@ class RewardModel:
 
 
 def budget_batches(lengths: dict[int, int], max_tokens: int) -> Iterator[list[int]]:
-    """Split rows into batches of at most `max_tokens`, padding included, short rows with short ones; a row that is
-    longer than that goes alone."""
+    """Split rows into batches of at most `max_tokens` tokens, padding included, grouping rows of similar length.
+
+    A longer row forms its own batch.
+    """
     batch: list[int] = []
     for row in sorted(lengths, key=lambda row: lengths[row]):
         if batch and lengths[row] * (len(batch) + 1) > max_tokens:

@@ -1,6 +1,6 @@
-"""Runs a reward function in a process of its own, so that whatever it does costs one sample and not the run.
+"""Runs a reward function in its own process, so that a fault costs one sample and not the run.
 
-This contains faults (hangs, exits, memory), not attacks: a reward function is the user's own code.
+This isolates faults (hangs, exits, memory), not attacks: a reward function is the user's own code.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from workers.config import RewardFunctionConfig
+from workers.contract.config import RewardFunctionConfig
 from workers.rewards.loading import RewardFunctionError
 from workers.rewards.steps import Step, checked_steps
 
@@ -29,13 +29,15 @@ LOAD_TIMEOUT_S = 120.0
 """Longest import of a reward function's module."""
 _CHUNK = 2**16
 _MAX_REPLY = 2**22
-"""Longest reply, in bytes: more than 80 000 steps."""
+"""Longest reply for one sample, in bytes: more than 80 000 steps."""
+_GRACE_S = 1.0
+"""Seconds that a child gets beyond the timeout to reply for the samples that were in time."""
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from workers.rewards.child import main; main()"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a reward function is asked to judge."""
+    """Input of a reward function."""
 
     response: str
     answer: str
@@ -43,24 +45,41 @@ class Sample:
     """JSON object."""
     response_tokens: int
     finish_reason: str
+    messages: str = "[]"
+    """JSON list: the prompt."""
+
+    def request(self) -> dict[str, Any]:
+        """The sample as it is sent to the child."""
+        return {
+            "response": self.response,
+            "answer": self.answer,
+            "metadata": self.metadata,
+            "sample": {
+                "response_tokens": self.response_tokens,
+                "finish_reason": self.finish_reason,
+                "messages": self.messages,
+            },
+        }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A number, or why there is none."""
+    """Result for one sample: a number, or why there is none."""
 
     value: float | None
     status: str = "ok"
     steps: tuple[Step, ...] = ()
-    """Process rewards, by character positions of the response; only of a function whose steps are asked for."""
+    """Process rewards, by character position in the response; only for a function with `process`."""
+    cause: str = field(default="", compare=False)
+    """What failures of the same cause have in common; empty: the status."""
 
 
 class _Broken(Exception):
-    """The child sent something that is not a reply."""
+    """The child sent an invalid reply."""
 
 
 class RewardProcess:
-    """One reward function in a child process, which is replaced whenever it hangs or dies."""
+    """One reward function in a child process, which is replaced when it hangs or dies."""
 
     def __init__(self, config: RewardFunctionConfig, memory_limit_mib: int) -> None:
         self.config = config
@@ -70,14 +89,16 @@ class RewardProcess:
         self._lifeline = -1
         self._buffer = b""
         self._requests = 0
+        self._concurrent = False
+        """Whether the function is asynchronous; known once it is loaded."""
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, if there is one now."""
+        """Process id of the child; None if there is none."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the child and have it load the function; does nothing where a child is ready.
+        """Start the child and load the function in it; does nothing if a child is ready.
 
         Raises:
             RewardFunctionError: the function cannot be loaded or does not take its arguments.
@@ -90,6 +111,8 @@ class RewardProcess:
         order = {
             "function": self.config.name,
             "args": self.config.args,
+            "batched": self.config.batched,
+            "timeout_s": self.config.timeout_s,
             "memory_limit_mib": self.memory_limit_mib,
         }
         try:
@@ -98,69 +121,89 @@ class RewardProcess:
             self.close()
             raise RewardFunctionError(f"{self.config.name}: not loaded after {LOAD_TIMEOUT_S:g} s") from None
         except (EOFError, ConnectionError, _Broken):
-            raise RewardFunctionError(f"{self.config.name}: the process that loads it {self._bury()}") from None
+            raise RewardFunctionError(f"{self.config.name}: the process that loads it {self._reap()}") from None
         if "ready" not in reply:
             self.close()
             raise RewardFunctionError(str(reply.get("failure")))
+        self._concurrent = reply.get("concurrent") is True
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """Judge samples one by one; a sample that fails costs no other one anything but time. Never raises for what
-        the function does."""
-        return [self._score(sample) for sample in samples]
+        """Score the samples of a group; faults of the function never raise.
+
+        A batched function gets all of them in one call, an asynchronous one is called for all of them at the same time,
+        any other one by one. A failed sample costs the others only time, unless it ends or blocks the call they share.
+        """
+        try:
+            self.start()
+        except (RewardFunctionError, OSError) as error:  # the replacement of a dead child did not start
+            self.close()
+            return [Outcome(None, f"error: {error}")] * len(samples)
+        if self.config.batched or self._concurrent:
+            return self._score(samples)
+        return [outcome for sample in samples for outcome in self._score([sample])]
 
     def close(self) -> None:
-        """End the child, and every process it started and left in its group."""
+        """End the child and all processes of its group."""
         if self._process is None:
             return
         self._kill_group(self._process.pid)
         self._process.wait()
         self._release()
 
-    def _score(self, sample: Sample) -> Outcome:
+    def _score(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """Outcomes of one request."""
         self._requests += 1
-        request = {
-            "id": self._requests,
-            "response": sample.response,
-            "answer": sample.answer,
-            "metadata": sample.metadata,
-            "sample": {"response_tokens": sample.response_tokens, "finish_reason": sample.finish_reason},
-        }
+        request = {"id": self._requests, "samples": [sample.request() for sample in samples]}
         try:
             self.start()
-            reply = self._exchange(request, self.config.timeout_s)
-            outcome = self._read(reply, len(sample.response))
+            reply = self._exchange(request, self.config.timeout_s + _GRACE_S * self._concurrent, len(samples))
+            outcomes = self._read(reply, samples)
         except TimeoutError:
             self.close()
-            return Outcome(None, f"timeout after {self.config.timeout_s:g} s")
+            return self._all_failed(f"timeout after {self.config.timeout_s:g} s", len(samples))
         except (EOFError, ConnectionError):
-            return Outcome(None, self._bury())
-        except _Broken as error:
+            return self._all_failed(self._reap(), len(samples))
+        except (_Broken, RewardFunctionError, OSError) as error:
             self.close()
-            return Outcome(None, f"error: {error}")
-        except (RewardFunctionError, OSError) as error:  # the replacement of a dead child could not start
-            self.close()
-            return Outcome(None, f"error: {error}")
+            return self._all_failed(f"error: {error}", len(samples))
         if reply.get("last"):
             self.close()
-        return outcome
+        return outcomes
 
-    def _read(self, reply: dict[str, Any], length: int) -> Outcome:
-        """Check a reply as strictly as if a stranger had sent it."""
-        if not reply.get("last") and reply.get("id") != self._requests:
+    @staticmethod
+    def _all_failed(status: str, samples: int) -> list[Outcome]:
+        """The same failure for every sample of a request, which says so."""
+        shared = f" (one call for {samples} samples)" if samples > 1 else ""
+        return [Outcome(None, status + shared, cause=status)] * samples
+
+    def _read(self, reply: dict[str, Any], samples: Sequence[Sample]) -> list[Outcome]:
+        """The outcomes in a reply. Raises _Broken for an invalid one: user code may have written it."""
+        if reply.get("last") and isinstance(failure := reply.get("failure"), str):
+            return self._all_failed(failure, len(samples))
+        if reply.get("id") != self._requests:
             raise _Broken("the reward process replied out of turn")
-        if isinstance(failure := reply.get("failure"), str):
-            return Outcome(None, failure)
-        value = reply.get("value")
+        results = reply.get("results")
+        if not isinstance(results, list) or len(results) != len(samples):
+            raise _Broken(f"the reward process replied no results for {len(samples)} samples")
+        return [self._outcome(result, len(s.response)) for result, s in zip(results, samples, strict=True)]
+
+    def _outcome(self, result: Any, length: int) -> Outcome:
+        """The outcome of one sample, with a response of `length` characters. Raises _Broken for an invalid one."""
+        if not isinstance(result, dict):
+            raise _Broken("the reward process replied a result that is not a JSON object")
+        if isinstance(failure := result.get("failure"), str):
+            return Outcome(None, failure, cause=str(result.get("cause", "")))
+        value = result.get("value")
         if not isinstance(value, float) or not math.isfinite(value):
             raise _Broken("the reward process replied neither a number nor a failure")
         if not self.config.process:
             return Outcome(value)
-        if (steps := reply.get("steps")) is None:
-            return Outcome(None, f"no steps, but a number: {value}")
+        if (steps := result.get("steps")) is None:
+            return Outcome(None, f"expected steps, got a number: {value}", cause="expected steps, got a number")
         try:
             return Outcome(value, steps=checked_steps(steps, length))
         except (OverflowError, TypeError, ValueError) as error:
-            raise _Broken(f"the reward process replied steps that are none: {error}") from error
+            raise _Broken(f"the reward process replied invalid steps: {error}") from error
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -171,7 +214,7 @@ class RewardProcess:
                 [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno()), str(lifeline_read), path],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), lifeline_read),
-                start_new_session=True,  # its own group: ended as a whole, and out of reach of the terminal's Ctrl-C
+                start_new_session=True,  # its own group: it ends as a whole and does not receive the terminal's Ctrl-C
             )
         except OSError:
             ours.close()
@@ -182,10 +225,13 @@ class RewardProcess:
             os.close(lifeline_read)
         self._connection, self._lifeline, self._buffer = ours, lifeline_write, b""
 
-    def _exchange(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send one line, receive one line.
+    def _exchange(self, request: dict[str, Any], timeout_s: float, samples: int = 1) -> dict[str, Any]:
+        """Send one line, receive one line, which may be as long as replies for this many samples.
 
-        Raises TimeoutError, EOFError or ConnectionError (the child is gone), _Broken.
+        Raises:
+            TimeoutError: there is no reply in time.
+            EOFError, ConnectionError: the child has ended.
+            _Broken: the reply is invalid.
         """
         if self._connection is None:
             raise EOFError
@@ -199,19 +245,19 @@ class RewardProcess:
             if not (chunk := self._connection.recv(_CHUNK)):
                 raise EOFError
             self._buffer += chunk
-            if len(self._buffer) > _MAX_REPLY:
-                raise _Broken("the reward process replied more than a reply")
+            if len(self._buffer) > samples * _MAX_REPLY:
+                raise _Broken(f"the reward process replied more than {samples * _MAX_REPLY} bytes")
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             reply = json.loads(line)
         except ValueError as error:
-            raise _Broken("the reward process replied something that is not JSON") from error
+            raise _Broken("the reward process replied something other than JSON") from error
         if not isinstance(reply, dict):
-            raise _Broken("the reward process replied something that is not an object")
+            raise _Broken("the reward process replied something other than a JSON object")
         return reply
 
-    def _bury(self) -> str:
-        """Why a child that closed its connection is gone; it is cleared away."""
+    def _reap(self) -> str:
+        """Clean up a child that closed its connection; returns why it ended."""
         if self._process is None:
             return "died"
         try:
@@ -225,7 +271,7 @@ class RewardProcess:
 
     @staticmethod
     def _kill_group(pid: int) -> None:
-        """End the child and what it started; the group outlives its leader where the child left processes behind."""
+        """End the child and its process group; the group outlives its leader if the child started other processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 

@@ -1,36 +1,28 @@
-"""What the policy's and the critic's workers share: joining the training group, checkpoints, metrics, health."""
+"""Base of all training workers: joining the training group, checkpoints, metrics, health."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
-from workers.deepspeed_engine import (
-    Device,
-    StepResult,
-    TrainEngine,
-    all_reduce,
-    join_group,
-    leave_group,
-    rendezvous_store,
-)
-from workers.losses import LossOutput
-from workers.messages import Peak, UpdateMetrics, WorkerHealth
-from workers.peaks import resident_peak
-
-if TYPE_CHECKING:
-    from workers.config import Rendezvous
+from workers.algorithms.policy_loss import LossOutput
+from workers.contract.arrow import pickle_tables
+from workers.contract.config import Device, Rendezvous
+from workers.contract.memory import resident_peak
+from workers.contract.messages import Peak, UpdateMetrics, WorkerHealth
+from workers.training.deepspeed_engine import StepResult, TrainEngine
+from workers.training.group import all_reduce, join_group, leave_group, own_address, rendezvous_store
 
 
 class TrainingRank:
-    """One process of a training group. Methods that touch the model are collective: all ranks call them in step."""
+    """One process of a training group. Methods that use the model are collective: all ranks call them in one order."""
 
     def __init__(self, name: str, device: Device, model_path: str, seed: int, threads: int) -> None:
+        pickle_tables()
         self._name = name
         self._device: Device = device
         self._model_path = model_path
@@ -42,13 +34,13 @@ class TrainingRank:
 
     @property
     def engine(self) -> TrainEngine:
-        """Raises RuntimeError before `start`."""
+        """The training engine. Raises RuntimeError before `start`."""
         if self._engine is None:
             raise RuntimeError(f"{self._name} has not been started")
         return self._engine
 
     def rendezvous(self) -> tuple[str, int]:
-        """(address, port) for the group to meet at; called on the worker that becomes rank 0, before `start`."""
+        """(address, port) of the group's store, opened here. Call it before `start`, on the future rank 0."""
         address = own_address()
         self._store = rendezvous_store(address, 0, serve=True)
         return address, self._store.port
@@ -56,7 +48,7 @@ class TrainingRank:
     def join(self, rendezvous: Rendezvous) -> None:
         """Become a rank of the training group."""
         if self._engine is not None:
-            raise RuntimeError(f"{self._name} has been started already")
+            raise RuntimeError(f"{self._name} has already been started")
         prepare_torch(self._threads)
         torch.manual_seed(self._seed)
         join_group(rendezvous, self._device, self._store)
@@ -66,7 +58,7 @@ class TrainingRank:
         self.engine.save(directory)
 
     def load(self, directory: str) -> int:
-        """Take up a checkpoint; returns the number of ranks that wrote it. It is unpickled: verify it before."""
+        """Resume from a checkpoint; returns the number of ranks that wrote it. It is unpickled: verify it first."""
         return self.engine.load(directory)
 
     def export(self, directory: str) -> None:
@@ -78,24 +70,27 @@ class TrainingRank:
         self.engine.export_average(directory, self._model_path)
 
     def health(self) -> WorkerHealth:
-        """A sign of life."""
+        """Health of the worker."""
         return worker_health(self._name, self._version, self._device)
 
     def release(self) -> None:
-        """Let go of the models; this process stays in its group. Safe to call more than once."""
+        """Release the models; the process stays in its group. Safe to call more than once."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
 
     def close(self) -> None:
-        """Release everything and leave the group; safe to call more than once."""
+        """Release everything and leave the group. Safe to call more than once."""
         self.release()
         leave_group()
         self._store = None
 
 
 def update_metrics(step: StepResult, outputs: Sequence[LossOutput], device: Device, sequences: int) -> UpdateMetrics:
-    """`sums`: this rank's share of the loss; `values`: means per loss token and maxima over all ranks. Collective."""
+    """Metrics of one update. Collective.
+
+    `sums` has this rank's share of the loss, `values` the means per loss token and the maxima over all ranks.
+    """
     terms, sums = (
         {name: sum(float(part[name]) for part in parts) for name in parts[0]}
         for parts in ([output.terms for output in outputs], [output.sums for output in outputs])
@@ -121,35 +116,19 @@ def worker_health(name: str, version: int, device: Device) -> WorkerHealth:
 
 
 def own_peak(device: Device) -> Peak:
-    """Peak of this process, with what torch allocated on its GPU."""
+    """Peak memory of this process, including what torch allocated on its GPU."""
     return Peak(resident_peak(), torch.cuda.max_memory_allocated() if device == "cuda" else 0)
 
 
 def prepare_torch(threads: int) -> None:
-    """Compute threads of torch on the CPU; 0 leaves what the process was given.
+    """Set torch's compute threads on the CPU and flush denormal numbers to 0.
 
-    To be called before torch computes: threads that are there already go on as they were. Numbers below 1e-38 count as
-    0 from then on. The gradients of a policy that has become certain are full of them, and a CPU takes fifty times
-    as long for each.
+    Call it before torch computes: existing threads keep their settings. The gradients of a confident policy have many
+    numbers below 1e-38, and a CPU takes fifty times as long for each.
+
+    Args:
+        threads: Number of threads; 0 keeps the setting of the process.
     """
     torch.set_flush_denormal(True)
     if threads:
         torch.set_num_threads(threads)
-
-
-def own_address() -> str:
-    """The address other machines reach this one at; loopback where there is no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Connecting a datagram socket sends nothing; it only picks the outgoing interface.
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
-def free_port() -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -1,12 +1,12 @@
 """One version of the policy's weights as a file in shared memory: written once, verified, mapped by every engine.
 
-The payload is the raw bytes of all tensors one after another, each at a multiple of 64 bytes, gaps zero. Every tensor
-is cut into pieces of a MiB, which all cores copy and hash side by side. The digest is xxh3-128 over the pieces' digests
-followed by the names, types and shapes. One file serves all versions: its pages stay warm and mapped, and writing to
-fresh shared memory costs several times as much.
+The payload is the raw bytes of all tensors in order, each aligned to 64 bytes, with zeros in the gaps. Every tensor is
+cut into pieces of 1 MiB, which all cores copy and hash in parallel. The digest is xxh3-128 over the digests of the
+pieces followed by names, types and shapes. One file is reused for all versions: its pages stay mapped, and writing to
+new shared memory takes several times as long.
 
-A publisher that finds a reader still at the previous version leaves that file to it and goes on in a new one of the
-same name (`shared_file.py`).
+If a reader still uses the previous version, the publisher leaves that file to it and writes a new one of the same name
+(`workers.weights.shared_memory`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import numpy as np
 import torch
 import xxhash
 
-from workers.messages import TensorSpec, WeightUpdate
-from workers.shared_file import (
+from workers.contract.messages import TensorSpec, WeightUpdate
+from workers.weights.shared_memory import (
     NOTHING,
     Bytes,
     FileMapping,
@@ -45,7 +45,7 @@ from workers.shared_file import (
 
 ALIGNMENT = 64
 _PIECE = 1 << 20  # hashed and written while it is in the core's cache
-_STRETCH = 16 * _PIECE  # for one thread at a time: handing a piece over costs as much as hashing it
+_STRETCH = 16 * _PIECE  # work of one thread at a time: submitting a single piece costs as much as hashing it
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -55,19 +55,19 @@ _DTYPES = {
 }
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 WeightSource = NamedTensors | Callable[[], NamedTensors]
-"""Names and tensors that can be iterated once per version, or a function that gives them."""
+"""Names and tensors that can be iterated once per version, or a function that returns them."""
 
 
 class WeightDigestMismatch(RuntimeError):
     """The weights that arrived are not the ones that were published."""
 
     def __init__(self, name: str, expected: str, got: str) -> None:
-        """`name`: the file or the engine; `expected`, `got`: digests, or what is there instead of one."""
+        """`name`: the file or the engine. `expected`, `got`: digests, or why there is none."""
         super().__init__(name, expected, got)
         self.name, self.expected, self.got = name, expected, got
 
     def __str__(self) -> str:
-        return f"{self.name}: weights have digest {self.got}, published was {self.expected}"
+        return f"{self.name}: weights have digest {self.got}, the published digest is {self.expected}"
 
 
 class WeightPublisher:
@@ -76,14 +76,18 @@ class WeightPublisher:
     def __init__(
         self, source: WeightSource, directory: Path, run_id: str, writes: bool = True, lasting: bool = False
     ) -> None:
-        """`source` is iterated once per version and decides what is sent: a tied weight must come once, under one name.
+        """Prepare the file. Removes files that dead processes of the same run left.
 
-        Where iterating is a collective (ZeRO-3 gathers parameter by parameter), every rank has a publisher and all but
-        one have `writes=False`: those iterate and write nothing. With `lasting` the tensors stay as they are when the
-        next one is asked for, and the cores write several side by side. Files that dead processes of the same run left
-        behind are removed.
+        Args:
+            source: The weights, iterated once per version. A tied weight must occur once, under one name.
+            directory: Folder of the file.
+            run_id: Part of the file's name.
+            writes: Whether this rank writes the file. Where iterating is collective (ZeRO-3 gathers each parameter),
+                every rank has a publisher, and all but one iterate without writing.
+            lasting: Tensors stay valid when the next one is requested, so that several are written in parallel.
 
-        Raises ValueError where `run_id` cannot be part of a file name.
+        Raises:
+            ValueError: `run_id` cannot be part of a file name.
         """
         self._source = source
         self._path = new_path(directory, run_id)
@@ -95,10 +99,14 @@ class WeightPublisher:
             remove_at_death(self._path)
 
     def publish(self, version: int) -> WeightUpdate | None:
-        """Write all tensors; returns their layout and digest (None where this rank only iterates).
+        """Write all tensors.
 
-        Raises ValueError for an empty source or a name that comes twice, OSError (with the path) where the file cannot
-        be written.
+        Returns:
+            Layout and digest; None on a rank that only iterates.
+
+        Raises:
+            ValueError: the source is empty, or a name occurs twice.
+            OSError: the file cannot be written; the message has its path.
         """
         source = self._source() if callable(self._source) else self._source
         if not self._writes:
@@ -112,7 +120,7 @@ class WeightPublisher:
             payload = _PayloadWriter(fd, self._path, mapped, cores)
             for name, tensor in source:
                 if name in names:
-                    raise ValueError(f"{name} comes twice from the weight source")
+                    raise ValueError(f"{name} occurs twice in the weight source")
                 names.add(name)
                 data = _host_bytes(tensor)
                 dtype = str(tensor.dtype).removeprefix("torch.")
@@ -122,19 +130,19 @@ class WeightPublisher:
                     payload.flush()
             payload.flush()
         if not specs:
-            raise ValueError("the weight source is empty (is it an iterator that was used up?)")
+            raise ValueError("the weight source is empty (is it an exhausted iterator?)")
         digest = _digest(payload.digests, specs)
         return WeightUpdate(version, digest, str(self._path), socket.gethostname(), tuple(specs), payload.size)
 
     def close(self) -> None:
-        """Remove the file; engines that have it mapped keep their view."""
+        """Remove the file; engines that have mapped it keep their view."""
         self._mapping.drop()
         if self._writes:
             retire(self._path)
 
 
 class MappedWeights:
-    """A weight file, mapped read-only. Nothing is trusted before :meth:`verify`."""
+    """A weight file, mapped read-only. Call :meth:`verify` before using the tensors."""
 
     def __init__(self, update: WeightUpdate, payload: Bytes) -> None:
         """`payload`: [update.nbytes] view of the mapping, which lives as long as any view of it."""
@@ -142,9 +150,11 @@ class MappedWeights:
         self.payload = payload
 
     def verify(self) -> None:
-        """Raise :class:`WeightDigestMismatch` unless payload and description are what was published.
+        """Check payload and description against the published digest.
 
-        Raises :class:`WeightFileRefused` for a description that does not fit the payload.
+        Raises:
+            WeightDigestMismatch: they are not what was published.
+            WeightFileRefused: the description does not fit the payload.
         """
         for spec in self.update.tensors:
             self._dtype(spec)
@@ -157,11 +167,12 @@ class MappedWeights:
             raise WeightDigestMismatch(self.update.path, self.update.digest, got)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors, without a copy; writing to one would crash the process.
+        """Names and tensors, without a copy. Writing to a tensor crashes the process.
 
-        Raises :class:`WeightFileRefused` for a description that does not fit the payload.
+        Raises:
+            WeightFileRefused: the description does not fit the payload.
         """
-        with warnings.catch_warnings():  # torch has no read-only tensors and says so
+        with warnings.catch_warnings():  # torch warns that it has no read-only tensors
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             payload = torch.from_numpy(self.payload)
         for spec in self.update.tensors:
@@ -178,18 +189,23 @@ class MappedWeights:
         dtype = _DTYPES.get(spec.dtype)
         fits = 0 <= spec.offset <= spec.offset + spec.nbytes <= self.payload.nbytes and spec.offset % ALIGNMENT == 0
         if dtype is None or not fits or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
-            raise WeightFileRefused(f"{self.update.path}: impossible description {spec}")
+            raise WeightFileRefused(f"{self.update.path}: invalid description {spec}")
         return dtype
 
 
 @contextmanager
 def open_weights(update: WeightUpdate, mapping: FileMapping | None = None) -> Iterator[MappedWeights]:
-    """Map the file of `update` and keep its publisher out until the context ends.
+    """Map the file of `update` and lock out its publisher until the context ends.
 
-    With `mapping` (for reading) the file stays mapped for the next version.
+    Args:
+        update: The published version.
+        mapping: A mapping for reading that keeps the file mapped for the next version.
 
-    Raises :class:`WeightFileRefused` for a link or a file of somebody else, :class:`WeightDigestMismatch` for one that
-    is too short, FileNotFoundError, and BlockingIOError where the publisher is writing it.
+    Raises:
+        WeightFileRefused: the file is a link or belongs to another user.
+        WeightDigestMismatch: the file is too short.
+        FileNotFoundError: the file does not exist.
+        BlockingIOError: the publisher is writing the file.
     """
     with open_for_reading(update.path) as (fd, size):
         if size < update.nbytes:
@@ -211,21 +227,22 @@ def read_weights(update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def read_payload(update: WeightUpdate) -> Bytes:
-    """[nbytes] view of the verified payload, to be sent to another node before the next version is published."""
+    """uint8 [nbytes] view of the verified payload, to send to another node before the next version is published."""
     with open_weights(update) as weights:
         weights.verify()
         return weights.payload
 
 
 def write_payload(update: WeightUpdate, payload: Bytes) -> None:
-    """Make the file of `update` on this node from its bytes. Whoever calls this removes the file in the end.
+    """Write the file of `update` on this node from its bytes. The caller removes the file.
 
-    Raises ValueError where `payload` has the wrong size, :class:`WeightFileRefused` for a path that is not a weight
-    file's.
+    Raises:
+        ValueError: `payload` has the wrong size.
+        WeightFileRefused: the path is not that of a weight file.
     """
     path = Path(update.path)
     if payload.nbytes != update.nbytes:
-        raise ValueError(f"{payload.nbytes} bytes of weights came, {update.nbytes} were announced")
+        raise ValueError(f"received {payload.nbytes} bytes of weights, expected {update.nbytes}")
     check_name(path)
     with open_for_writing(path) as fd, _cores() as cores:
         writer = _PayloadWriter(fd, path, NOTHING, cores)
@@ -234,10 +251,10 @@ def write_payload(update: WeightUpdate, payload: Bytes) -> None:
 
 
 class _PayloadWriter:
-    """Appends to an open file and hashes on the way, so that the bytes cross the memory bus once."""
+    """Appends to an open file and hashes at the same time, so that the bytes cross the memory bus once."""
 
     def __init__(self, fd: int, path: Path, mapped: Bytes, cores: Executor) -> None:
-        """`mapped`: the file's beginning, for writing: a copy into it takes two thirds of the time of a write."""
+        """`mapped`: the beginning of the file, mapped for writing: copying takes two thirds of the time of a write."""
         self._fd = fd
         self._path = path
         self._mapped = mapped
@@ -247,19 +264,20 @@ class _PayloadWriter:
         self._under_way: deque[Future[list[bytes]]] = deque()
         self.size = 0
         self.digests: list[bytes] = []
-        """Of all pieces that were written, in order."""
+        """Digests of all written pieces, in order."""
 
     def append(self, data: Bytes) -> None:
-        """Write `data`, which must stay until :meth:`flush`, and zeros up to the next multiple of ALIGNMENT.
+        """Write `data` and zeros up to the next multiple of ALIGNMENT. `data` must stay valid until :meth:`flush`.
 
-        Raises OSError, for what was appended before, too.
+        Raises:
+            OSError: this or an earlier write failed.
         """
         for start in range(0, data.nbytes, _PIECE):
             self._append(data[start : start + _PIECE])
         self._append(np.zeros(-self.size % ALIGNMENT, np.uint8))
 
     def flush(self) -> None:
-        """Return when everything lies in the file. Raises OSError."""
+        """Wait until everything is in the file. Raises OSError if a write failed."""
         self._hand_over()
         while self._under_way:
             self.digests += self._under_way.popleft().result()
@@ -272,7 +290,7 @@ class _PayloadWriter:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        while len(self._under_way) > torch.get_num_threads():  # what waits is kept in memory
+        while len(self._under_way) > torch.get_num_threads():  # limits the memory of what is queued
             self.digests += self._under_way.popleft().result()
         self._under_way.append(self._cores.submit(self._hash_and_write, self._stretch))
         self._stretch, self._stretch_bytes = [], 0
@@ -297,7 +315,7 @@ class _PayloadWriter:
 
 
 def _host_bytes(tensor: torch.Tensor) -> Bytes:
-    """[nbytes] bytes of a tensor on any device, without a copy where it is contiguous in host memory."""
+    """uint8 [nbytes] of a tensor on any device, without a copy if it is contiguous in host memory."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).cpu().numpy()
 
@@ -312,5 +330,5 @@ def _digest(pieces: Iterable[bytes], specs: Sequence[TensorSpec]) -> str:
 
 
 def _cores() -> ThreadPoolExecutor:
-    """As many threads as torch has in this process; hashing and copying let go of the interpreter."""
+    """A pool with as many threads as torch has; hashing and copying release the interpreter lock."""
     return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="weights")

@@ -1,6 +1,6 @@
-"""Files in shared memory that are this user's alone: named, locked, mapped, and gone when their writer is.
+"""Private files in shared memory: named, locked, mapped, and removed when their writer ends.
 
-Writer and readers exclude each other by `flock`, which the kernel releases when a process dies.
+Writer and readers exclude each other with `flock`, which the kernel releases when a process dies.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ NOTHING: Bytes = np.empty(0, np.uint8)
 _NAME = re.compile(r"troupe-(?P<run_id>[A-Za-z0-9_.-]+)-(?P<pid>\d+)-\d+\.weights")
 _serial = itertools.count()
 _lifelines: dict[str, IO[bytes]] = {}
-"""By file, our end of the pipe of `remove_at_death`; when it closes, the file is removed."""
+"""Our end of the pipe of `remove_at_death`, by file; when it closes, the file is removed."""
 
 
 class WeightFileRefused(RuntimeError):
-    """The file is not one that Troupe wrote for this user, or its description contradicts itself."""
+    """The file was not written by Troupe for this user, or its description is invalid."""
 
 
 def shared_directory(nbytes: int = 0) -> Path:
-    """Where weight files go: /dev/shm where it is writable and has `nbytes` to spare, else the temporary directory."""
+    """Folder of weight files: /dev/shm if it is writable and has `nbytes` free, otherwise the temporary directory."""
     shm = Path("/dev/shm")
     if os.access(shm, os.W_OK):
         free = os.statvfs(shm)
@@ -45,22 +45,22 @@ def shared_directory(nbytes: int = 0) -> Path:
 
 
 def new_path(directory: Path, run_id: str) -> Path:
-    """A path for a file of this process. Raises ValueError where `run_id` cannot be part of a file name."""
+    """A new path for a file of this process. Raises ValueError if `run_id` cannot be part of a file name."""
     path = directory / f"troupe-{run_id}-{os.getpid()}-{next(_serial)}.weights"
     if not _NAME.fullmatch(path.name):
-        raise ValueError(f"run id {run_id!r} may only have letters, digits, '_', '.' and '-'")
+        raise ValueError(f"run id {run_id!r} may contain only letters, digits, '_', '.' and '-'")
     return path
 
 
 def check_name(path: Path) -> None:
-    """Raise :class:`WeightFileRefused` unless the path is one that :func:`new_path` gives."""
+    """Raise :class:`WeightFileRefused` unless the path has the form that :func:`new_path` returns."""
     if not _NAME.fullmatch(path.name):
         raise WeightFileRefused(f"{path} is not the name of a weight file")
 
 
 @contextmanager
 def open_for_writing(path: Path) -> Iterator[int]:
-    """The file at `path`, of this user alone, locked; a new one where a reader still has the old one."""
+    """Descriptor of the private, locked file at `path`; a new file if a reader still uses the old one."""
     fd = _create(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,10 +77,12 @@ def open_for_writing(path: Path) -> Iterator[int]:
 
 @contextmanager
 def open_for_reading(path: str | Path) -> Iterator[tuple[int, int]]:
-    """(descriptor, size in bytes) of a file that its writer leaves alone until the context ends.
+    """(descriptor, size in bytes) of a file that its writer cannot change until the context ends.
 
-    Raises :class:`WeightFileRefused` for a link or a file of somebody else, FileNotFoundError, and BlockingIOError
-    where it is being written.
+    Raises:
+        WeightFileRefused: the file is a link or belongs to another user.
+        FileNotFoundError: the file does not exist.
+        BlockingIOError: the file is being written.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _no_links(path))
     try:
@@ -92,9 +94,9 @@ def open_for_reading(path: str | Path) -> Iterator[tuple[int, int]]:
 
 
 class FileMapping:
-    """The pages of a weight file, mapped from one version to the next: mapping anew costs as much as hashing.
+    """The pages of a weight file, kept mapped between versions: mapping them again costs as much as hashing.
 
-    A file that was replaced is held until the next one is opened.
+    A replaced file stays mapped until the next one is opened.
     """
 
     def __init__(self, prot: int) -> None:
@@ -103,35 +105,38 @@ class FileMapping:
         self.drop()
 
     def of(self, fd: int, size: int) -> Bytes:
-        """[size] first bytes of an open, locked file that has as many.
+        """uint8 [size], the first bytes of an open, locked file that has at least as many.
 
-        A file never grows by its mapping: where memory is full that is an error of a write, but the end of the process
-        that touches a mapping.
+        A file never grows through its mapping: with full memory a write call raises an error, but touching a mapping
+        ends the process.
         """
         status = os.fstat(fd)
-        file = (status.st_dev, status.st_ino, size)  # an inode that is mapped cannot become another file's
+        file = (status.st_dev, status.st_ino, size)  # a mapped inode is not reused for another file
         if file != self._file:
             self.drop()
             if size:
-                # Populating the mapping at once is three times faster than a fault per page.
+                # Populating the mapping up front is three times faster than a fault per page.
                 mapped = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=self._prot)
                 self._bytes = np.frombuffer(mapped, np.uint8)
             self._file = file
         return self._bytes
 
     def drop(self) -> None:
-        """Let go of the pages."""
+        """Release the pages."""
         self._file, self._bytes = (0, 0, 0), NOTHING
 
 
 def remove(path: str | Path) -> None:
-    """Remove a weight file, if it is still there."""
+    """Remove a weight file, if it exists."""
     Path(path).unlink(missing_ok=True)
 
 
 def remove_at_death(path: str | Path) -> None:
-    """Have a file removed as soon as this process is gone, also by kill -9: then its end of a pipe closes, and a
-    process that waits for that does it. It is no child of this process, so that nobody ends it with its parent."""
+    """Remove a file as soon as this process ends, even by kill -9.
+
+    A separate process waits for this process's end of a pipe to close, and then removes the file. It is no child of
+    this process, so that it is not ended along with it.
+    """
     script = 'exec 3<&0; (while read -r _ <&3; do :; done; rm -f -- "$0") >/dev/null 2>&1 &'
     guard = subprocess.Popen(["/bin/sh", "-c", script, str(path)], stdin=subprocess.PIPE, start_new_session=True)
     guard.wait()
@@ -140,7 +145,7 @@ def remove_at_death(path: str | Path) -> None:
 
 
 def retire(path: str | Path) -> None:
-    """Remove a weight file whose name will not be used again, and let its guard go."""
+    """Remove a weight file whose name will not be used again, and end the process that guards it."""
     remove(path)
     lifeline = _lifelines.pop(str(path), None)
     if lifeline is not None:
@@ -161,7 +166,7 @@ def remove_stale(directory: Path, run_id: str) -> list[Path]:
 
 
 def _unlock(fd: int) -> None:
-    """Close the file. A mapping keeps it open, and would keep the lock."""
+    """Unlock and close the file. A mapping keeps the file open, and would keep the lock."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
@@ -177,14 +182,14 @@ def _create(path: Path) -> int:
 
 
 def _no_links(path: str | Path) -> int:
-    """The flag that makes `open` refuse links; checked first for an error that says so."""
+    """The flag that makes `open` refuse links. Checks for a link first, to raise a clear error."""
     if os.path.islink(path):
         raise WeightFileRefused(f"{path} is a symbolic link")
     return os.O_NOFOLLOW
 
 
 def _checked_size(fd: int, path: str | Path) -> int:
-    """Size in bytes of an open file, which must be a regular one that only this user can open."""
+    """Size in bytes of an open file; it must be a regular file that only this user can open."""
     status = os.fstat(fd)
     private = stat.S_IMODE(status.st_mode) & 0o077 == 0
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not private:

@@ -1,8 +1,7 @@
-"""Weights into vLLM: a shared-memory engine for vLLM's weight-transfer interface, and senders for its GPU back-ends.
+"""Weights into vLLM: a shared-memory engine for vLLM's weight-transfer interface, and senders for its GPU backends.
 
-vLLM imports this module in each of its worker processes, before the model is loaded, because `EngineExtension` is
-named as `worker_extension_cls`. Importing it registers the engine and, in a child of a rollout worker, ties the
-process to that worker's life.
+vLLM imports this module in each of its worker processes before it loads the model, because `EngineExtension` is the
+`worker_extension_cls`. The import registers the engine and makes a child of a rollout worker exit with that worker.
 """
 
 from __future__ import annotations
@@ -37,16 +36,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from workers.messages import TensorSpec, WeightUpdate
-from workers.shared_file import FileMapping
-from workers.weight_file import WeightDigestMismatch, open_weights
+from workers.contract.messages import TensorSpec, WeightUpdate
+from workers.engine.settings import OWNER_VARIABLE, SHM_BACKEND
+from workers.weights.file import WeightDigestMismatch, open_weights
+from workers.weights.shared_memory import FileMapping
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
-
-BACKEND = "troupe_shm"
-OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
 
 
 class IncompleteUpdate(RuntimeError):
@@ -54,13 +51,13 @@ class IncompleteUpdate(RuntimeError):
 
 
 class LoadedWeights(TypedDict):
-    """What one worker process of an engine holds; travels as msgpack."""
+    """Weights that one worker process of an engine holds; sent as msgpack."""
 
     version: int | None
-    """None: the weights the engine started with, or a mixture that a failed update left."""
+    """None: the initial weights, or a mixture after a failed update."""
     digest: str
     mismatch: str
-    """Digest that the last update really had, where it was not the published one."""
+    """Actual digest of the last update, if it was not the published one."""
 
 
 @dataclass
@@ -70,7 +67,7 @@ class ShmInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """A :class:`~workers.messages.WeightUpdate` as it arrives through vLLM's msgpack (its `asdict`)."""
+    """A :class:`~workers.contract.messages.WeightUpdate` as it arrives through vLLM's msgpack (as `asdict`)."""
 
     version: int
     digest: str
@@ -88,8 +85,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     """Loads a verified weight file into the running model.
 
-    Nothing of the model is touched before the digest has been found right, so an update that did not arrive well
-    leaves the old weights in place.
+    The model changes only after the digest has been verified: a corrupted update leaves the old weights in place.
     """
 
     init_info_cls = ShmInitInfo
@@ -108,14 +104,20 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Nothing to prepare."""
 
     def start_weight_update(self) -> None:
-        """Only forget the last failure: the layerwise reload starts after the file has been verified."""
+        """Clear the last failure. The layerwise reload starts after the file has been verified."""
         self.loaded["mismatch"] = ""
 
     def finish_weight_update(self) -> None:
-        """Nothing: `receive_weights` ends with a complete model, or raises."""
+        """Nothing to do: `receive_weights` ends with a complete model or raises."""
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        """Verify, then load; raises WeightDigestMismatch, IncompleteUpdate, or what reading the file raises."""
+        """Verify and load an update.
+
+        Raises:
+            WeightDigestMismatch: the file is not what was published.
+            IncompleteUpdate: weights of the model are missing.
+            OSError: the file cannot be read.
+        """
         update = update_info.update()
         try:
             with open_weights(update, self._mapping) as weights:
@@ -128,7 +130,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.loaded = LoadedWeights(version=update.version, digest=update.digest, mismatch="")
 
     def shutdown(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
         self._mapping.drop()
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -137,11 +139,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self.model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
             missing = _missing_layers(self.model, self._tied_heads)
         finally:
-            # Also after a failure: it puts modules back that a later, good update can load into.
+            # After a failure too: it restores the modules that a later update loads into.
             finalize_layerwise_reload(self.model, self.model_config)
             _repack_heads(self.model)
         if missing:
-            raise IncompleteUpdate(f"the update has no or not all weights of {', '.join(missing)}")
+            raise IncompleteUpdate(f"the update lacks weights of {', '.join(missing)}")
 
 
 def _heads(model: torch.nn.Module) -> Iterator[tuple[str, ParallelLMHead]]:
@@ -159,10 +161,10 @@ def _tied_heads(model: torch.nn.Module) -> frozenset[str]:
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """Prepack every output head from its weight again.
+    """Repack every output head from its weight.
 
-    On the CPU a head multiplies by a packed copy. A tied head gets its new weight through the embedding and the
-    reload does not notice, so that the copy would keep the old policy's last layer, and nothing would say so.
+    On the CPU a head multiplies by a packed copy. A tied head gets its new weight through the embedding, which the
+    reload does not notice: without this, the copy would silently keep the last layer of the old policy.
     """
     for _, head in _heads(model):
         if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
@@ -170,10 +172,10 @@ def _repack_heads(model: torch.nn.Module) -> None:
 
 
 def _missing_layers(model: torch.nn.Module, tied_heads: frozenset[str]) -> list[str]:
-    """Modules that the reload still waits for: vLLM itself only logs a warning and keeps their old weights.
+    """Modules that the reload still waits for. vLLM only logs a warning and keeps their old weights.
 
-    Attention layers are processed at the end by design, a tied head has no weights of its own, and the rows that
-    pad a vocabulary never arrive.
+    Attention layers are processed at the end by design, a tied head has no weights of its own, and the rows that pad a
+    vocabulary are not part of an update.
     """
     missing = []
     for name, module in model.named_modules():
@@ -195,29 +197,29 @@ class EngineExtension:
     _weight_update_active: bool
 
     def troupe_forget_unfinished_update(self) -> None:
-        """Let an update begin although the last one's caller was gone before it ended."""
+        """Allow a new update although the caller of the last one disappeared before its end."""
         self._weight_update_active = False
 
     def troupe_loaded_weights(self) -> LoadedWeights:
-        """This process's own word on what it holds (shared-memory back-end)."""
+        """Weights that this process holds (shared-memory backend)."""
         if not isinstance(self.weight_transfer_engine, ShmWeightTransferEngine):
-            raise RuntimeError(f"only the {BACKEND} back-end knows what it loaded")
+            raise RuntimeError(f"only the {SHM_BACKEND} backend reports the weights it loaded")
         return self.weight_transfer_engine.loaded
 
     def troupe_gpu_peak(self) -> int:
-        """Most bytes that torch has allocated on this process's GPU."""
+        """Peak bytes that torch has allocated on this process's GPU."""
         return torch.cuda.max_memory_allocated()
 
 
 class IterableSource(WeightSource):
-    """A vLLM WeightSource of weights whose names, types and shapes are known beforehand."""
+    """A vLLM WeightSource of weights whose names, types and shapes are known in advance."""
 
     def __init__(
         self,
         tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         shapes: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     ) -> None:
-        """`tensors` starts a fresh pass; `shapes` must agree with it, in order: vLLM's senders check it."""
+        """`tensors` starts a new pass. `shapes` must match it in order; vLLM's senders check this."""
         self._tensors = tensors
         self._metadata = [ParamMeta(name, dtype, shape) for name, dtype, shape in shapes]
 
@@ -232,10 +234,17 @@ class IterableSource(WeightSource):
 def nccl_sender(
     source: WeightSource, client: VLLMWeightSyncClient, rank: int, address: str, port: int, world_size: int
 ) -> TrainerWeightTransferEngine[Any]:
-    """Sender that broadcasts over NCCL from rank 0 to every engine process. Untried on a GPU.
+    """Sender that broadcasts over NCCL from rank 0 to every engine process. Untested on GPU.
 
-    Call it, and `send_weights()` on the result, on every trainer rank; only rank 0 uses `client`, which must let the
-    engines meet at `address:port`. `world_size` counts the sender and all engine processes.
+    Call it, and `send_weights()` on the result, on every trainer rank.
+
+    Args:
+        source: The weights.
+        client: The engines; only rank 0 uses it.
+        rank: Rank of this trainer process.
+        address: Host of the transfer group's store.
+        port: Port of the store.
+        world_size: Number of processes in the transfer group: the sender and all engine processes.
     """
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -244,10 +253,10 @@ def nccl_sender(
 
 
 def ipc_sender(source: WeightSource, client: VLLMWeightSyncClient, rank: int) -> TrainerWeightTransferEngine[Any]:
-    """Sender that hands CUDA memory of this GPU to an engine process on the same GPU. Untried on a GPU.
+    """Sender that shares CUDA memory of this GPU with an engine process on the same GPU. Untested on GPU.
 
-    Called like :func:`nccl_sender`. Packed: one handle for a bounded staging buffer at a time. The handles are tuples
-    of plain values and types; where vLLM's msgpack refuses one of them, the engine raises and the old weights stay.
+    Called like :func:`nccl_sender`. Packed: one handle at a time, for a staging buffer of bounded size. The handles are
+    tuples of plain values and types; if vLLM's msgpack refuses one of them, the engine raises and the old weights stay.
     """
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
@@ -256,10 +265,10 @@ def ipc_sender(source: WeightSource, client: VLLMWeightSyncClient, rank: int) ->
 
 
 def die_with_owner() -> None:
-    """Exit, with the engine core between, as soon as the rollout worker named in the environment is gone.
+    """Exit, together with the engine core in between, when the rollout worker named in the environment ends.
 
-    vLLM's engine core outlives a killed parent and keeps memory and cores. A pidfd becomes readable when its process
-    ends, and never means another process that got the same number.
+    vLLM's engine core outlives a killed parent and keeps its memory and cores. A pidfd becomes readable when its
+    process ends, and never refers to another process that reuses the id.
     """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if owner in (0, os.getpid()):
@@ -273,7 +282,7 @@ def die_with_owner() -> None:
 
 
 def _ancestors_below(owner: int) -> list[int]:
-    """Processes between this one and its ancestor `owner`; none where `owner` is no ancestor."""
+    """Processes between this one and its ancestor `owner`; empty if `owner` is no ancestor."""
     between: list[int] = []
     pid = os.getppid()
     while pid > 1:
@@ -297,7 +306,7 @@ def _exit_after(owner_fd: int, between: list[int]) -> None:
     os._exit(1)
 
 
-# It warns of every module that is tied or has only buffers; what is really missing raises IncompleteUpdate.
+# vLLM warns of every module that is tied or has only buffers. Weights that are really missing raise IncompleteUpdate.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-WeightTransferEngineFactory.register_engine(BACKEND, ShmWeightTransferEngine)
+WeightTransferEngineFactory.register_engine(SHM_BACKEND, ShmWeightTransferEngine)
 die_with_owner()

@@ -1,16 +1,14 @@
-"""What counts as worse: ratios against those recorded on the same kind of machine."""
+"""Comparison of ratios with recorded ones, and baseline files."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import quick
-from benchmarks.harness import Report, Spread, Turn
-from benchmarks.regression import baseline_path, compare, pooled, ratios_of, read_baseline, write_baseline
+from benchmarks.support.harness import Report, Spread, Turn
+from benchmarks.support.regression import baseline_path, compare, pool_runs, ratios_of, read_baseline, write_baseline
 
 MACHINE = {"cpu": "Some(R) CPU @ 2.50GHz", "cores": 2, "memory_gib": 8.0}
 
@@ -28,12 +26,12 @@ def spread(low: float, median: float, high: float) -> Spread:
         (spread(0.99, 1.11, 1.20), "better"),
     ],
 )
-def test_a_median_outside_the_recorded_spread_is_news(measured: Spread, outcome: str) -> None:
+def test_a_median_outside_the_recorded_spread_is_better_or_worse(measured: Spread, outcome: str) -> None:
     (verdict,) = compare({"a: x": spread(0.9, 1.0, 1.1)}, {"a: x": measured})
     assert (verdict.outcome, verdict.bad) == (outcome, outcome == "worse")
 
 
-def test_what_is_measured_no_more_is_bad_and_what_is_new_is_not() -> None:
+def test_a_missing_ratio_is_bad_and_a_new_one_is_not() -> None:
     one = spread(1.0, 1.0, 1.0)
     verdicts = compare({"b: x": one, "a: x": one}, {"c: x": one, "a: x": one})
     assert [(verdict.name, verdict.outcome) for verdict in verdicts] == [
@@ -80,35 +78,5 @@ def test_recording_replaces_only_the_benchmarks_that_were_measured(tmp_path: Pat
 
 def test_runs_are_pooled_by_their_medians_and_all_their_turns() -> None:
     runs = [{"a: x": spread(0.9, 1.0, 1.1)}, {"a: x": spread(0.7, 0.8, 0.9)}, {"a: x": spread(0.8, 1.2, 1.3)}]
-    assert pooled(runs) == {"a: x": spread(0.7, 1.0, 1.3)}
-    assert pooled(runs[:1]) == runs[0]
-
-
-def test_bad_is_what_is_bad_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = {"a: x": spread(0.9, 1.0, 1.1), "b: x": spread(0.9, 1.0, 1.1), "c: x": spread(0.9, 1.0, 1.1)}
-    slow, fine = spread(0.5, 0.5, 0.5), spread(1.0, 1.0, 1.0)
-    runs = [{"a: x": slow, "b: x": slow}, {"a: x": fine, "b: x": slow}]
-    asked: list[list[str]] = []
-
-    def run(names: list[str]) -> dict[str, Spread]:
-        asked.append(list(names))
-        return runs[len(asked) - 1]
-
-    monkeypatch.setattr(quick, "run", run)
-    verdicts = quick.judged(recorded, ["a", "b"])
-    assert asked == [["a", "b"], ["a", "b"]]
-    assert {verdict.name: verdict.outcome for verdict in verdicts} == {"a: x": "as before", "b: x": "worse"}
-
-
-def test_nothing_is_run_again_where_nothing_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-    fine = {"a: x": spread(1.0, 1.0, 1.0)}
-    monkeypatch.setattr(quick, "run", lambda names: calls.append(names) or fine)
-    assert [verdict.outcome for verdict in quick.judged(fine, ["a"])] == ["as before"]
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("name", quick.BENCHMARKS)
-def test_a_quick_benchmark_takes_its_arguments(name: str) -> None:
-    module = importlib.import_module(f"benchmarks.{name}")
-    assert module.parse(quick.BENCHMARKS[name]).turns >= 5
+    assert pool_runs(runs) == {"a: x": spread(0.7, 1.0, 1.3)}
+    assert pool_runs(runs[:1]) == runs[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.model_size import SizeUnknown, read_header, read_size
+from orchestrator.capacity.model_size import SizeUnknown, read_header, read_size
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -122,7 +122,7 @@ def test_text_models_inside_others_are_found(tmp_path: Path) -> None:
     ("content", "error"),
     [
         (b"", "a header of 0 bytes in 0"),
-        (b"\xff" * 8 + b"{}", "is no safetensors file: a header of 18446744073709551615 bytes in 2"),
+        (b"\xff" * 8 + b"{}", "is not a safetensors file: a header of 18446744073709551615 bytes in 2"),
         ((3).to_bytes(8, "little") + b"{}", "a header of 3 bytes in 2"),
         ((2).to_bytes(8, "little") + b"no", "its header is not JSON"),
         ((2).to_bytes(8, "little") + b"\xff\xfe", "its header is not JSON"),
@@ -146,7 +146,10 @@ def test_a_broken_file_is_a_clear_error(tmp_path: Path, content: bytes, error: s
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"model_type": "gpt_neox"}, "has no .*safetensors, and of a gpt_neox the config does not say the size"),
+        (
+            {"model_type": "gpt_neox"},
+            "has no .*safetensors, and the config of a gpt_neox does not tell its size",
+        ),
         ({"hidden_size": "wide"}, "hidden_size is wide, not a whole number above 0"),
         ({"vocab_size": None}, "vocab_size is None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),

@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.memory import (
+from orchestrator.capacity.model_size import ModelSize
+from orchestrator.capacity.placement import Node
+from orchestrator.capacity.plan import Plan, as_json, described_nodes, local_node, plan
+from orchestrator.capacity.remedies import remedies
+from orchestrator.capacity.spec_memory import Sizes
+from orchestrator.capacity.worker_memory import (
     GIB,
     Part,
+    Scoring,
     Training,
     WorkerMemory,
     activations,
@@ -26,14 +32,11 @@ from orchestrator.memory import (
     training,
     zero_states,
 )
-from orchestrator.memory_plan import Sizes, remedies
-from orchestrator.model_size import ModelSize
-from orchestrator.placement import Node
-from orchestrator.plan import Plan, as_json, described_nodes, local_node, notes, plan
-from orchestrator.spec_any import AnySpec
-from orchestrator.spec_chain import plan_runs, read_document
+from orchestrator.reporting.plan_table import notes
+from orchestrator.spec.load import RunSpec
+from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
-from workers.config import CHUNK_LOGITS, EngineConfig, TrainerConfig
+from workers.contract.config import CHUNK_LOGITS, EngineConfig, TrainerConfig
 
 SMALL = ModelSize(
     backbone=1000,
@@ -219,7 +222,7 @@ def test_an_engine_on_a_gpu_takes_its_share_and_no_more() -> None:
 
 
 def test_scoring_needs_weights_and_one_layer() -> None:
-    (memory,) = scoring("reference-0", SMALL, "float32", 10, 5, gpu=False, process=3)
+    (memory,) = scoring("reference-0", Scoring(SMALL, "float32", tokens=10, longest=5, gpu=False, process=3))
     parts = {part.name: part.bytes for part in memory.parts}
     # The residual twice; feed-forward 3 * 12, attention 4 * 12 and a row of the mask of 5.
     assert parts == {"weights": 4 * WHOLE, "activations": 10 * (64 + 4 * (48 + 5)), "logits": 16 * 250, "process": 3}
@@ -233,16 +236,16 @@ def test_a_batch_by_hand() -> None:
 # Plans
 
 
-def spec_of(path: Path, *changes: str) -> AnySpec:
+def spec_of(path: Path, *changes: str) -> RunSpec:
     return plan_runs(read_document(path, changes))[0].spec
 
 
 def planned(size: ModelSize, nodes: list[Node], *changes: str, name: str = "node-8gpu-grpo.yaml") -> Plan:
-    spec = spec_of(ROOT / "deploy" / name, "model.path=given", *changes)
+    spec = spec_of(ROOT / "deploy" / "specs" / name, "model.path=given", *changes)
     return plan(spec, nodes, Sizes({"given": size}))
 
 
-def test_a_gpu_that_is_too_small_is_told_with_a_change_that_helps() -> None:
+def test_a_gpu_that_is_too_small_is_reported_with_a_change_that_helps() -> None:
     nodes = described_nodes("1x8xA100-40G", 128)
     seating = planned(SEVEN_B, nodes)
     assert seating.misfit.startswith("policy-0 needs ") and "GiB of a GPU's 40.0: " in seating.misfit
@@ -254,8 +257,8 @@ def test_a_gpu_that_is_too_small_is_told_with_a_change_that_helps() -> None:
     assert wider.misfit == ""
 
 
-def test_every_remedy_is_one() -> None:
-    """Each is tried out before it is told; this tries the least one again."""
+def test_every_remedy_fits() -> None:
+    """Remedies are checked before they are proposed; this checks the smallest one again."""
     base = told(ranks=4, zero_stage=0, gradient_checkpointing=False)
     room = 60 * GIB
     found = list(remedies("policy", base, room))
@@ -265,7 +268,7 @@ def test_every_remedy_is_one() -> None:
     assert list(remedies("policy", base, GIB)) == [], "nothing makes 7 billion fit into 1 GiB"
 
 
-def test_an_engine_without_room_for_a_sequence_is_told() -> None:
+def test_an_engine_without_room_for_a_sequence_is_reported() -> None:
     seating = planned(SEVEN_B, described_nodes("1x8xT4", 128), "roles.policy.workers=1")
     assert seating.misfit.startswith("rollout-0: its KV cache of 0.00 GiB holds no sequence of 4096 tokens (a GPU has")
     assert "tensor_parallel_size" in seating.misfit
@@ -288,16 +291,16 @@ def test_colocated_workers_share_their_gpu() -> None:
 
 
 def test_unknown_sizes_leave_the_placement() -> None:
-    spec = spec_of(ROOT / "deploy" / "node-8gpu-grpo.yaml")
+    spec = spec_of(ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml")
     seating = plan(spec, described_nodes("1x8xH100", 128))
     assert seating.misfit == ""
     assert {memory.worker.partition("-")[0] for memory in seating.memory.workers} == {"reward"}
-    assert [note for note in notes(seating.memory) if note.startswith("sizes unknown of models/policy-7b-instruct")]
+    assert [note for note in notes(seating.memory) if note.startswith("size of models/policy-7b-instruct is not known")]
 
 
 def test_every_shipped_spec_adds_up() -> None:
     """Every kind of role and of algorithm, with all models known."""
-    for path in sorted((ROOT / "deploy").glob("**/*.yaml")):
+    for path in sorted((ROOT / "deploy" / "specs").glob("**/*.yaml")):
         if "algorithm" not in (document := yaml.safe_load(path.read_text()) or {}) and "stages" not in document:
             continue
         for run in plan_runs(read_document(path)):
@@ -316,7 +319,7 @@ def _models(node: Any) -> list[dict[str, Any]]:
     return own + [model for value in node.values() for model in _models(value)]
 
 
-def test_json_says_it_all_in_bytes() -> None:
+def test_json_gives_all_memory_in_bytes() -> None:
     seating = planned(SEVEN_B, described_nodes("1x8xH100", 128))
     told = json.loads(json.dumps(as_json("run", seating)))
     policy = next(row for row in told["memory"] if row["worker"] == "policy-0" and row["of"] == "gpu")
@@ -326,4 +329,4 @@ def test_json_says_it_all_in_bytes() -> None:
 
 
 def test_this_machine_has_memory() -> None:
-    assert local_node(2, spec_of(ROOT / "deploy" / "tiny-grpo.yaml")).memory > GIB
+    assert local_node(2, spec_of(ROOT / "deploy" / "specs" / "tiny-grpo.yaml")).memory > GIB

@@ -1,4 +1,4 @@
-"""Bounds of many waits by one timer each: who is ended, when, and what is left of it."""
+"""Timeouts of many waits with one timer per timeout, and rare garbage collections."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator import deadlines
-from orchestrator.deadlines import within
+from orchestrator.cluster import event_loop
+from orchestrator.cluster.event_loop import rare_collections, within
 from tests.clock import VirtualLoop, on_virtual_time
 
 
@@ -20,8 +20,8 @@ async def _answer(after_s: float, value: int = 0) -> int:
     return value
 
 
-async def _ended_at(bound_s: float, after_s: float, begin_s: float = 0.0) -> tuple[float, bool]:
-    """When the wait ended, and whether it had its answer."""
+async def _end_of_wait(bound_s: float, after_s: float, begin_s: float = 0.0) -> tuple[float, bool]:
+    """Time at which the wait ends, and whether it has its answer."""
     loop = asyncio.get_running_loop()
     await asyncio.sleep(begin_s)
     try:
@@ -39,15 +39,15 @@ async def _ended_at(bound_s: float, after_s: float, begin_s: float = 0.0) -> tup
         max_size=30,
     )
 )
-def test_every_wait_ends_with_its_answer_or_at_its_bound(waits: list[tuple[int, int, int]]) -> None:
-    """Whatever begins and ends meanwhile. (Bounds are whole seconds; answers come half a second beside them.)"""
+def test_every_wait_ends_with_its_answer_or_at_its_timeout(waits: list[tuple[int, int, int]]) -> None:
+    """Waits overlap in any way. Timeouts are whole seconds and answers come at half seconds: they never coincide."""
 
     async def run() -> None:
-        ends = await asyncio.gather(*(_ended_at(bound, after + 0.5, begin) for bound, after, begin in waits))
+        ends = await asyncio.gather(*(_end_of_wait(bound, after + 0.5, begin) for bound, after, begin in waits))
         for (bound, after, begin), (ended, answered) in zip(waits, ends, strict=True):
             assert answered == (after + 0.5 < bound)
             assert ended == pytest.approx(begin + min(bound, after + 0.5), abs=1e-6)
-        assert all(not others for others in deadlines._by_loop[asyncio.get_running_loop()].values())
+        assert all(not others for others in event_loop._by_loop[asyncio.get_running_loop()].values())
 
     on_virtual_time(run())
 
@@ -67,7 +67,7 @@ def test_ten_thousand_waits_have_one_timer() -> None:
     on_virtual_time(run())
 
 
-async def test_what_was_awaited_is_cancelled_and_the_caller_goes_on() -> None:
+async def test_a_timeout_cancels_the_awaitable_and_not_the_caller() -> None:
     awaited = asyncio.ensure_future(_answer(60.0))
     with pytest.raises(TimeoutError):
         await within(0.01, awaited)
@@ -77,7 +77,7 @@ async def test_what_was_awaited_is_cancelled_and_the_caller_goes_on() -> None:
     assert await within(5.0, _answer(0.0, 4)) == 4
 
 
-async def test_a_cancellation_from_outside_stays_one() -> None:
+async def test_a_cancellation_of_the_caller_is_not_a_timeout() -> None:
     task = asyncio.create_task(within(5.0, _answer(60.0)))
     await asyncio.sleep(0)
     task.cancel()
@@ -85,19 +85,47 @@ async def test_a_cancellation_from_outside_stays_one() -> None:
         await task
 
 
-async def test_errors_pass() -> None:
-    async def refuse() -> None:
+async def test_errors_are_passed_to_the_caller() -> None:
+    async def fail() -> None:
         raise ValueError("not like this")
 
     with pytest.raises(ValueError, match="not like this"):
-        await within(5.0, refuse())
+        await within(5.0, fail())
 
 
-def test_a_loop_that_is_closed_is_let_go_of() -> None:
+def test_a_closed_loop_is_freed() -> None:
     loop = asyncio.new_event_loop()
     loop.run_until_complete(within(60.0, _answer(0.0)))
     loop.close()
-    gone = weakref.ref(loop)
+    closed = weakref.ref(loop)
     del loop
     gc.collect()
-    assert gone() is None
+    assert closed() is None
+
+
+class _Cycle:
+    """An object that refers to itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+async def test_new_cycles_are_collected_on_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other objects are allocated, so Python's own thresholds would not trigger a collection."""
+    monkeypatch.setattr(event_loop, "_EVERY_S", 0.001)
+    async with rare_collections():
+        cycle = weakref.ref(_Cycle())
+        async with asyncio.timeout(10):
+            while cycle() is not None:
+                await asyncio.sleep(0.001)
+
+
+async def test_thresholds_are_restored_and_the_collecting_task_ends() -> None:
+    before, tasks = gc.get_threshold(), asyncio.all_tasks()
+    with pytest.raises(ValueError, match="not like this"):
+        async with rare_collections():
+            assert gc.get_threshold() != before and gc.get_freeze_count()
+            raise ValueError("not like this")
+    await asyncio.sleep(0)
+    assert gc.get_threshold() == before and not gc.get_freeze_count()
+    assert asyncio.all_tasks() == tasks

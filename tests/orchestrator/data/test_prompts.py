@@ -1,4 +1,4 @@
-"""The prompt pool (what is read, what is refused) and the order prompts are drawn in."""
+"""The prompt pool (rows that are read and refused) and the order in which prompts are drawn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from orchestrator.prompts import (
+from orchestrator.data.prompts import (
     DataError,
     PromptPool,
     PromptSource,
@@ -24,9 +24,9 @@ from orchestrator.prompts import (
     load_pools,
     permutation,
 )
-from orchestrator.prompts_readers import json_safe, shares, task_seed
-from orchestrator.spec_sections import DataConfig, DataSource
-from workers.messages import PROMPTS
+from orchestrator.data.readers import json_safe, shares, task_seed
+from orchestrator.spec.sections import DataConfig, DataSource
+from workers.contract.messages import PROMPTS
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -36,7 +36,7 @@ def source(**fields: Any) -> DataSource:
 
 
 def jsonl(folder: Path, *rows: Any, **fields: Any) -> DataSource:
-    """A JSONL source of rows; bytes stand as they are."""
+    """A JSONL source of rows; bytes are written unchanged."""
     path = folder / "rows.jsonl"
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"".join(line + b"\n" for line in lines))
@@ -58,7 +58,7 @@ def said(pool: PromptPool) -> list[list[dict[str, str]]]:
 
 def pool_of(rows: int) -> PromptPool:
     text = pa.array([str(row) for row in range(rows)], pa.string())
-    columns = [pa.array(range(rows), pa.int64()), text, text, text, text]
+    columns = [pa.array(range(rows), pa.int64()), *[text] * 4, pa.nulls(rows, PROMPTS.field("candidates").type)]
     return PromptPool(pa.table(columns, schema=PROMPTS), digest=f"digest-{rows}")
 
 
@@ -85,7 +85,7 @@ def test_jsonl_rows_become_prompts(tmp_path: Path) -> None:
     assert (pool.bad_rows, pool.problems, pool.left_out) == (0, (), 0)
 
 
-def test_messages_pass_through_and_the_template_holds_for_the_last(tmp_path: Path) -> None:
+def test_messages_pass_through_and_the_template_applies_to_the_last(tmp_path: Path) -> None:
     talk = [
         {"role": "system", "content": "Own."},
         {"role": "user", "content": "a"},
@@ -136,6 +136,40 @@ def test_datasets_folder(tmp_path: Path) -> None:
             load_pool(source(kind="datasets", **fields))
 
 
+def test_candidates_are_read_and_are_part_of_the_digest(tmp_path: Path) -> None:
+    rows = ({"prompt": "a", "answer": "", "given": ["x", "y"]}, {"prompt": "b", "answer": "", "given": None})
+    pool = load_pool(jsonl(tmp_path, *rows, candidates="given"))
+    assert pool.table.column("candidates").to_pylist() == [["x", "y"], None]
+    without = load_pool(jsonl(tmp_path, *rows))
+    assert without.table.column("candidates").to_pylist() == [None, None]
+    other = load_pool(jsonl(tmp_path, rows[0] | {"given": ["x", "z"]}, rows[1], candidates="given"))
+    empty = load_pool(jsonl(tmp_path, rows[0] | {"given": []}, rows[1], candidates="given"))
+    assert len({pool.digest, without.digest, other.digest}) == 3
+    assert empty.digest == without.digest
+
+
+def test_the_digest_of_a_pool_is_pinned(tmp_path: Path) -> None:
+    """A checkpoint of an older version must find its data."""
+    assert load_pool(jsonl(tmp_path, {"prompt": "a", "answer": "b"})).digest == "029f930ae8871a70cd91e3162601a68a"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("x", "the candidates are not a list of texts"),
+        ([1], "the candidates are not a list of texts"),
+        (["x", " "], "the candidates are not a list of texts"),
+        (["x", "y" * 101], "candidate 1 has 101 characters, more than max_chars 100"),
+        (["\ud800"], "candidate 0 has half a surrogate pair, which no tokenizer takes"),
+    ],
+)
+def test_bad_candidates_make_a_bad_row(tmp_path: Path, given: Any, reason: str) -> None:
+    good = {"prompt": "fine", "answer": "", "given": ["yes"]}
+    pool = load_pool(jsonl(tmp_path, good, good | {"given": given}, candidates="given", max_chars=100))
+    assert pool.rows == 1
+    assert pool.problems == (f"rows.jsonl:2: {reason}",)
+
+
 # What is refused
 
 
@@ -158,11 +192,14 @@ BAD_ROWS = [
     ),
     (
         {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": ""},
-        "the last message is the assistant's, so there is nothing to answer",
+        "the last message is the assistant's, so there is nothing to respond to",
     ),
     ({"prompt": "x" * 101, "answer": ""}, "the prompt has 101 characters, more than max_chars 100"),
     ({"prompt": "x", "answer": "y" * 101}, "the answer has 101 characters, more than max_chars 100"),
-    ({"prompt": "x", "answer": ["y"]}, "the answer is not text or a number"),
+    ({"prompt": "x", "answer": {"y": 1}}, "the answer is not text, a number or a list of these"),
+    ({"prompt": "x", "answer": ["y", ["z"]]}, "the answer is not text, a number or a list of these"),
+    ({"prompt": "x", "answer": []}, "the list of answers is empty"),
+    ({"prompt": "x", "answer": ["y", None]}, "the list of answers has a null"),
     ({"prompt": "x"}, "no column 'answer'"),
     ({"prompt": "a\ud800b", "answer": ""}, "the prompt has half a surrogate pair, which no tokenizer takes"),
     ({"prompt": "x", "answer": "\udc00"}, "the answer has half a surrogate pair, which no tokenizer takes"),
@@ -196,14 +233,14 @@ def test_a_bad_row_is_reported_and_the_others_stay(tmp_path: Path, row: Any, rea
 
 
 def test_a_line_too_long_to_hold_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.prompts_readers.MAX_LINE_BYTES", 64)
+    monkeypatch.setattr("orchestrator.data.readers.MAX_LINE_BYTES", 64)
     good = {"prompt": "fine", "answer": ""}
     pool = load_pool(jsonl(tmp_path, good, {"prompt": "x" * 1000, "answer": ""}, good))
     assert texts(pool, "origin") == ["rows.jsonl:1", "rows.jsonl:3"]
     assert pool.problems[0].startswith("rows.jsonl:2: the line is longer than")
 
 
-def test_many_bad_rows_are_counted_and_the_first_are_told(tmp_path: Path) -> None:
+def test_many_bad_rows_are_counted_and_the_first_are_reported(tmp_path: Path) -> None:
     pool = load_pool(jsonl(tmp_path, {"prompt": "a", "answer": ""}, *[{"prompt": "", "answer": ""}] * 50))
     assert (pool.rows, pool.bad_rows, len(pool.problems)) == (1, 50, 20)
 
@@ -235,7 +272,7 @@ def test_many_bad_rows_are_counted_and_the_first_are_told(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_source_without_use_is_refused_in_one_line(
+def test_an_unusable_source_is_refused_in_one_line(
     tmp_path: Path, rows: list[Any], fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError) as caught:
@@ -269,7 +306,7 @@ def test_gym_rows_carry_what_the_family_s_own_scorer_needs() -> None:
 
 
 def test_gym_tasks_follow_from_the_seed_and_share_nothing_with_the_next() -> None:
-    """reasoning-gym makes task i from seed + i: unless seeds are spread, seed 2 is seed 1 shifted by one."""
+    """reasoning-gym generates task i from seed + i: unless seeds are spread, seed 2 is seed 1 shifted by one."""
     wide = [{"name": "chain_sum", "args": {"min_digits": 5, "max_digits": 8}}]
     first = load_pool(gym(recipes=wide, size=50, seed=1))
     assert load_pool(gym(recipes=wide, size=50, seed=1)).digest == first.digest
@@ -292,7 +329,7 @@ def test_gym_recipes_share_by_weight_and_alternate() -> None:
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8), st.integers(0, 200))
-def test_shares_add_up_and_everyone_has_one(weights: list[float], more: int) -> None:
+def test_shares_add_up_and_are_at_least_one(weights: list[float], more: int) -> None:
     counts = shares(len(weights) + more, weights)
     assert sum(counts) == len(weights) + more
     assert min(counts) >= 1
@@ -307,19 +344,19 @@ def test_shares_add_up_and_everyone_has_one(weights: list[float], more: int) -> 
         ({"name": "zzzz"}, "data.train.recipes.0.name: reasoning-gym has no task 'zzzz'"),
         (
             {"name": "chain_sum", "args": {"min_term": 2}},
-            "data.train.recipes.0.args.min_term: chain_sum takes no such setting (did you mean 'min_terms'?)",
+            "data.train.recipes.0.args.min_term: chain_sum has no such setting (did you mean 'min_terms'?)",
         ),
         (
             {"name": "chain_sum", "args": {"zzz": 2}},
-            "data.train.recipes.0.args.zzz: chain_sum takes no such setting (it takes: min_terms, max_terms, ",
+            "data.train.recipes.0.args.zzz: chain_sum has no such setting (it has: min_terms, max_terms, ",
         ),
         (
             {"name": "chain_sum", "args": {"min_terms": 5, "max_terms": 2}},
-            "data.train.recipes.0.args: chain_sum refuses its settings: max_terms must be >= min_terms",
+            "data.train.recipes.0.args: chain_sum rejects its settings: max_terms must be >= min_terms",
         ),
         (
             {"name": "chain_sum", "args": {"min_terms": "many"}},
-            "data.train.recipes.0.args: chain_sum refuses its settings: '>' not supported",
+            "data.train.recipes.0.args: chain_sum rejects its settings: '>' not supported",
         ),
     ],
 )
@@ -347,7 +384,7 @@ def test_evaluation_prompts_that_are_trained_on_are_left_out(tmp_path: Path) -> 
     assert held.table["row"].to_pylist() == list(range(held.rows))
     _, whole = load_pools(DataConfig.model_validate(data | {"held_out": False}))
     assert whole is not None and whole.rows == 200
-    with pytest.raises(DataError, match=r"data\.eval: every prompt also stands in the training data"):
+    with pytest.raises(DataError, match=r"data\.eval: every prompt is also in the training data"):
         load_pools(DataConfig.model_validate({"train": gym(), "eval": gym()}))
     assert load_pools(DataConfig.model_validate({"train": gym()}))[1] is None
 
@@ -365,7 +402,7 @@ def test_evaluation_picks_are_the_same_every_time_and_distinct() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(0, 2**31 - 1), st.integers(0, 150), st.integers(0, 100))
-def test_a_restored_source_goes_on_where_the_other_stood(rows: int, seed: int, before: int, after: int) -> None:
+def test_a_restored_source_resumes_at_the_same_position(rows: int, seed: int, before: int, after: int) -> None:
     whole = PromptSource(pool_of(rows), seed)
     expected = [whole.next() for _ in range(before + after)]
     source = PromptSource(pool_of(rows), seed)
@@ -378,7 +415,7 @@ def test_a_restored_source_goes_on_where_the_other_stood(rows: int, seed: int, b
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31 - 1), st.integers(1, 4))
-def test_every_epoch_has_every_row_once_under_a_name_of_its_own(rows: int, seed: int, epochs: int) -> None:
+def test_every_epoch_has_every_row_once_with_a_unique_id(rows: int, seed: int, epochs: int) -> None:
     source = PromptSource(pool_of(rows), seed)
     picks = [source.next() for _ in range(rows * epochs)]
     assert len({pick.prompt_uid for pick in picks}) == len(picks)
@@ -431,7 +468,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: dict[s
     assert source.state() == before
 
 
-def test_pools_that_say_something_else_have_another_digest(tmp_path: Path) -> None:
+def test_pools_with_different_content_have_different_digests(tmp_path: Path) -> None:
     digests = {
         load_pool(jsonl(tmp_path, *rows)).digest
         for rows in (

@@ -1,4 +1,4 @@
-"""The texts of PPO-ptx: read, cut into pieces, dealt to steps in an order that resumes."""
+"""The texts of PPO-ptx: read, cut into pieces, and assigned to steps in an order that resumes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from orchestrator.prompts import DataError
-from orchestrator.spec_sections import JsonlTexts, ParquetTexts
-from orchestrator.texts import Pieces, TextOrder, load_texts
-from workers.messages import TEXTS, RankPlan
-from workers.texts import cut_texts, text_batches
+from orchestrator.data.prompts import DataError
+from orchestrator.data.texts import Pieces, TextOrder, load_texts
+from orchestrator.spec.sections import JsonlTexts, ParquetTexts
+from workers.contract.messages import TEXTS, RankPlan
+from workers.data.texts import cut_texts, text_batches
 
 
 def jsonl(path: Path, *rows: dict[str, Any]) -> JsonlTexts:
@@ -33,7 +33,7 @@ def test_bad_rows_are_skipped_and_named_or_stop_the_run(tmp_path: Path) -> None:
     assert pool.table.to_pylist() == [{"text": "One.", "origin": "texts.jsonl:1"}]
     assert pool.bad_rows == 3
     assert [problem.partition(": ")[0] for problem in pool.problems] == [f"texts.jsonl:{row}" for row in (2, 3, 4)]
-    with pytest.raises(DataError, match=r"^texts.jsonl:2: the text is empty or no text$"):
+    with pytest.raises(DataError, match=r"^texts.jsonl:2: the text is empty or not text$"):
         load_texts(source, "stop")
 
 
@@ -76,17 +76,17 @@ def test_batches_are_the_plans_pieces(tiny_model: Path) -> None:
     assert torch.equal(batches[1].input_ids, torch.zeros(1, 1, dtype=torch.int64))
 
 
-def test_the_order_goes_on_after_the_last_step_that_was_trained() -> None:
+def test_the_order_resumes_after_the_last_trained_step() -> None:
     pieces = Pieces(None, tokens=(3, 4, 5, 6, 7), digest="d")
     whole = TextOrder(pieces, per_step=2, seed=1)
     picks = []
     for _ in range(5):
         picks.append(whole.pick())
-        whole.trained()
+        whole.mark_trained()
     assert sorted(row for pick in picks for row in pick.rows) == sorted([*range(5)] * 2)  # two epochs
     first = TextOrder(pieces, per_step=2, seed=1)
     assert first.pick() == picks[0]
-    first.trained()
+    first.mark_trained()
     first.pick()  # of a step that is not trained
     second = TextOrder(pieces, per_step=2, seed=1)
     second.restore(json.loads(json.dumps(first.state())))

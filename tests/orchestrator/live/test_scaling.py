@@ -1,4 +1,4 @@
-"""Workers that come and go while a run goes on, against fakes: no sample lost or trained twice, no old weights."""
+"""Scaling of an active run with fakes: no sample is lost or trained twice, and none has stale weights."""
 
 from __future__ import annotations
 
@@ -15,33 +15,43 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 
-from orchestrator import control
-from orchestrator.console import Console
-from orchestrator.control import ControlServer, ask
+from orchestrator.cluster.worker_group import PolicyGroup
 from orchestrator.controller import RunOutcome
 from orchestrator.errors import DataLost, DoesNotFit, TroupeError, UsageError, WorkerDied
-from orchestrator.handles import Gang
-from orchestrator.live_spec import changed, differences, worker_changes
-from orchestrator.scaling import (
-    Crew,
-    LeaveBounds,
+from orchestrator.live import control
+from orchestrator.live.control import ControlServer, ask
+from orchestrator.live.diff import changed, differences, worker_changes
+from orchestrator.live.scaling import (
+    RemovalTimeouts,
     RoleState,
     ScaledEngines,
     ScaledRewardWorkers,
     ScaledScorers,
     ScaledWorkers,
-    step_of,
+    WorkerScaler,
+    autoscale_step,
 )
-from orchestrator.scoring import RewardPool, TokenScorer
-from orchestrator.spec import Spec, load_spec
-from orchestrator.spec_errors import SpecError
-from orchestrator.spec_files import RESOLVED_SPEC
-from orchestrator.spec_sections import AutoscaleConfig, RoleName
+from orchestrator.reporting.console import Console
+from orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.load import load_rollout_spec
+from orchestrator.spec.preflight import RESOLVED_SPEC
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.spec.sections import AutoscaleConfig, RoleName
 from tests.conftest import ROOT
-from tests.fakes import PLAN, FakeEngine, FakeHandle, FakePolicy, FakeReward, FakeTable, fake_pool
-from tests.test_cli import troupe
-from tests.test_controller import Theatre
-from workers.messages import (
+from tests.fakes import (
+    SETTINGS,
+    FakePolicy,
+    FakeReward,
+    FakeTable,
+    FaultyEngine,
+    FaultyReward,
+    FaultyWorker,
+    fake_pool,
+)
+from tests.orchestrator.test_cli import troupe
+from tests.orchestrator.test_controller import RolloutRun
+from workers.contract.messages import (
     GroupRequest,
     GroupSummary,
     PrepareRequest,
@@ -52,17 +62,17 @@ from workers.messages import (
 )
 
 T = TypeVar("T")
-BOUNDS = LeaveBounds(finish_s=1.0, close_s=0.1)
+TIMEOUTS = RemovalTimeouts(finish_s=1.0, close_s=0.1)
 
 
-def tiny(*overrides: str) -> Spec:
-    """The shipped spec of two engines at most four."""
+def tiny(*overrides: str) -> RolloutSpec:
+    """The shipped spec with two engines, at most four."""
     sets = ("roles.rollout.workers=2", "roles.rollout.max_workers=4", "roles.reward.max_workers=3")
-    return load_spec(ROOT / "deploy" / "tiny-grpo.yaml", (*sets, *overrides))
+    return load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", (*sets, *overrides))
 
 
-class FakeSeats:
-    """Room for so many workers."""
+class FakeLauncher:
+    """Room for a fixed number of workers."""
 
     def __init__(self, room: int = 100) -> None:
         self.room = room
@@ -75,32 +85,36 @@ class FakeSeats:
             raise DoesNotFit(f"no room for {name}")
         self.taken.add(name)
 
-    async def replica(self, name: str) -> FakeHandle:
+    async def replica(self, name: str) -> FaultyWorker:
         await asyncio.sleep(0.001)
-        return FakeHandle(name, FakeReward())
+        return FaultyWorker(name, FakeReward())
 
     async def dismiss(self, name: str, timeout_s: float) -> None:
         self.log.append(name)
         self.taken.discard(name)
 
 
-class Scaled(Theatre):
-    """A run whose engines and reward workers come and go: `script` maps a version to changes made once it is there."""
+class Scaled(RolloutRun):
+    """A run whose engines and reward workers scale: `script` maps a policy version to the changes made at it."""
 
-    def __init__(self, out: Path, script: dict[int, dict[str, Any]], spec: Spec | None = None, **options: Any) -> None:
+    def __init__(
+        self, out: Path, script: dict[int, dict[str, Any]], spec: RolloutSpec | None = None, **options: Any
+    ) -> None:
         super().__init__(out, **options)
         self.spec = spec or tiny()
         self.script = script
-        self.seats = FakeSeats()
-        self.told = io.StringIO()
-        self.saved: list[Spec] = []
+        self.launcher = FakeLauncher()
+        self.output = io.StringIO()
+        self.saved: list[RolloutSpec] = []
 
-    def crew(self, console: Console) -> Crew:
-        engines = ScaledEngines(self.pool, self.seats, BOUNDS)
-        rewards = ScaledRewardWorkers(self.rewards, self.seats, BOUNDS)
-        told = Console(self.told)
-        self.company = Crew(self.spec, {"rollout": engines, "reward": rewards}, told, self.saved.append, "spec.yaml")
-        return self.company
+    def scaler(self, console: Console) -> WorkerScaler:
+        engines = ScaledEngines(self.pool, self.launcher, TIMEOUTS)
+        rewards = ScaledRewardWorkers(self.rewards, self.launcher, TIMEOUTS)
+        console = Console(self.output)
+        self.worker_scaler = WorkerScaler(
+            self.spec, {"rollout": engines, "reward": rewards}, console, self.saved.append, "spec.yaml"
+        )
+        return self.worker_scaler
 
     def run(self) -> RunOutcome:
         self.policies[0] = _Paced(self)
@@ -108,59 +122,59 @@ class Scaled(Theatre):
         async def go() -> RunOutcome:
             controller = self.build()
             if 0 in self.script:
-                self.company.change(self.script[0])
+                self.worker_scaler.change(self.script[0])
             try:
                 return await controller.run()
             finally:
-                await self.company.close()
+                await self.worker_scaler.close()
 
         return asyncio.run(go())
 
 
 class _Paced(FakePolicy):
-    """Makes the script's changes while it trains. What one asked for is there before the next one, and before the end;
-    the steps between go on meanwhile."""
+    """Makes the script's changes during training. Each change is complete before the next one and before the end; the
+    steps between them continue meanwhile."""
 
-    def __init__(self, theatre: Scaled) -> None:
+    def __init__(self, harness: Scaled) -> None:
         super().__init__()
-        self._theatre = theatre
+        self._harness = harness
 
     async def update(
         self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0, texts: FakeTable | None = None
     ) -> UpdateMetrics:
-        theatre, version = self._theatre, self._theatre.controller.version
-        if version + 1 in {*theatre.script, theatre.plan.steps} or theatre.spec.roles.rollout.autoscale is not None:
-            while any(state.moving for state in theatre.company.states()):
+        harness, version = self._harness, self._harness.controller.version
+        if version + 1 in {*harness.script, harness.settings.steps} or harness.spec.roles.rollout.autoscale is not None:
+            while any(state.scaling for state in harness.worker_scaler.states()):
                 await asyncio.sleep(0.0005)
-        if version > 0 and version in theatre.script:
-            theatre.company.change(theatre.script[version])
+        if version > 0 and version in harness.script:
+            harness.worker_scaler.change(harness.script[version])
         return await super().update(plan, batch, kl_old_coef, texts)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_engines_come_and_go_and_every_sample_is_trained_once(tmp_path: Path, staleness: int) -> None:
+def test_engines_scale_and_every_sample_is_trained_once(tmp_path: Path, staleness: int) -> None:
     script = {1: {"roles.rollout.workers": 4}, 4: {"roles.rollout.workers": 1}, 6: {"roles.rollout.workers": 3}}
-    theatre = Scaled(tmp_path, script, plan=replace(PLAN, steps=9), staleness=staleness)
-    outcome = theatre.run()
+    harness = Scaled(tmp_path, script, settings=replace(SETTINGS, steps=9), staleness=staleness)
+    outcome = harness.run()
     assert outcome.steps_done == 9
     assert outcome.ledger["trained"] == outcome.ledger["dispatched"] == 9 * 20
-    trained = [uid for policy in theatre.policies for keep in policy.prepared for uid in keep]
+    trained = [uid for policy in harness.policies for keep in policy.prepared for uid in keep]
     assert len(trained) == len(set(trained)) == 9 * 20
-    there = [line["workers/rollout"] for line in theatre.lines()]
-    assert there[0] == 2 and max(there) == 4 and min(there) == 1
-    assert [spec.roles.rollout.workers for spec in theatre.saved] == [4, 1, 3]
-    assert "rollout: 2 -> 4 workers: rollout-2, rollout-3 starting" in theatre.told.getvalue()
+    numbers = [line["workers/rollout"] for line in harness.lines()]
+    assert numbers[0] == 2 and max(numbers) == 4 and min(numbers) == 1
+    assert [spec.roles.rollout.workers for spec in harness.saved] == [4, 1, 3]
+    assert "rollout: 2 -> 4 workers: rollout-2, rollout-3 starting" in harness.output.getvalue()
 
 
 def test_a_new_engine_has_the_current_weights_before_its_first_token() -> None:
     seen: list[tuple[int, int]] = []
 
     async def run() -> None:
-        pool = fake_pool([FakeEngine("rollout-0", random.Random(0))])
+        pool = fake_pool([FaultyEngine("rollout-0", random.Random(0))])
         version = 7
 
         async def bring_up(engine: Any) -> None:
-            assert pool.moving.locked()
+            assert pool.transfer_lock.locked()
             assert engine not in pool.engines
             await asyncio.sleep(0.01)
             engine.version = version
@@ -169,7 +183,7 @@ def test_a_new_engine_has_the_current_weights_before_its_first_token() -> None:
         joining = asyncio.create_task(pool.join("rollout-1"))
         while pool.names == ["rollout-0"]:
             await asyncio.sleep(0)
-        assert pool.awaited
+        assert pool.starting
         assert [e.name for e in pool.serving] == ["rollout-0"]
         await joining
         seen.extend((len(pool.serving), e.version) for e in pool.engines if e.name == "rollout-1")
@@ -178,81 +192,81 @@ def test_a_new_engine_has_the_current_weights_before_its_first_token() -> None:
     assert seen == [(2, 7)]
 
 
-def test_a_leaving_engine_is_given_nothing_more_and_finishes_what_it_has() -> None:
+def test_a_removed_engine_gets_no_new_groups_and_finishes_its_own() -> None:
     async def run() -> list[str]:
-        pool = fake_pool([FakeEngine(f"rollout-{i}", random.Random(i)) for i in range(2)])
+        pool = fake_pool([FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)])
         order: list[str] = []
         first, second = await pool.acquire(4), await pool.acquire(4)
         assert {first.name, second.name} == {"rollout-0", "rollout-1"}
 
-        async def leave() -> None:
+        async def remove() -> None:
             await pool.retire("rollout-1", 5.0)
             order.append("gone")
 
-        leaving = asyncio.create_task(leave())
+        removing = asyncio.create_task(remove())
         await asyncio.sleep(0)
         for _ in range(3):
             assert (await pool.acquire(4)).name == "rollout-0"
         assert pool.names == ["rollout-0"]
         order.append("finished")
         await pool.release(next(e for e in (first, second) if e.name == "rollout-1"), 4)
-        await leaving
+        await removing
         assert [engine.name for engine in pool.engines] == ["rollout-0"]
         return order
 
     assert asyncio.run(run()) == ["finished", "gone"]
 
 
-def test_what_a_leaving_engine_does_not_finish_goes_to_the_others_and_counts_as_no_failure(tmp_path: Path) -> None:
-    theatre = Scaled(tmp_path, {0: {"roles.rollout.workers": 1}}, plan=replace(PLAN, steps=2))
-    theatre.engines[1].mean_s = 1e6
+def test_groups_a_removed_engine_does_not_finish_are_rescheduled_without_counting_as_failures(tmp_path: Path) -> None:
+    harness = Scaled(tmp_path, {0: {"roles.rollout.workers": 1}}, settings=replace(SETTINGS, steps=2))
+    harness.engines[1].mean_s = 1e6
 
-    class Ending(FakeSeats):
-        """Ends the process, as the real one does."""
+    class Ending(FakeLauncher):
+        """Ends the process, like the real launcher."""
 
         async def dismiss(self, name: str, timeout_s: float) -> None:
             await super().dismiss(name, timeout_s)
             handles[name].kill()
 
-    theatre.seats = Ending()
-    build = theatre.build
-    handles: dict[str, FakeHandle] = {}
+    harness.launcher = Ending()
+    build = harness.build
+    handles: dict[str, FaultyWorker] = {}
 
     def built() -> Any:
         controller = build()
-        for engine in theatre.pool.engines:
-            assert isinstance(engine.handle, FakeHandle)
+        for engine in harness.pool.engines:
+            assert isinstance(engine.handle, FaultyWorker)
             handles[engine.name] = engine.handle
-        theatre.pool.bounds = replace(theatre.pool.bounds, restarts=0)
+        harness.pool.bounds = replace(harness.pool.bounds, restarts=0)
         return controller
 
-    theatre.build = built
-    outcome = theatre.run()
+    harness.build = built
+    outcome = harness.run()
     assert outcome.ledger["trained"] == outcome.ledger["dispatched"] == 2 * 20
     assert outcome.ledger["retries"] > 0
     assert outcome.drop_reasons == {}
 
 
-def test_no_room_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    theatre = Scaled(tmp_path, {1: {"roles.rollout.workers": 4}}, plan=replace(PLAN, steps=6))
-    theatre.seats.room = 1
-    assert theatre.run().steps_done == 6
-    assert "could not be added: no room for rollout-" in theatre.told.getvalue()
-    assert theatre.lines()[-1]["workers/rollout"] == 3
+def test_without_room_the_run_continues_with_its_workers(tmp_path: Path) -> None:
+    harness = Scaled(tmp_path, {1: {"roles.rollout.workers": 4}}, settings=replace(SETTINGS, steps=6))
+    harness.launcher.room = 1
+    assert harness.run().steps_done == 6
+    assert "could not be added: no room for rollout-" in harness.output.getvalue()
+    assert harness.lines()[-1]["workers/rollout"] == 3
 
 
-def test_reward_workers_come_and_go(tmp_path: Path) -> None:
+def test_reward_workers_scale(tmp_path: Path) -> None:
     script = {1: {"roles.reward.workers": 3}, 3: {"roles.reward.workers": 1}}
-    theatre = Scaled(tmp_path, script, plan=replace(PLAN, steps=6))
-    outcome = theatre.run()
+    harness = Scaled(tmp_path, script, settings=replace(SETTINGS, steps=6))
+    outcome = harness.run()
     assert outcome.ledger["trained"] == 6 * 20
-    assert [line["workers/reward"] for line in theatre.lines()][-1] == 1
-    assert sorted(theatre.seats.log) == ["reward-1", "reward-2"]
+    assert [line["workers/reward"] for line in harness.lines()][-1] == 1
+    assert sorted(harness.launcher.log) == ["reward-1", "reward-2"]
 
 
-def test_a_dead_reward_worker_is_given_nothing_more_while_another_is_there() -> None:
+def test_a_dead_reward_worker_gets_no_groups_while_another_one_runs() -> None:
     async def run() -> tuple[list[str], int]:
-        handles = [FakeHandle(f"reward-{i}", FakeReward()) for i in range(3)]
+        handles = [FaultyWorker(f"reward-{i}", FakeReward()) for i in range(3)]
         pool = RewardPool(handles, 1.0)
         handles[0].kill()
         handles[1].kill()
@@ -266,16 +280,17 @@ def test_a_dead_reward_worker_is_given_nothing_more_while_another_is_there() -> 
     assert asyncio.run(run()) == (["reward-2"], 3)
 
 
-def test_scorers_change_between_two_waves() -> None:
+def test_scorers_are_added_and_removed_between_two_waves() -> None:
     async def run() -> list[list[str]]:
-        handles = [FakeHandle(f"reference-{i}", FakePolicy(i)) for i in range(2)]
-        scorer = TokenScorer(Gang("reference", handles[:1], 64), "compute_logprobs", 1.0)
+        handles = [FaultyWorker(f"reference-{i}", FakePolicy(i)) for i in range(2)]
+        group = PolicyGroup("reference", handles[:1], 64)
+        scorer = TokenScorer(group, group.compute_logprobs, 1.0)
 
-        class Seats(FakeSeats):
-            async def replica(self, name: str) -> FakeHandle:
+        class Launcher(FakeLauncher):
+            async def replica(self, name: str) -> FaultyWorker:
                 return handles[1]
 
-        scaled = ScaledScorers(scorer, Seats(), BOUNDS)
+        scaled = ScaledScorers(scorer, Launcher(), TIMEOUTS)
         names = [scaled.names]
         wave = asyncio.create_task(scorer.score([8, 8], FakeTable("rollouts", ("a",))))
         await asyncio.sleep(0)
@@ -291,13 +306,13 @@ def test_scorers_change_between_two_waves() -> None:
     assert asyncio.run(run()) == expected
 
 
-def test_engines_follow_the_trainers_wait(tmp_path: Path) -> None:
-    """Steps that are all waiting add engines up to the bound; the rule starts counting anew after each change."""
+def test_engines_scale_with_the_trainers_wait(tmp_path: Path) -> None:
+    """Steps with a long wait add engines up to the maximum; after each change the rule starts counting again."""
     rule = "roles.rollout.autoscale={max_wait: 0.0001, steps: 2}"  # every step waits for more than that
-    theatre = Scaled(tmp_path, {}, spec=tiny(rule), plan=replace(PLAN, steps=16, checkpoint_every=0))
-    assert theatre.run().steps_done == 16
-    assert [spec.roles.rollout.workers for spec in theatre.saved] == [3, 4]
-    assert theatre.lines()[-1]["workers/rollout"] == 4
+    harness = Scaled(tmp_path, {}, spec=tiny(rule), settings=replace(SETTINGS, steps=16, checkpoint_every=0))
+    assert harness.run().steps_done == 16
+    assert [spec.roles.rollout.workers for spec in harness.saved] == [3, 4]
+    assert harness.lines()[-1]["workers/rollout"] == 4
 
 
 @pytest.mark.parametrize(
@@ -305,14 +320,15 @@ def test_engines_follow_the_trainers_wait(tmp_path: Path) -> None:
     [([0.9], 0), ([0.9, 0.9], 1), ([0.2, 0.9], 0), ([0.5, 0.5], 0), ([0.01, 0.02], -1), ([0.9, 0.01, 0.02], -1)],
 )
 def test_the_last_steps_must_agree(waits: list[float], wanted: int) -> None:
-    assert step_of(waits, AutoscaleConfig(max_wait=0.5, min_wait=0.1, steps=2)) == wanted
+    assert autoscale_step(waits, AutoscaleConfig(max_wait=0.5, min_wait=0.1, steps=2)) == wanted
 
 
-def test_what_a_node_took_with_it_is_sampled_anew(tmp_path: Path) -> None:
-    """Once while a group is scored, once while the batch is made ready; dropped samples of it are open again."""
-    theatre = Theatre(tmp_path)
+def test_groups_lost_with_a_node_are_sampled_again(tmp_path: Path) -> None:
+    """Data is lost once while a group is scored and once while the batch is prepared; dropped samples are open
+    again."""
+    harness = RolloutRun(tmp_path)
 
-    class Reward(FakeReward):
+    class Reward(FaultyReward):
         lost = False
 
         async def score(self, rollouts: FakeTable) -> tuple[RewardSummary, FakeTable]:
@@ -330,49 +346,49 @@ def test_what_a_node_took_with_it_is_sampled_anew(tmp_path: Path) -> None:
                 raise DataLost("policy-0", "prepare", "the node is gone")
             return await super().prepare(request, *tables)
 
-    theatre.reward = Reward(fail={("e0-r1", 0): "timeout"})
-    theatre.policies[0] = Policy()
-    outcome = theatre.run()
+    harness.reward = Reward(fail={("e0-r1", 0): "timeout"})
+    harness.policies[0] = Policy()
+    outcome = harness.run()
     assert outcome.ledger == {"dispatched": 80, "trained": 79, "dropped": 1, "in_flight": 0, "retries": 6}
     assert outcome.drop_reasons == {"reward: timeout": 1}
 
 
-def test_an_engine_that_dies_while_it_leaves_is_not_replaced() -> None:
-    class Dying(FakeEngine):
+def test_an_engine_that_dies_while_it_is_removed_is_not_replaced() -> None:
+    class Dying(FaultyEngine):
         async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
             raise WorkerDied(self.name, "generate", "killed")
 
     async def run() -> tuple[list[str], int]:
-        pool = fake_pool([FakeEngine("rollout-0", random.Random(0)), Dying("rollout-1", random.Random(1))])
+        pool = fake_pool([FaultyEngine("rollout-0", random.Random(0)), Dying("rollout-1", random.Random(1))])
         engine = next(e for e in pool.engines if e.name == "rollout-1")
         engine.outstanding = 4
-        leaving = asyncio.create_task(pool.retire("rollout-1", 5.0))
+        removing = asyncio.create_task(pool.retire("rollout-1", 5.0))
         await asyncio.sleep(0.001)
         await pool.report_failure(engine, WorkerDied("rollout-1", "generate", "killed"))
         await pool.release(engine, 4)
-        await leaving
+        await removing
         return pool.names, pool.restarts_used
 
     assert asyncio.run(run()) == (["rollout-0"], 0)
 
 
-# --- what may change
+# Spec differences
 
 
-def test_differences_say_what_can_change_and_why_the_rest_cannot() -> None:
+def test_differences_say_what_can_change_and_why_the_others_cannot() -> None:
     wanted = tiny("roles.rollout.workers=3", "roles.policy.learning_rate=0.5", "roles.reward.min_workers=1")
     assert [str(difference) for difference in differences(tiny(), wanted)] == [
-        "roles.policy.learning_rate: 0.1 -> 0.5: refused: it is read when a run starts: stop this one, which saves "
-        "it, and go on with --resume",
+        "roles.policy.learning_rate: 0.1 -> 0.5: refused: it is read only when a run starts; stop this run, "
+        "which saves it, and resume with --resume",
         "roles.rollout.workers: 2 -> 3",
     ]
 
 
-def test_a_path_may_be_written_relative_or_absolute() -> None:
+def test_relative_and_absolute_paths_compare_equal() -> None:
     assert differences(tiny(f"model.path={ROOT / tiny().model.path}"), tiny()) == ()
 
 
-def test_a_rule_changes_as_a_whole() -> None:
+def test_the_autoscaling_rule_changes_as_a_whole() -> None:
     (found,) = differences(tiny(), tiny("roles.rollout.autoscale={max_wait: 0.5}"))
     assert (found.field, found.old, found.refused) == ("roles.rollout.autoscale", None, "")
     assert changed(tiny(), {found.field: found.new}, "x").roles.rollout.autoscale == AutoscaleConfig(max_wait=0.5)
@@ -387,52 +403,52 @@ def test_a_rule_changes_as_a_whole() -> None:
         ({"roles.nobody.workers": 1}, "spec.yaml: roles.nobody: "),
     ],
 )
-def test_a_changed_spec_is_held_to_every_rule(changes: dict[str, Any], why: str) -> None:
+def test_a_changed_spec_is_validated(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(SpecError) as caught:
         changed(tiny(), changes, "spec.yaml")
     assert str(caught.value).startswith(why)
 
 
 @pytest.mark.parametrize("text", ["rollout", "rollout=", "rollout=-1", "rollout=two", "=2", "roles.rollout=2"])
-def test_workers_are_given_by_role_and_number(text: str) -> None:
+def test_malformed_worker_numbers_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         worker_changes([text])
 
 
-# --- how a command reaches a run
+# Control requests
 
 
-class _Office:
-    """A server over a crew without workers."""
+class _Server:
+    """A control server and a scaler without processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        roles: dict[RoleName, ScaledWorkers] = {"rollout": _Still(2), "reward": _Still(1)}
-        self.crew = Crew(tiny(), roles, Console(io.StringIO()), _ignore, "spec.yaml")
+        roles: dict[RoleName, ScaledWorkers] = {"rollout": _Instant(2), "reward": _Instant(1)}
+        self.scaler = WorkerScaler(tiny(), roles, Console(io.StringIO()), _ignore, "spec.yaml")
 
     def ask(self, changes: dict[str, Any]) -> tuple[RoleState, ...]:
         return self.during(lambda: ask(self.folder, changes, 10.0))
 
     def during(self, action: Callable[[], T]) -> T:
-        """Do something in another thread while the server answers."""
+        """Run `action` in another thread while the server answers."""
 
         async def go() -> T:
-            server = ControlServer(self.folder, self.crew)
+            server = ControlServer(self.folder, self.scaler)
             server.open()
             try:
                 return await asyncio.to_thread(action)
             finally:
                 await server.close()
-                await self.crew.close()
+                await self.scaler.close()
 
         return asyncio.run(go())
 
 
-class _Still(ScaledWorkers):
-    """A role whose workers are there at once."""
+class _Instant(ScaledWorkers):
+    """A role whose workers start instantly."""
 
     def __init__(self, workers: int) -> None:
-        super().__init__(FakeSeats(), BOUNDS)
+        super().__init__(FakeLauncher(), TIMEOUTS)
         self._workers = {f"x-{i}" for i in range(workers)}
 
     @property
@@ -442,69 +458,70 @@ class _Still(ScaledWorkers):
     async def _join(self, name: str) -> None:
         self._workers.add(name)
 
-    async def _leave(self, name: str) -> None:
+    async def _drain(self, name: str) -> None:
         self._workers.discard(name)
 
 
-def _ignore(spec: Spec) -> None:
+def _ignore(spec: RolloutSpec) -> None:
     pass
 
 
-def test_a_run_answers_how_it_stands(tmp_path: Path) -> None:
-    states = _Office(tmp_path).ask({})
-    assert [str(state) for state in states] == ["rollout: 2 workers (from 1 to 4)", "reward: 1 worker (from 1 to 3)"]
+def test_a_run_reports_its_state(tmp_path: Path) -> None:
+    states = _Server(tmp_path).ask({})
+    assert [str(state) for state in states] == ["rollout: 2 workers (min 1, max 4)", "reward: 1 worker (min 1, max 3)"]
     assert not (tmp_path / control.FOLDER).exists()
 
 
-def test_a_run_takes_a_change(tmp_path: Path) -> None:
-    states = _Office(tmp_path).ask({"roles.rollout.workers": 3})
-    assert (states[0].wanted, states[0].moving) == (3, True)
+def test_a_run_accepts_a_change(tmp_path: Path) -> None:
+    states = _Server(tmp_path).ask({"roles.rollout.workers": 3})
+    assert (states[0].wanted, states[0].scaling) == (3, True)
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"roles.rollout.workers": 9}, "max_workers: 4 is less than workers, 9"),
-        ({"seed": 5}, "seed: 7 -> 5: refused: it is read when a run starts"),
-        (worker_changes(["policy=2"]), "roles.policy.workers: 1 -> 2: refused: it is read when a run starts"),
+        ({"seed": 5}, "seed: 7 -> 5: refused: it is read only when a run starts"),
+        (worker_changes(["policy=2"]), "roles.policy.workers: 1 -> 2: refused: it is read only when a run starts"),
         (worker_changes(["rollouts=2"]), "spec.yaml: roles.rollouts: "),
         ({"roles.rollout.autoscale": {"max_wait": 2.0}}, "roles.rollout.autoscale.max_wait: "),
     ],
 )
-def test_a_run_refuses_what_cannot_be(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+def test_a_run_refuses_an_invalid_change(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError) as caught:
-        _Office(tmp_path).ask(changes)
+        _Server(tmp_path).ask(changes)
     assert why in str(caught.value)
 
 
 def test_the_commands_show_and_change_a_run(tmp_path: Path) -> None:
-    """`troupe scale` and `troupe apply`, as a user types them, beside a run that answers."""
-    office = _Office(tmp_path)
+    """`troupe scale` and `troupe apply` against a control server that answers."""
+    server = _Server(tmp_path)
     (tmp_path / RESOLVED_SPEC).write_text(yaml.safe_dump(tiny().model_dump(mode="json")))
-    scaled = office.during(lambda: troupe("scale", str(tmp_path), "rollout=3"))
+    scaled = server.during(lambda: troupe("scale", str(tmp_path), "rollout=3"))
     assert (scaled.code, scaled.errors) == (0, [])
     assert scaled.stdout.splitlines()[0].startswith("rollout: 3 workers")
 
     sets = ("roles.rollout.workers=1", "roles.rollout.max_workers=4", "roles.reward.max_workers=3", "seed=9")
-    spec = [str(ROOT / "deploy" / "tiny-grpo.yaml"), *(word for text in sets for word in ("--set", text))]
-    applied = office.during(lambda: troupe("apply", *spec, "--out", str(tmp_path)))
+    spec = [str(ROOT / "deploy" / "specs" / "tiny-grpo.yaml"), *(word for text in sets for word in ("--set", text))]
+    applied = server.during(lambda: troupe("apply", *spec, "--out", str(tmp_path)))
     assert applied.stdout.splitlines()[:2] == [
         "roles.rollout.workers: 2 -> 1",
-        "seed: 7 -> 9: refused: it is read when a run starts: stop this one, which saves it, and go on with --resume",
+        "seed: 7 -> 9: refused: it is read only when a run starts; stop this run, which saves it, "
+        "and resume with --resume",
     ]
-    assert office.crew.spec.roles.rollout.workers == 1 and office.crew.spec.seed == 7
+    assert server.scaler.spec.roles.rollout.workers == 1 and server.scaler.spec.seed == 7
     assert (applied.code, applied.errors) == (2, ["1 of 2 difference(s) refused"])
 
 
-@pytest.mark.parametrize(("word", "why"), [("rollout", "expected ROLE=WORKERS"), ("rollout=2", "no run goes on there")])
+@pytest.mark.parametrize(("word", "why"), [("rollout", "expected ROLE=WORKERS"), ("rollout=2", "no active run")])
 def test_the_command_refuses_in_one_line(tmp_path: Path, word: str, why: str) -> None:
     answer = troupe("scale", str(tmp_path), word)
     assert answer.code == 2 and len(answer.errors) == 1 and why in answer.errors[0]
 
 
-def test_a_request_that_is_none_is_answered_too(tmp_path: Path) -> None:
+def test_an_invalid_request_is_answered(tmp_path: Path) -> None:
     async def go() -> list[str]:
-        server = ControlServer(tmp_path, _Office(tmp_path).crew)
+        server = ControlServer(tmp_path, _Server(tmp_path).scaler)
         server.open()
         folder = tmp_path / control.FOLDER
         (folder / "request-a.json").write_text("{")
@@ -518,21 +535,22 @@ def test_a_request_that_is_none_is_answered_too(tmp_path: Path) -> None:
         return texts
 
     first, second, third = asyncio.run(go())
-    assert "cannot be read" in first and "cannot be read" in second and "at most 65536 bytes" in third
+    assert "cannot read the request" in first and "cannot read the request" in second
+    assert "exceeds 65536 bytes" in third
 
 
-def test_a_run_that_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_run_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="no such folder"):
         ask(tmp_path / "nothing", {}, 10.0)
-    with pytest.raises(UsageError, match="no run goes on there"):
+    with pytest.raises(UsageError, match="no active run"):
         ask(tmp_path, {}, 10.0)
     folder = tmp_path / control.FOLDER
     folder.mkdir()
     host = socket.gethostname()
     (folder / "run.json").write_text(f'{{"host": "{host}", "pid": {2**22 + 1}}}')
-    with pytest.raises(UsageError, match="is gone"):
+    with pytest.raises(UsageError, match="has ended"):
         ask(tmp_path, {}, 10.0)
     (folder / "run.json").write_text(f'{{"host": "{host}", "pid": {os.getpid()}}}')
-    with pytest.raises(TroupeError, match=r"has not answered within 0\.2 s"):
+    with pytest.raises(TroupeError, match=r"did not answer within 0\.2 s"):
         ask(tmp_path, {}, 0.2)
     assert sorted(path.name for path in folder.iterdir()) == ["run.json"]

@@ -1,7 +1,8 @@
-"""`troupe deploy`: manifests that KubeRay's own schema takes, and what that schema cannot say. No cluster is asked."""
+"""`troupe deploy`: manifests are valid under KubeRay's own schema and under the rules that it leaves out."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -13,42 +14,43 @@ import jsonschema
 import pytest
 import yaml
 
-from orchestrator import deploy, kubernetes
-from orchestrator.deploy import Request, manifest
+from orchestrator.capacity.placement import Node, fit, place, role_sizes
 from orchestrator.errors import UsageError
-from orchestrator.kubernetes import Claim, Options, PodGroup, parse_claim, parse_variable, pod_groups
-from orchestrator.placement import Node, fit, place, role_sizes
-from orchestrator.spec_any import AnySpec
-from orchestrator.spec_chain import plan_runs, read_document
-from orchestrator.spec_paths import path_fields
+from orchestrator.platforms.flags import KubernetesFlags
+from orchestrator.platforms.kubernetes.options import Claim, Options, parse_claim, parse_variable
+from orchestrator.platforms.kubernetes.pods import PodGroup, pod_groups
+from orchestrator.platforms.manifest import Request, manifest
+from orchestrator.spec.load import RunSpec
+from orchestrator.spec.paths import path_fields
+from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
-from tests.test_cli import troupe
+from tests.orchestrator.test_cli import troupe
 
 SCHEMAS = ROOT / "tests" / "data" / "kuberay"
-GRPO = ROOT / "deploy" / "tiny-grpo.yaml"
-NODE = ROOT / "deploy" / "node-8gpu-grpo.yaml"
+GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+NODE = ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"
 SHIPPED = sorted(
-    path for path in (ROOT / "deploy").glob("*.yaml") if "roles" in (yaml.safe_load(path.read_text()) or {})
+    path for path in (ROOT / "deploy" / "specs").glob("*.yaml") if "roles" in (yaml.safe_load(path.read_text()) or {})
 )
 CANARY = "hf_canary0123456789"
 FLAGS = {
-    "claims": ["models:/models", "team.data:/data"],
-    "variables": ["HF_TOKEN=hugging-face:token", "WANDB_API_KEY=wandb:key"],
-    "secrets": ["team-settings"],
+    "pvc": ["models:/models", "team.data:/data"],
+    "env": ["HF_TOKEN=hugging-face:token", "WANDB_API_KEY=wandb:key"],
+    "env_from_secret": ["team-settings"],
     "auth_secret": "ray-token",
     "namespace": "rl",
     "image": "registry.example/troupe:1@sha256:abc",
 }
 
 
-def runs(path: Path, *overrides: str) -> list[AnySpec]:
+def runs(path: Path, *overrides: str) -> list[RunSpec]:
     """Every run of a file."""
     return [run.spec for run in plan_runs(read_document(path, overrides))]
 
 
 def documents(path: Path, *overrides: str, **flags: Any) -> list[dict[str, Any]]:
-    """What `troupe deploy` writes, read again."""
-    text, _ = manifest(Request(path, overrides), flags)
+    """The documents that `troupe deploy` writes."""
+    text, _ = manifest(Request(path, overrides), KubernetesFlags(**flags))
     return list(yaml.safe_load_all(text))
 
 
@@ -66,7 +68,7 @@ def pods_of(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @cache
 def validator(kind: str) -> jsonschema.Draft202012Validator:
-    """By KubeRay's schema of a kind, closed: an object whose fields are listed has no others."""
+    """KubeRay's schema of a kind, closed: an object with listed fields accepts no others."""
 
     def close(node: Any) -> None:
         if isinstance(node, list):
@@ -87,7 +89,7 @@ def validator(kind: str) -> jsonschema.Draft202012Validator:
 
 
 def check_rules(document: dict[str, Any]) -> None:
-    """What KubeRay and Kubernetes ask and the schema does not say."""
+    """Check the rules of KubeRay and Kubernetes that the schema leaves out."""
     name = document["metadata"]["name"]
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
     assert len(name) <= {"RayJob": 47, "RayCluster": 53}[document["kind"]]
@@ -126,7 +128,7 @@ def gib(quantity: str) -> int:
 
 
 def pod_resources(document: dict[str, Any]) -> list[Node]:
-    """Every worker pod of a manifest as a node, the smallest first."""
+    """Every worker pod of a manifest as a node, smallest first."""
     found = []
     for group in cluster_of(document)["workerGroupSpecs"]:
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
@@ -135,10 +137,10 @@ def pod_resources(document: dict[str, Any]) -> list[Node]:
     return sorted(found, key=lambda node: (node.gpus, node.cpus))
 
 
-@pytest.mark.parametrize("cluster_only", [None, True])
+@pytest.mark.parametrize("cluster_only", [False, True])
 @pytest.mark.parametrize("flags", [{}, FLAGS], ids=["plain", "all-flags"])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_the_manifest_of_every_shipped_spec_holds(path: Path, flags: dict[str, Any], cluster_only: bool | None) -> None:
+def test_the_manifest_of_every_shipped_spec_is_valid(path: Path, flags: dict[str, Any], cluster_only: bool) -> None:
     first, *rest = documents(path, cluster_only=cluster_only, **flags)
     assert first["kind"] == ("RayCluster" if cluster_only else "RayJob")
     validator(first["kind"]).validate(first)
@@ -153,12 +155,13 @@ def test_the_manifest_of_every_shipped_spec_holds(path: Path, flags: dict[str, A
 
 
 def pod_nodes(groups: Sequence[PodGroup]) -> list[Node]:
-    """The worker pods as nodes for `placement.fit`, the smallest first: no bundle takes a larger one than needed."""
+    """The worker pods as nodes for `placement.fit`, smallest first, so that no bundle takes a larger pod than it
+    needs."""
     ordered = sorted(groups, key=lambda group: (group.gpus, group.cpus))
     return [Node(f"{g.role}-{i}", g.cpus, g.gpus) for g in ordered for i in range(g.replicas)]
 
 
-def test_a_typo_would_be_found_by_the_schema() -> None:
+def test_the_schema_catches_a_misspelled_field() -> None:
     job, _ = documents(GRPO)
     job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["minReplica"] = 1
     with pytest.raises(jsonschema.ValidationError, match="minReplica"):
@@ -166,8 +169,8 @@ def test_a_typo_would_be_found_by_the_schema() -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_the_spec_travels_in_the_manifest_and_is_that_spec(path: Path, tmp_path: Path) -> None:
-    job, config = documents(path, claims=["models:/models"])
+def test_the_manifest_contains_the_spec_unchanged(path: Path, tmp_path: Path) -> None:
+    job, config = documents(path, pvc=["models:/models"])
     head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     (volume,) = (volume for volume in head["volumes"] if "configMap" in volume)
     assert volume["configMap"]["name"] == config["metadata"]["name"]
@@ -184,8 +187,8 @@ def test_the_spec_travels_in_the_manifest_and_is_that_spec(path: Path, tmp_path:
     assert all(Path(value).is_absolute() for _, value in path_fields(yaml.safe_load(file.read_text())))
 
 
-def test_one_group_per_role_with_the_workers_of_the_spec() -> None:
-    groups = pod_groups(runs(ROOT / "deploy" / "multinode-ppo.yaml"))
+def test_each_role_has_one_pod_group_of_the_specs_size() -> None:
+    groups = pod_groups(runs(ROOT / "deploy" / "specs" / "multinode-ppo.yaml"))
     assert {(g.role, g.min_replicas, g.replicas, g.max_replicas, g.cpus, g.gpus) for g in groups} == {
         ("rollout", 8, 8, 8, 4, 2),
         ("policy", 8, 8, 8, 8, 1),
@@ -195,7 +198,7 @@ def test_one_group_per_role_with_the_workers_of_the_spec() -> None:
     }
 
 
-def test_a_role_that_scales_is_a_group_with_its_bounds_and_labels() -> None:
+def test_the_group_of_a_role_that_scales_has_its_limits_and_labels() -> None:
     sets = ("roles.rollout.min_workers=1", "roles.rollout.max_workers=6", "roles.rollout.node_labels={zone: a}")
     (document,) = documents(NODE, *sets, cluster_only=True)
     spec = cluster_of(document)
@@ -212,7 +215,7 @@ def test_a_role_that_scales_is_a_group_with_its_bounds_and_labels() -> None:
 
 
 @pytest.mark.parametrize("role", ["rollout", "policy"])
-def test_pods_of_a_role_that_is_spread_go_to_different_nodes_where_they_can(role: str) -> None:
+def test_pods_of_a_spread_role_prefer_different_nodes(role: str) -> None:
     (document,) = documents(NODE, f"roles.{role}.strategy=spread", cluster_only=True)
     validator(document["kind"]).validate(document)
     asked = {name: pod.get("topologySpreadConstraints", []) for name, pod in pods_of(document)}
@@ -222,7 +225,7 @@ def test_pods_of_a_role_that_is_spread_go_to_different_nodes_where_they_can(role
     assert constraint["labelSelector"] == {"matchLabels": {"ray.io/group": role}}
 
 
-def test_colocated_roles_share_the_hosts_pods() -> None:
+def test_colocated_roles_share_pods() -> None:
     shared = ["roles.rollout.colocate_with=policy", "roles.rollout.gpus=0.5", "roles.policy.gpus=0.5"]
     shared += ["schedule.max_staleness=0", "weight_sync.backend=ipc"]
     groups = {group.role: group for group in pod_groups(runs(NODE, *shared))}
@@ -230,7 +233,7 @@ def test_colocated_roles_share_the_hosts_pods() -> None:
     assert groups["policy"] == PodGroup("policy", 4, 4, 4, 12, 1)
 
 
-def test_workers_with_a_part_of_a_gpu_share_one_and_cpus_are_rounded_up() -> None:
+def test_workers_with_fractional_gpus_share_a_pod_and_cpus_are_rounded_up() -> None:
     reward = "roles.reward.model={path: /models/judge}"
     small = ["roles.reward.gpus=0.3", "roles.reward.workers=7", "roles.reward.cpus=0.5", reward]
     small += ["roles.reward.micro_batch_tokens=8192"]
@@ -240,8 +243,8 @@ def test_workers_with_a_part_of_a_gpu_share_one_and_cpus_are_rounded_up() -> Non
     assert fit(place(role_sizes(specs[0])), pod_nodes(pod_groups(specs))).missing is None
 
 
-def test_the_pods_of_a_chain_hold_its_largest_stage() -> None:
-    path = ROOT / "deploy" / "tiny-three-stage.yaml"
+def test_the_pods_of_a_chain_fit_its_largest_stage() -> None:
+    path = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
     overrides = ["stages.sft.roles.policy.workers=3", "stages.ppo.roles.policy.cpus=2.5"]
     stages = runs(path, *overrides)
     groups = pod_groups(stages)
@@ -251,13 +254,13 @@ def test_the_pods_of_a_chain_hold_its_largest_stage() -> None:
         assert fit(place(role_sizes(stage)), pod_nodes(groups)).missing is None
 
 
-def test_gpus_are_reserved_before_what_needs_none() -> None:
-    """A reward worker of one core would otherwise take the core beside the last GPU."""
+def test_bundles_with_gpus_are_placed_first() -> None:
+    """Otherwise a reward worker of one core could take the core beside the last GPU."""
     order = [sum(bundle["GPU"] for bundle in p.bundles) > 0 for p in place(role_sizes(runs(NODE)[0]))]
     assert order == sorted(order, reverse=True)
 
 
-def test_a_pod_without_gpus_neither_counts_nor_sees_any() -> None:
+def test_a_pod_without_gpus_offers_and_sees_none() -> None:
     job, _ = documents(NODE)
     for group in cluster_of(job)["workerGroupSpecs"]:
         container = group["template"]["spec"]["containers"][0]
@@ -265,7 +268,7 @@ def test_a_pod_without_gpus_neither_counts_nor_sees_any() -> None:
         assert hidden == (group["groupName"] == "reward") == (group["rayStartParams"] == {"num-gpus": "0"})
 
 
-def test_a_job_ends_and_goes_on_after_a_failure() -> None:
+def test_a_job_shuts_down_at_its_end_and_retries_after_a_failure() -> None:
     spec = documents(NODE)[0]["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
     assert (spec["ttlSecondsAfterFinished"], spec["backoffLimit"]) == (300, 1)
@@ -274,13 +277,13 @@ def test_a_job_ends_and_goes_on_after_a_failure() -> None:
     assert documents(NODE, "schedule.steps=100000000")[0]["spec"]["activeDeadlineSeconds"] == 2**31 - 1
 
 
-def test_secrets_are_named_and_never_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_secrets_are_referenced_and_never_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("HF_TOKEN", "WANDB_API_KEY", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, CANARY)
     token = tmp_path / "token"
     token.write_text(CANARY)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    text, notes = manifest(Request(NODE), FLAGS)
+    text, notes = manifest(Request(NODE), KubernetesFlags(**FLAGS))
     assert CANARY not in text and not any(CANARY in note for note in notes)
     job, config = yaml.safe_load_all(text)
     assert "secret" not in json.dumps(config).lower()
@@ -295,50 +298,53 @@ def test_secrets_are_named_and_never_read(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("given", [f"HF_TOKEN={CANARY}", f"{CANARY}", f"HF_TOKEN=Upper{CANARY}:k", f"{CANARY}-x=a:b"])
-def test_a_value_where_a_reference_belongs_is_refused_and_not_repeated(given: str) -> None:
+def test_a_secret_value_on_the_command_line_is_refused_and_not_repeated(given: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_variable(given)
     assert CANARY not in str(caught.value) and "SECRET:KEY" in str(caught.value)
 
 
-def test_paths_that_no_claim_holds_are_told() -> None:
-    _, notes = manifest(Request(NODE), {})
+def test_paths_outside_every_claim_are_reported() -> None:
+    _, notes = manifest(Request(NODE), KubernetesFlags())
     assert [note.split(":")[0] for note in notes] == ["model.path", "output.folder"]
-    assert notes[0].startswith("model.path: /workspace/models/policy-7b-instruct lies on no --pvc")
-    assert manifest(Request(NODE), {"claims": ["models:/models"]})[1] == []
+    assert notes[0].startswith("model.path: /workspace/models/policy-7b-instruct is not on any --pvc")
+    assert manifest(Request(NODE), KubernetesFlags(pvc=["models:/models"]))[1] == []
 
 
-def test_relative_paths_start_at_the_root_or_the_first_claim() -> None:
+def test_relative_paths_are_resolved_against_the_root_or_the_first_claim() -> None:
     def folder(**flags: Any) -> str:
         return documents(NODE, **flags)[0]["spec"]["entrypoint"].split()[6]
 
     assert folder() == "/workspace/runs/node-8gpu-grpo"
-    assert folder(claims=["a:/a", "b:/b"]) == "/a/runs/node-8gpu-grpo"
-    assert folder(claims=["a:/a", "b:/b"], root="/b/me") == "/b/me/runs/node-8gpu-grpo"
+    assert folder(pvc=["a:/a", "b:/b"]) == "/a/runs/node-8gpu-grpo"
+    assert folder(pvc=["a:/a", "b:/b"], root="/b/me") == "/b/me/runs/node-8gpu-grpo"
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"claims": ["models"]}, "--pvc models: expected CLAIM:/FOLDER, as in models:/models"),
-        ({"claims": ["models:models"]}, "--pvc: 'models' is no absolute path"),
-        ({"claims": ["models:"]}, "--pvc: '' is no absolute path"),
-        ({"claims": ["models:/a/../.."]}, "--pvc: '/a/../..' is no absolute path"),
-        ({"claims": ["Models:/m"]}, "--pvc Models:/m: expected CLAIM:/FOLDER"),
-        ({"claims": ["a:/m", "b:/m/"]}, "--pvc a:/m: two claims are mounted there"),
-        ({"claims": ["a:/dev/shm"]}, "--pvc a:/dev/shm: this place is taken"),
-        ({"claims": ["a:/"]}, "--pvc a:/: this place is taken"),
-        ({"image": "two words"}, "--image two words: is no image reference"),
-        ({"image": ""}, "--image : is no image reference"),
-        ({"namespace": "Prod"}, "--namespace Prod: is no DNS label"),
+        ({"pvc": ["models"]}, "--pvc models: expected CLAIM:/FOLDER, as in models:/models"),
+        ({"pvc": ["models:models"]}, "--pvc: expected an absolute path without ':', '..' and whitespace, got 'models'"),
+        ({"pvc": ["models:"]}, "--pvc: expected an absolute path without ':', '..' and whitespace, got ''"),
+        (
+            {"pvc": ["models:/a/../.."]},
+            "--pvc: expected an absolute path without ':', '..' and whitespace, got '/a/../..'",
+        ),
+        ({"pvc": ["Models:/m"]}, "--pvc Models:/m: expected CLAIM:/FOLDER"),
+        ({"pvc": ["a:/m", "b:/m/"]}, "--pvc a:/m: two claims have this mount path"),
+        ({"pvc": ["a:/dev/shm"]}, "--pvc a:/dev/shm: the path is reserved"),
+        ({"pvc": ["a:/"]}, "--pvc a:/: the path is reserved"),
+        ({"image": "two words"}, "--image two words: not an image reference"),
+        ({"image": ""}, "--image : not an image reference"),
+        ({"namespace": "Prod"}, "--namespace Prod: not a DNS label"),
         ({"auth_secret": "a_b"}, "--auth-secret: expected the name of a Secret"),
-        ({"secrets": ["A"]}, "--env-from-secret: expected the name of a Secret"),
-        ({"variables": ["RAY_AUTH_TOKEN=a:b"]}, "--env RAY_AUTH_TOKEN: is set by KubeRay"),
-        ({"variables": ["A=a:b", "A=a:c"]}, "--env A: is given twice"),
-        ({"shm_gib": 0}, "--shm-gib 0: expected a whole number from 1 on"),
-        ({"shm_gib": 200}, "--shm-gib 200: a policy pod has 8 GiB of memory, and /dev/shm counts as memory"),
-        ({"ttl_s": -1}, "--ttl-s -1: expected a whole number from 0 on"),
-        ({"root": "here"}, "--root: 'here' is no absolute path"),
+        ({"env_from_secret": ["A"]}, "--env-from-secret: expected the name of a Secret"),
+        ({"env": ["RAY_AUTH_TOKEN=a:b"]}, "--env RAY_AUTH_TOKEN: KubeRay sets this variable"),
+        ({"env": ["A=a:b", "A=a:c"]}, "--env A: specified twice"),
+        ({"shm_gib": 0}, "--shm-gib: must be between 1 and 2147483647, got 0"),
+        ({"shm_gib": 200}, "--shm-gib 200: /dev/shm is part of a pod's memory, and a policy pod has 8 GiB"),
+        ({"ttl_s": -1}, "--ttl-s: must be between 0 and 2147483647, got -1"),
+        ({"root": "here"}, "--root: expected an absolute path without ':', '..' and whitespace, got 'here'"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused(flags: dict[str, Any], said: str) -> None:
@@ -350,49 +356,49 @@ def test_an_option_that_cannot_work_is_refused(flags: dict[str, Any], said: str)
 @pytest.mark.parametrize(
     ("name", "cluster_only", "said"),
     [
-        ("a" * 48, None, "characters and a RayJob's at most 47"),
-        ("a" * 54, True, "characters and a RayCluster's at most 53"),
-        ("8b-run", None, "is no DNS label"),
-        ("a_b", None, "is no DNS label"),
+        ("a" * 48, False, "a RayJob's name has at most 47"),
+        ("a" * 54, True, "a RayCluster's name has at most 53"),
+        ("8b-run", False, "is not a DNS label"),
+        ("a_b", False, "is not a DNS label"),
     ],
 )
-def test_a_name_that_kuberay_would_not_take_is_refused(name: str, cluster_only: bool | None, said: str) -> None:
+def test_a_name_that_kuberay_rejects_is_refused(name: str, cluster_only: bool, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        manifest(Request(GRPO, name=name), {"cluster_only": cluster_only})
+        manifest(Request(GRPO, name=name), KubernetesFlags(cluster_only=cluster_only))
     assert documents(GRPO, "name=" + "a" * 47)[0]["metadata"]["name"] == "a" * 47
 
 
-def test_bounds_of_a_group_hold_each_other() -> None:
-    with pytest.raises(UsageError, match="policy: 2 pods are not at least 3 and at most 4"):
+def test_the_replicas_of_a_group_lie_within_its_limits() -> None:
+    with pytest.raises(UsageError, match="policy: expected between 3 and 4 pods, got 2"):
         PodGroup("policy", 2, 3, 4, 1, 0)
 
 
-def test_a_claim_is_read_as_it_is_written() -> None:
+def test_a_claim_is_parsed_and_its_path_normalized() -> None:
     assert parse_claim("team.data:/data//x/") == Claim("team.data", "/data/x")
-    assert Options("a", "i", "2.60.0", claims=(Claim("a", "/a"),)).start == "/a"
+    assert Options("a", "i", "2.60.0", claims=(Claim("a", "/a"),)).base == "/a"
 
 
 def test_a_spec_that_is_too_large_for_a_config_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes, "_LARGEST_CONFIG_MAP", 100)
-    with pytest.raises(UsageError, match="too large for a ConfigMap"):
+    monkeypatch.setattr("orchestrator.platforms.kubernetes.documents._LARGEST_CONFIG_MAP", 100)
+    with pytest.raises(UsageError, match=r"the spec has \d+ bytes; a ConfigMap holds at most 100"):
         documents(GRPO)
 
 
-def test_a_manifest_is_read_by_people() -> None:
-    text, _ = manifest(Request(NODE), FLAGS)
+def test_a_manifest_is_readable() -> None:
+    text, _ = manifest(Request(NODE), KubernetesFlags(**FLAGS))
     assert "&id" not in text and "\n  spec.yaml: |\n    name: node-8gpu-grpo\n" in text
 
 
-def test_without_an_installed_package_the_image_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_installed_package_the_image_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "troupe-rl":
-            raise deploy.importlib.metadata.PackageNotFoundError(name)
+            raise importlib.metadata.PackageNotFoundError(name)
         return "2.60.0"
 
-    monkeypatch.setattr(deploy.importlib.metadata, "version", version)
-    with pytest.raises(UsageError, match="--image: is needed"):
-        manifest(Request(GRPO), {})
-    assert manifest(Request(GRPO), {"image": "mine:1"})[0]
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(UsageError, match="--image: required"):
+        manifest(Request(GRPO), KubernetesFlags())
+    assert manifest(Request(GRPO), KubernetesFlags(image="mine:1"))[0]
 
 
 # The command
@@ -409,15 +415,15 @@ def test_the_command_writes_the_file_and_imports_nothing_heavy(tmp_path: Path) -
     ("arguments", "said"),
     [
         (["--set", "name=" + "x" * 60], "error: the name 'xxx"),
-        (["--pvc", "models:relative"], "error: --pvc: 'relative' is no absolute path"),
+        (["--pvc", "models:relative"], "error: --pvc: expected an absolute path"),
         (["--env", f"HF_TOKEN={CANARY}"], "error: --env HF_TOKEN: expected HF_TOKEN=SECRET:KEY"),
-        (["--nodes", "2"], "error: --nodes: is for --slurm"),
-        (["--slurm", "--pvc", "a:/a"], "error: --pvc: is not for --slurm"),
+        (["--nodes", "2"], "error: --nodes: requires --slurm"),
+        (["--slurm", "--pvc", "a:/a"], "error: --pvc: not available with --slurm"),
         (["-o", "/no/such/folder/m.yaml"], "error: --output /no/such/folder/m.yaml: No such file or directory"),
         (["--set", "roles.policy.wrkers=2"], "did you mean 'workers'?"),
     ],
 )
-def test_bad_input_costs_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
+def test_bad_input_gives_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
     answer = troupe("deploy", str(GRPO), *arguments)
     errors = [line for line in answer.errors if not line.startswith("note: ")]
     assert (answer.code, len(errors), answer.heavy) == (2, 1, [])

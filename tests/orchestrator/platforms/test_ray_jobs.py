@@ -1,4 +1,4 @@
-"""What `troupe submit` sends, and what it says where nobody answers. A real job: tests/real/test_submit.py."""
+"""`troupe submit` and its errors, with a fake job client. tests/real/test_submit.py runs a real job."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import yaml
 from ray.job_submission import JobStatus
 
-from orchestrator.errors import TroupeError
-from orchestrator.jobs import (
+from orchestrator.errors import TroupeError, UsageError
+from orchestrator.platforms.ray_jobs import (
     JobServer,
     JobState,
     Submission,
@@ -23,15 +23,15 @@ from orchestrator.jobs import (
     job_environment,
     token_header,
 )
-from orchestrator.spec import load_spec
+from orchestrator.spec.load import load_rollout_spec
 from tests.conftest import ROOT
 
-GRPO = ROOT / "deploy" / "tiny-grpo.yaml"
+GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 
 
 def test_every_path_is_made_absolute_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    document = load_spec(ROOT / "deploy" / "tiny-ppo.yaml").model_dump(mode="json")
+    document = load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-ppo.yaml").model_dump(mode="json")
     document["roles"]["reward"]["functions"][0]["args"] = {"path": "a/b", "folder": "c"}
     sent = absolute_paths(document)
     assert sent["model"].pop("path") == str(tmp_path / document["model"].pop("path"))
@@ -39,18 +39,20 @@ def test_every_path_is_made_absolute_and_nothing_else_changes(monkeypatch: pytes
     assert sent == document
 
 
-def test_an_absolute_path_stays() -> None:
+def test_an_absolute_path_is_unchanged() -> None:
     assert absolute_paths({"model": {"path": "/models/m"}, "list": [{"path": "/x"}]}) == {
         "model": {"path": "/models/m"},
         "list": [{"path": "/x"}],
     }
 
 
-def test_what_is_sent_is_a_spec_again(tmp_path: Path) -> None:
-    spec = load_spec(GRPO)
+def test_the_submitted_file_is_a_valid_spec(tmp_path: Path) -> None:
+    spec = load_rollout_spec(GRPO)
     sent = tmp_path / "sent.yaml"
     sent.write_text(yaml.safe_dump(absolute_paths(spec.model_dump(mode="json")), sort_keys=False))
-    assert load_spec(sent).model_dump(exclude={"model", "output"}) == spec.model_dump(exclude={"model", "output"})
+    assert load_rollout_spec(sent).model_dump(exclude={"model", "output"}) == spec.model_dump(
+        exclude={"model", "output"}
+    )
 
 
 def test_the_entry_point_is_a_shell_line_that_finds_the_command(tmp_path: Path) -> None:
@@ -63,9 +65,7 @@ def test_the_entry_point_is_a_shell_line_that_finds_the_command(tmp_path: Path) 
     assert "a b.yaml:1: name: expected text, got 5" in done.stderr
 
 
-def test_the_entry_point_takes_the_clusters_python_where_this_one_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_entry_point_falls_back_to_the_clusters_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$@"')
     python.chmod(0o755)
@@ -84,7 +84,7 @@ def test_the_entry_point_takes_the_clusters_python_where_this_one_is_not_there(
         ("ray://127.0.0.1:10001", "expected the job server's URL, as in http://HOST:8265"),
     ],
 )
-def test_a_job_server_that_does_not_answer_costs_one_line(address: str, said: str) -> None:
+def test_a_job_server_that_does_not_answer_gives_a_one_line_error(address: str, said: str) -> None:
     with pytest.raises(TroupeError) as caught:
         JobServer(address)
     assert str(caught.value) == f"--address {address}: {said}"
@@ -103,7 +103,7 @@ class Details:
 
 
 class Client:
-    """Ray's job client, as far as it is used; says what it was told."""
+    """A fake of Ray's job client that records its arguments."""
 
     def __init__(self, address: str, headers: dict[str, str]) -> None:
         self.headers = headers
@@ -143,10 +143,10 @@ def client(server: JobServer) -> Client:
     return server._client  # pyright: ignore[reportReturnType]  (the one above)
 
 
-def test_no_secret_travels_with_a_job(server: JobServer, tmp_path: Path) -> None:
+def test_no_secret_is_submitted_with_a_job(server: JobServer, tmp_path: Path) -> None:
     requirements = tmp_path / "requirements.txt"
     requirements.write_text("mine==1.0\n")
-    assert server.submit(load_spec(GRPO), Submission("tiny-1", requirements=requirements)) == "tiny-1"
+    assert server.submit(load_rollout_spec(GRPO), Submission("tiny-1", requirements=requirements)) == "tiny-1"
     sent = client(server).sent
     assert "canary-4711" not in repr(sent)
     assert client(server).headers == {"Authorization": "Bearer canary-4711"}
@@ -156,37 +156,42 @@ def test_no_secret_travels_with_a_job(server: JobServer, tmp_path: Path) -> None
     assert sent["metadata"] == {"troupe": "tiny-grpo"}
 
 
-def test_the_spec_is_taken_out_of_the_working_directory_again(server: JobServer, tmp_path: Path) -> None:
+def test_the_spec_is_removed_from_the_working_directory(server: JobServer, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("mine")
-    assert server.submit(load_spec(GRPO), Submission(working_dir=tmp_path)) == "raysubmit_1"
+    assert server.submit(load_rollout_spec(GRPO), Submission(working_dir=tmp_path)) == "raysubmit_1"
     assert len(client(server).sent["files"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["rewards.py"]
 
 
-def test_jobs_are_told_in_a_line_each_the_newest_first(server: JobServer) -> None:
+def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--working-dir: no such folder: "):
+        Submission(working_dir=tmp_path / "none")
+    with pytest.raises(UsageError, match=r"^--requirements: no such file: "):
+        Submission(requirements=tmp_path / "none.txt")
+
+
+def test_jobs_are_listed_one_line_each_newest_first(server: JobServer) -> None:
     lines = [state.line() for state in server.jobs()]
     assert lines == ["new: SUCCEEDED, 1 s", "old: FAILED, 60 s: Driver exited"]
     assert server.state("mine") == JobState("mine", "tiny", "STOPPED", 60.0, "")
     assert server.state("mine").line() == "mine (tiny): STOPPED, 60 s"
 
 
-def test_an_unknown_job_is_one_line(server: JobServer) -> None:
+def test_an_unknown_job_gives_a_one_line_error(server: JobServer) -> None:
     with pytest.raises(TroupeError) as caught:
         server.state("other")
     said = "Request failed with status code 404: Job other does not exist"
     assert str(caught.value) == f"--address http://head:8265: {said}"
 
 
-def test_stopping_waits_for_the_end_within_a_bound(server: JobServer) -> None:
+def test_stopping_waits_for_the_end_until_its_timeout(server: JobServer) -> None:
     assert server.stop("mine", 5.0).status == "STOPPED"
     client(server).polls = -1_000_000
-    with pytest.raises(TroupeError, match=r"^mine has not ended within 0 s$"):
+    with pytest.raises(TroupeError, match=r"^mine has not ended within 0 s; it may still be saving$"):
         server.stop("mine", 0.0)
 
 
-def test_the_token_comes_from_the_environment_or_its_file_and_changes_neither(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_is_read_from_the_environment_or_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / "token"
@@ -196,6 +201,6 @@ def test_the_token_comes_from_the_environment_or_its_file_and_changes_neither(
     assert token_header() == {"Authorization": "Bearer of-the-file"}
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of-the-environment")
     assert token_header() == {"Authorization": "Bearer of-the-environment"}
-    assert "RAY_AUTH_MODE" not in os.environ  # Ray reads it once: set now, this process could start no cluster
+    assert "RAY_AUTH_MODE" not in os.environ  # Ray reads it once, at import
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert token_header() == {}

@@ -1,4 +1,4 @@
-"""`troupe deploy --slurm`: the script that is written, and what it does, with stand-ins for Slurm, Ray and Troupe."""
+"""`troupe deploy --slurm`: the script and its behaviour, with stubs for Slurm, Ray and Troupe."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.deploy import Request, batch_script
 from orchestrator.errors import UsageError
+from orchestrator.platforms.flags import SlurmFlags
+from orchestrator.platforms.manifest import Request, batch_script
 from tests.conftest import ROOT
-from tests.test_cli import troupe
+from tests.orchestrator.test_cli import troupe
 
-GRPO = ROOT / "deploy" / "tiny-grpo.yaml"
-PPO = ROOT / "deploy" / "multinode-ppo.yaml"
-CLUSTER = {"nodes": 4, "gpus_per_node": 8, "cpus_per_node": 96}
+GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
+PPO = ROOT / "deploy" / "specs" / "multinode-ppo.yaml"
+LARGE = {"nodes": 4, "gpus_per_node": 8, "cpus_per_node": 96}
+CLUSTER = SlurmFlags(**LARGE)
 
-# What the stand-ins share: a line with the command, the mode of the token's file and its length.
+# Shared by the stubs: log a line with the command, the mode of the token's file and its length.
 TOKEN = '$(stat -c %a "$RAY_AUTH_TOKEN_PATH"):$(wc -c < "$RAY_AUTH_TOKEN_PATH")'
 NOTE = f'echo "$(basename "$0") $* token={TOKEN}" >> "$LOG"\n'
-STAND_INS = {
+STUBS = {
     "scontrol": "printf 'one\\ntwo\\n'",
     "getent": 'echo "10.0.0.$(printf %s "$2" | wc -c) STREAM $2"',
     "srun": 'echo "srun $*" >> "$LOG"; while [[ $1 == --* ]]; do shift; done; exec "$@"',
@@ -34,21 +37,21 @@ STAND_INS = {
 }
 
 
-def job(tmp_path: Path, **stand_ins: str) -> tuple[list[str], dict[str, str]]:
-    """The script of a job on two nodes, and an environment in which it runs here."""
+def job(tmp_path: Path, **stubs: str) -> tuple[list[str], dict[str, str]]:
+    """The command of a job on two nodes, and an environment in which it runs on this machine."""
     bin_ = tmp_path / "venv" / "bin"
     bin_.mkdir(parents=True)
-    for name, body in {**STAND_INS, **stand_ins}.items():
+    for name, body in {**STUBS, **stubs}.items():
         (bin_ / name).write_text(f"#!/bin/bash\n{body}\n")
         (bin_ / name).chmod(0o755)
     script = tmp_path / "job.sh"
-    flags = {"nodes": 2, "gpus_per_node": 0, "cpus_per_node": 4, "environment": tmp_path / "venv"}
-    script.write_text(batch_script(Request(GRPO), flags))
+    flags = SlurmFlags(nodes=2, gpus_per_node=0, cpus_per_node=4)
+    script.write_text(batch_script(Request(GRPO), flags, tmp_path / "venv"))
     env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "[one-two]", "CODE": "0"}
     return ["bash", str(script)], env | {"LOG": str(tmp_path / "log"), "SEEN": str(tmp_path / "seen")}
 
 
-@pytest.mark.parametrize("path", [GRPO, PPO, ROOT / "deploy" / "tiny-three-stage.yaml"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [GRPO, PPO, CHAIN], ids=lambda path: path.stem)
 def test_the_script_is_bash(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
     file.write_text(batch_script(Request(path, ("seed=5", "name=a-b"), out=Path("/scratch/my runs")), CLUSTER))
@@ -62,7 +65,7 @@ def test_the_script_is_bash(path: Path, tmp_path: Path) -> None:
     assert words == ["troupe", "run", *given, "--address", "auto", "--resume"]
 
 
-def test_a_job_starts_ray_on_every_node_trains_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_job_starts_ray_on_every_node_trains_and_cleans_up(tmp_path: Path) -> None:
     command, env = job(tmp_path)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -77,21 +80,21 @@ def test_a_job_starts_ray_on_every_node_trains_and_leaves_nothing(tmp_path: Path
     assert not list(tmp_path.glob(".troupe-*"))
 
 
-def test_the_token_has_a_mask_of_its_own_and_is_in_no_argument() -> None:
-    text = batch_script(Request(GRPO), {})
+def test_the_token_is_readable_by_its_owner_only_and_is_no_argument() -> None:
+    text = batch_script(Request(GRPO), SlurmFlags())
     (made,) = (line for line in text.splitlines() if "/dev/urandom" in line)
     assert "umask 077" in made and made.rstrip(")").endswith('> "$RAY_AUTH_TOKEN_PATH"')
     assert "RAY_AUTH_MODE=token" in text and "unset RAY_AUTH_TOKEN" in text
     assert not any("AUTH_TOKEN" in line for line in text.splitlines() if "ray start" in line or "srun" in line)
 
 
-def test_what_waits_for_the_nodes_is_python() -> None:
-    text = batch_script(Request(GRPO), {})
+def test_the_script_that_waits_for_the_nodes_is_valid_python() -> None:
+    text = batch_script(Request(GRPO), SlurmFlags())
     _, _, rest = text.partition("<<'PYTHON'")
     ast.parse(rest.partition("\n")[2].partition("\nPYTHON\n")[0])
 
 
-def test_the_script_ends_as_the_run_ends(tmp_path: Path) -> None:
+def test_the_script_exits_with_the_runs_exit_code(tmp_path: Path) -> None:
     command, env = job(tmp_path)
     done = subprocess.run(command, cwd=tmp_path, env=env | {"CODE": "130"}, capture_output=True, timeout=60)
     assert done.returncode == 130
@@ -100,12 +103,12 @@ def test_the_script_ends_as_the_run_ends(tmp_path: Path) -> None:
 def test_nodes_that_do_not_join_end_the_job(tmp_path: Path) -> None:
     command, env = job(tmp_path, python="sleep 0.5; exit 124")
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (1, "error: 1 nodes did not join within 600 s\n")
+    assert (done.returncode, done.stderr) == (1, "error: fewer than 1 nodes joined in 600 s\n")
     assert "troupe run" not in (tmp_path / "log").read_text()
     assert not list(tmp_path.glob(".troupe-*"))
 
 
-def test_slurms_warning_lets_the_run_save_and_leave(tmp_path: Path) -> None:
+def test_slurms_signal_lets_the_run_save_and_exit(tmp_path: Path) -> None:
     saves = 'trap "sleep 0.5; echo saved >> $LOG; exit 130" TERM; echo running >> "$LOG"; while :; do sleep 0.1; done'
     command, env = job(tmp_path, troupe=saves)
     running = subprocess.Popen(command, cwd=tmp_path, env=env)
@@ -121,27 +124,27 @@ def test_slurms_warning_lets_the_run_save_and_leave(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (CLUSTER | {"nodes": 3}, r"no room for [a-z]+(-\d)?: it asks for .*, or add nodes"),
-        (CLUSTER | {"gpus_per_node": 0}, "no room for policy: it asks for 8 bundle"),
-        ({"nodes": 0}, "--nodes 0: expected a whole number from 1 on"),
-        ({"gpus_per_node": -1}, "--gpus-per-node -1: expected a whole number from 0 on"),
-        ({"cpus_per_node": 0}, "--cpus-per-node 0: expected a whole number from 1 on"),
+        (LARGE | {"nodes": 3}, r"no room for [a-z]+(-\d)?: it asks for .*, or add nodes"),
+        (LARGE | {"gpus_per_node": 0}, "no room for policy: it asks for 8 bundle"),
+        ({"nodes": 0}, "--nodes: must be between 1 and 100000, got 0"),
+        ({"gpus_per_node": -1}, "--gpus-per-node: must be between 0 and 100000, got -1"),
+        ({"cpus_per_node": 0}, "--cpus-per-node: must be between 1 and 100000, got 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(flags: dict[str, int], said: str) -> None:
+def test_a_run_that_does_not_fit_is_refused(flags: dict[str, int], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        batch_script(Request(PPO), flags)
+        batch_script(Request(PPO), SlurmFlags(**flags))
 
 
-def test_labels_that_no_node_of_the_job_has_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"roles\.policy\.node_labels: the nodes of the job have no labels"):
+def test_node_labels_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"roles\.policy\.node_labels: Slurm nodes have no Ray labels"):
         batch_script(Request(PPO, ("roles.policy.node_labels={zone: a}",)), CLUSTER)
     assert batch_script(Request(PPO, ("roles.policy.accelerator=H200", "roles.rollout.strategy=spread")), CLUSTER)
 
 
-def test_a_name_adds_no_line_to_the_script() -> None:
-    with pytest.raises(UsageError, match="--name: may hold"):
-        batch_script(Request(GRPO, name="a\n#SBATCH --uid=0"), {})
+def test_a_name_cannot_add_a_line_to_the_script() -> None:
+    with pytest.raises(UsageError, match="--name: only letters"):
+        batch_script(Request(GRPO, name="a\n#SBATCH --uid=0"), SlurmFlags())
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:

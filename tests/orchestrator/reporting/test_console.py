@@ -1,4 +1,4 @@
-"""What the user sees: lines where there is no terminal, a display that leaves a clean screen where there is one."""
+"""Console output: plain lines without a terminal, a live display that restores the screen in one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ import io
 import logging
 import math
 import sys
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
-from orchestrator.console import COLUMNS, Console, cell, figure
+from orchestrator.reporting.console import COLUMNS, Console, cell, format_value
 
 STEP = {"kind": "train", "reward/mean": 0.25, "response_tokens/mean": 30.4, "policy/kl_ref": math.nan}
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds; a minute on a busy machine."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 class TerminalStream(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports itself as a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -49,7 +60,43 @@ def test_without_a_terminal_a_step_is_one_plain_line() -> None:
     ]
 
 
-def test_in_a_terminal_the_display_shows_phase_and_steps_and_gives_the_screen_back() -> None:
+def test_without_a_terminal_a_long_phase_is_reported_at_intervals() -> None:
+    stream = io.StringIO()
+    console = Console(stream, quiet_s=0.02)
+    console.start("name", 40)
+    console.step(2, STEP)
+    console.phase("generate", 3, 16)
+    wait_for(lambda: stream.getvalue().count("generate 3/16") == 2)
+    console.close()
+    start, step, first, second, *_ = stream.getvalue().splitlines()
+    assert (start, step.split()[:2]) == ("name: 40 steps", ["step", "2/40"])
+    assert first == second == "after step 2/40: generate 3/16 (0 s)"
+
+
+def test_a_run_that_prints_steps_prints_no_progress_between_them() -> None:
+    stream = io.StringIO()
+    console = Console(stream, quiet_s=3600)
+    console.start("name", 40)
+    console.phase("generate", 3, 16)
+    for step in range(3):
+        console.step(step, {})
+    console.close()
+    assert "generate" not in stream.getvalue()
+
+
+def test_a_closed_console_prints_no_progress() -> None:
+    stream = io.StringIO()
+    console = Console(stream, quiet_s=0.01)
+    console.start("name", 40)
+    console.phase("generate", 3, 16)
+    console.close()
+    wait_for(lambda: not any(thread.name == "console" for thread in threading.enumerate()))
+    before = stream.getvalue()
+    time.sleep(0.05)
+    assert stream.getvalue() == before
+
+
+def test_in_a_terminal_the_display_shows_phase_and_steps_and_restores_the_screen() -> None:
     stream = TerminalStream()
     console = Console(stream)
     console.start("name", 40)
@@ -66,7 +113,7 @@ def test_in_a_terminal_the_display_shows_phase_and_steps_and_gives_the_screen_ba
     assert "accuracy" in text.rpartition("\x1b[?25h")[2]
 
 
-def test_logging_goes_above_the_display_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_appear_above_the_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
     real = io.StringIO()
     monkeypatch.setattr(sys, "stderr", real)
     monkeypatch.setattr(sys, "__stderr__", real)
@@ -76,21 +123,21 @@ def test_logging_goes_above_the_display_while_it_lasts(monkeypatch: pytest.Monke
     console = Console(stream)
     try:
         console.start("name", 40)
-        logging.getLogger("orchestrator").error("an engine is lost")
+        logging.getLogger("orchestrator").error("an engine died")
         console.close()
         assert handler.stream is real
     finally:
         logging.getLogger().removeHandler(handler)
         console.close()
-    assert "an engine is lost" in stream.getvalue()
+    assert "an engine died" in stream.getvalue()
     assert real.getvalue() == ""
 
 
-def test_cells_and_figures() -> None:
+def test_cells_and_values_are_formatted() -> None:
     reward = COLUMNS[0]
     assert cell({"reward/mean": 1}, reward) == "1.000"
     assert cell({"reward/mean": "high"}, reward) == cell({}, reward) == "-"
-    assert [figure(v) for v in (1.0, 0.00012345, "x", 12, math.inf, math.nan)] == [
+    assert [format_value(v) for v in (1.0, 0.00012345, "x", 12, math.inf, math.nan)] == [
         "1",
         "0.0001234",
         "x",

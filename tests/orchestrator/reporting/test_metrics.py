@@ -1,4 +1,4 @@
-"""Timers, aggregation, and the files a run's figures go to."""
+"""Timers, aggregation, and the files that record a run's metrics."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from orchestrator.metrics import (
+from orchestrator.reporting.metrics import (
+    GIB,
     JsonlSink,
     MetricSinks,
+    PeakMemory,
     PhaseTimers,
     TensorBoardSink,
-    mean,
     merge_update_metrics,
     pass_at_k,
-    percentiles,
     std,
-    summarize,
 )
-from workers.messages import UpdateMetrics
+from workers.contract.memory import resident_peak
+from workers.contract.messages import Peak, RewardSummary, ScoreSummary, UpdateMetrics, WeightAck, WorkerHealth
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A manual clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -41,7 +41,7 @@ class Clock:
         return self.now
 
 
-def test_timers_add_up_by_phase_and_count_overlaps_in_each() -> None:
+def test_timers_sum_by_phase_and_count_overlaps_in_each() -> None:
     clock = Clock()
     timers = PhaseTimers(clock)
     for _ in range(2):
@@ -64,20 +64,13 @@ def test_a_phase_that_raises_is_counted() -> None:
     assert timers.seconds() == {"update": 4.0}
 
 
-def test_no_time_has_no_shares() -> None:
+def test_without_elapsed_time_there_are_no_shares() -> None:
     assert PhaseTimers(Clock()).shares() == {}
 
 
-def test_aggregates() -> None:
-    values = [1.0, 2.0, 3.0, 10.0]
-    assert mean(values) == 4.0
-    assert std(values) == pytest.approx(math.sqrt((9 + 4 + 1 + 36) / 4))
-    assert percentiles(values, (0, 50, 100)) == (1.0, 2.5, 10.0)
-    assert math.isnan(mean([])) and math.isnan(std([])) and all(math.isnan(p) for p in percentiles([]))
-    summary = summarize("length", values)
-    assert set(summary) == {f"length/{name}" for name in ("mean", "std", "min", "p10", "p50", "p90", "max")}
-    assert (summary["length/min"], summary["length/p50"], summary["length/max"]) == (1.0, 2.5, 10.0)
-    assert summarize("length", []) == {}
+def test_the_population_standard_deviation() -> None:
+    assert std([1.0, 2.0, 3.0, 10.0]) == pytest.approx(math.sqrt((9 + 4 + 1 + 36) / 4))
+    assert math.isnan(std([]))
 
 
 def update(loss: float, norm: float, skipped: bool = False, **values: float) -> UpdateMetrics:
@@ -115,14 +108,14 @@ def test_ranks_that_disagree_are_an_error(ranks: list[UpdateMetrics], message: s
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(case: tuple[int, int, int]) -> None:
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_correct_sample(case: tuple[int, int, int]) -> None:
     samples, correct, k = case
     subsets = itertools.combinations([index < correct for index in range(samples)], k)
     assert pass_at_k(samples, correct, k) == pytest.approx(fmean(any(subset) for subset in subsets))
 
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 0), (4, 2, 5), (0, 0, 1)])
-def test_pass_at_k_is_not_defined_everywhere(samples: int, correct: int, k: int) -> None:
+def test_pass_at_k_refuses_impossible_counts(samples: int, correct: int, k: int) -> None:
     with pytest.raises(ValueError, match=f"pass@{k}"):
         pass_at_k(samples, correct, k)
 
@@ -147,7 +140,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
+def test_resume_drops_later_and_truncated_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path, -1)
     for step in (0, 1, 2, 2, 3):
@@ -168,7 +161,7 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_run_from_the_beginning_starts_an_empty_file(tmp_path: Path) -> None:
+def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     for reward in (1.0, 2.0):
         sinks = MetricSinks.open(tmp_path, tensorboard=False, resume_at=0)
         sinks.write(0, {"reward": reward})
@@ -182,7 +175,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in read.Scalars(tag)]
 
 
-def test_tensorboard_reads_what_was_written_and_resume_hides_later_steps(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_scalars_and_resume_hides_later_steps(tmp_path: Path) -> None:
     first = TensorBoardSink(tmp_path, -1)
     for step in (1, 2, 3):
         first.write(step, {"reward/mean": step / 4, "kind": "train"})
@@ -204,10 +197,60 @@ def test_sinks_write_everywhere(tmp_path: Path) -> None:
 
 def test_metrics_and_events_need_neither_torch_nor_ray_nor_tensorflow(tmp_path: Path) -> None:
     script = (
-        "import sys; from orchestrator.metrics import MetricSinks; early = 'tensorboard' in sys.modules; "
+        "import sys; from orchestrator.reporting.metrics import MetricSinks; early = 'tensorboard' in sys.modules; "
         f"MetricSinks.open({str(tmp_path)!r}, tensorboard=True, resume_at=0).write(1, {{'a': 1.0}}); "
         "print(early, [name for name in ('torch', 'ray', 'tensorflow', 'tensorboard') if name in sys.modules])"
     )
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False ['tensorboard']"
+
+
+HELD = 64 << 20
+SLACK = 4 << 20
+"""The kernel counts resident pages of running threads with a delay."""
+HOLD = f"""
+held = bytearray({HELD})
+held[::4096] = bytes([1]) * len(held[::4096])
+del held
+print("held", flush=True)
+input()
+"""
+
+
+def test_the_peak_remains_after_memory_is_freed() -> None:
+    held = bytearray(HELD)
+    held[::4096] = bytes([1]) * len(held[::4096])
+    grown = resident_peak()
+    del held
+    assert grown > HELD
+    assert resident_peak() >= grown - SLACK
+
+
+def test_other_processes_count_with_their_peak_and_ended_ones_not_at_all() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdin is not None
+        child.stdout.readline()
+        assert resident_peak([child.pid]) - resident_peak() > HELD - SLACK
+        child.stdin.write(b"\n")
+    assert resident_peak([child.pid]) - resident_peak() < SLACK
+
+
+def test_the_largest_worker_of_a_role_keeps_its_peak() -> None:
+    peaks = PeakMemory()
+    peaks.note("rollout-0", WeightAck("rollout-0", 1, "d", 0.1, peak=Peak(3 * GIB, GIB)))
+    peaks.note("rollout-1", WeightAck("rollout-1", 1, "d", 0.1, peak=Peak(2 * GIB, 4 * GIB)))
+    peaks.note("reward-0", RewardSummary("p", 0, (), (), {}, peak=Peak(GIB)))
+    peaks.note("reward-0", RewardSummary("p", 0, (), (), {}, peak=Peak(GIB // 2)))
+    peaks.note("reference-0", (3, None))
+    peaks.note("policy-0", UpdateMetrics({}, {}))
+    metrics = peaks.metrics()
+    assert metrics.pop("memory/driver") == pytest.approx(resident_peak() / GIB, rel=0.1)
+    assert metrics == {"memory/reward": 1.0, "memory/rollout": 3.0, "memory/rollout_gpu": 4.0}
+    assert peaks.summary().startswith("reward 1.00, rollout 3.00, driver ")
+    assert peaks.summary().endswith(", rollout_gpu 4.00 GiB")
+
+
+def test_reported_memory_does_not_affect_equality() -> None:
+    assert ScoreSummary(3, peak=Peak(1)) == ScoreSummary(3)
+    assert WorkerHealth("a", "host", 1, 2, 0, peak=Peak(1)) == WorkerHealth("a", "host", 1, 2, 0)

@@ -1,27 +1,25 @@
-"""Which engine is given a group, and who waits for one, against fakes."""
+"""The engine pool against fakes: the choice of an engine, waiting for one, and engine failures."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 
-from orchestrator.engine_pool import Engine, EnginePool
 from orchestrator.errors import EnginesLost, WorkerDied
-from orchestrator.handles import together
-from tests.fakes import BOUNDS, FakeEngine, FakeHandle, FakeTable, fake_pool
-from workers.messages import GroupRequest, GroupSummary
+from orchestrator.rollouts.engine_pool import Engine, EnginePool
+from tests.fakes import BOUNDS, FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_pool
+from workers.contract.messages import GroupRequest, GroupSummary
 
 
 def pool_of(engines: int, max_load: int) -> EnginePool:
-    fakes = [FakeEngine(f"rollout-{i}", random.Random(i)) for i in range(engines)]
+    fakes = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(engines)]
     return fake_pool(fakes, replace(BOUNDS, max_load=max_load, restarts=0))
 
 
-async def test_the_engine_with_least_to_do_comes_first() -> None:
+async def test_acquire_returns_the_least_loaded_engine() -> None:
     pool = pool_of(3, 8)
     rng, held = random.Random(5), list[Engine]()
     for _ in range(200):
@@ -34,16 +32,16 @@ async def test_the_engine_with_least_to_do_comes_first() -> None:
     assert sum(engine.outstanding for engine in pool.engines) == 2 * len(held)
 
 
-async def test_who_waits_longest_is_served_first_and_only_as_far_as_there_is_room() -> None:
+async def test_waiting_callers_are_served_in_order_and_within_the_load_limit() -> None:
     pool = pool_of(1, 4)
     engine = await pool.acquire(4)
     served: list[str] = []
 
-    async def ask(name: str, samples: int) -> None:
+    async def acquire(name: str, samples: int) -> None:
         await pool.acquire(samples)
         served.append(name)
 
-    tasks = [asyncio.create_task(ask(name, 2)) for name in "abc"]
+    tasks = [asyncio.create_task(acquire(name, 2)) for name in "abc"]
     await asyncio.sleep(0)
     await pool.release(engine, 2)
     await asyncio.sleep(0)
@@ -53,44 +51,45 @@ async def test_who_waits_longest_is_served_first_and_only_as_far_as_there_is_roo
     assert served == ["a", "b", "c"] and engine.outstanding == 4
 
 
-@dataclass
-class StepwiseEngine:
-    """Its samples finish one by one, when the test says so."""
+class StepwiseEngine(FakeEngine):
+    """An engine whose samples finish one at a time, when the test calls `finish_one`."""
 
-    left: dict[str, int] = field(default_factory=dict)
-    """Unfinished samples of each group."""
-    ended: dict[str, asyncio.Event] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__("rollout-0")
+        self.unfinished: dict[str, int] = {}
+        """Unfinished samples of each group."""
+        self.ended: dict[str, asyncio.Event] = {}
 
     async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
         uid = request.prompt_uid
-        self.left[uid], self.ended[uid] = request.samples, asyncio.Event()
+        self.unfinished[uid], self.ended[uid] = request.samples, asyncio.Event()
         await self.ended[uid].wait()
-        del self.left[uid]
-        ahead = sum(request.samples - left for left in self.left.values())
+        del self.unfinished[uid]
+        ahead = sum(request.samples - count for count in self.unfinished.values())
         return GroupSummary(uid, 0, "rollout-0", (), 0.0, finished_ahead=ahead), FakeTable("rollouts", (uid,))
 
     def finish_one(self, uid: str) -> bool:
-        """Finish a sample of this group; whether it was the last."""
-        self.left[uid] -= 1
-        if not self.left[uid]:
+        """Finish a sample of this group. Returns whether it was the last one."""
+        self.unfinished[uid] -= 1
+        if not self.unfinished[uid]:
             self.ended[uid].set()
-        return not self.left[uid]
+        return not self.unfinished[uid]
 
 
-async def test_samples_free_their_places_before_their_group_is_finished() -> None:
-    """An engine of 16 places is full although samples of a group finish at different times, and never gets too much."""
-    engine, size, places = StepwiseEngine(), 4, 16
-    bounds = replace(BOUNDS, max_load=places + 2 * size)
-    held = Engine(FakeHandle("rollout-0", engine), "host")
-    pool = EnginePool([held], FakeEngine, bounds)  # pyright: ignore[reportArgumentType]  # nobody is replaced
+async def test_finished_samples_free_their_slots_before_their_group_ends() -> None:
+    """An engine of 16 slots stays full and within its limit although samples of a group finish at different times."""
+    engine, size, slots = StepwiseEngine(), 4, 16
+    bounds = replace(BOUNDS, max_load=slots + 2 * size)
+    held = Engine(FaultyWorker("rollout-0", engine), "host")
+    pool = EnginePool([held], FaultyEngine, bounds)  # pyright: ignore[reportArgumentType]  # no engine is replaced
     prompts = FakeTable("prompts", ())
 
     async def group(uid: str) -> None:
-        given = await pool.acquire(size)
+        acquired = await pool.acquire(size)
         try:
-            await pool.generate(GroupRequest(uid, 0, 0, size, 0), prompts, given)
+            await pool.generate(GroupRequest(uid, 0, 0, size, 0), prompts, acquired)
         finally:
-            await pool.release(given, size)
+            await pool.release(acquired, size)
 
     async def settle() -> None:
         for _ in range(20):
@@ -100,23 +99,23 @@ async def test_samples_free_their_places_before_their_group_is_finished() -> Non
     await settle()
     rng, full, taken = random.Random(3), 0, 0
     while len(engine.ended) < len(tasks):
-        unfinished = sum(engine.left.values())
+        unfinished = sum(engine.unfinished.values())
         assert unfinished <= held.load <= bounds.max_load
-        full, taken = full + (unfinished >= places), taken + 1
-        running = [uid for uid, left in engine.left.items() for _ in range(left)][:places]
+        full, taken = full + (unfinished >= slots), taken + 1
+        running = [uid for uid, count in engine.unfinished.items() for _ in range(count)][:slots]
         if engine.finish_one(rng.choice(running)):
             await settle()
-            assert held.load == sum(engine.left.values())
-            assert held.load > bounds.max_load - size or len(engine.ended) == len(tasks)  # what was free is given away
+            assert held.load == sum(engine.unfinished.values())
+            assert held.load > bounds.max_load - size or len(engine.ended) == len(tasks)  # no free slots
     assert full / taken > 0.9
-    while engine.left:
-        engine.finish_one(next(iter(engine.left)))
+    while engine.unfinished:
+        engine.finish_one(next(iter(engine.unfinished)))
         await settle()
     await asyncio.gather(*tasks)
     assert (held.outstanding, held.load) == (0, 0)
 
 
-async def test_what_an_engine_said_before_a_call_failed_counts_no_more() -> None:
+async def test_a_failed_call_resets_the_finished_samples_of_its_engine() -> None:
     pool = pool_of(1, 8)
     engine = await pool.acquire(8)
     engine.finished_ahead = 4
@@ -124,18 +123,18 @@ async def test_what_an_engine_said_before_a_call_failed_counts_no_more() -> None
     assert engine.load == 8
 
 
-async def test_room_given_to_one_who_has_just_gone_is_free_again() -> None:
+async def test_an_engine_assigned_to_a_cancelled_caller_is_free_again() -> None:
     pool = pool_of(1, 4)
     engine = await pool.acquire(4)
-    gone, next_one = asyncio.create_task(pool.acquire(4)), asyncio.create_task(pool.acquire(4))
+    cancelled, waiting = asyncio.create_task(pool.acquire(4)), asyncio.create_task(pool.acquire(4))
     await asyncio.sleep(0)
-    await pool.release(engine, 4)  # booked for `gone`, which has not run since
-    gone.cancel()
-    assert await next_one is engine
-    assert gone.cancelled() and engine.outstanding == 4
+    await pool.release(engine, 4)  # assigned to `cancelled`, which has not run since
+    cancelled.cancel()
+    assert await waiting is engine
+    assert cancelled.cancelled() and engine.outstanding == 4
 
 
-async def test_everybody_who_waits_is_told_when_the_last_engine_is_lost() -> None:
+async def test_all_waiting_callers_fail_when_the_last_engine_is_lost() -> None:
     pool = pool_of(1, 4)
     engine = await pool.acquire(4)
     waiting = [asyncio.create_task(pool.acquire(4)) for _ in range(3)]
@@ -147,26 +146,39 @@ async def test_everybody_who_waits_is_told_when_the_last_engine_is_lost() -> Non
             await task
 
 
-async def test_calls_to_very_many_workers_let_others_go_on_and_end_with_the_first_error() -> None:
-    begun: list[int] = []
-    seen: list[int] = []
+async def lose(pool: EnginePool, fault: str) -> None:
+    """The only engine of the pool dies; waits until its replacement, if there is one, serves."""
+    (engine,) = pool.engines
+    engine.handle.kill()
+    error = WorkerDied(engine.name, "health", f"the process has ended: {fault}", fault)
+    await pool._remove_failed(engine, error)
+    while pool.starting:
+        await asyncio.sleep(0.001)
 
-    async def call(number: int) -> int:
-        begun.append(number)
-        await asyncio.sleep(0)
-        if number == 3:
-            raise ValueError("three")
-        return number
 
-    async def other() -> None:
-        while True:
-            seen.append(len(begun))
-            await asyncio.sleep(0)
-
-    looker = asyncio.create_task(other())
-    assert await together(call(number) for number in range(100, 300)) == list(range(100, 300))
-    assert max(after - before for before, after in itertools.pairwise(seen)) < 50
-    with pytest.raises(ValueError, match="three"):
-        await together(call(number) for number in range(200))
-    looker.cancel()
-    assert await together(call(number) for number in (7,)) == [7] and await together([]) == []
+@pytest.mark.parametrize(
+    ("first", "second", "groups", "ends"),
+    [
+        ("ValueError: x", "ValueError: x", 0, True),
+        ("ValueError: x", "ValueError: x", 1, False),
+        ("ValueError: x", "ValueError: y", 0, False),
+        ("", "", 0, False),
+    ],
+)
+async def test_a_replacement_that_dies_of_the_same_fault_before_a_first_group_ends_the_run(
+    first: str, second: str, groups: int, ends: bool
+) -> None:
+    fakes = [FaultyEngine("rollout-0", random.Random(0))]
+    pool = fake_pool(fakes, replace(BOUNDS, max_load=8, restarts=3))
+    await lose(pool, first)
+    for _ in range(groups):
+        held = await pool.acquire(2)
+        await pool.generate(GroupRequest("p", 0, 0, 2, 0), FakeTable("prompts", ()), held)
+        await pool.release(held, 2)
+    await lose(pool, second)
+    if ends:
+        with pytest.raises(EnginesLost, match=r"rollout-0 died like the engine .* first group: .*ValueError: x"):
+            await pool.acquire(2)
+    else:
+        assert (await pool.acquire(2)).name == "rollout-0"
+    assert pool.restarts_used == (1 if ends else 2)

@@ -1,4 +1,4 @@
-"""The scheduler against fakes: staleness, completeness, failures, fences."""
+"""The rollout scheduler against fakes: staleness, accounting, failures and fencing of late results."""
 
 from __future__ import annotations
 
@@ -6,23 +6,37 @@ import asyncio
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from orchestrator import scheduler
-from orchestrator.engine_pool import PoolBounds
+from orchestrator.data.prompts import PromptPick
 from orchestrator.errors import BatchFailed, EnginesLost
-from orchestrator.ledger import Ledger
-from orchestrator.prompts import PromptPick
-from orchestrator.scheduler import RolloutScheduler, SchedulePlan
-from orchestrator.scoring import RewardPool, ScoredGroup, Scorer, TokenScorer
-from orchestrator.weight_sync import FileSync
-from tests.fakes import BOUNDS, FakeEngine, FakeHandle, FakePolicy, FakeReward, fake_pool, gang
+from orchestrator.rollouts import scheduler
+from orchestrator.rollouts.engine_pool import PoolBounds
+from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
+from orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, SignalTest, TokenScorer
+from orchestrator.rollouts.weight_sync import FileSync
+from orchestrator.training.ledger import Ledger
+from tests.fakes import (
+    BOUNDS,
+    FakePolicy,
+    FakeReward,
+    FakeTable,
+    FaultyEngine,
+    FaultyReward,
+    FaultyWorker,
+    fake_pool,
+    policy_group,
+)
+from workers.algorithms.custom import GroupRewards, group_rewards
+from workers.contract.messages import RankPlan, RewardSummary
 
 
-class Stage:
-    """A scheduler with everything around it."""
+class FakeRollouts:
+    """A scheduler with the fakes that it needs."""
 
     def __init__(
         self,
@@ -37,21 +51,26 @@ class Stage:
         max_failed_fraction: float = 0.5,
         replaceable: int = 0,
         greedy_baseline: bool = False,
+        signal: str | None = None,
+        mask_truncated: bool = False,
+        keep: Callable[[RewardSummary], bool] | None = None,
     ) -> None:
-        self.engines = [FakeEngine(f"rollout-{i}", random.Random(i)) for i in range(engines)]
+        self.engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(engines)]
         self.pool = fake_pool(self.engines, bounds)
         self.policy = FakePolicy()
-        self.sync = FileSync(gang(self.policy), self.pool, 1.0)
+        policy = policy_group(self.policy)
+        self.sync = FileSync(policy, self.pool, 1.0)
         self.ledger = ledger or Ledger()
         reward = reward or FakeReward()
         scorer = Scorer(
-            RewardPool([FakeHandle("reward-0", reward)], 1.0), [TokenScorer(gang(self.policy), "compute_logprobs", 1.0)]
+            RewardPool([FaultyWorker("reward-0", reward)], 1.0), [TokenScorer(policy, policy.compute_logprobs, 1.0)]
         )
         rows = itertools.count()
-        plan = SchedulePlan(groups, reward.samples, staleness, steps, 3, max_failed_fraction, 2, 17)
-        plan = replace(plan, replaceable=replaceable, greedy_baseline=greedy_baseline)
+        settings = ScheduleSettings(groups, 4, staleness, steps, 3, max_failed_fraction, 2, 17)
+        settings = replace(settings, replaceable=replaceable, greedy_baseline=greedy_baseline)
+        settings = replace(settings, signal=SignalTest(signal, mask_truncated, keep))
         self.scheduler = RolloutScheduler(
-            plan,
+            settings,
             self.pool,
             scorer,
             self.ledger,
@@ -61,7 +80,7 @@ class Stage:
         )
 
     async def train(self, steps: int, update_s: float = 0.0) -> list[list[ScoredGroup]]:
-        """The controller's loop without the learning."""
+        """Run the controller's loop without updates."""
         self.scheduler.start()
         batches = []
         for step in range(self.scheduler.version, steps):
@@ -70,7 +89,7 @@ class Stage:
             for group in batch:
                 for i, status in enumerate(group.rewards.statuses):
                     if status == "ok":
-                        self.ledger.trained(group.summary.prompt_uid, i)
+                        self.ledger.mark_trained(group.summary.prompt_uid, i)
             await self.sync.push(step + 1)
             self.scheduler.advance(step + 1)
             batches.append(batch)
@@ -81,176 +100,269 @@ class Stage:
 
 
 def oldest(batch: list[ScoredGroup]) -> int:
-    """Oldest version any token of the batch was sampled with."""
+    """Oldest policy version of any token in the batch."""
     return min(s.oldest_version for g in batch for s in g.summary.samples)
 
 
 def test_synchronous_training_is_strictly_on_policy() -> None:
-    """Staleness 0: every token of step v was sampled with version v, and nothing is generated beyond the last step."""
-    stage = Stage(staleness=0)
-    batches = asyncio.run(stage.train(6))
+    """Staleness 0: every token of step v was sampled with version v, and no group is generated beyond the last step."""
+    rollouts = FakeRollouts(staleness=0)
+    batches = asyncio.run(rollouts.train(6))
     for version, batch in enumerate(batches):
         assert {(s.oldest_version, s.newest_version) for g in batch for s in g.summary.samples} == {(version, version)}
-    counts = stage.ledger.counts()
+    counts = rollouts.ledger.counts()
     assert counts == {"dispatched": 120, "trained": 120, "dropped": 0, "in_flight": 0, "retries": 0}
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_staleness_bound_holds_and_no_group_is_dropped_for_age(staleness: int) -> None:
-    """With long tails and training that takes time, the bound holds, and generation really runs ahead."""
-    stage = Stage(engines=3, staleness=staleness, steps=20)
-    for engine in stage.engines:
+def test_staleness_stays_within_its_bound_and_no_group_is_dropped_for_it(staleness: int) -> None:
+    """With long-tailed generation times and slow training, generation runs ahead and the bound holds."""
+    rollouts = FakeRollouts(engines=3, staleness=staleness, steps=20)
+    for engine in rollouts.engines:
         engine.mean_s = 0.004
-    batches = asyncio.run(stage.train(20, update_s=0.004))
+    batches = asyncio.run(rollouts.train(20, update_s=0.004))
     ages = [version - oldest(batch) for version, batch in enumerate(batches)]
     assert max(ages) <= staleness
     assert max(ages) > 0
-    assert stage.ledger.counts()["dropped"] == 0
-    assert stage.ledger.counts()["trained"] == 20 * 5 * 4
+    assert rollouts.ledger.counts()["dropped"] == 0
+    assert rollouts.ledger.counts()["trained"] == 20 * 5 * 4
 
 
-def test_each_sample_is_trained_exactly_once_whatever_engines_do() -> None:
-    """Engines that lose calls at random: retries, but the books balance and no prompt is trained twice."""
-    stage = Stage(engines=3, staleness=2, steps=10)
-    for engine in stage.engines:
+def test_each_sample_is_trained_once_although_engines_lose_calls() -> None:
+    """Lost calls are retried, the ledger balances and no prompt is trained twice."""
+    rollouts = FakeRollouts(engines=3, staleness=2, steps=10)
+    for engine in rollouts.engines:
         engine.fail_next = 2
-    batches = asyncio.run(stage.train(10))
+    batches = asyncio.run(rollouts.train(10))
     uids = Counter(group.summary.prompt_uid for batch in batches for group in batch)
     assert set(uids.values()) == {1}
     assert len(uids) == 50
-    assert stage.ledger.counts()["retries"] >= 6
+    assert rollouts.ledger.counts()["retries"] >= 6
 
 
-def test_killed_engine_is_replaced_and_its_groups_run_again() -> None:
-    """kill -9 of one of two engines in mid-run."""
-    stage = Stage(engines=2, steps=6)
+def test_a_killed_engine_is_replaced_and_its_groups_are_rescheduled() -> None:
+    """One of two engines is killed during the run."""
+    rollouts = FakeRollouts(engines=2, steps=6)
 
     async def run() -> list[list[ScoredGroup]]:
-        async def assassin() -> None:
+        async def kill_first() -> None:
             await asyncio.sleep(0.005)
-            stage.pool.engines[0].handle.kill()
+            rollouts.pool.engines[0].handle.kill()
 
-        killer = asyncio.create_task(assassin())
-        batches = await stage.train(6)
+        killer = asyncio.create_task(kill_first())
+        batches = await rollouts.train(6)
         await killer
         return batches
 
     batches = asyncio.run(run())
     assert sum(len(b) for b in batches) == 30
-    assert stage.pool.restarts_used == 1
+    assert rollouts.pool.restarts_used == 1
 
 
-def test_frozen_engine_is_found_by_the_probe_and_its_late_result_is_fenced() -> None:
-    """SIGSTOP: no answer to the probe, so it is quarantined; what it says later is of an abandoned attempt."""
-    stage = Stage(engines=2, steps=3)
+def test_a_frozen_engine_is_found_by_the_probe_and_its_late_result_is_fenced() -> None:
+    """A stopped process does not answer the probe and is quarantined; its later results are of an abandoned attempt."""
+    rollouts = FakeRollouts(engines=2, steps=3)
 
     async def run() -> list[list[ScoredGroup]]:
-        handle = stage.pool.engines[0].handle
-        assert isinstance(handle, FakeHandle)
+        handle = rollouts.pool.engines[0].handle
+        assert isinstance(handle, FaultyWorker)
         handle.frozen = True
 
         async def probe() -> None:
             await asyncio.sleep(0.01)
-            await stage.pool.probe_all()
+            await rollouts.pool.probe_all()
 
         prober = asyncio.create_task(probe())
-        batches = await stage.train(3)
+        batches = await rollouts.train(3)
         await prober
         return batches
 
     batches = asyncio.run(run())
     assert sum(len(b) for b in batches) == 15
-    assert stage.ledger.counts()["retries"] > 0
-    assert not stage.ledger.is_current("e0-r0", 0)
+    assert rollouts.ledger.counts()["retries"] > 0
+    assert not rollouts.ledger.is_current("e0-r0", 0)
 
 
-def test_all_engines_dead_ends_the_run_with_one_error() -> None:
-    """F4: no engine, no restart left: a typed error within the bound, not a wait."""
+def test_losing_all_engines_ends_the_run_with_engines_lost() -> None:
+    """Without an engine and without a restart left, the run fails instead of waiting."""
     bounds = replace(BOUNDS, restarts=0)
-    stage = Stage(engines=2, bounds=bounds)
-    for engine in stage.pool.engines:
+    rollouts = FakeRollouts(engines=2, bounds=bounds)
+    for engine in rollouts.pool.engines:
         engine.handle.kill()
     with pytest.raises(EnginesLost, match="no rollout engine is left"):
-        asyncio.run(stage.train(1))
+        asyncio.run(rollouts.train(1))
 
 
 def test_refused_prompts_are_dropped_counted_and_replaced() -> None:
-    """A bad prompt costs nobody else anything."""
-    stage = Stage(steps=2)
-    for engine in stage.engines:
+    """A bad prompt has no effect on the other prompts of its batch."""
+    rollouts = FakeRollouts(steps=2)
+    for engine in rollouts.engines:
         engine.refuse_rows = frozenset({1, 3})
-    batches = asyncio.run(stage.train(2))
+    batches = asyncio.run(rollouts.train(2))
     assert [len(b) for b in batches] == [5, 5]
-    assert stage.ledger.drop_reasons() == {"prompt refused: too long": 8}
+    assert rollouts.ledger.drop_reasons() == {"prompt refused: too long": 8}
 
 
-def test_only_refused_prompts_end_the_run() -> None:
-    """Data of which no row is usable is an error, not an endless search."""
-    stage = Stage(steps=2)
-    for engine in stage.engines:
+def test_a_run_with_only_refused_prompts_ends() -> None:
+    """Data without a usable row is an error, not an endless loop."""
+    rollouts = FakeRollouts(steps=2)
+    for engine in rollouts.engines:
         engine.refuse_rows = frozenset(range(10_000))
-    with pytest.raises(BatchFailed, match="prompts in a row were refused"):
-        asyncio.run(stage.train(1))
+    with pytest.raises(BatchFailed, match="prompts of this step were refused"):
+        asyncio.run(rollouts.train(1))
 
 
-def test_failed_rewards_mask_samples_and_drop_groups_that_become_too_small() -> None:
-    """One failed sample is dropped alone; three of four leave no comparison, so the group is replaced."""
-    reward = FakeReward(
+def test_failed_rewards_drop_samples_and_groups_that_become_too_small() -> None:
+    """One failed sample is dropped alone. If three of four fail, no baseline is left and the group is replaced."""
+    reward = FaultyReward(
         {("e0-r0", 1): "timeout after 5 s"} | {("e0-r2", i): "error: ValueError: no" for i in (0, 1, 2)}
     )
-    stage = Stage(steps=1, reward=reward)
-    batches = asyncio.run(stage.train(1))
+    rollouts = FakeRollouts(steps=1, reward=reward)
+    batches = asyncio.run(rollouts.train(1))
     assert "e0-r2" not in {g.summary.prompt_uid for g in batches[0]}
-    assert stage.ledger.drop_reasons() == {"reward: timeout after 5 s": 1, "reward: error: ValueError: no": 4}
-    assert stage.ledger.counts()["trained"] == 19
+    assert rollouts.ledger.drop_reasons() == {"reward: timeout after 5 s": 1, "reward: error: ValueError: no": 4}
+    assert rollouts.ledger.counts()["trained"] == 19
 
 
-def test_dynamic_sampling_replaces_groups_without_signal_within_its_budget() -> None:
-    """Of 5 groups a step, 10 may be replaced; the rest of the silent ones are trained on, and all are accounted for."""
-    reward = FakeReward(silent=frozenset(f"e0-r{row}" for row in range(12)))
-    stage = Stage(steps=2, reward=reward, replaceable=2)
-    first, second = asyncio.run(stage.train(2))
-    assert [group.has_signal for group in first].count(False) == 2  # r10 and r11: the budget was spent by then
+def test_dynamic_sampling_replaces_zero_advantage_groups_within_its_budget() -> None:
+    """A step of 5 groups may replace 10; further zero-advantage groups are trained. The ledger counts them all."""
+    reward = FaultyReward(uniform=frozenset(f"e0-r{row}" for row in range(12)))
+    rollouts = FakeRollouts(steps=2, reward=reward, replaceable=2)
+    first, second = asyncio.run(rollouts.train(2))
+    assert [group.has_signal for group in first].count(False) == 2  # r10 and r11: the budget is spent
     assert all(group.has_signal for group in second)
-    assert stage.ledger.drop_reasons() == {"no signal: all rewards of the group are equal": 40}
-    assert stage.ledger.counts()["trained"] == 40
-    plain = Stage(steps=1, reward=reward)
+    assert rollouts.ledger.drop_reasons() == {"no signal: all rewards of the group are equal": 40}
+    assert rollouts.ledger.counts()["trained"] == 40
+    plain = FakeRollouts(steps=1, reward=reward)
     assert not any(group.has_signal for group in asyncio.run(plain.train(1))[0])
     assert plain.ledger.drop_reasons() == {}
 
 
-def test_the_greedy_response_is_scored_with_its_group_and_not_in_the_books() -> None:
-    """ReMax: one more request for every prompt, on the group's engine, whose reward stays a number beside the group."""
-    stage = Stage(steps=1, greedy_baseline=True)
-    (batch,) = asyncio.run(stage.train(1))
+class ShapedReward(FakeReward):
+    """A correctness and a shaping term that differs in every group; the reward is their sum."""
+
+    async def score(self, rollouts: FakeTable) -> tuple[RewardSummary, FakeTable]:
+        """Rows divisible by 3 are all right, those with remainder 1 all wrong, the others mixed; sample 3 fails."""
+        uid, samples = rollouts.uids[0], rollouts.samples
+        row = int(uid.removeprefix("e0-r"))
+        right = [(1.0, 0.0, float(i % 2))[row % 3] for i in range(samples)]
+        failed = [i == 3 for i in range(samples)]
+        # The failed sample's components differ from the others': they must not count.
+        correct = tuple(0.5 if bad else value for bad, value in zip(failed, right, strict=True))
+        length = tuple(-0.1 * i for i in range(samples))
+        rewards = tuple(None if bad else a + b for bad, a, b in zip(failed, correct, length, strict=True))
+        statuses = tuple("timeout" if bad else "ok" for bad in failed)
+        components: dict[str, tuple[float | None, ...]] = {"correct": correct, "length": length}
+        return RewardSummary(uid, rollouts.attempt, statuses, rewards, components), FakeTable("rewards", (uid,))
+
+
+def test_dynamic_sampling_on_a_component_replaces_groups_by_that_component_alone() -> None:
+    """DAPO filters on correctness: the shaping term differs in every group and would keep them all."""
+    given: dict[str, Any] = {"steps": 2, "reward": ShapedReward(), "replaceable": 4, "max_failed_fraction": 1.0}
+    on = FakeRollouts(**given, signal="correct")
+    batches = asyncio.run(on.train(2))
+    rows = [group.row for batch in batches for group in batch]
+    assert rows == [row for row in range(30) if row % 3 == 2]
+    assert on.ledger.drop_reasons() == {
+        "reward: timeout": 30,
+        "no signal: all values of correct in the group are equal": 20 * 3,
+    }
+    assert on.ledger.counts()["trained"] == 10 * 3
+    total = FakeRollouts(**given)
+    assert [group.row for batch in asyncio.run(total.train(2)) for group in batch] == list(range(10))
+
+
+def test_a_filter_of_the_users_own_decides_in_place_of_the_comparison_of_rewards() -> None:
+    """It sees only samples with a reward; a failure in it ends the run and names it."""
+    seen: list[GroupRewards] = []
+
+    def keep(rewards: RewardSummary) -> bool:
+        seen.append(group_rewards(rewards.rewards, rewards.components))
+        return min(seen[-1].components["correct"]) == 0.0
+
+    rollouts = FakeRollouts(steps=1, reward=ShapedReward(), replaceable=4, max_failed_fraction=1.0, keep=keep)
+    (batch,) = asyncio.run(rollouts.train(1))
+    assert [group.row for group in batch] == [row for row in range(8) if row % 3 != 0]
+    assert all(len(one.rewards) == 3 == len(one.components["correct"]) for one in seen)
+    assert rollouts.ledger.drop_reasons()["no signal: the algorithm's keep_group refused the group"] == 3 * 3
+
+
+def test_a_group_of_truncated_samples_is_replaced_where_they_carry_no_loss() -> None:
+    for masks in (False, True):
+        rollouts = FakeRollouts(steps=1, replaceable=1, mask_truncated=masks)
+        for engine in rollouts.engines:
+            engine.truncated = frozenset(range(4))
+        asyncio.run(rollouts.train(1))
+        # The budget of five replacements is spent; the groups after it are kept.
+        reasons = {"no signal: all samples of the group are truncated": 5 * 4} if masks else {}
+        assert rollouts.ledger.drop_reasons() == reasons
+    partly = FakeRollouts(steps=1, replaceable=1, mask_truncated=True)
+    for engine in partly.engines:
+        engine.truncated = frozenset({0, 1, 2})
+    asyncio.run(partly.train(1))
+    assert partly.ledger.drop_reasons() == {}
+
+
+def test_the_greedy_response_is_scored_with_its_group_and_not_counted_in_the_ledger() -> None:
+    """ReMax needs one more request per prompt, on the engine of the group. Only its reward is kept."""
+    rollouts = FakeRollouts(steps=1, greedy_baseline=True)
+    (batch,) = asyncio.run(rollouts.train(1))
     assert [group.greedy_reward for group in batch] == [0.0] * 5
-    for engine in stage.engines:
+    for engine in rollouts.engines:
         groups, greedy = ([r.prompt_uid for r in engine.served if r.greedy is wanted] for wanted in (False, True))
         assert sorted(groups) == sorted(greedy)
         assert all(request.samples == 1 for request in engine.served if request.greedy)
-    counts = stage.ledger.counts()
+    counts = rollouts.ledger.counts()
     assert (counts["dispatched"], counts["trained"], counts["retries"]) == (20, 20, 0)
 
 
 def test_a_group_whose_greedy_response_has_no_reward_is_replaced() -> None:
-    """There is nothing to compare the group with."""
-    reward = FakeReward({("e0-r1", 0): "timeout after 5 s"})
-    stage = Stage(steps=1, reward=reward, greedy_baseline=True)
-    (batch,) = asyncio.run(stage.train(1))
+    """The group has no baseline."""
+    reward = FaultyReward({("e0-r1", 0): "timeout after 5 s"})
+    rollouts = FakeRollouts(steps=1, reward=reward, greedy_baseline=True)
+    (batch,) = asyncio.run(rollouts.train(1))
     assert "e0-r1" not in {group.summary.prompt_uid for group in batch}
-    assert stage.ledger.drop_reasons() == {"reward of the greedy response: timeout after 5 s": 4}
+    assert rollouts.ledger.drop_reasons() == {"reward of the greedy response: timeout after 5 s": 4}
 
 
-def test_too_many_failed_rewards_stop_the_run_and_say_why() -> None:
-    """A reward that always fails is an error with its reason, not a run on nothing."""
-    reward = FakeReward({(f"e0-r{r}", i): "error: KeyError: 'x'" for r in range(100) for i in range(4)})
+def test_a_candidate_gives_a_group_of_equal_rewards_a_signal() -> None:
+    """Rewards 0 in every sample and 1 in the candidate: the policy can learn from it."""
+
+    class BestIsLast(FakeReward):
+        async def score(self, rollouts: FakeTable) -> tuple[RewardSummary, FakeTable]:
+            values = tuple(float(i == 4) for i in range(rollouts.samples))
+            statuses = ("ok",) * rollouts.samples
+            return RewardSummary(rollouts.uids[0], rollouts.attempt, statuses, values, {"all": values}), rollouts
+
+    rollouts = FakeRollouts(steps=1, reward=BestIsLast(), replaceable=2)
+    for engine in rollouts.engines:
+        engine.candidates = 1
+    scored: list[int] = []
+
+    async def compute_logprobs(plan: RankPlan, *tables: FakeTable) -> tuple[int, FakeTable]:
+        scored.append(sum(map(len, plan.micro_batches)) - 5 * len(tables))
+        return 0, FakeTable("old_logprobs", ())
+
+    rollouts.policy.compute_logprobs = compute_logprobs
+    (batch,) = asyncio.run(rollouts.train(1))
+    assert set(scored) == {0}  # models that score tokens see every row of a group, the candidate's too
+    assert rollouts.ledger.drop_reasons() == {}
+    for group in batch:
+        assert group.rewards.rewards == (0.0,) * 4 and group.rewards.components == {"all": (0.0,) * 4}
+        assert group.candidates is not None and group.candidates.components == {"all": (1.0,)}
+        assert (group.rewarded, group.rewarded_candidates) == ([0, 1, 2, 3], [4])
+
+
+def test_too_many_failed_rewards_stop_the_run_with_their_error() -> None:
+    """A reward function that always fails ends the run with its own error."""
+    reward = FaultyReward({(f"e0-r{r}", i): "error: KeyError: 'x'" for r in range(100) for i in range(4)})
     with pytest.raises(BatchFailed, match="KeyError"):
-        asyncio.run(Stage(steps=1, reward=reward).train(1))
+        asyncio.run(FakeRollouts(steps=1, reward=reward).train(1))
 
 
-def test_groups_in_flight_at_a_checkpoint_are_dispatched_again_on_resume() -> None:
-    """Resume: same prompts, next attempt, nothing lost and nothing trained twice."""
-    first = Stage(staleness=1, steps=4)
+def test_groups_in_flight_at_a_checkpoint_are_rescheduled_on_resume() -> None:
+    """The resumed run has the same prompts with the next attempt; none is lost and none is trained twice."""
+    first = FakeRollouts(staleness=1, steps=4)
 
     async def interrupted() -> None:
         await first.train(2)
@@ -259,7 +371,7 @@ def test_groups_in_flight_at_a_checkpoint_are_dispatched_again_on_resume() -> No
     open_before = {g.prompt_uid for g in first.ledger.open_groups()}
     assert len(open_before) == 10
     ledger = Ledger.restore(first.ledger.state())
-    second = Stage(staleness=1, steps=4, ledger=ledger, version=2)
+    second = FakeRollouts(staleness=1, steps=4, ledger=ledger, version=2)
     second.policy.updates.clear()
 
     async def resumed() -> list[list[ScoredGroup]]:
@@ -272,21 +384,21 @@ def test_groups_in_flight_at_a_checkpoint_are_dispatched_again_on_resume() -> No
     assert ledger.counts()["trained"] == 80
 
 
-def test_groups_are_opened_in_order_and_hold_up_nothing_else() -> None:
-    """Between any two turns of the loop only a few groups are opened, however many slots are free."""
-    stage = Stage(groups=100, staleness=1, steps=3)
+def test_groups_are_opened_in_order_a_few_per_loop_iteration() -> None:
+    """Opening groups yields to the event loop, however many slots are free."""
+    rollouts = FakeRollouts(groups=100, staleness=1, steps=3)
 
     async def run() -> list[list[ScoredGroup]]:
         seen = [0]
 
-        async def watch() -> None:
+        async def observe() -> None:
             while True:
                 await asyncio.sleep(0)
-                seen.append(stage.ledger.counts()["dispatched"] // 4)
+                seen.append(rollouts.ledger.counts()["dispatched"] // 4)
 
-        watching = asyncio.create_task(watch())
-        batches = await stage.train(3)
-        watching.cancel()
+        observer = asyncio.create_task(observe())
+        batches = await rollouts.train(3)
+        observer.cancel()
         assert seen[-1] == 300
         assert max(after - before for before, after in itertools.pairwise(seen)) <= 2 * scheduler._OPENED_AT_ONCE
         return batches
@@ -297,9 +409,9 @@ def test_groups_are_opened_in_order_and_hold_up_nothing_else() -> None:
     assert uids == list(range(300))
 
 
-def test_an_error_while_groups_are_opened_ends_the_batch() -> None:
-    """Also where it comes after the first of them, when nobody waits for the opening itself."""
-    stage = Stage(groups=100)
+def test_an_error_while_groups_are_opened_is_raised_by_next_batch() -> None:
+    """Also after the first groups are open, when no caller awaits the task that opens them."""
+    rollouts = FakeRollouts(groups=100)
     rows = itertools.count()
 
     def draw() -> PromptPick:
@@ -307,27 +419,27 @@ def test_an_error_while_groups_are_opened_ends_the_batch() -> None:
             raise ValueError("no more prompts")
         return PromptPick(f"e0-r{row}", row)
 
-    stage.scheduler._next_prompt = draw
+    rollouts.scheduler._next_prompt = draw
     with pytest.raises(ValueError, match="no more prompts"):
-        asyncio.run(stage.train(1))
+        asyncio.run(rollouts.train(1))
 
 
-def test_a_scheduler_that_is_closed_opens_no_more() -> None:
-    stage = Stage(groups=100)
+def test_a_closed_scheduler_opens_no_more_groups() -> None:
+    rollouts = FakeRollouts(groups=100)
 
     async def run() -> None:
-        stage.scheduler.start()
-        await stage.scheduler.close()
+        rollouts.scheduler.start()
+        await rollouts.scheduler.close()
         for _ in range(20):
             await asyncio.sleep(0)
 
     asyncio.run(run())
-    assert stage.ledger.counts()["dispatched"] == 4 * scheduler._OPENED_AT_ONCE
-    assert len(stage.ledger.open_groups()) == scheduler._OPENED_AT_ONCE
+    assert rollouts.ledger.counts()["dispatched"] == 4 * scheduler._OPENED_AT_ONCE
+    assert len(rollouts.ledger.open_groups()) == scheduler._OPENED_AT_ONCE
 
 
-def test_batches_come_in_order_of_dispatch() -> None:
-    """The order inside a batch does not depend on who finished first (reproducible sums)."""
-    batches = asyncio.run(Stage(engines=3).train(3))
+def test_a_batch_is_in_order_of_dispatch() -> None:
+    """The order in a batch does not depend on which group finishes first, so that sums are reproducible."""
+    batches = asyncio.run(FakeRollouts(engines=3).train(3))
     for step, batch in enumerate(batches):
         assert [g.summary.prompt_uid for g in batch] == [f"e0-r{i}" for i in range(step * 5, step * 5 + 5)]

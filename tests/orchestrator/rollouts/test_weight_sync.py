@@ -1,28 +1,30 @@
-"""Weight sync against fakes: verification, replacement, several nodes."""
+"""Weight sync against fakes: verification, replacement of engines, and several nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from orchestrator.engine_pool import Engine, EnginePool
+from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import EnginesLost, WeightsNotVerified
-from orchestrator.handles import WorkerHandle
-from orchestrator.weight_sync import DeviceSync, FileSync
-from tests.fakes import BOUNDS, FakeEngine, FakeHandle, FakePolicy, fake_pool, gang
-from workers.messages import WeightUpdate
+from orchestrator.rollouts.engine_pool import Engine, EnginePool
+from orchestrator.rollouts.weight_sync import DeviceSync, FileSync
+from tests.fakes import BOUNDS, FakePolicy, FaultyEngine, FaultyWorker, fake_pool, policy_group
+from workers.contract import roles
+from workers.contract.messages import WeightUpdate
 
 
-def test_two_engines_end_on_the_same_version() -> None:
-    """Both acknowledge version and digest."""
-    engines = [FakeEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+def test_two_engines_receive_the_same_version() -> None:
+    """Both engines acknowledge version and digest."""
+    engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
 
     async def run() -> None:
-        sync = FileSync(gang(FakePolicy(0), FakePolicy(1)), fake_pool(engines), 1.0)
+        sync = FileSync(policy_group(FakePolicy(0), FakePolicy(1)), fake_pool(engines), 1.0)
         report = await sync.push(3)
         assert (report.version, report.engines, report.nbytes) == (3, 2, 100)
 
@@ -31,24 +33,24 @@ def test_two_engines_end_on_the_same_version() -> None:
 
 
 def test_digest_mismatch_stops_the_run_and_names_the_engine() -> None:
-    """Samples of an unknown policy are worse than none."""
-    engines = [FakeEngine("rollout-0", random.Random(0)), FakeEngine("rollout-1", random.Random(1))]
+    """The run must not train on samples of an unknown policy."""
+    engines = [FaultyEngine("rollout-0", random.Random(0)), FaultyEngine("rollout-1", random.Random(1))]
     engines[1].lie_about_digest = True
 
     async def run() -> None:
-        await FileSync(gang(FakePolicy()), fake_pool(engines), 1.0).push(1)
+        await FileSync(policy_group(FakePolicy()), fake_pool(engines), 1.0).push(1)
 
-    with pytest.raises(WeightsNotVerified, match=r"rollout-1 acknowledged version 1 digest other, .* digest d1"):
+    with pytest.raises(WeightsNotVerified, match=r"rollout-1 acknowledged version 1 digest other; .* digest d1"):
         asyncio.run(run())
 
 
-def test_engine_that_dies_during_the_sync_is_replaced_with_the_current_weights() -> None:
-    """The fresh engine takes the weights before it serves."""
-    engines = [FakeEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+def test_an_engine_that_dies_during_the_sync_is_replaced_with_the_current_weights() -> None:
+    """The new engine receives the weights before it serves."""
+    engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
 
     async def run() -> list[Engine]:
         pool = fake_pool(engines)
-        sync = FileSync(gang(FakePolicy()), pool, 1.0)
+        sync = FileSync(policy_group(FakePolicy()), pool, 1.0)
         pool.engines[0].handle.kill()
         await sync.push(1)
         await asyncio.sleep(0.05)
@@ -58,46 +60,46 @@ def test_engine_that_dies_during_the_sync_is_replaced_with_the_current_weights()
     assert [engine.version for engine in after] == [1, 1]
 
 
-def test_last_engine_lost_during_the_sync() -> None:
-    """No engine and no restart: a typed error."""
+def test_losing_the_last_engine_during_the_sync_raises_engines_lost() -> None:
+    """No engine and no restart is left."""
 
     async def run() -> None:
         bounds = replace(BOUNDS, restarts=0)
-        pool = fake_pool([FakeEngine("rollout-0", random.Random(0))], bounds)
+        pool = fake_pool([FaultyEngine("rollout-0", random.Random(0))], bounds)
         pool.engines[0].handle.kill()
-        await FileSync(gang(FakePolicy()), pool, 1.0).push(1)
+        await FileSync(policy_group(FakePolicy()), pool, 1.0).push(1)
 
     with pytest.raises(EnginesLost):
         asyncio.run(run())
 
 
-@dataclass
 class _Publisher(FakePolicy):
-    reads: int = 0
+    reads = 0
 
     async def read_weights(self, update: WeightUpdate) -> tuple[int, str]:
         self.reads += 1
         return update.nbytes, "payload"
 
 
-@dataclass
-class _RemoteEngine(FakeEngine):
-    written: list[object] = field(default_factory=list)
+class _RemoteEngine(FaultyEngine):
+    def __init__(self, name: str, rng: random.Random) -> None:
+        super().__init__(name, rng)
+        self.written: list[object] = []
 
     async def write_weights(self, update: WeightUpdate, payload: object) -> None:
         self.written.append(payload)
 
 
-def test_weights_cross_to_each_node_once() -> None:
-    """Two engines on another node: one of them writes the node's copy."""
+def test_weights_are_sent_to_each_node_once() -> None:
+    """Of two engines on one remote node, one writes the file for both."""
     engines = [_RemoteEngine(f"rollout-{i}", random.Random(i)) for i in range(4)]
     publisher = _Publisher()
 
     async def run() -> None:
         pool = fake_pool([])
         hosts = ("host", "far", "far", "further")
-        pool.engines = [Engine(FakeHandle(e.name, e), h) for e, h in zip(engines, hosts, strict=True)]
-        await FileSync(gang(publisher), pool, 1.0).push(1)
+        pool.engines = [Engine(FaultyWorker(e.name, e), h) for e, h in zip(engines, hosts, strict=True)]
+        await FileSync(policy_group(publisher), pool, 1.0).push(1)
 
     asyncio.run(run())
     assert publisher.reads == 1
@@ -106,32 +108,35 @@ def test_weights_cross_to_each_node_once() -> None:
 
 
 class _Link:
-    """Drives fake engines as the trainer's sender would."""
+    """The link that the policy sends weights over, to fake engines."""
 
-    def __init__(self, engines: list[FakeEngine]) -> None:
+    def __init__(self, engines: list[FaultyEngine]) -> None:
         self.engines = engines
+        self.processes = len(engines)
+        self.version = 0
 
-    def init_weight_transfer_engine(self, init_info: dict[str, object]) -> None:
-        """Nothing to join."""
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Nothing to freeze."""
+        """Do nothing."""
 
-    def update_weights(self, update_info: dict[str, object]) -> None:
-        """Nothing to receive."""
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Do nothing."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """All engines but those that lie take the version."""
+        """Set the version of all engines except those with `lie_about_digest`."""
         for engine in self.engines:
             if not engine.lie_about_digest:
                 engine.version = int(weight_version or "0")
 
 
-@dataclass
 class _Sender(FakePolicy):
-    links: list[_Link] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[roles.EngineLink] = []
 
-    async def connect_engines(self, link: _Link) -> None:
+    async def connect_engines(self, link: roles.EngineLink) -> None:
         self.links.append(link)
 
     async def send_weights(self, version: int) -> int:
@@ -139,36 +144,36 @@ class _Sender(FakePolicy):
         return 100
 
 
-def _device_sync(engines: list[FakeEngine]) -> tuple[_Sender, EnginePool, DeviceSync]:
+def _device_sync(engines: list[FaultyEngine]) -> tuple[_Sender, EnginePool, DeviceSync]:
     sender, pool = _Sender(), fake_pool(engines)
 
-    def link(handles: Sequence[WorkerHandle]) -> _Link:
-        return _Link([handle.target for handle in handles if isinstance(handle, FakeHandle)])
+    def link(handles: Sequence[WorkerHandle[roles.Engine]]) -> _Link:
+        return _Link([handle.target for handle in handles if isinstance(handle, FaultyWorker)])
 
-    return sender, pool, DeviceSync(gang(sender), pool, link, 1.0)
+    return sender, pool, DeviceSync(policy_group(sender), pool, link, 1.0)
 
 
-def test_device_transfer_joins_once_and_again_when_engines_change() -> None:
-    """Two pushes over one link; a fresh engine is joined, with the current version, before it serves."""
-    engines = [FakeEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+def test_device_transfer_connects_once_and_again_when_engines_change() -> None:
+    """Two pushes use one link. A new engine is connected and has the current version before it serves."""
+    engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
 
     async def run() -> tuple[int, list[int]]:
         sender, pool, sync = _device_sync(engines)
         await sync.push(1)
         await sync.push(2)
         assert len(sender.links) == 1
-        fresh = Engine(FakeHandle("rollout-2", FakeEngine("rollout-2", random.Random(2))), "host")
-        await sync.bring_up(fresh)
-        pool.engines.append(fresh)
+        new = Engine(FaultyWorker("rollout-2", FaultyEngine("rollout-2", random.Random(2))), "host")
+        await sync.bring_up(new)
+        pool.engines.append(new)
         await sync.push(3)
         return len(sender.links), [engine.version for engine in pool.engines]
 
     assert asyncio.run(run()) == (2, [3, 3, 3])
 
 
-def test_engine_that_serves_another_version_after_a_device_transfer_stops_the_run() -> None:
-    """The engine's own word is asked for, not the sender's."""
-    engines = [FakeEngine("rollout-0", random.Random(0), lie_about_digest=True)]
+def test_an_engine_with_another_version_after_a_device_transfer_stops_the_run() -> None:
+    """The check uses the acknowledgement of the engine, not that of the sender."""
+    engines = [FaultyEngine("rollout-0", random.Random(0), lie_about_digest=True)]
 
     async def run() -> None:
         await _device_sync(engines)[2].push(1)

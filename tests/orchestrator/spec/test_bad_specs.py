@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.spec import SpecError, load_spec
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.load import load_rollout_spec
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 CPU = """\
 name: base
@@ -113,7 +114,7 @@ CPU_CASES = [
     case("no_steps", "21: schedule.steps: is required", ("  steps: 4\n", "")),
     case(
         "no_kind",
-        "27: data.train.kind: is required (jsonl, say)",
+        "27: data.train.kind: is required (for example jsonl)",
         ("    kind: jsonl\n    path: train.jsonl", "    path: train.jsonl"),
     ),
     case("top_typo", "24: samplng: unknown field (did you mean 'sampling'?)", ("sampling:", "samplng:")),
@@ -150,7 +151,7 @@ CPU_CASES = [
         "source_typo",
         (
             "30: data.train.colum: unknown field (fields of data.train: path, limit, kind, system, "
-            "template, max_chars, prompt, answer, metadata)"
+            "template, max_chars, prompt, answer, metadata, candidates)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    colum: x"),
     ),
@@ -158,16 +159,16 @@ CPU_CASES = [
         "wrong_kind_field",
         (
             "30: data.train.recipes: unknown field (fields of data.train: path, limit, kind, system, "
-            "template, max_chars, prompt, answer, metadata)"
+            "template, max_chars, prompt, answer, metadata, candidates)"
         ),
         ("    path: train.jsonl", "    path: train.jsonl\n    recipes: []"),
     ),
     case(
         "merge_key",
         (
-            "23: schedule.<<: unknown field (fields of schedule: steps, prompts_per_step, max_staleness, "
-            "epochs, minibatches, start_timeout_s, generate_timeout_s, score_timeout_s, train_timeout_s, "
-            "sync_timeout_s, step_timeout_s)"
+            "23: schedule.<<: unknown field (fields of schedule: steps, epochs, minibatches, start_timeout_s, "
+            "score_timeout_s, train_timeout_s, step_timeout_s, prompts_per_step, max_staleness, "
+            "generate_timeout_s, sync_timeout_s)"
         ),
         ("  steps: 4", "  steps: 4\n  <<: {}"),
     ),
@@ -224,7 +225,7 @@ CPU_CASES = [
     ),
     case(
         "betas_long",
-        "12: roles.policy.adam_betas: takes no more than 2 entries, got 3",
+        "12: roles.policy.adam_betas: takes at most 2 entries, got 3",
         ("    learning_rate: 1e-5", "    adam_betas: [0.9, 0.95, 0.99]"),
     ),
     case(
@@ -276,8 +277,19 @@ CPU_CASES = [
     ),
     case(
         "temperature",
-        "25: sampling.temperature: must be greater than 0, got 0",
+        "25: sampling.temperature: must be at least 0.01, got 0",
         ("  max_tokens: 32", "  temperature: 0"),
+    ),
+    case(
+        "temperature_that_vllm_raises",
+        "25: sampling.temperature: must be at least 0.01, got 0.009",
+        ("  max_tokens: 32", "  temperature: 0.009"),
+    ),
+    case(
+        "evaluation_temperature_that_vllm_raises",
+        "35: evaluation.sampling.temperature: must be 0 (greedy) or at least 0.01, got 0.005: "
+        "vLLM would sample at 0.01",
+        ("  every_steps: 2", "  sampling:\n    temperature: 0.005"),
     ),
     case(
         "clip_high", "20: algorithm.clip_range: must be less than 1, got 1.0", ("  group_size: 4", "  clip_range: 1.0")
@@ -310,7 +322,7 @@ CPU_CASES = [
     case(
         "kind_value",
         (
-            "28: data.train.kind: expected one of 'jsonl', 'parquet', 'datasets', 'reasoning_gym', got "
+            "28: data.train.kind: expected one of 'jsonl', 'parquet', 'csv', 'datasets', 'hub', 'reasoning_gym', got "
             "'json' (did you mean 'jsonl'?)"
         ),
         ("    kind: jsonl\n    path: train.jsonl", "    kind: json\n    path: train.jsonl"),
@@ -323,8 +335,8 @@ CPU_CASES = [
     case(
         "algorithm_unknown",
         (
-            "19: algorithm.name: no algorithm 'zzz' (`troupe algorithms` lists those on rollouts, as grpo, and on "
-            "given examples, as dpo)"
+            "19: algorithm.name: no algorithm 'zzz' (`troupe algorithms` lists those on rollouts, such as grpo, "
+            "and on offline data, such as dpo)"
         ),
         ("  name: grpo", "  name: zzz"),
     ),
@@ -343,6 +355,11 @@ CPU_CASES = [
         ("      - name: exact_match", "      - name: zzz"),
     ),
     case(
+        "batched_shipped_function",
+        "17: roles.reward.functions.0.batched: exact_match takes one response at a time; remove it",
+        ("        weight: 1.0", "        batched: true"),
+    ),
+    case(
         "process_of_one_reward",
         (
             "17: roles.reward.functions.0.process: reinforce takes one reward for a response; remove it or use one of "
@@ -354,7 +371,7 @@ CPU_CASES = [
     case(
         "process_without_steps",
         (
-            "17: roles.reward.functions.0.process: exact_match gives no steps; shipped functions that do: "
+            "17: roles.reward.functions.0.process: exact_match returns no steps; shipped functions that do: "
             "letter_share, equations"
         ),
         ("        weight: 1.0", "        process: true"),
@@ -373,17 +390,17 @@ CPU_CASES = [
     case(
         "grpo_critic",
         "14: roles.critic: grpo has no critic; remove the role or use one of "
-        "actor_critic, actor_critic_gae, ppo, ppo_max, ppo_penalty",
+        "actor_critic, actor_critic_gae, ppo, ppo_max, ppo_penalty, trpo",
         ("  reward:", "  critic:\n    workers: 1\n  reward:"),
     ),
     case(
         "kl_target_without_kl",
-        "20: algorithm.kl.target: steers a KL term in the reward, and there is none; set algorithm.kl.coef above 0",
+        "20: algorithm.kl.target: adapts a KL term in the reward, and there is none; set algorithm.kl.coef above 0",
         ("  name: grpo", "  name: reinforce\n  kl: {target: 1.0}"),
     ),
     case(
         "kl_target_in_the_loss",
-        "20: algorithm.kl.target: steers a KL term in the reward, and there is none",
+        "20: algorithm.kl.target: adapts a KL term in the reward, and there is none",
         ("  name: grpo", "  name: grpo\n  kl: {target: 1.0}"),
     ),
     case(
@@ -403,12 +420,12 @@ CPU_CASES = [
     ),
     case(
         "alarm_of_nothing",
-        "18: failures.alarm: watches nothing: set kl, repetition or response_tokens",
+        "18: failures.alarm: has no limit: set kl, repetition or response_tokens",
         ("algorithm:", "failures: {alarm: {action: stop}}\nalgorithm:"),
     ),
     case(
         "alarm_without_reference",
-        "18: failures.alarm.kl: needs the role reference, which the divergence is measured from",
+        "18: failures.alarm.kl: needs the role reference: the divergence is measured from it",
         ("algorithm:", "failures: {alarm: {kl: 0.1}}\nalgorithm:"),
     ),
     case(
@@ -429,14 +446,14 @@ CPU_CASES = [
     ),
     case(
         "fewer_texts_than_minibatches",
-        "32: data.ptx.texts_per_step: 2 texts cannot be dealt to 4 minibatches",
+        "32: data.ptx.texts_per_step: 2 texts are too few for 4 minibatches",
         ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),
         ("prompts_per_step: 8", "prompts_per_step: 8\n  minibatches: 4"),
         ("  eval:", "  ptx: {kind: jsonl, path: texts.jsonl, texts_per_step: 2}\n  eval:"),
     ),
     case(
         "texts_of_no_kind",
-        "30: data.ptx.kind: is required (jsonl, say)",
+        "30: data.ptx.kind: is required (for example jsonl)",
         ("  eval:", "  ptx: {path: texts.jsonl}\n  eval:"),
     ),
     case(
@@ -518,7 +535,7 @@ CPU_CASES = [
     ),
     case(
         "autoscale_to_where",
-        "6: roles.rollout.max_workers: is required with autoscale: the most engines there may be",
+        "6: roles.rollout.max_workers: is required with autoscale: the largest number of engines",
         ("    cpus: 1\n", "    cpus: 1\n    autoscale: {max_wait: 0.5}\n"),
     ),
     case(
@@ -528,7 +545,7 @@ CPU_CASES = [
     ),
     case(
         "self",
-        "12: roles.policy.colocate_with: a role cannot live with itself",
+        "12: roles.policy.colocate_with: a role cannot be colocated with itself",
         ("    learning_rate: 1e-5", "    colocate_with: policy"),
     ),
     case(
@@ -547,7 +564,7 @@ CPU_CASES = [
     case(
         "unsupported",
         (
-            "12: roles.policy.colocate_with: policy cannot live with reward; can: reference with policy, "
+            "12: roles.policy.colocate_with: policy cannot be colocated with reward; possible: reference with policy, "
             "rollout with policy"
         ),
         ("    learning_rate: 1e-5", "    colocate_with: reward"),
@@ -555,8 +572,8 @@ CPU_CASES = [
     case(
         "cycle",
         (
-            "13: roles.policy.colocate_with: policy cannot live with reference (and they name each other); "
-            "can: reference with policy, rollout with policy"
+            "13: roles.policy.colocate_with: policy cannot be colocated with reference (and they name each other); "
+            "possible: reference with policy, rollout with policy"
         ),
         ("    micro_batch_tokens: 2048", "    colocate_with: reference\n  reference:\n    colocate_with: policy"),
     ),
@@ -587,7 +604,7 @@ CPU_CASES = [
     ),
     case(
         "offload_cpu",
-        "12: roles.policy.offload_optimizer: on the CPU there is nowhere to offload to",
+        "12: roles.policy.offload_optimizer: has no effect on the CPU; remove it",
         ("    learning_rate: 1e-5", "    offload_optimizer: true"),
     ),
     case(
@@ -602,7 +619,7 @@ CPU_CASES = [
     ),
     case(
         "no_reward_at_all",
-        "14: roles.reward: judges nothing: give functions, a model or both",
+        "14: roles.reward: scores nothing: set functions, model or both",
         ("    functions:\n      - name: exact_match\n        weight: 1.0", "    workers: 1"),
     ),
     case(
@@ -611,8 +628,53 @@ CPU_CASES = [
         ("        weight: 1.0", "        weight: 0"),
     ),
     case(
+        "unknown_component",
+        "21: algorithm.dynamic_sampling_on: no reward component 'exact_mach' (did you mean 'exact_match'?)",
+        ("name: grpo\n", "name: dapo\n"),
+        ("  group_size: 4", "  group_size: 4\n  dynamic_sampling_on: exact_mach"),
+    ),
+    case(
+        "component_without_dynamic_sampling",
+        "21: algorithm.dynamic_sampling_on: has no effect without algorithm.dynamic_sampling above 0",
+        ("  group_size: 4", "  group_size: 4\n  dynamic_sampling_on: exact_match"),
+    ),
+    case(
+        "curriculum_component",
+        "31: data.curriculum.component: no reward component 'style' (there are: exact_match)",
+        ("    path: train.jsonl", "    path: train.jsonl\n  curriculum:\n    component: style"),
+    ),
+    case(
+        "curriculum_floor",
+        "31: data.curriculum.floor: must be at least 0.01, got 0",
+        ("    path: train.jsonl", "    path: train.jsonl\n  curriculum:\n    floor: 0"),
+    ),
+    case(
+        "candidates_of_grpo",
+        "30: data.train.candidates: grpo trains on the policy's samples only; remove it or use one of raft",
+        ("    path: train.jsonl", "    path: train.jsonl\n    candidates: given"),
+    ),
+    case(
+        "candidates_of_eval",
+        "33: data.eval.candidates: has no effect: the evaluation scores the policy's samples only; remove it",
+        ("    path: eval.jsonl", "    path: eval.jsonl\n    candidates: given"),
+    ),
+    case(
+        "masked_raft",
+        "21: algorithm.mask_truncated: raft trains on one sample of a group and does not use it; remove it",
+        ("name: grpo\n", "name: raft\n"),
+        ("  group_size: 4", "  group_size: 4\n  mask_truncated: true"),
+    ),
+    case(
+        "same_name_in_two_modules",
+        "18: roles.reward.functions.1.label: two components have the label 'f'; set another label for one of them",
+        ("exact_match\n        weight: 1.0", "a:f\n        weight: 1.0\n      - name: b.c:f"),
+    ),
+    case(
         "same_label",
-        ("18: roles.reward.functions.1.label: two components are called 'exact_match'; give one a label of its own"),
+        (
+            "18: roles.reward.functions.1.label: two components have the label 'exact_match'; set another label "
+            "for one of them"
+        ),
         ("        weight: 1.0", "        weight: 1.0\n      - name: exact_match"),
     ),
     case(
@@ -638,12 +700,12 @@ CPU_CASES = [
     ),
     case(
         "no_answer",
-        ("16: roles.reward.functions.0.name: compares with the right answer, but data.train.answer is null"),
+        ("16: roles.reward.functions.0.name: compares with the correct answer, but data.train.answer is null"),
         ("    path: train.jsonl", "    path: train.jsonl\n    answer: null"),
     ),
     case(
         "template",
-        "30: data.train.template: must contain {prompt}, the place of the row's text",
+        "30: data.train.template: must contain {prompt}, which stands for the row's text",
         ("    path: train.jsonl", "    path: train.jsonl\n    template: 'Q: {question}'"),
     ),
     case(
@@ -651,7 +713,7 @@ CPU_CASES = [
     ),
     case(
         "eval_never",
-        "33: evaluation: never takes place: set every_steps, at_start or at_end, or remove the section",
+        "33: evaluation: never runs: set every_steps, at_start or at_end, or remove the section",
         ("  every_steps: 2", "  every_steps: 0\n  at_start: false\n  at_end: false"),
     ),
     case(
@@ -784,7 +846,7 @@ GPU_CASES = [
     ),
     case(
         "shared_spread",
-        "9: roles.rollout.strategy: engines sit where the policy's workers do: set roles.policy.strategy",
+        "9: roles.rollout.strategy: engines are placed with the policy's workers: set roles.policy.strategy",
         (
             "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
             "    gpus: 0.5\n    colocate_with: policy\n    strategy: spread\n  policy:\n    workers: 2\n    gpus: 0.5",
@@ -862,7 +924,10 @@ GPU_CASES = [
     ),
     case(
         "label_taken",
-        ("17: roles.reward.functions.0.label: two components are called 'reward_model'; give one a label of its own"),
+        (
+            "17: roles.reward.functions.0.label: two components have the label 'reward_model'; set another "
+            "label for one of them"
+        ),
         (
             "    model: {path: models/r}",
             "    model: {path: models/r}\n    functions: [{name: exact_match, label: reward_model}]",
@@ -890,15 +955,15 @@ def _refusal(folder: Path, text: str | bytes, *overrides: str) -> str:
     path = folder / "spec.yaml"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(SpecError) as caught:
-        load_spec(path, overrides)
+        load_rollout_spec(path, overrides)
     return str(caught.value).replace(str(path), "FILE")
 
 
 @pytest.mark.parametrize("text", [CPU, GPU], ids=["cpu", "gpu"])
-def test_the_specs_that_are_spoilt_below_are_good(tmp_path: Path, text: str) -> None:
+def test_the_specs_that_the_cases_edit_are_valid(tmp_path: Path, text: str) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(text)
-    load_spec(path)
+    load_rollout_spec(path)
 
 
 @pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.name)
@@ -950,7 +1015,7 @@ def test_all_combinations_that_cannot_work_come_at_once(tmp_path: Path) -> None:
         ("name=\udc80", "--set: name: is not valid Unicode"),
     ],
 )
-def test_bad_overrides_are_told_apart_from_the_file(tmp_path: Path, override: str, line: str) -> None:
+def test_bad_overrides_are_reported_at_the_option(tmp_path: Path, override: str, line: str) -> None:
     assert _refusal(tmp_path, CPU, override) == line
 
 
@@ -971,11 +1036,11 @@ def test_bad_overrides_are_told_apart_from_the_file(tmp_path: Path, override: st
     ],
     ids=["empty", "comments", "marker", "text", "list", "latin", "utf16", "large", "deep_list", "deep_map", "many"],
 )
-def test_files_that_are_no_spec(tmp_path: Path, text: bytes, line: str) -> None:
+def test_files_that_are_not_specs(tmp_path: Path, text: bytes, line: str) -> None:
     assert _refusal(tmp_path, text) == line
 
 
-def test_paths_that_are_no_file(tmp_path: Path) -> None:
+def test_paths_that_are_not_files(tmp_path: Path) -> None:
     for path, message in (
         (tmp_path / "none.yaml", "no such file"),
         (tmp_path, "is a folder, not a spec"),
@@ -984,7 +1049,7 @@ def test_paths_that_are_no_file(tmp_path: Path) -> None:
         (Path("x" * 5000), "cannot be read (File name too long)"),
     ):
         with pytest.raises(SpecError) as caught:
-            load_spec(path)
+            load_rollout_spec(path)
         assert str(caught.value) == f"{path}: {message}".replace("\0", "?")
 
 
@@ -1004,7 +1069,7 @@ def test_fifty_megabytes_are_refused_without_being_read(tmp_path: Path) -> None:
     path.write_bytes(b"- a\n" * 12_500_000)
     tracemalloc.start()
     with pytest.raises(SpecError) as caught:
-        load_spec(path)
+        load_rollout_spec(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert str(caught.value) == f"{path}: is larger than 1 MiB: this is not a spec"
@@ -1042,8 +1107,9 @@ def test_a_bad_spec_is_refused_without_the_stack(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(CPU.replace("seed: 3", "sed: 3"))
     code = (
-        "import sys\nfrom orchestrator.spec import SpecError, load_spec\n"
-        "try: load_spec(sys.argv[1])\nexcept SpecError: pass\nelse: sys.exit('loaded')\n"
+        "import sys\nfrom orchestrator.spec.errors import SpecError\n"
+        "from orchestrator.spec.load import load_rollout_spec\n"
+        "try: load_rollout_spec(sys.argv[1])\nexcept SpecError: pass\nelse: sys.exit('loaded')\n"
         "print(sorted({'torch', 'ray', 'pyarrow', 'numpy', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run(

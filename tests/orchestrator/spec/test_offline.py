@@ -1,4 +1,4 @@
-"""Specs of runs on given examples, and chains of stages: what they become, and what is refused in which words."""
+"""Offline specs and chains of stages: what they become, and the messages that refuse them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator import cli, spec_yaml
-from orchestrator.algorithms_offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
-from orchestrator.spec import Spec
-from orchestrator.spec_any import AnySpec, parse_any
-from orchestrator.spec_chain import ChainDocument, plan_runs
-from orchestrator.spec_errors import SpecError
-from orchestrator.spec_offline import OfflineSpec, columns, data_format
-from orchestrator.spec_paths import absolute_paths
+from orchestrator import cli
+from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
+from orchestrator.spec import yaml_reader
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.load import RunSpec, parse_spec
+from orchestrator.spec.offline import OfflineSpec, columns, data_format
+from orchestrator.spec.paths import absolute_paths
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.spec.stages import ChainDocument, plan_runs
 from tests.conftest import ROOT
-from workers.config_offline import DpoLossConfig, KtoLossConfig
+from workers.contract.offline_config import DpoLossConfig, KtoLossConfig, RewardLossConfig
 
 DPO = """\
 name: base
@@ -65,8 +66,8 @@ stages:
 """
 
 
-def parse(text: str) -> AnySpec:
-    return parse_any(spec_yaml.parse(text, "spec.yaml"))
+def parse(text: str) -> RunSpec:
+    return parse_spec(yaml_reader.parse(text, "spec.yaml"))
 
 
 def offline(text: str = DPO) -> OfflineSpec:
@@ -78,16 +79,16 @@ def offline(text: str = DPO) -> OfflineSpec:
 def refused(text: str) -> list[str]:
     """The problems of a file, without its name."""
     with pytest.raises(SpecError) as caught:
-        plan_runs(spec_yaml.parse(text, "spec.yaml"))
+        plan_runs(yaml_reader.parse(text, "spec.yaml"))
     return [str(problem).removeprefix("spec.yaml:") for problem in caught.value.problems]
 
 
-def test_the_algorithm_says_which_kind_of_spec_it_is() -> None:
+def test_the_algorithm_decides_the_kind_of_spec() -> None:
     config = offline().trainer_config()
     assert config.loss == DpoLossConfig(beta=0.2)
     assert (config.total_updates, config.examples.max_length, config.reference_model) == (4, 512, config.model)
-    online = (ROOT / "deploy" / "tiny-grpo.yaml").read_text()
-    assert isinstance(parse(online), Spec)
+    online = (ROOT / "deploy" / "specs" / "tiny-grpo.yaml").read_text()
+    assert isinstance(parse(online), RolloutSpec)
 
 
 def test_a_resolved_spec_is_a_good_spec() -> None:
@@ -101,6 +102,14 @@ def test_a_resolved_spec_is_a_good_spec() -> None:
         ("seed: 3", "sampling: {max_tokens: 3}", "2: sampling: unknown field (fields of a spec: "),
         ("  beta: 0.2", "  clip_range: 0.2", "10: algorithm.clip_range: unknown field (fields of algorithm: name, "),
         ("  beta: 0.2", "  packing: true", "10: algorithm.packing: dpo does not use it; remove it"),
+        ("  beta: 0.2", "  level: token", "10: algorithm.level: dpo does not use it; remove it"),
+        (
+            "  beta: 0.2",
+            "  preference: bounded",
+            "10: algorithm.preference: expected 'logistic' or 'fidelity', got 'bounded'",
+        ),
+        ("  beta: 0.2", "  label_smoothing: 0.5", "10: algorithm.label_smoothing: must be less than 0.5, got 0.5"),
+        ("    path: train", "    margin: x\n    path: train", "17: data.train.margin: dpo on pairs does not use it"),
         ("  name: dpo", "  name: orpo", "7: roles.reference: orpo has no reference; remove the role"),
         (
             "  reference: {colocate_with: policy}\n",
@@ -109,8 +118,16 @@ def test_a_resolved_spec_is_a_good_spec() -> None:
         ),
         ("steps: 4", "stps: 4", "12: schedule.stps: unknown field (did you mean 'steps'?)"),
         ("examples_per_step: 8", "prompts_per_step: 8", "13: schedule.prompts_per_step: unknown field"),
-        ("    path: train", "    answers: x\n    path: train", "17: data.train.answers: dpo on pairs does not use it"),
-        ("kind: jsonl", "kind: reasoning_gym", "16: data.train.kind: expected one of 'jsonl', 'parquet', 'datasets'"),
+        (
+            "    path: train",
+            "    answers: x\n    chosen: y\n    path: train",
+            "18: data.train.chosen: dpo on ranked does not use it; remove it",
+        ),
+        (
+            "kind: jsonl",
+            "kind: reasoning_gym",
+            "16: data.train.kind: expected one of 'jsonl', 'parquet', 'csv', 'datasets', 'hub'",
+        ),
         (
             "max_length: 512",
             "max_length: 4096",
@@ -132,10 +149,24 @@ def test_a_resolved_spec_is_a_good_spec() -> None:
         ("beta: 0.2", "beta: 0", "10: algorithm.beta: must be greater than 0, got 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_its_place(old: str, new: str, line: str) -> None:
+def test_combinations_that_cannot_work_are_refused_with_their_line(old: str, new: str, line: str) -> None:
     assert old in DPO
     found = refused(DPO.replace(old, new, 1))
     assert any(problem.startswith(line) for problem in found), found
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_loss_by_token_takes_pairs(split: str) -> None:
+    text = DPO.replace("dpo\n  beta: 0.2", "reward_model\n  level: token")
+    text = text.replace("  reference: {colocate_with: policy}\n", "")
+    text = text.replace("train:", "eval: {kind: jsonl, path: eval.jsonl}\n  train:")
+    config = offline(text).trainer_config()
+    assert config.loss == RewardLossConfig(level="token")
+    ranked = {
+        "train": text.replace("    path: train", "    answers: x\n    path: train"),
+        "eval": text.replace("eval.jsonl", "eval.jsonl, answers: x"),
+    }[split]
+    assert refused(ranked) == [f"9: algorithm.level: token compares pairs, but data.{split} has ranked answers"]
 
 
 def test_every_row_makes_a_loss_and_reads_only_its_own_options() -> None:
@@ -148,7 +179,7 @@ def test_every_row_makes_a_loss_and_reads_only_its_own_options() -> None:
     assert config.unused() == ["label_smoothing"]
 
 
-def test_columns_follow_from_what_the_rows_are() -> None:
+def test_columns_follow_from_the_format() -> None:
     text = DPO.replace("    path", "    margin: m\n    path").replace("name: dpo", "name: reward_model")
     spec = offline(text.replace("  beta: 0.2\n", "").replace("  reference: {colocate_with: policy}\n", ""))
     source = spec.data.train
@@ -159,9 +190,9 @@ def test_columns_follow_from_what_the_rows_are() -> None:
     assert columns("ranked", ranked) == {"prompt": "prompt", "answers": "best_first"}
 
 
-def test_a_name_of_neither_kind_costs_one_line() -> None:
+def test_an_unknown_algorithm_gives_one_line() -> None:
     """Not one for every field that a spec of the other kind has."""
-    lists = "`troupe algorithms` lists those on rollouts, as grpo, and on given examples, as dpo"
+    lists = "`troupe algorithms` lists those on rollouts, such as grpo, and on offline data, such as dpo"
     assert refused(DPO.replace("name: dpo", "name: zzz")) == [f"9: algorithm.name: no algorithm 'zzz' ({lists})"]
 
 
@@ -169,7 +200,7 @@ def test_a_name_of_neither_kind_costs_one_line() -> None:
 
 
 def test_a_stage_is_the_shared_part_with_its_own_section_over_it() -> None:
-    sft, reward_model, again = plan_runs(spec_yaml.parse(CHAIN, "spec.yaml"), Path("out"))
+    sft, reward_model, again = plan_runs(yaml_reader.parse(CHAIN, "spec.yaml"), Path("out"))
     assert [run.spec.name for run in (sft, reward_model, again)] == ["chain-sft", "chain-reward-model", "chain-again"]
     assert [run.spec.algorithm.name for run in (sft, reward_model, again)] == ["sft", "reward_model", "dpo"]
     assert sft.spec.roles.policy.micro_batch_tokens == 2048
@@ -179,7 +210,7 @@ def test_a_stage_is_the_shared_part_with_its_own_section_over_it() -> None:
 
 
 def test_a_field_of_one_stage_is_set_by_its_path() -> None:
-    document = spec_yaml.override(spec_yaml.parse(CHAIN, "spec.yaml"), ["stages.sft.schedule.steps=9"])
+    document = yaml_reader.override(yaml_reader.parse(CHAIN, "spec.yaml"), ["stages.sft.schedule.steps=9"])
     sft, reward_model, _ = plan_runs(document)
     assert (sft.spec.schedule.steps, reward_model.spec.schedule.steps) == (9, 6)
     assert reward_model.spec.model.path == "runs/chain/sft/checkpoints/step-000009/model"
@@ -211,7 +242,7 @@ def test_a_chain_is_checked_whole_before_anything_starts(old: str, new: str, lin
 
 
 def test_a_chain_that_is_sent_elsewhere_keeps_its_references() -> None:
-    document = ChainDocument("chain", spec_yaml.parse(CHAIN, "spec.yaml").data)
+    document = ChainDocument("chain", yaml_reader.parse(CHAIN, "spec.yaml").data)
     sent = absolute_paths(document.model_dump(mode="json"))
     assert sent["stages"]["again"]["model"]["path"] == "stage:sft"
     assert sent["model"]["path"] == str(Path("models/m").absolute())
@@ -219,13 +250,13 @@ def test_a_chain_that_is_sent_elsewhere_keeps_its_references() -> None:
 
 
 def test_the_commands_take_a_chain() -> None:
-    """Every stage is told; a plan seats every stage, a submitted chain is one job."""
-    chain, runner = str(ROOT / "deploy" / "tiny-three-stage.yaml"), CliRunner()
+    """Every stage is validated and planned; a submitted chain is one job."""
+    chain, runner = str(ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"), CliRunner()
     validated = runner.invoke(cli.app, ["validate", chain], catch_exceptions=False)
-    assert [line.split(": ", 1)[1] for line in validated.stdout.splitlines()] == [
-        "tiny-three-stage-sft is valid: sft, 16 examples a step",
-        "tiny-three-stage-reward-model is valid: reward_model, 16 examples a step",
-        "tiny-three-stage-ppo is valid: ppo, 16 samples a step",
+    assert [line.split(": ", 1)[1] for line in validated.stdout.splitlines() if not line.startswith(" ")] == [
+        "tiny-three-stage-sft is valid: sft, 16 examples per step",
+        "tiny-three-stage-reward-model is valid: reward_model, 16 examples per step",
+        "tiny-three-stage-ppo is valid: ppo, 16 samples per step",
     ]
     planned = runner.invoke(cli.app, ["plan", chain], catch_exceptions=False)
     assert planned.exit_code == 0

@@ -1,4 +1,4 @@
-"""Good specs: what they become, and what the shipped ones say."""
+"""Valid specs: the worker configurations they become, and the shipped ones."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from orchestrator import spec_yaml
-from orchestrator.spec import Spec, SpecError, load_spec, parse_spec
-from orchestrator.spec_any import any_schema
-from orchestrator.spec_chain import plan_runs, read_document
-from orchestrator.spec_errors import Source, known_paths, models_in, parse_path
-from orchestrator.spec_reference import spec_reference
-from workers.config import REWARD_FUNCTIONS, CriticLossConfig
+from orchestrator.spec import yaml_reader
+from orchestrator.spec.errors import Source, SpecError, known_paths, models_in, parse_path
+from orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, spec_schema
+from orchestrator.spec.reference import spec_reference
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.spec.stages import plan_runs, read_document
+from workers.contract.config import REWARD_FUNCTIONS, RIGHT_OR_WRONG, CriticLossConfig
 from workers.rewards.loading import SHIPPED
 
-ROOT = Path(__file__).resolve().parent.parent
-SHIPPED_SPECS = sorted((ROOT / "deploy").glob("*.yaml"))
-RUN_HERE = ("laptop-grpo", "laptop-ppo", "tiny-grpo", "tiny-grpo-process", "tiny-ppo")
+ROOT = Path(__file__).resolve().parents[3]
+SHIPPED_SPECS = sorted((ROOT / "deploy" / "specs").glob("*.yaml"))
+RUN_HERE = ("laptop-grpo", "laptop-ppo", "tiny-dapo", "tiny-grpo", "tiny-grpo-process", "tiny-ppo")
 
 GRPO = """\
 name: base
@@ -55,10 +55,10 @@ data: {train: {kind: jsonl, path: train.jsonl}}
 GPUS = ["roles.rollout.gpus=1", "roles.policy.gpus=1", "roles.critic.gpus=1"]
 
 
-def load(folder: Path, text: str, *overrides: str) -> Spec:
+def load(folder: Path, text: str, *overrides: str) -> RolloutSpec:
     path = folder / "spec.yaml"
     path.write_text(text)
-    return load_spec(path, overrides)
+    return load_rollout_spec(path, overrides)
 
 
 def test_defaults_and_what_follows_from_them(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_defaults_and_what_follows_from_them(tmp_path: Path) -> None:
     assert list(spec.roles.present()) == ["rollout", "policy", "reward"]
 
 
-def test_workers_are_told_what_the_roles_say(tmp_path: Path) -> None:
+def test_worker_configurations_follow_from_the_roles(tmp_path: Path) -> None:
     spec = load(tmp_path, GRPO)
     rollout, policy = spec.rollout_config(), spec.policy_config()
     assert rollout.engine.max_model_len == 512
@@ -92,7 +92,7 @@ def test_ppo_has_a_critic_and_a_reference_of_their_own(tmp_path: Path) -> None:
     assert spec.policy_config().advantage.kl_coef == 0.05
 
 
-def test_a_reference_may_live_in_the_policy(tmp_path: Path) -> None:
+def test_a_reference_can_run_inside_the_policy(tmp_path: Path) -> None:
     spec = load(tmp_path, PPO, "roles.reference={colocate_with: policy, model: {path: models/ref}}")
     reference = spec.policy_config().reference_model
     assert spec.reference_in_policy and spec.reference_config() is None
@@ -117,13 +117,13 @@ def test_the_transfer_backend_follows_from_the_devices(tmp_path: Path, overrides
     assert spec.device == ("cuda" if overrides else "cpu")
 
 
-def test_a_spec_is_frozen_and_checked_however_it_is_made(tmp_path: Path) -> None:
+def test_a_spec_is_frozen_and_checked_when_parsed(tmp_path: Path) -> None:
     spec = load(tmp_path, GRPO)
     with pytest.raises(ValidationError):
-        spec.seed = 4
+        spec.seed = 4  # pyright: ignore[reportAttributeAccessIssue]
     broken = spec.model_dump() | {"sampling": {"max_tokens": 4096}}
-    with pytest.raises(ValidationError, match=r"sampling\.max_tokens: 4096 leaves no room"):
-        Spec.model_validate(broken)
+    with pytest.raises(SpecError, match=r"sampling\.max_tokens: 4096 leaves no room"):
+        parse_rollout_spec(yaml_reader.Document(broken, Source("memory")))
 
 
 def test_a_dump_loads_as_the_same_spec(tmp_path: Path) -> None:
@@ -164,9 +164,9 @@ def test_the_last_override_wins_and_may_set_what_an_earlier_one_made(tmp_path: P
 
 
 def test_an_override_does_not_change_the_document() -> None:
-    document = spec_yaml.parse(GRPO, "f")
+    document = yaml_reader.parse(GRPO, "f")
     before = json.dumps(document.data)
-    spec_yaml.override(document, ["roles.rollout.workers=4"])
+    yaml_reader.override(document, ["roles.rollout.workers=4"])
     assert json.dumps(document.data) == before
 
 
@@ -204,17 +204,17 @@ def test_an_override_does_not_change_the_document() -> None:
     ],
 )
 def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
-    read = spec_yaml.parse(f"key: {text}", "f").data["key"]
+    read = yaml_reader.parse(f"key: {text}", "f").data["key"]
     assert read == value
     assert type(read) is type(value)
 
 
 def test_keys_are_text() -> None:
-    assert spec_yaml.parse("1: a\ntrue: b\nnull: c\n", "f").data == {"1": "a", "true": "b", "null": "c"}
+    assert yaml_reader.parse("1: a\ntrue: b\nnull: c\n", "f").data == {"1": "a", "true": "b", "null": "c"}
 
 
 def test_places_are_the_lines_of_keys_and_entries() -> None:
-    source = spec_yaml.parse("a:\n  b: 1\n  c:\n  - x\n  - y: 2\n", "f").source
+    source = yaml_reader.parse("a:\n  b: 1\n  c:\n  - x\n  - y: 2\n", "f").source
     for dotted, line in (("a", 1), ("a.b", 2), ("a.c", 3), ("a.c.0", 4), ("a.c.1.y", 5), ("a.c.1.none", 5), ("z", 1)):
         assert source.find(parse_path(dotted)).line == line
 
@@ -233,7 +233,7 @@ _data = st.recursive(
 def test_json_reads_as_itself(data: dict[str, Any]) -> None:
     """JSON is YAML: what json writes comes back equal, types included."""
     text = json.dumps(data, ensure_ascii=False).replace("\x7f", "")
-    assert spec_yaml.parse(text, "f").data == json.loads(text)
+    assert yaml_reader.parse(text, "f").data == json.loads(text)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -241,22 +241,24 @@ def test_json_reads_as_itself(data: dict[str, Any]) -> None:
 def test_spoilt_bytes_give_a_spec_or_a_spec_error(junk: bytes, at: int, cut: int) -> None:
     text = (PPO.encode()[:at] + junk + PPO.encode()[at + cut :]).decode("utf-8", "replace")
     try:
-        document = spec_yaml.parse(text, "f")
-        parse_spec(document)
+        document = yaml_reader.parse(text, "f")
+        parse_rollout_spec(document)
     except SpecError as error:
         assert all(line.startswith("f:") for line in str(error).splitlines())
 
 
-_PATHS = sorted({path for path in known_paths(Spec) if not path.startswith(("data.eval.", "roles.critic.model."))})
+_PATHS = sorted(
+    {path for path in known_paths(RolloutSpec) if not path.startswith(("data.eval.", "roles.critic.model."))}
+)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from([GRPO, PPO]), st.sampled_from(_PATHS), _data)
 def test_any_value_in_any_field_gives_a_spec_or_a_spec_error(text: str, path: str, value: Any) -> None:
-    document = spec_yaml.parse(text, "f")
+    document = yaml_reader.parse(text, "f")
     try:
-        document = spec_yaml.override(document, [f"{path}={json.dumps(value)}"])
-        parse_spec(document)
+        document = yaml_reader.override(document, [f"{path}={json.dumps(value)}"])
+        parse_rollout_spec(document)
     except SpecError as error:
         assert str(error)
         assert all(line.startswith(("f:", "--set: ")) for line in str(error).splitlines())
@@ -267,10 +269,10 @@ def test_any_value_in_any_field_gives_a_spec_or_a_spec_error(text: str, path: st
 
 @pytest.mark.parametrize("path", SHIPPED_SPECS, ids=lambda path: path.stem)
 def test_shipped_specs_load(path: Path) -> None:
-    document = spec_yaml.read_file(path)
+    document = yaml_reader.read_file(path)
     assert document.data["name"] == path.stem
     assert plan_runs(document)
-    jsonschema.validate(document.data, any_schema())
+    jsonschema.validate(document.data, spec_schema())
 
 
 def test_the_shipped_specs_are_there() -> None:
@@ -279,7 +281,7 @@ def test_the_shipped_specs_are_there() -> None:
 
 @pytest.mark.parametrize("name", RUN_HERE)
 def test_specs_for_this_machine_fit_on_two_cores(name: str) -> None:
-    spec = load_spec(ROOT / "deploy" / f"{name}.yaml")
+    spec = load_rollout_spec(ROOT / "deploy" / "specs" / f"{name}.yaml")
     apart = [role for role in spec.roles.present().values() if role.colocate_with is None]
     assert sum(role.workers * role.cpus for role in apart) <= 2.0
     assert spec.device == "cpu"
@@ -287,41 +289,41 @@ def test_specs_for_this_machine_fit_on_two_cores(name: str) -> None:
 
 def test_the_big_specs_fit_what_they_are_named_after() -> None:
     for name, gpus in (("node-8gpu-grpo", 8), ("multinode-ppo", 32)):
-        roles = load_spec(ROOT / "deploy" / f"{name}.yaml").roles.present().values()
+        roles = load_rollout_spec(ROOT / "deploy" / "specs" / f"{name}.yaml").roles.present().values()
         assert sum(role.workers * role.gpus for role in roles) == gpus
 
 
 def test_the_demo_has_what_it_needs(demo_model: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for name in RUN_HERE:
-        assert plan_runs(read_document(ROOT / "deploy" / f"{name}.yaml"))[0].missing() == []
+        assert plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml"))[0].missing() == []
 
 
 def test_the_reference_is_current() -> None:
-    assert (ROOT / "docs" / "spec.md").read_text() == spec_reference(), (
-        "run: python -m orchestrator.spec_reference > docs/spec.md"
+    assert (ROOT / "docs" / "reference" / "spec.md").read_text() == spec_reference(), (
+        "run: python -m orchestrator.spec.reference > docs/reference/spec.md"
     )
 
 
 def test_the_reference_is_written_by_the_documented_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.spec_reference"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "orchestrator.spec.reference"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == spec_reference()
 
 
-def test_every_field_says_what_it_means() -> None:
+def test_every_field_has_a_description() -> None:
     def walk(model: type[BaseModel]) -> list[str]:
         silent = [f"{model.__name__}.{name}" for name, info in model.model_fields.items() if not info.description]
         return silent + [
             f for info in model.model_fields.values() for inner in models_in(info.annotation) for f in walk(inner)
         ]
 
-    assert walk(Spec) == []
+    assert walk(RolloutSpec) == []
 
 
 def test_the_schema_is_valid_and_refuses_unknown_fields(tmp_path: Path) -> None:
-    schema = Spec.model_json_schema()
+    schema = RolloutSpec.model_json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     data = load(tmp_path, GRPO).model_dump(mode="json", exclude_unset=True)
     jsonschema.validate(data, schema)
@@ -331,6 +333,35 @@ def test_the_schema_is_valid_and_refuses_unknown_fields(tmp_path: Path) -> None:
 
 def test_the_spec_knows_every_shipped_reward_function() -> None:
     assert set(REWARD_FUNCTIONS) == set(SHIPPED)
+    assert set(RIGHT_OR_WRONG) < set(SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("functions", "solved_at"),
+    [
+        ("[{name: numeric}]", 1.0),
+        ("[{name: reasoning_gym, weight: 0.5}]", 0.5),
+        ("[{name: exact_match, weight: 2}, {name: overlong, weight: 0, args: {limit: 9, buffer: 2}}]", 2.0),
+        ("[{name: numeric}, {name: regex, weight: 0.2, args: {pattern: x}}]", None),
+        ("[{name: regex, weight: -1.0, args: {pattern: x}}]", None),
+        ("[{name: letter_share, args: {letters: a}}]", None),
+        ("[{name: 'mine.rewards:numeric'}]", None),
+    ],
+)
+def test_what_counts_as_solved_follows_from_the_reward_unless_it_is_set(
+    tmp_path: Path, functions: str, solved_at: float | None
+) -> None:
+    """Only a right-or-wrong function that is the whole reward says which of its values is right."""
+    reward = f"roles.reward.functions={functions}"
+    data = "data.train={kind: reasoning_gym, recipes: [{name: chain_sum}], size: 9, seed: 1}"
+    held = "data.eval={kind: reasoning_gym, recipes: [{name: chain_sum}], size: 9, seed: 2}"
+    assert load(tmp_path, GRPO, reward, data, held).solved_at == solved_at
+    assert load(tmp_path, GRPO, reward, data, held, "evaluation={solved_at: 0.7}").solved_at == 0.7
+
+
+def test_a_reward_model_does_not_say_what_counts_as_solved(tmp_path: Path) -> None:
+    assert load(tmp_path, GRPO, "roles.reward.model={path: judge}").solved_at is None
+    assert load(tmp_path, GRPO, "roles.reward.model={path: judge}", "roles.reward.model_weight=0").solved_at == 1.0
 
 
 # Files
@@ -344,7 +375,7 @@ def _problems(folder: Path, text: str, *overrides: str) -> list[str]:
     ]
 
 
-def test_files_that_are_not_there_are_named_with_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_named_with_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert _problems(tmp_path, PPO, "data.eval={kind: datasets, path: held}") == [
         "DIR/spec.yaml:2: model.path: no such folder: models/m",
@@ -361,7 +392,7 @@ def test_a_model_folder_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     folder.mkdir(parents=True)
     (tmp_path / "train.jsonl").write_text("")
     line = "DIR/spec.yaml:2: model.path: models/m"
-    assert _problems(tmp_path, GRPO) == [f"{line} is no model folder: it has no config.json"]
+    assert _problems(tmp_path, GRPO) == [f"{line} is not a model folder: it has no config.json"]
     (folder / "config.json").write_text('{"max_position_embeddings": 256}')
     short = "DIR/spec.yaml:4: roles.rollout.max_model_len: 512 is more than the model's 256 positions"
     assert _problems(tmp_path, GRPO) == [f"{line} has no *.safetensors", short]
@@ -370,6 +401,52 @@ def test_a_model_folder_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "tokenizer.json").write_text("")
     (folder / "config.json").write_text("[not json")
     assert _problems(tmp_path, GRPO) == []
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+
+
+@pytest.mark.parametrize(
+    ("config", "bound", "kind"),
+    [
+        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": 256}}, 256, "longrope"),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 256}, 256, "su"),
+        ({"rope_parameters": {"full_attention": LONGROPE}, "original_max_position_embeddings": 256}, 256, "longrope"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 256}, 256, "dynamic"),
+        ({"text_config": {"rope_parameters": LONGROPE, "max_position_embeddings": 256}}, 256, "longrope"),
+        ({"rope_parameters": LONGROPE | {"original_max_position_embeddings": 1024}}, None, ""),
+        ({"rope_parameters": {"rope_type": "llama3", "original_max_position_embeddings": 256}}, None, ""),
+        ({"rope_scaling": None}, None, ""),
+    ],
+)
+def test_frequencies_that_depend_on_the_batch_bound_the_length(
+    config: dict[str, Any], bound: int | None, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("m", "ref", "rm"):
+        folder = tmp_path / "models" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096} | config))
+    found = [problem for problem in _problems(tmp_path, PPO) if "max_model_len" in problem]
+    message = "DIR/spec.yaml:4: roles.rollout.max_model_len: 1024 is more than {}, the original positions of {}: beyond"
+    owners = ["the model", "roles.reference.model", "roles.reward.model"] if bound else []
+    assert [problem[: len(message.format(bound, owner))] for problem, owner in zip(found, owners, strict=True)] == [
+        message.format(bound, owner) for owner in owners
+    ]
+    assert all(f"({kind})" in problem for problem in found)
+
+
+def test_a_reference_needs_positions_for_the_longest_sequence_and_a_reward_model_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, positions in {"m": 1024, "ref": 256, "rm": 256}.items():
+        folder = tmp_path / "models" / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    assert [problem for problem in _problems(tmp_path, PPO) if "positions" in problem] == [
+        "DIR/spec.yaml:4: roles.rollout.max_model_len: 1024 is more than roles.reference.model's 256 positions"
+    ]
 
 
 def test_a_problem_without_a_place_is_at_the_top_of_the_file() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there (F8 damage, F9 kills in the middle of a save, F10 disk full)."""
+"""Checkpoints are whole or absent: damaged files, kills during a save, a full disk, and export."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import Any
 
 import pytest
 
-from orchestrator.checkpoint import (
+from orchestrator.errors import TroupeError
+from orchestrator.training.checkpoint import (
     MANIFEST,
     STATE,
     CheckpointError,
     CheckpointStore,
-    Refused,
-    export_model,
-    take_up,
+    InvalidCheckpoint,
+    exported_model,
+    load_checkpoint,
     verify,
+    write_model,
 )
-from orchestrator.errors import TroupeError
-from orchestrator.handles import Gang
-from tests.fakes import FakeHandle, FakePolicy
+from tests.fakes import FakeCritic, FakePolicy, critic_group, policy_group
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def save(store: CheckpointStore, step: int, **state: Any) -> None:
@@ -44,16 +44,16 @@ def save(store: CheckpointStore, step: int, **state: Any) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    made = CheckpointStore(tmp_path / "checkpoints", keep=3)
-    made.prepare()
-    return made
+    store = CheckpointStore(tmp_path / "checkpoints", keep=3)
+    store.prepare()
+    return store
 
 
 def names(store: CheckpointStore) -> list[str]:
     return sorted(entry.name for entry in store.directory.iterdir())
 
 
-def test_what_was_saved_comes_back(store: CheckpointStore) -> None:
+def test_a_saved_checkpoint_is_loaded_unchanged(store: CheckpointStore) -> None:
     assert store.latest() is None
     save(store, 10, ledger={"trained": [1, 2]}, name="é\ud800")
     found = store.latest()
@@ -65,24 +65,22 @@ def test_what_was_saved_comes_back(store: CheckpointStore) -> None:
     assert set(manifest["files"]) == {STATE, "policy/rank0.safetensors", "policy/rank1.safetensors"}
 
 
-def test_a_role_with_another_number_of_workers_is_told_of(store: CheckpointStore) -> None:
+def test_another_number_of_workers_is_reported(store: CheckpointStore) -> None:
     save(store, 10)
     found = store.latest()
     assert found is not None
     (found.path / "critic").mkdir()
     (found.path / "critic" / "rank0").touch()
 
-    def gang(role: str, ranks: int) -> Gang:
-        return Gang(role, [FakeHandle(f"{role}-{rank}", FakePolicy(rank)) for rank in range(ranks)], 256)
+    async def load_with(workers: int) -> list[str]:
+        policy = policy_group(*(FakePolicy(rank) for rank in range(workers)))
+        return await load_checkpoint(found, [policy, critic_group(FakeCritic())], 5.0)
 
-    async def told(workers: int) -> list[str]:
-        return await take_up(found, [gang("policy", workers), gang("critic", 1)], 5.0)
-
-    assert asyncio.run(told(2)) == []
-    assert asyncio.run(told(3)) == ["policy: 2 worker(s) in the checkpoint, 3 now: states are laid out anew"]
+    assert asyncio.run(load_with(2)) == []
+    assert asyncio.run(load_with(3)) == ["policy: 2 worker(s) in the checkpoint, 3 now: optimizer states are resharded"]
 
 
-def test_the_newest_are_kept(store: CheckpointStore) -> None:
+def test_the_newest_checkpoints_are_kept(store: CheckpointStore) -> None:
     for step in (1, 2, 10, 100, 1_000_000):
         save(store, step)
     assert store.steps() == [10, 100, 1_000_000]
@@ -106,7 +104,7 @@ def test_the_same_step_can_be_saved_again(store: CheckpointStore) -> None:
     assert names(store) == ["step-000001"]
 
 
-def test_a_damaged_later_checkpoint_does_not_push_out_good_ones(tmp_path: Path) -> None:
+def test_a_damaged_later_checkpoint_does_not_displace_valid_ones(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 20)
     (tmp_path / "step-000020" / STATE).write_text("")
@@ -120,14 +118,14 @@ def test_state_must_be_json(store: CheckpointStore) -> None:
     for state in ({"x": float("nan")}, {"x": {1}}):
         with pytest.raises((ValueError, TypeError)):
             store.commit(store.begin(1), state)
-    with pytest.raises(ValueError, match="was not made by begin"):
+    with pytest.raises(ValueError, match="was not created by begin"):
         store.commit(store.directory / "elsewhere", {})
     with pytest.raises(ValueError, match="at least one"):
         CheckpointStore("x", keep=0)
     assert store.latest() is None
 
 
-# F8: damage
+# Damaged files
 
 
 def truncate(path: Path) -> None:
@@ -160,7 +158,7 @@ DAMAGE = {"truncated": truncate, "flipped": flip, "missing": Path.unlink, "empty
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 @pytest.mark.parametrize("file", [SHARD, STATE, MANIFEST])
-def test_damage_is_refused_by_name_and_the_previous_one_used(
+def test_a_damaged_checkpoint_is_refused_and_the_previous_one_used(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
 ) -> None:
     save(store, 1)
@@ -170,7 +168,7 @@ def test_damage_is_refused_by_name_and_the_previous_one_used(
         found = store.latest()
     assert found is not None and found.step == 1
     [record] = caplog.records
-    assert "step-000002 is refused" in record.getMessage()
+    assert "step-000002: " in record.getMessage()
     if file != MANIFEST:
         assert Path(file).name in record.getMessage() or "elsewhere" in record.getMessage()
 
@@ -179,11 +177,11 @@ def test_an_unlisted_file_and_a_renamed_folder_are_refused(store: CheckpointStor
     save(store, 1)
     path = store.directory / "step-000001"
     (path / "policy" / "extra.pt").write_bytes(b"not ours")
-    with pytest.raises(Refused, match=r"policy/extra\.pt is not in manifest\.json"):
+    with pytest.raises(InvalidCheckpoint, match=r"policy/extra\.pt is not listed in manifest\.json"):
         verify(path)
     (path / "policy" / "extra.pt").unlink()
     verify(path)
-    with pytest.raises(Refused, match="is of step 1"):
+    with pytest.raises(InvalidCheckpoint, match="belongs to step 1"):
         verify(path.rename(store.directory / "step-000007"))
 
 
@@ -194,13 +192,13 @@ def test_an_empty_folder_is_refused(store: CheckpointStore) -> None:
     assert found is not None and found.step == 1
 
 
-# F9: kills
+# Kills during a save
 
 SAVER = """
 import sys, os
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from orchestrator.checkpoint import CheckpointStore
+from orchestrator.training.checkpoint import CheckpointStore
 store = CheckpointStore(sys.argv[1], keep=2)
 store.prepare()
 found = store.latest()
@@ -244,7 +242,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_newest_checkpoint_valid(tmp_p
     assert committed > 0
 
 
-def test_prepare_removes_leftovers_and_puts_back_what_was_being_replaced(store: CheckpointStore) -> None:
+def test_prepare_removes_partial_saves_and_restores_a_checkpoint_being_replaced(store: CheckpointStore) -> None:
     save(store, 1)
     save(store, 2)
     (store.begin(3) / "half").write_bytes(b"x")
@@ -260,12 +258,12 @@ def test_prepare_removes_leftovers_and_puts_back_what_was_being_replaced(store: 
     assert names(store) == ["notes.txt", "step-000001", "step-000002"]
 
 
-# F10: disk full
+# Full disk
 
 LIMITED = """
 import resource, sys
 sys.path.insert(0, sys.argv[2])
-from orchestrator.checkpoint import CheckpointError, CheckpointStore
+from orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 store = CheckpointStore(sys.argv[1], keep=1)
 path = store.begin(2)
 (path / "rank0").write_bytes(b"x")
@@ -278,7 +276,7 @@ except CheckpointError as error:
 """
 
 
-def test_a_write_that_fails_names_the_path_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+def test_a_failed_write_names_the_path_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
     command = [sys.executable, "-c", LIMITED, str(tmp_path), str(ROOT)]
@@ -291,7 +289,7 @@ def test_a_write_that_fails_names_the_path_and_leaves_the_old_checkpoint(tmp_pat
     assert found is not None and found.step == 1
 
 
-def test_no_space_left_is_a_checkpoint_error(store: CheckpointStore) -> None:
+def test_a_full_disk_is_a_checkpoint_error(store: CheckpointStore) -> None:
     save(store, 1)
     path = store.begin(2)
     (path / STATE).symlink_to("/dev/full")
@@ -303,7 +301,7 @@ def test_no_space_left_is_a_checkpoint_error(store: CheckpointStore) -> None:
     assert names(store) == ["step-000001"]
 
 
-def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = CheckpointStore(tmp_path / "file" / "checkpoints", keep=1)
     for attempt in (store.prepare, lambda: store.begin(1)):
@@ -314,12 +312,16 @@ def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path: Path) -> N
 def test_a_link_among_the_files_is_refused_at_commit(store: CheckpointStore) -> None:
     path = store.begin(1)
     (path / "weights").symlink_to("/etc/hostname")
-    with pytest.raises(CheckpointError, match="weights is not a plain file"):
+    with pytest.raises(CheckpointError, match="weights is not a regular file"):
         store.commit(path, {})
     assert names(store) == []
 
 
 # Export
+
+
+def export_model(directory: Path, target: Path, step: int | None = None) -> Path:
+    return write_model(exported_model(directory, step), target)
 
 
 def save_with_model(store: CheckpointStore, step: int) -> None:
@@ -329,7 +331,7 @@ def save_with_model(store: CheckpointStore, step: int) -> None:
     store.commit(path, {})
 
 
-def test_export_copies_the_model_of_the_asked_or_newest_step(store: CheckpointStore, tmp_path: Path) -> None:
+def test_export_copies_the_model_of_the_given_or_newest_step(store: CheckpointStore, tmp_path: Path) -> None:
     save_with_model(store, 1)
     save_with_model(store, 2)
     newest = export_model(store.directory, tmp_path / "newest")
@@ -340,16 +342,16 @@ def test_export_copies_the_model_of_the_asked_or_newest_step(store: CheckpointSt
         export_model(store.directory, tmp_path / "first")
 
 
-def test_export_refuses_what_it_cannot_trust_or_find(store: CheckpointStore, tmp_path: Path) -> None:
+def test_export_refuses_missing_and_damaged_checkpoints(store: CheckpointStore, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
         export_model(store.directory, tmp_path / "x")
     save(store, 1)
-    with pytest.raises(CheckpointError, match="holds no model"):
+    with pytest.raises(CheckpointError, match="has no folder model"):
         export_model(store.directory, tmp_path / "x")
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         export_model(store.directory, tmp_path / "x", step=9)
     save_with_model(store, 2)
     flip(store.directory / "step-000002" / "model" / "config.json")
-    with pytest.raises(CheckpointError, match=r"model/config\.json is not what was written"):
+    with pytest.raises(CheckpointError, match=r"model/config\.json has changed"):
         export_model(store.directory, tmp_path / "x", step=2)
     assert not (tmp_path / "x").exists()

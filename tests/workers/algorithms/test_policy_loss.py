@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
-from workers.losses import (
+from workers.algorithms.policy_loss import (
     PolicyTokens,
     exact_kl,
     importance_weights,
@@ -20,6 +19,7 @@ from workers.losses import (
     token_weights,
     value_loss,
 )
+from workers.contract.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
 
 NO_CORRECTION = ImportanceConfig(mode="none")
 

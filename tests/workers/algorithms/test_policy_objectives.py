@@ -19,10 +19,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.algorithm_table import ALGORITHMS
-from workers.advantages import best_of_group
-from workers.config import ImportanceConfig, PolicyLossConfig
-from workers.losses import (
+from orchestrator.algorithms.table import ALGORITHMS
+from workers.algorithms.advantages import best_of_group
+from workers.algorithms.policy_loss import (
     LossOutput,
     PolicyTokens,
     clip_bounds,
@@ -32,6 +31,7 @@ from workers.losses import (
     policy_loss,
     token_weights,
 )
+from workers.contract.config import ImportanceConfig, PolicyLossConfig
 
 NO_CORRECTION = ImportanceConfig(mode="none")
 MAX_TOKENS = 9
@@ -149,12 +149,12 @@ def plain_loop(tokens: PolicyTokens, config: PolicyLossConfig, beta: float = 0.0
             ratio = math.exp(sum(new[u] - old[u] for u in mates) / len(mates))
         if config.ratio == "sequence":
             shares = {u: 1 / len(mates) for u in mates}
-        if config.objective == "policy_gradient":
-            term, shares = Term(-advantage * new[t], -advantage), {t: 1.0}
+        if config.objective == "likelihood":  # RAFT: supervised fine-tuning, whoever sampled
+            w, term, shares = 1.0, Term(-advantage * new[t], -advantage), {t: 1.0}
         elif config.objective == "cispo":
             capped = min(ratio, 1 + config.clip_high)
             term, shares = Term(-capped * advantage * new[t], -capped * advantage), {t: 1.0}
-        elif config.objective == "kl_penalty":
+        elif config.objective in ("kl_penalty", "policy_gradient"):
             term = Term(-advantage * ratio, -advantage * ratio)
         else:
             term = clipped_term(advantage, ratio, math.exp(old[t]), config)
@@ -198,7 +198,7 @@ def test_every_row_against_a_plain_loop(name: str, mode: str, level: str) -> Non
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence", "sequence_token"])
-@pytest.mark.parametrize("objective", ["clip", "cispo", "kl_penalty"])
+@pytest.mark.parametrize("objective", ["clip", "cispo", "kl_penalty", "policy_gradient"])
 def test_every_ratio_with_every_objective(ratio: str, objective: str) -> None:
     config = PolicyLossConfig.model_validate(
         {"ratio": ratio, "objective": objective, "dual_clip": 1.5, "importance": NO_CORRECTION}
@@ -376,21 +376,62 @@ def test_only_token_mean_is_the_sum_of_the_sequences_means() -> None:
 # --- Policy gradient, clip and penalty ---
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant", "only_token_mean"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"])
 def test_at_ratio_one_all_objectives_have_one_gradient(aggregation: str) -> None:
     tokens = replace(random_tokens(8, aggregation), old_logprobs=None)
     expected = -tokens.advantages * tokens.weights
-    for name in ("reinforce", "grpo", "ppo_penalty", "gspo_token", "cispo", "dcpo"):
+    for name in ("reinforce", "rloo", "grpo", "ppo_penalty", "trpo", "gspo_token", "cispo", "dcpo", "raft"):
         output = policy_loss(tokens, config_of(name, aggregation=aggregation), 0.7)
         torch.testing.assert_close(gradient(output.loss, tokens.logprobs), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_policy_gradient_by_hand() -> None:
-    # -A log pi, whatever the old policy was.
-    tokens = tokens_of([-0.5, -2.0], [-3.0, -0.1], [2.0, -1.0])
-    output = policy_loss(tokens, config_of("rloo"))
-    assert output.loss.item() == pytest.approx(2.0 * 0.5 - 1.0 * 2.0)
+    # -A r: the ratios are 2 and 1/4.
+    tokens = tokens_of([-0.5, -2.0], [-0.5 - math.log(2), -2.0 + math.log(4)], [2.0, -1.0])
+    output = policy_loss(tokens, config_of("reinforce"))
+    assert output.loss.item() == pytest.approx(-4.0 + 0.25)
+    assert gradient(output.loss, tokens.logprobs).tolist() == pytest.approx([-4.0, 0.25])
+    # The first update on a batch: REINFORCE, -A grad log pi.
+    output = policy_loss(replace(tokens, old_logprobs=None), config_of("reinforce"))
     assert gradient(output.loss, tokens.logprobs).tolist() == pytest.approx([-2.0, 1.0])
+
+
+@pytest.mark.parametrize("name", ["reinforce", "actor_critic", "actor_critic_gae", "remax", "rloo", "trpo"])
+def test_a_second_update_has_the_gradient_of_the_policy_it_changes(name: str) -> None:
+    """A bandit of three arms, all rewards known: the exact gradient of the expected advantage is
+    sum_a pi(a) A(a) grad log pi(a). The batch has every arm with the probability that the policy had before its first
+    update. Without the ratio the second update's gradient is that of another policy and wrong in sign.
+    """
+    advantages = torch.tensor([1.0, 0.08, -1.0], dtype=torch.double)
+    old = torch.tensor([0.2, 0.6, 0.2], dtype=torch.double).log()
+    logits = torch.tensor([0.24, 0.56, 0.2], dtype=torch.double).log().requires_grad_()
+    new = logits.log_softmax(-1)
+    expected = -gradient((new.exp() * advantages).sum(), logits)
+    tokens = tokens_of([0.0] * 3, old.tolist(), advantages.tolist())
+    # 0.24 / 0.2 is a ratio of 1.2 and so within the rows' clip range.
+    config = config_of(name, clip_high=0.21)
+    batch = replace(tokens, logprobs=new, weights=old.exp())
+    torch.testing.assert_close(gradient(policy_loss(batch, config).loss, logits), expected, rtol=1e-12, atol=1e-15)
+    without_ratio = gradient(-(old.exp() * advantages * new).sum(), logits)
+    assert (without_ratio.sign() != expected.sign()).any()
+
+
+def test_outliers_keep_the_sign_of_their_gradient() -> None:
+    """Beyond +-20 nats: the loss is finite, and a token is pushed where its advantage and the KL term say."""
+    config = config_of("grpo", kl_coef=0.1)
+    # A ratio of e^25 with a negative advantage: the token became far too likely. It must become less likely.
+    likely = tokens_of([-1.0], [-26.0], [-1.0])
+    assert float(gradient(policy_loss(likely, config_of("grpo")).loss, likely.logprobs)) == pytest.approx(math.exp(20))
+    # 25 nats less likely than under the reference: k3's gradient is 1 - e^25 there, so the token must become likelier.
+    rare = replace(tokens_of([-26.0], None, [0.0]), ref_logprobs=torch.tensor([-1.0], dtype=torch.double))
+    slope = float(gradient(policy_loss(rare, config).loss, rare.logprobs))
+    assert slope == pytest.approx(0.1 * (1 - math.exp(20)))
+    # Within the limit nothing is approximated.
+    for d in (-19.9, -3.0, 0.0, 5.0, 60.0):
+        point = torch.tensor([d - 1.0], dtype=torch.double, requires_grad=True)
+        kl = kl_penalty(point, torch.tensor([-1.0], dtype=torch.double), "k3")
+        assert kl.item() == pytest.approx(math.expm1(-d) + d, rel=1e-12)
+        assert float(gradient(kl.sum(), point)) == pytest.approx(1 - math.exp(-d), rel=1e-12)
 
 
 def test_raft_is_the_likelihood_of_the_best() -> None:
@@ -401,10 +442,27 @@ def test_raft_is_the_likelihood_of_the_best() -> None:
     output = policy_loss(tokens, config_of("raft"))
     best = [-tokens.logprobs[tokens.sequence == row].mean().item() for row in (1, 2)]
     assert output.loss.item() == pytest.approx(sum(best) / 2, rel=1e-6)
+    # The policy that sampled does not matter, in the first update or in a later one.
+    later = policy_loss(replace(tokens, old_logprobs=tokens.rollout_logprobs - 3.0), ALGORITHMS["raft"].loss)
+    assert later.loss.item() == output.loss.item()
+
+
+def test_raft_weighs_groups_equally_after_samples_were_dropped() -> None:
+    """Groups of 3 and 1 samples: each counts with half the loss."""
+    tokens = replace(random_tokens(9, "sequence_mean", lengths=(3, 5, 2, 4), holes=0.0), old_logprobs=None)
+    scores = best_of_group(torch.tensor([0.0, 1.0, 3.0, 2.0]), torch.tensor([0, 0, 0, 1]))
+    output = policy_loss(replace(tokens, advantages=scores[tokens.sequence]), config_of("raft"))
+    best = [-tokens.logprobs[tokens.sequence == row].mean().item() for row in (2, 3)]
+    assert output.loss.item() == pytest.approx(sum(best) / 2, rel=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(["ppo", "dapo", "dcpo"]), st.floats(-3, 3), st.floats(0.002, 1), st.floats(-2, 2))
+@given(
+    st.sampled_from(["ppo", "dapo", "dcpo"]),
+    st.floats(-3, 3),
+    st.floats(0.002, 1),
+    st.floats(-2, 2, allow_subnormal=False),
+)
 @example("dcpo", 3.0, 0.01, -1.0)  # dual clip
 def test_no_gradient_beyond_a_bound(name: str, log_ratio: float, q: float, advantage: float) -> None:
     config, old = config_of(name), math.log(q)

@@ -1,21 +1,33 @@
-"""How tables are pickled: what comes out is what went in, large ones are not copied, parts leave the rest behind."""
+"""Pickling of tables: the round trip is exact, large tables are not copied, slices leave out the rest."""
 
 from __future__ import annotations
 
+import copyreg
 import pickle
+from collections.abc import Callable
 
 import pyarrow as pa
 import pytest
 
 from benchmarks.data_plane import buffers, rollouts_table, train_table
-from workers import tables
-from workers.messages import REWARDS, ROLLOUTS
+from workers.contract import arrow
+from workers.contract.config import ReferenceConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from workers.contract.messages import REWARDS, ROLLOUTS
+from workers.reference import ReferenceWorker
+from workers.reward import RewardWorker
+from workers.rollout import RolloutWorker
+from workers.training.rank import TrainingRank
 
 SMALL, LARGE = rollouts_table(4, 50, 1), train_table(512, 1024, 1)
 
 
+@pytest.fixture(autouse=True)
+def pickled_tables() -> None:
+    arrow.pickle_tables()
+
+
 def moved(table: pa.Table, protocol: int = 5) -> tuple[pa.Table, list[pickle.PickleBuffer]]:
-    """The table after a journey, and the buffers that were handed over beside the pickle."""
+    """The unpickled table, and the out-of-band buffers."""
     apart: list[pickle.PickleBuffer] = []
     callback = apart.append if protocol == 5 else None
     data = pickle.dumps(table, protocol=protocol, buffer_callback=callback)
@@ -31,20 +43,20 @@ def moved(table: pa.Table, protocol: int = 5) -> tuple[pa.Table, list[pickle.Pic
         REWARDS.empty_table(),
     ],
 )
-def test_what_comes_out_is_what_went_in(table: pa.Table, protocol: int) -> None:
+def test_a_pickled_table_round_trips(table: pa.Table, protocol: int) -> None:
     got, _ = moved(table, protocol)
     assert got.equals(table) and got.schema.equals(table.schema, check_metadata=True)
     got.validate(full=True)
 
 
-def test_large_tables_hand_over_their_buffers_where_they_lie() -> None:
-    assert LARGE.nbytes > tables._SMALL_BYTES
+def test_large_tables_pickle_their_buffers_without_a_copy() -> None:
+    assert LARGE.nbytes > arrow._SMALL_BYTES
     got, apart = moved(LARGE)
     own = {buffer.address for buffer in buffers(LARGE)}
     assert {pa.py_buffer(one).address for one in apart} == own == {buffer.address for buffer in buffers(got)}
 
 
-def test_small_tables_are_one_buffer_that_is_read_where_it_lies() -> None:
+def test_small_tables_are_one_buffer_that_is_read_in_place() -> None:
     got, apart = moved(SMALL)
     stream = pa.py_buffer(apart[0])
     assert len(apart) == 1
@@ -52,8 +64,23 @@ def test_small_tables_are_one_buffer_that_is_read_where_it_lies() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 300])
-def test_a_part_of_a_table_leaves_the_rest_behind(rows: int) -> None:
-    """Of a large one, small or large itself."""
+def test_a_slice_is_pickled_without_the_rest_of_its_table(rows: int) -> None:
+    """A small or large slice of a large table."""
     part = LARGE.slice(100, rows)
     _, apart = moved(part)
     assert sum(one.raw().nbytes for one in apart) < 1.05 * part.nbytes + 4096
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        lambda: RolloutWorker(RolloutConfig.model_construct(), "rollout-0"),
+        lambda: TrainingRank("policy-0", "cpu", "", 0, 0),
+        lambda: ReferenceWorker(ReferenceConfig.model_construct(), "reference-0"),
+        lambda: RewardWorker(RewardConfig(functions=(RewardFunctionConfig(name="exact_match"),)), "reward-0"),
+    ],
+)
+def test_a_worker_pickles_tables_this_way(worker: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(copyreg.dispatch_table, pa.Table)
+    worker()
+    assert len(moved(SMALL)[1]) == 1

@@ -1,4 +1,4 @@
-"""From rows of data to rows of tokens: bad rows are named and counted, prompts are a rollout's prompts to the token."""
+"""From rows of data to rows of tokens: bad rows are named and counted, prompt ids equal those of a rollout."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.cast import Scene
-from orchestrator.console import Console
-from orchestrator.examples import load_examples, load_pool
-from orchestrator.handles import Gang
-from orchestrator.offline_source import ExampleEvaluator
-from orchestrator.prompts import DataError
-from orchestrator.run_offline import OfflineCompany
-from orchestrator.spec_offline import OfflineSpec
-from tests.fakes import FakeHandle
-from workers.config_offline import ExampleConfig
-from workers.examples import ExampleTable, assemble, attach, encode_response, pack, tokenize
-from workers.messages_offline import EXAMPLE_BATCH, EXAMPLES
-from workers.modeling import CausalLogprobs, packs
-from workers.rollout_prompts import encode_prompt
-from workers.tensors import score_table
+from orchestrator.cluster.worker_group import ExampleGroup
+from orchestrator.data.examples import load_examples, load_pool
+from orchestrator.data.prompts import DataError
+from orchestrator.launcher import RunContext
+from orchestrator.offline_run import OfflineRun
+from orchestrator.reporting.console import Console
+from orchestrator.spec.offline import OfflineSpec
+from orchestrator.training.offline_source import ExampleEvaluator
+from tests.fakes import FakeTrainer, FaultyWorker
+from workers.algorithms.offline_objectives import OBJECTIVES, Scored, Totals
+from workers.contract.offline_config import ExampleConfig, OfflineLossConfig, RewardLossConfig, RrhfLossConfig
+from workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES
+from workers.data.chat import encode_prompt
+from workers.data.examples import ExampleTable, assemble, attach, encode_response, pack, tokenize
+from workers.models.modeling import CausalLogprobs
+from workers.models.token_batch import score_table
+from workers.models.trials import packs
 
 CONFIG = ExampleConfig(max_length=64, micro_batch_tokens=128)
+ROOMY = CONFIG.model_copy(update={"micro_batch_tokens": 4096})
 
 
 def spec(path: Path, algorithm: str, *, on_bad_row: str = "skip", **source: Any) -> OfflineSpec:
@@ -160,7 +163,7 @@ def test_examples_that_do_not_fit_are_named(tokenizer: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("algorithm", ["reward_model", "rrhf"])
-def test_ranked_answers_that_do_not_go_into_one_micro_batch_are_named(
+def test_ranked_answers_that_do_not_fit_in_one_micro_batch_are_named(
     tokenizer: Any, tmp_path: Path, algorithm: str
 ) -> None:
     """Padded to the longest, as they are computed; to the token."""
@@ -202,22 +205,23 @@ def test_a_run_counts_or_refuses_what_does_not_fit_into_its_micro_batches(
     refused = pytest.raises(DataError, match=f"^{problem}") if on_bad_row == "stop" else nullcontext()
     with refused:
         asyncio.run(evaluator_of(loaded, tokenizer, said))
-    counted = re.search(rf"data\.eval: 1 bad rows skipped; the first: {problem}", said.getvalue())
+    counted = re.search(rf"data\.eval: 1 rows do not fit and are skipped; the first: {problem}", said.getvalue())
     assert bool(counted) == (on_bad_row == "skip")
 
 
 async def evaluator_of(loaded: OfflineSpec, tokenizer: Any, said: io.StringIO) -> ExampleEvaluator:
-    """A company's, with a worker that only tokenises."""
+    """The evaluator of a run whose only worker tokenizes."""
 
-    class Worker:
-        async def tokenize(self, found: pa.Table) -> Any:
-            return tokenize(tokenizer, found, loaded.trainer_config().examples)
+    class Tokenizer(FakeTrainer):
+        async def tokenize(self, texts: pa.Table) -> Any:
+            return tokenize(tokenizer, texts, loaded.trainer_config().examples)
 
-    stage: Any = SimpleNamespace(policy=Gang("policy", [FakeHandle("policy-0", Worker())], 256), reference=None)
+    worker: Any = FaultyWorker("policy-0", Tokenizer())
+    workers: Any = SimpleNamespace(examples=ExampleGroup("policy", [worker], 256), reference=None)
     cluster: Any = SimpleNamespace(put=lambda table: table)
-    casting: Any = None
-    scene = Scene(cluster, casting, stage, Console(said), asyncio.Event())
-    return await OfflineCompany(loaded, Path(), scene).evaluator(pool(loaded))
+    launcher: Any = None
+    context = RunContext(cluster, launcher, workers, Console(said), asyncio.Event())
+    return await OfflineRun(loaded, Path(), context).evaluator(pool(loaded))
 
 
 def by_example(table: pa.Table) -> list[list[dict[str, Any]]]:
@@ -240,21 +244,83 @@ def test_a_batch_keeps_the_rows_of_an_example_together(tokenizer: Any, tmp_path:
     assert ExampleTable(batch).batch([], "cpu").groups.count == 0
 
 
+def test_scores_say_which_answers_are_better_and_which_are_tied(tokenizer: Any, tmp_path: Path) -> None:
+    """Without scores the order in the data is strict; scores that differ by less than float32 holds still differ."""
+    close = 1.0 + 1e-12
+    rows = [{"prompt": "1?", "answers": ["a", "b", "c", "d"], "s": [1.0, 2.0, 1.0, close]}]
+    cases = (
+        (texts(tmp_path, rows, "reward_model", answers="answers", scores="s"), [2.0, close, 1.0, 1.0]),
+        (texts(tmp_path, rows, "reward_model", answers="answers"), [0.0, -1.0, -2.0, -3.0]),
+        (texts(tmp_path, [GOOD]), [0.0, -1.0]),
+    )
+    for loaded, wanted in cases:
+        _, batch = assemble([("x", 0)], tokenize(tokenizer, loaded, ROOMY)[1], ROOMY)
+        assert batch.column("score").to_pylist() == wanted
+        micro = ExampleTable(batch).batch(range(len(wanted)), "cpu")
+        better = micro.groups.better(micro.score)[0].tolist()
+        assert better == [[one > other for other in wanted] for one in wanted]
+
+
+def test_two_ranked_answers_become_the_rows_of_a_pair(tokenizer: Any, tmp_path: Path) -> None:
+    ranked = [{"prompt": GOOD["prompt"], "answers": [GOOD["chosen"], GOOD["rejected"]]}]
+    pair, two = (
+        tokenize(tokenizer, loaded, CONFIG)[1]
+        for loaded in (texts(tmp_path, [GOOD]), texts(tmp_path, ranked, "dpo", answers="answers"))
+    )
+    assert pair.equals(two)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "config"), [("reward_model", RewardLossConfig(lm_coef=0.5)), ("rrhf", RrhfLossConfig())]
+)
+def test_the_order_of_tied_answers_in_the_data_does_not_matter(
+    tokenizer: Any, tmp_path: Path, algorithm: str, config: OfflineLossConfig
+) -> None:
+    """From the file to the loss, the likelihood of the best answers included."""
+    said = [("good", 1.0), ("right", 1.0), ("so so", 0.5), ("bad", 0.5), ("worse", 0.0)]
+    found = []
+    for order in ((0, 1, 2, 3, 4), (1, 0, 3, 2, 4), (4, 3, 1, 2, 0)):
+        rows = [{"prompt": "1?", "answers": [said[n][0] for n in order], "s": [said[n][1] for n in order]}]
+        loaded = texts(tmp_path, rows, algorithm, answers="answers", scores="s")
+        summary, batch = assemble([("x", 0)], tokenize(tokenizer, loaded, ROOMY)[1], ROOMY)
+        micro = ExampleTable(batch).batch(range(5), "cpu")
+        tokens = micro.tokens
+        scored = Scored(
+            groups=micro.groups,
+            sequence=tokens.sequence,
+            loss_mask=tokens.loss_mask,
+            score=micro.score,
+            margin=micro.margin,
+            desirable=micro.desirable,
+            logprobs=-(tokens.targets % 7).double(),
+            rewards=torch.zeros(5).double().index_add(0, tokens.sequence, (tokens.targets % 5).double()),
+        )
+        totals = Totals(1, sum(row.loss_tokens for row in summary.rows))
+        found.append(OBJECTIVES[type(config)](scored, config, totals).loss.item())
+        assert [row.loss_tokens > 0 for row in summary.rows] == [True, True, False, False, False]
+    assert found == pytest.approx([found[0]] * 3, rel=1e-14)
+
+
 def test_only_tokens_from_the_first_difference_on_carry_the_loss(tokenizer: Any, tmp_path: Path) -> None:
     rows = [GOOD | {"chosen": "It is 2", "rejected": "It is 3"}]
     late = CONFIG.model_copy(update={"from_divergence": True})
+    ranked = [{"prompt": "1+1?", "answers": ["It is 2", "It is 3", "It was 4"]}]
+    loaded = texts(tmp_path, ranked, "dpo", answers="answers")
+    masks = tokenize(tokenizer, loaded, late)[1].column("loss_mask").to_pylist()
+    assert [mask.index(True) for mask in masks] == [1, 1, 1]
     masks = tokenize(tokenizer, texts(tmp_path, rows), late)[1].column("loss_mask").to_pylist()
     assert [mask.index(True) for mask in masks] == [3, 3] or masks[0].index(True) > 0
     assert masks[0].index(True) == masks[1].index(True)
 
 
-def test_kto_puts_beside_every_prompt_the_response_of_the_one_before(tokenizer: Any, tmp_path: Path) -> None:
+def test_kto_pairs_every_prompt_with_the_previous_response(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}?", "response": f"answer {n}", "label": n % 2 == 0} for n in range(3)]
     config = CONFIG.model_copy(update={"mismatched": True})
     _, examples = tokenize(tokenizer, texts(tmp_path, rows, "kto"), config)
     summary, batch = assemble([("a", 0), ("b", 1), ("c", 2)], examples, config)
     said = batch.to_pylist()
     assert summary.members == (2, 2, 2)
+    assert [row.loss_tokens > 0 for row in summary.rows] == [True, False] * 3
     for number in range(3):
         own, other = said[2 * number : 2 * number + 2]
         assert own["prompt_ids"] == other["prompt_ids"]
@@ -275,7 +341,7 @@ def test_reference_logprobs_join_by_identity_in_any_order(tokenizer: Any, tmp_pa
         attach(batch, parts[:1])
 
 
-def test_packed_examples_are_kept_apart(tokenizer: Any, tmp_path: Path, tiny_model: Path) -> None:
+def test_packed_examples_are_isolated(tokenizer: Any, tmp_path: Path, tiny_model: Path) -> None:
     """The same log-probs and gradients, without padding."""
     rows = [{"prompt": f"{n}?", "response": "word " * (1 + 3 * n)} for n in range(4)]
     _, examples = tokenize(tokenizer, texts(tmp_path, rows, "sft"), CONFIG)

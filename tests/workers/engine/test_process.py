@@ -11,18 +11,18 @@ from tests.conftest import ROOT
 
 CODE = """
 import multiprocessing, os
-from workers import engine_process
+from workers.engine import process
 
 def told(pipe):
     pipe.send((os.environ.get("SET_LATER"), os.environ["SET_BEFORE"], os.getppid()))
 
 if __name__ == "__main__":
-    engine_process._IMPORTED_AHEAD[:] = ["json.tool"]
+    process._IMPORTED_AHEAD[:] = ["json.tool"]
     os.environ["SET_BEFORE"] = "old"
-    engine_process.import_ahead()
+    process.import_ahead()
     os.environ |= {"SET_LATER": "1", "SET_BEFORE": "new"}
     here, there = multiprocessing.Pipe()
-    child = engine_process._Context().Process(target=told, args=(there,))
+    child = process._Context().Process(target=told, args=(there,))
     child.start()
     later, before, server = here.recv()
     child.join()

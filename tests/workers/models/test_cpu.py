@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from workers.linear import OneDnnLinear, onednn_is_faster, use_onednn
+from workers.models.cpu import OneDnnLinear, onednn_is_faster, use_onednn
 
 AMD = "vendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\n"
 INTEL = "vendor_id\t: GenuineIntel\n"
@@ -52,7 +55,7 @@ def test_results_and_gradients_are_torchs(lead: list[int], wide: int, out: int, 
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
 
 
-def test_inputs_may_lie_in_memory_in_any_order() -> None:
+def test_inputs_may_have_any_memory_layout() -> None:
     layer = nn.Linear(6, 5)
     one, sliced = torch.randn(1, 1, 6).expand(3, 4, 6), torch.randn(3, 4, 12)[..., ::2]
     for inputs in (torch.randn(6, 4, 3).permute(2, 1, 0), one, sliced):
@@ -60,7 +63,7 @@ def test_inputs_may_lie_in_memory_in_any_order() -> None:
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
 
-def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
+def test_only_requested_gradients_are_computed() -> None:
     layer = double(nn.Linear(4, 3)).requires_grad_(False)
     inputs = torch.randn(2, 4, requires_grad=True)
     layer(inputs).sum().backward()  # a gradient of ones that is one number in memory
@@ -74,7 +77,7 @@ def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
 def test_float32_layers_are_swapped_in_place(
     dtype: torch.dtype, swapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.linear.onednn_is_faster", lambda: True)
+    monkeypatch.setattr("workers.models.cpu.onednn_is_faster", lambda: True)
 
     class Own(nn.Linear):
         """A subclass multiplies as it likes."""
@@ -86,7 +89,7 @@ def test_float32_layers_are_swapped_in_place(
     assert list(model.state_dict()) == names and [id(parameter) for parameter in model.parameters()] == weights
 
 
-def test_it_is_for_processors_that_mkl_does_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_is_used_on_processors_without_mkl_avx512(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     amd, intel = tmp_path / "amd", tmp_path / "intel"
     amd.write_text(AMD)
     intel.write_text(INTEL)
@@ -98,8 +101,34 @@ def test_it_is_for_processors_that_mkl_does_not_serve(tmp_path: Path, monkeypatc
     assert not onednn_is_faster(amd)
 
 
-def test_nothing_is_swapped_where_torchs_own_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.linear.onednn_is_faster", lambda: False)
+def test_layers_are_kept_where_torchs_default_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.models.cpu.onednn_is_faster", lambda: False)
     model = nn.Sequential(nn.Linear(4, 3))
     use_onednn(model)
     assert type(model[0]) is nn.Linear
+
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the calls")
+
+SCRIPT = """
+import torch
+from workers.models.cpu import return_freed
+
+def resident():
+    with open("/proc/self/statm") as lines:
+        return int(lines.read().split()[1]) * 4096 / 2**20
+
+return_freed()
+torch.ones(1)  # torch's own threads and buffers
+start = resident()
+tensors = [torch.ones(2**20) for _ in range(16)]
+held = resident() - start
+del tensors[:-1]  # the last one is at the top, and would hold up the others
+print(held, resident() - start)
+"""
+
+
+def test_freed_memory_is_returned_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
+    held, freed = (float(word) for word in done.stdout.split())
+    assert held > 60 and freed < 12

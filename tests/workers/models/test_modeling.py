@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tests.test_tensors import train_table
-from workers.config import ModelConfig
-from workers.messages import RankPlan, token_scores
-from workers.modeling import (
+from tests.workers.models.test_token_batch import train_table
+from workers.contract.config import ModelConfig
+from workers.contract.messages import RankPlan, token_scores
+from workers.models.modeling import (
     CHUNK_LOGITS,
     CausalLogprobs,
     TokenValues,
@@ -32,9 +32,9 @@ from workers.modeling import (
     load_value,
     score,
     score_plan,
-    shares_prompts,
 )
-from workers.tensors import TokenBatch, TokenTable, ragged
+from workers.models.token_batch import TokenBatch, TokenTable, ragged
+from workers.models.trials import shares_prompts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -120,7 +120,7 @@ def grouped() -> TokenTable:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_samples_behind_one_prompt_are_what_they_are_alone(family: str, tmp_path: Path) -> None:
+def test_samples_behind_one_prompt_equal_single_samples(family: str, tmp_path: Path) -> None:
     model = load_causal(save_model(FAMILIES[family], tmp_path))
     module = CausalLogprobs(model, temperature=0.7, chunks=3, entropy_grad=True)
     assert shares_prompts(module) == (not family.startswith("gemma2"))  # which has windows of attention
@@ -146,7 +146,7 @@ def test_samples_behind_one_prompt_are_what_they_are_alone(family: str, tmp_path
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_a_model_that_mixes_what_stands_in_one_row_does_not_share_prompts(tmp_path: Path) -> None:
+def test_a_model_that_mixes_responses_in_a_row_does_not_share_prompts(tmp_path: Path) -> None:
     """A state-space layer carries one response into the next."""
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     config = FalconH1Config(**sizes, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4)
@@ -167,7 +167,7 @@ def test_distributions_are_the_models_own(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(-(found.exp() * found).sum(-1), entropies, rtol=1e-4, atol=1e-5)
 
 
-def test_distributions_behind_one_prompt_are_those_alone(llama: ModelConfig) -> None:
+def test_distributions_behind_one_prompt_equal_single_samples(llama: ModelConfig) -> None:
     module = CausalLogprobs(load_causal(llama), temperature=0.7)
     table, rows = grouped(), [0, 1, 2, 3, 4, 6, 5]
     alone, together = (
@@ -202,7 +202,7 @@ def test_gradients_do_not_depend_on_chunks(llama: ModelConfig) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
-def test_a_head_of_its_own_kind_falls_back_to_full_logits(tmp_path: Path) -> None:
+def test_a_nonstandard_head_falls_back_to_full_logits(tmp_path: Path) -> None:
     """Falcon-H1 multiplies its logits by a factor under a name of its own."""
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     config = FalconH1Config(
@@ -245,7 +245,7 @@ def test_values(llama: ModelConfig, tmp_path: Path) -> None:
     torch.testing.assert_close(values[1], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_values_in_bfloat16_keep_float32_digits(llama: ModelConfig) -> None:
+def test_values_in_bfloat16_keep_float32_precision(llama: ModelConfig) -> None:
     model = load_value(ModelConfig(path=llama.path, dtype="bfloat16"))
     with torch.no_grad():
         model.get_parameter("score.weight").fill_(1.0)

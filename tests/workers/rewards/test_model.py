@@ -1,4 +1,4 @@
-"""What a reward model is while it is trained is what the reward role will read: the same token, the same score."""
+"""A trained reward model gives the same scores, at the same tokens, when the reward role loads it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from workers.config import ModelConfig
-from workers.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
+from workers.contract.config import ModelConfig
+from workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
+from workers.models.token_batch import TokenBatch, TokenTable
 from workers.offline import _keep_last_token
-from workers.tensors import TokenBatch, TokenTable
 
 
 @pytest.fixture
@@ -40,18 +40,35 @@ def test_scores_are_those_of_the_plain_classifier(tiny_model: Path, tmp_path: Pa
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     ids = batch.input_ids.masked_fill(batch.attention_mask == 0, plain.config.pad_token_id)
     with torch.no_grad():
-        scores, logprobs = RewardScores(model)(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+        scores, _, logprobs = RewardScores(model)(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
         wanted = plain(input_ids=ids, attention_mask=batch.attention_mask).logits[:, 0]
     assert logprobs is None
     assert torch.allclose(scores, wanted, atol=1e-5)
 
 
-def test_the_language_head_stands_on_the_very_backbone_that_is_scored(tiny_model: Path, batch: TokenBatch) -> None:
+def test_the_score_of_a_token_is_that_of_a_sequence_that_ends_there(tiny_model: Path, batch: TokenBatch) -> None:
+    """So that of the last token is the score in use."""
+    module = RewardScores(with_head(ModelConfig(path=str(tiny_model), dtype="float32")))
+    with torch.no_grad():
+        scores, token_scores, _ = module(
+            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.positions + 1
+        )
+        assert torch.allclose(token_scores[batch.lengths.cumsum(0) - 1], scores, atol=1e-6)
+        rows = [[5, 6, 7, 11, 2], [8, 9, 12, 13, 14, 2], [10, 15]]
+        wanted = []
+        for row, response in zip(rows, batch.lengths.tolist(), strict=True):
+            for end in range(len(row) - response + 1, len(row) + 1):
+                ids = torch.tensor([row[:end]])
+                wanted.append(module(ids, torch.ones_like(ids), *(ids[0, :0],) * 2)[0])
+    assert torch.allclose(token_scores, torch.cat(wanted), atol=1e-5)
+
+
+def test_the_language_head_shares_the_scored_backbone(tiny_model: Path, batch: TokenBatch) -> None:
     config = ModelConfig(path=str(tiny_model), dtype="float32")
     model = with_head(config)
     module = RewardScores(model, share_backbone(model, config, chunks=2))
     inputs = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
-    scores, logprobs = module(*inputs)
+    scores, _, logprobs = module(*inputs)
     wanted, _ = CausalLogprobs(load_causal(config), 1.0)(*inputs)
     assert logprobs is not None
     assert torch.allclose(logprobs, wanted, atol=1e-5)
@@ -80,12 +97,12 @@ def base_model(folder: Path, *, tied: bool) -> ModelConfig:
 
 
 def test_an_untied_language_head_is_kept_with_the_score(tmp_path: Path, batch: TokenBatch) -> None:
-    """What is saved holds both heads as they were trained, for whoever loads either."""
+    """The saved folder has both trained heads."""
     config = base_model(tmp_path / "base", tied=False)
     module = RewardScores(model := with_head(config), share_backbone(model, config, chunks=1))
     inputs = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    scores, logprobs = module(*inputs)
+    scores, _, logprobs = module(*inputs)
     assert logprobs is not None
     (scores.sum() + logprobs.sum()).backward()
     optimizer.step()
@@ -101,7 +118,7 @@ def test_an_untied_language_head_is_kept_with_the_score(tmp_path: Path, batch: T
         assert all(torch.equal(one, two) for one, two in zip(again(*inputs), module(*inputs), strict=True))
 
 
-def test_a_tied_language_head_is_no_weight_of_its_own(tmp_path: Path) -> None:
+def test_a_tied_language_head_adds_no_weight(tmp_path: Path) -> None:
     config = base_model(tmp_path / "base", tied=True)
     model = load_value(config)
     share_backbone(model, config, chunks=1)
@@ -113,11 +130,11 @@ def test_a_tied_language_head_is_no_weight_of_its_own(tmp_path: Path) -> None:
 def test_a_folder_without_its_language_head_is_refused(tmp_path: Path) -> None:
     config = base_model(tmp_path / "base", tied=False)
     load_value(config).save_pretrained(tmp_path / "trained")
-    with pytest.raises(ValueError, match=r"not a language model: it has no weights for lm_head\.weight"):
+    with pytest.raises(ValueError, match=r"not a language model: no weights for lm_head\.weight"):
         load_causal(ModelConfig(path=str(tmp_path / "trained"), dtype="float32"))
 
 
-def test_no_token_that_ends_a_turn_is_taken_for_padding() -> None:
+def test_the_padding_token_ends_no_turn() -> None:
     def chosen(pad: int | None, eos: int | list[int], tokenizer_pad: int | None, unk: int | None) -> int:
         config = SimpleNamespace(pad_token_id=pad, eos_token_id=eos, vocab_size=100)
         tokenizer: Any = SimpleNamespace(

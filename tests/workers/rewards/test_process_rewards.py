@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from orchestrator.scoring import ScoredGroup
+from orchestrator.rollouts.scoring import ScoredGroup
 from tests.fakes import FakeTable
-from workers.config import AdvantageConfig, ModelConfig, RewardConfig, RewardFunctionConfig
-from workers.messages import ROLLOUTS, GroupSummary, PrepareRequest, RewardSummary
-from workers.prepare import prepare
+from workers.algorithms.train_batch import prepare
+from workers.contract.config import AdvantageConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from workers.contract.messages import ROLLOUTS, GroupSummary, PrepareRequest, RewardSummary
 from workers.reward import RewardWorker, reward_spans
 from workers.rewards.equations import equations, evaluate
 from workers.rewards.functions import letter_share
@@ -76,7 +76,7 @@ def steps_of(text: str, **args: float) -> list[tuple[str, float]]:
         ("I get -2 + 3 = 1!", [("I get -2 + 3 = 1", 1)]),
     ],
 )
-def test_equations_are_found_and_judged(text: str, steps: list[tuple[str, float]]) -> None:
+def test_equations_are_found_and_verified(text: str, steps: list[tuple[str, float]]) -> None:
     assert steps_of(text) == steps
 
 
@@ -92,11 +92,11 @@ def test_equations_are_found_and_judged(text: str, steps: list[tuple[str, float]
         *("__import__('os').abort() + 1 = 2", "1 + " * 100 + "1 = 101", "9" * 5000 + " + 1 = 1", "(" * 9000 + "1+1=2"),
     ],
 )
-def test_what_is_no_equation_is_one_step_of_nothing(text: str) -> None:
+def test_text_without_an_equation_is_one_step_of_zero(text: str) -> None:
     assert equations(text, "", {}) == Steps([(len(text), 0.0)])
 
 
-def test_equations_may_be_rewarded_and_rounded_otherwise() -> None:
+def test_rewards_and_tolerance_of_equations_are_configurable() -> None:
     text = "1 / 3 = 0.33, 1 + 1 = 3"
     assert [reward for _, reward in steps_of(text)] == [0, 0]
     assert [reward for _, reward in steps_of(text, right=0.5, wrong=-1, tolerance=0.005)] == [0.5, -1]
@@ -145,7 +145,7 @@ def test_any_text_has_steps_within_it(text: str) -> None:
 # Letters
 
 
-def test_stretches_of_letters_are_steps() -> None:
+def test_chunks_of_characters_are_steps() -> None:
     assert letter_share("aab", "", {}, letters="a", every=2) == Steps([(2, 1.0), (3, 0.0)], outcome=2 / 3)
     assert letter_share("", "", {}, letters="a", every=2) == Steps([(0, 0.0)], outcome=0.0)
     assert letter_share("AXa", "", {}, letters="A", ignore_case=True, every=3) == Steps([(3, 2 / 3)], outcome=2 / 3)
@@ -156,7 +156,7 @@ def test_stretches_of_letters_are_steps() -> None:
 # What a function may return
 
 
-def test_steps_are_plain_numbers_in_the_end() -> None:
+def test_checked_steps_are_plain_numbers() -> None:
     assert checked_steps([[1, True], (3, -2)], 3) == ((1, 1.0), (3, -2.0))
     assert checked_steps([(0, 1.0)], 0) == ((0, 1.0),)
 
@@ -164,11 +164,11 @@ def test_steps_are_plain_numbers_in_the_end() -> None:
 @pytest.mark.parametrize(
     ("rewards", "why"),
     [
-        ([], "there is no step"),
-        ([(0, 1.0)], "step 1 ends at 0; it can end from 1 to 4"),
-        ([(2, 1.0), (2, 1.0)], "step 2 ends at 2; it can end from 3 to 4"),
-        ([(3, 1.0), (2, 1.0)], "step 2 ends at 2; it can end from 4 to 4"),
-        ([(5, 1.0)], "step 1 ends at 5; it can end from 1 to 4"),
+        ([], "there are no steps"),
+        ([(0, 1.0)], "step 1 ends at 0; expected 1 to 4"),
+        ([(2, 1.0), (2, 1.0)], "step 2 ends at 2; expected 3 to 4"),
+        ([(3, 1.0), (2, 1.0)], "step 2 ends at 2; expected 4 to 4"),
+        ([(5, 1.0)], "step 1 ends at 5; expected 1 to 4"),
         ([(1, math.nan)], "the reward of step 1 is not a finite number: nan"),
         ([(1, 1.0), (2, "1")], r"step 2 is not (end, reward): (2, '1')"),
         ([(1.0, 1.0)], r"step 1 is not (end, reward): (1.0, 1.0)"),
@@ -176,7 +176,7 @@ def test_steps_are_plain_numbers_in_the_end() -> None:
         ([(1, 1.0, 1.0)], r"step 1 is not (end, reward): (1, 1.0, 1.0)"),
     ],
 )
-def test_steps_that_are_none_are_refused(rewards: list[object], why: str) -> None:
+def test_invalid_steps_are_refused(rewards: list[object], why: str) -> None:
     with pytest.raises(ValueError) as error:
         checked_steps(rewards, 4)
     assert str(error.value) == why
@@ -222,11 +222,11 @@ def outcomes(process: RewardProcess, *responses: str) -> list[Outcome]:
 def test_steps_pass_and_faults_cost_one_sample(process: RewardProcess) -> None:
     assert outcomes(process, "good", "falling", "inf", "outcome", "one", "half", "pairs", "whole") == [
         Outcome(0.75, steps=((2, 1.0), (4, 0.5))),
-        Outcome(None, "not steps: step 2 ends at 1; it can end from 3 to 7"),
+        Outcome(None, "not steps: step 2 ends at 1; expected 3 to 7"),
         Outcome(None, "not steps: the reward of step 1 is not a finite number: inf"),
         Outcome(None, "not a number: 'much' (str)"),
         Outcome(None, "error: TypeError: 'int' object is not iterable"),
-        Outcome(None, "no steps, but a number: 0.5"),
+        Outcome(None, "expected steps, got a number: 0.5"),
         Outcome(None, "not a number: [(1, 1.0)] (list)"),
         Outcome(-3.0, steps=((1, 1.0),)),
     ]
@@ -239,10 +239,10 @@ def test_a_long_response_may_have_a_step_at_every_character(process: RewardProce
 
 @pytest.mark.parametrize("steps", ["[]", "7", "[[1]]", "[[1, 1.0], [1, 1.0]]", "[[99, 1.0]]", "[[1, 1e999]]", "{}"])
 def test_steps_that_the_child_sends_are_checked_again(process: RewardProcess, steps: str) -> None:
-    reply = f'{{"id": 1, "value": 1.0, "steps": {steps}}}'
+    reply = f'{{"id": 1, "results": [{{"value": 1.0, "steps": {steps}}}]}}'
     [outcome] = outcomes(process, f"noise {reply}")
     assert outcome.value is None
-    assert outcome.status.startswith("error: the reward process replied steps that are none")
+    assert outcome.status.startswith("error: the reward process replied invalid steps")
     assert outcomes(process, "good")[0].status == "ok"
 
 
@@ -410,7 +410,7 @@ def test_without_process_an_outcome_counts(worker_of: Callable[..., RewardWorker
     assert (summary.rewards, spans_of(table), summary.steps_differ) == ((0.5,), [[]], False)
 
 
-def test_a_sample_whose_steps_have_no_place_fails_alone(worker_of: Callable[..., RewardWorker], tokenizer: Any) -> None:
+def test_a_sample_with_unmappable_steps_fails_alone(worker_of: Callable[..., RewardWorker], tokenizer: Any) -> None:
     worker = worker_of({"name": "equations", "process": True}, {"name": "numeric", "weight": 0.0})
     table = rollouts(tokenizer, "1+1=2", "1+1=2")
     texts = pa.array(["1+1=2", "1+1=3"])
@@ -427,13 +427,13 @@ def test_process_rewards_need_the_policy(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="need the policy's tokenizer"):
         worker.start()
     try:
-        with pytest.raises(RuntimeError, match=r"start\(\) loads the policy's tokenizer"):
+        with pytest.raises(RuntimeError, match=r"the policy's tokenizer is not loaded"):
             worker.score(rollouts(tokenizer, "1+1=2"))
     finally:
         worker.close()
 
 
-def test_components_are_laid_over_one_another() -> None:
+def test_steps_of_components_are_added_per_token() -> None:
     first, second = Outcome(0.5, steps=((3, 1.0), (6, 0.0))), Outcome(2.0, steps=((3, 2.0),))
     outcome, failed = Outcome(1.0), Outcome(0.0, steps=((2, 1e308),))
 

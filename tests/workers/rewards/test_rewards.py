@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym.factory import get_score_answer_fn
 
-from workers.config import RewardFunctionConfig
+from workers.contract.config import RewardFunctionConfig
 from workers.rewards import functions, gym
 from workers.rewards.loading import SHIPPED, RewardFunctionError, load, locate
 from workers.rewards.numeric import numeric
 from workers.rewards.runner import Outcome, RewardProcess, Sample
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 # Functions
@@ -153,12 +153,12 @@ def test_reasoning_gym_gives_no_credit_for_containing_the_answer(family: str) ->
 
 def test_reasoning_gym_refuses_a_scorer_that_json_broke() -> None:
     metadata = task("arc_agi")
-    with pytest.raises(ValueError, match="does not accept the answer its own entry gives"):
+    with pytest.raises(ValueError, match="does not accept the answer of its own entry"):
         gym.reasoning_gym(metadata["entry"]["answer"], "", metadata)
 
 
 @pytest.mark.parametrize("family", sorted(gym._EVALUATED))
-def test_what_the_model_wrote_is_never_run(family: str, tmp_path: Path) -> None:
+def test_model_text_is_never_executed(family: str, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     attack = f"__import__('pathlib').Path({str(canary)!r}).touch()"
     metadata = task(family)
@@ -203,7 +203,7 @@ def test_code_does_not_pass_for_a_formula(text: str) -> None:
 # Finding functions
 
 
-def test_every_shipped_name_loads() -> None:
+def test_every_built_in_name_loads() -> None:
     required: dict[str, dict[str, Any]] = {
         "regex": {"pattern": "x"},
         "length": {"target": 1, "tolerance": 1},
@@ -221,7 +221,7 @@ def test_every_shipped_name_loads() -> None:
         ("../evil:f", {}, "no reward function"),
         ("no_such_module:f", {}, "cannot import no_such_module: ModuleNotFoundError"),
         ("json:nope", {}, "module json has no 'nope'"),
-        ("os:path", {}, "is not callable, but module"),
+        ("os:path", {}, "not callable, got module"),
         ("exact_match", {"stripp": True}, "unexpected keyword argument 'stripp'"),
         ("regex", {}, "missing a required argument: 'pattern'"),
     ],
@@ -288,11 +288,11 @@ def samples(*responses: str, metadata: str = "{}") -> list[Sample]:
 
 
 FAULTS = {
-    "raise": "error: ValueError: bad thing",
+    "raise": "error: ValueError: bad thing (behaviours.py:7)",
     "exit 3": "died with exit code 3",
     "exit 0": "died with exit code 0",
     "abort": "died with signal 6 (Aborted)",
-    "quit": "error: SystemExit: 4",
+    "quit": "error: SystemExit: 4 (behaviours.py:10)",
     "allocate": "out of memory (limit 128 MiB)",
     "nan": "not a finite number: nan",
     "inf": "not a finite number: inf",
@@ -300,7 +300,7 @@ FAULTS = {
     "text": "not a number: '1.0' (str)",
     "none": "not a number: None (NoneType)",
     "list": "not a number: [1.0, 2.0] (list)",
-    "unknown": "error: KeyError: 'unknown'",
+    "unknown": "error: KeyError: 'unknown' (behaviours.py:26)",
 }
 
 
@@ -356,8 +356,15 @@ def test_output_of_user_code_goes_to_the_log(process: RewardProcess, capfd: pyte
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("noise", ["garbage", "[]", '{"id": 1, "value": NaN}', '{"id": 9, "value": 1.0}', '{"id": 1}'])
-def test_what_the_child_says_is_checked(process: RewardProcess, noise: str) -> None:
+@pytest.mark.parametrize(
+    "noise",
+    [
+        *("garbage", "[]", '{"id": 1}', '{"id": 1, "results": []}', '{"id": 1, "results": [7]}'),
+        *('{"id": 1, "results": [{"value": NaN}]}', '{"id": 9, "results": [{"value": 1.0}]}'),
+        '{"id": 1, "results": [{}]}',
+    ],
+)
+def test_replies_of_the_child_are_checked(process: RewardProcess, noise: str) -> None:
     [outcome] = process.score(samples(f"noise {noise}"))
     assert outcome.value is None
     assert outcome.status.startswith("error: the reward process replied")
@@ -367,7 +374,8 @@ def test_what_the_child_says_is_checked(process: RewardProcess, noise: str) -> N
 def test_metadata_and_what_is_known_of_the_sample_reach_the_function(process: RewardProcess) -> None:
     assert process.score(samples("metadata level", metadata='{"level": 2}')) == [Outcome(2.0)]
     [outcome] = process.score(samples("metadata sample"))
-    assert outcome.status == "not a number: {'finish_reason': 'stop', 'response_tokens': 3} (dict)"
+    facts = "{'finish_reason': 'stop', 'messages': [], 'response_tokens': 3}"
+    assert outcome.status == f"not a number: {facts} (dict)"
     for bad, error in [("[1]", "TypeError: metadata is not a JSON object"), ("{", "JSONDecodeError")]:
         [outcome] = process.score(samples("one", metadata=bad))
         assert outcome.status.startswith(f"error: {error}")
@@ -404,7 +412,7 @@ def running(command: str) -> list[int]:
     return found
 
 
-def test_what_a_function_started_ends_with_it(process: RewardProcess) -> None:
+def test_processes_that_a_function_started_end_with_it(process: RewardProcess) -> None:
     seconds = 10**6 + os.getpid()  # an argument that only this test's process has
     assert process.score(samples(f"orphan {seconds}")) == [Outcome(None, "died with exit code 1")]
     assert all(gone(pid) for pid in running(f"sleep {seconds}"))
@@ -417,7 +425,7 @@ def test_the_child_dies_with_its_parent_even_while_it_holds_the_interpreter_lock
     script = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
-from workers.config import RewardFunctionConfig
+from workers.contract.config import RewardFunctionConfig
 from workers.rewards.runner import RewardProcess, Sample
 process = RewardProcess(RewardFunctionConfig(name={behaviours!r}, timeout_s=600), 256)
 process.start()

@@ -1,4 +1,4 @@
-"""Shards of an optimizer's state laid anew for another number of ranks, on states made by hand."""
+"""Resharding of an optimizer's state for another number of ranks, on handmade states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from workers.shards import (
+from workers.training.resharding import (
     ZERO_1_2,
     ZERO_3,
     Shapes,
@@ -16,14 +16,14 @@ from workers.shards import (
     cut_groups,
     cut_parameters,
     flattened,
-    relaid,
+    reshard,
     share,
     unflattened,
 )
 
 SHAPES: Shapes = ({"embed": (5, 3), "up": (4, 2)}, {"norm": (3,), "bias": (1,)})
 SPLIT: Shapes = ({"embed": (5, 3)}, {"up": (4, 2)}, {"norm": (3,)}, {"bias": (1,)})
-"""The same parameters in more groups, as ZeRO-3 makes them where shares are large."""
+"""The same parameters in more groups, as ZeRO-3 splits them where shares are large."""
 WORLDS = (1, 2, 3, 8)
 STEP = 7.0
 
@@ -58,7 +58,7 @@ def flats(stage: int, shapes: Shapes, kind: int, world: int) -> list[list[torch.
 
 
 def states(stage: int, shapes: Shapes, world: int, *, updated: bool = True, lean: bool = False) -> list[State]:
-    """What each rank saves. `lean`: DeepSpeed takes the padding off the weights of ZeRO 1 and 2."""
+    """State that each rank saves. `lean`: DeepSpeed removes the padding of the weights of ZeRO 1 and 2."""
     keys = ZERO_3 if stage == 3 else ZERO_1_2
     weights, first, second = (flats(stage, shapes, kind, world) for kind in range(3))
     found = []
@@ -85,7 +85,7 @@ def same(one: State, other: State, stage: int) -> bool:
 
 @pytest.mark.parametrize("before", WORLDS)
 @pytest.mark.parametrize("now", WORLDS)
-def test_every_rank_gets_what_it_would_have_had(before: int, now: int) -> None:
+def test_a_resharded_rank_equals_one_of_the_new_size(before: int, now: int) -> None:
     for stage in (1, 3):
         keys = ZERO_3 if stage == 3 else ZERO_1_2
         expected = states(stage, SHAPES, now)
@@ -93,14 +93,14 @@ def test_every_rank_gets_what_it_would_have_had(before: int, now: int) -> None:
             widths = [flat.numel() for flat in expected[rank][keys.weights]]
             cut = cut_parameters(SHAPES, SHAPES, rank, now) if stage == 3 else cut_groups(SHAPES, widths, rank)
             saved = states(stage, SHAPES, before, lean=stage == 1)
-            assert same(relaid(saved, keys, cut, expected[rank][keys.adam]["param_groups"]), expected[rank], stage)
+            assert same(reshard(saved, keys, cut, expected[rank][keys.adam]["param_groups"]), expected[rank], stage)
 
 
 @pytest.mark.parametrize(("before", "now"), [(SHAPES, SPLIT), (SPLIT, SHAPES)])
-def test_zero_3_may_group_otherwise(before: Shapes, now: Shapes) -> None:
+def test_zero_3_groups_may_differ(before: Shapes, now: Shapes) -> None:
     expected = states(3, now, 2)
     groups = expected[1][ZERO_3.adam]["param_groups"]
-    found = relaid(states(3, before, 3), ZERO_3, cut_parameters(before, now, 1, 2), groups)
+    found = reshard(states(3, before, 3), ZERO_3, cut_parameters(before, now, 1, 2), groups)
     assert same(found, expected[1], 3)
     assert found[ZERO_3.adam]["param_groups"] == groups
 
@@ -122,15 +122,15 @@ def uncut(updated: bool = True) -> tuple[State, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("updated", [True, False])
 @pytest.mark.parametrize("world", WORLDS)
-def test_an_adam_that_is_not_cut_and_ranks_take_up_each_others_state(world: int, updated: bool) -> None:
+def test_unpartitioned_adam_and_ranks_load_each_others_state(world: int, updated: bool) -> None:
     adam, weights = uncut(updated)
     for rank, expected in enumerate(states(1, SHAPES, world, updated=updated)):
         widths = [flat.numel() for flat in expected[ZERO_1_2.weights]]
         groups = expected[ZERO_1_2.adam]["param_groups"]
-        found = relaid([flattened(adam, weights, SHAPES)], ZERO_1_2, cut_groups(SHAPES, widths, rank), groups)
+        found = reshard([flattened(adam, weights, SHAPES)], ZERO_1_2, cut_groups(SHAPES, widths, rank), groups)
         assert same(found, expected, 1)
     saved = states(1, SHAPES, world, updated=updated, lean=True)
-    together = relaid(saved, ZERO_1_2, cut_groups(SHAPES, [23, 4], 0), adam["param_groups"])
+    together = reshard(saved, ZERO_1_2, cut_groups(SHAPES, [23, 4], 0), adam["param_groups"])
     found = unflattened(together[ZERO_1_2.adam], SHAPES)
     assert found["param_groups"] == adam["param_groups"] and found["state"].keys() == adam["state"].keys()
     for number, state in adam["state"].items():
@@ -157,7 +157,7 @@ def test_another_number_of_parameters_is_refused() -> None:
 
 def test_every_flat_tensor_counts_its_own_updates() -> None:
     groups = states(3, SHAPES, 1)[0][ZERO_3.adam]["param_groups"]
-    found = relaid(states(3, SHAPES, 2), ZERO_3, cut_parameters(SHAPES, SHAPES, 0, 1), groups)
+    found = reshard(states(3, SHAPES, 2), ZERO_3, cut_parameters(SHAPES, SHAPES, 0, 1), groups)
     steps = [state["step"] for state in found[ZERO_3.adam]["state"].values()]
     assert [float(step) for step in steps] == [STEP, STEP]
     assert all(one.data_ptr() != other.data_ptr() for one, other in pairwise(steps))
@@ -167,20 +167,20 @@ def test_before_the_first_update_there_are_no_moments() -> None:
     groups = states(3, SHAPES, 1)[0][ZERO_3.adam]["param_groups"]
     saved = states(3, SHAPES, 2, updated=False)
     assert same(
-        relaid(saved, ZERO_3, cut_parameters(SHAPES, SHAPES, 0, 1), groups),
+        reshard(saved, ZERO_3, cut_parameters(SHAPES, SHAPES, 0, 1), groups),
         states(3, SHAPES, 1, updated=False)[0],
         3,
     )
 
 
-def test_shards_that_do_not_make_up_the_whole_are_refused() -> None:
-    with pytest.raises(ValueError, match="the shards of 5 elements hold 4"):
+def test_incomplete_shards_are_refused() -> None:
+    with pytest.raises(ValueError, match="the shards have 4 elements, expected at least 5"):
         share([torch.ones(2), torch.ones(2)], 5, 0, 3)
     saved = states(3, SHAPES, 2)
     groups = saved[0][ZERO_3.adam]["param_groups"]
     saved[1][ZERO_3.weights][0] = saved[1][ZERO_3.weights][0][:-1]
-    with pytest.raises(ValueError, match="a flat tensor has 11 elements, not 12"):
-        relaid(saved, ZERO_3, cut_parameters(SHAPES, SHAPES, 0, 1), groups)
+    with pytest.raises(ValueError, match="a flat tensor has 11 elements, expected 12"):
+        reshard(saved, ZERO_3, cut_parameters(SHAPES, SHAPES, 0, 1), groups)
     saved = states(1, SHAPES, 2)
-    with pytest.raises(ValueError, match="the shards of 23 elements hold 12"):
-        relaid(saved[:1], ZERO_1_2, cut_groups(SHAPES, [24, 4], 0), groups)
+    with pytest.raises(ValueError, match="the shards have 12 elements, expected at least 23"):
+        reshard(saved[:1], ZERO_1_2, cut_groups(SHAPES, [24, 4], 0), groups)

@@ -1,4 +1,4 @@
-"""The shared-memory weight file: round trip, digest, reuse, refusal of what is not ours."""
+"""The shared-memory weight file: round trip, digest, reuse, refusal of foreign files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers import weight_file
-from workers.messages import TensorSpec, WeightUpdate
-from workers.shared_file import FileMapping, WeightFileRefused
-from workers.weight_file import WeightDigestMismatch, WeightPublisher
+from workers.contract.messages import TensorSpec, WeightUpdate
+from workers.weights import file as weight_file
+from workers.weights.file import WeightDigestMismatch, WeightPublisher
+from workers.weights.shared_memory import FileMapping, WeightFileRefused
 
 
 class Weights:
@@ -71,7 +71,7 @@ def flip(path: str, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-def test_what_is_read_is_what_was_published(publisher: WeightPublisher) -> None:
+def test_published_tensors_are_read_back_unchanged(publisher: WeightPublisher) -> None:
     """Names, types, shapes and bits, each tensor aligned."""
     update = published(publisher, 3)
     read = dict(weight_file.read_weights(update))
@@ -116,7 +116,7 @@ def test_one_private_file_serves_all_versions(publisher: WeightPublisher, tmp_pa
 
 
 def test_a_smaller_version_in_a_used_file(tmp_path: Path) -> None:
-    """What an earlier, larger version left behind the payload and in its gaps does not count."""
+    """Bytes that an earlier, larger version left after the payload and in its gaps are ignored."""
     source = Weights(a=torch.ones(1000), b=torch.ones(1000))
     publisher = WeightPublisher(source, tmp_path, "run")
     published(publisher, 1)
@@ -182,7 +182,7 @@ def test_truncated_file(publisher: WeightPublisher) -> None:
 
 
 def test_a_reader_keeps_its_version(publisher: WeightPublisher) -> None:
-    """Publishing while an engine reads changes nothing under its hands; the file is new, the name the same."""
+    """Publishing does not change a version that an engine is reading: it writes a new file of the same name."""
     first = published(publisher, 1)
     with weight_file.open_weights(first) as weights:
         before = {name: tensor.clone() for name, tensor in weights.tensors()}
@@ -197,7 +197,7 @@ def test_a_reader_keeps_its_version(publisher: WeightPublisher) -> None:
 
 
 def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
-    """The half of a version is not a version."""
+    """A partially written version is refused."""
     seen: list[type[BaseException]] = []
 
     class Nosy(Weights):
@@ -220,7 +220,7 @@ def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_only_iterates(tmp_path: Path) -> None:
-    """It takes part in the collective once per version and leaves no file."""
+    """It participates in the collective once per version and leaves no file."""
     source = some_weights()
     publisher = WeightPublisher(source, tmp_path, "run", writes=False)
     assert publisher.publish(1) is None
@@ -266,7 +266,7 @@ def test_links_and_open_files_are_refused(publisher: WeightPublisher, tmp_path: 
         weight_file.verify(update)
     with pytest.raises(WeightFileRefused, match="not the name"):
         weight_file.write_payload(dataclasses.replace(update, path=str(canary)), payload)
-    with pytest.raises(ValueError, match="announced"):
+    with pytest.raises(ValueError, match="received 511 bytes of weights, expected 512"):
         weight_file.write_payload(update, payload[:-1])
 
 
@@ -281,11 +281,11 @@ def test_links_and_open_files_are_refused(publisher: WeightPublisher, tmp_path: 
     ],
     ids=["size", "end", "negative", "alignment", "dtype"],
 )
-def test_impossible_descriptions(tmp_path: Path, spec: TensorSpec) -> None:
+def test_invalid_descriptions_are_refused(tmp_path: Path, spec: TensorSpec) -> None:
     """An update whose layout does not fit its payload yields nothing."""
     update = published(WeightPublisher([("a", torch.ones(4))], tmp_path, "run"), 1)
     changed = dataclasses.replace(update, tensors=(spec,))
-    with weight_file.open_weights(changed) as weights, pytest.raises(WeightFileRefused, match="impossible"):
+    with weight_file.open_weights(changed) as weights, pytest.raises(WeightFileRefused, match="invalid description"):
         list(weights.tensors())
 
 
@@ -306,7 +306,7 @@ def test_files_of_dead_publishers_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("piece, stretch", [(96, 96), (128, 1000), (1000, 4000)])
-def test_cores_share_the_work_and_the_file_is_the_same(
+def test_parallel_writing_gives_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, stretch: int
 ) -> None:
     """A tensor that is only there until the next one is written before; others are written side by side."""
@@ -329,7 +329,7 @@ def test_cores_share_the_work_and_the_file_is_the_same(
         assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_file_stays_mapped_until_another_is_there(tmp_path: Path) -> None:
+def test_a_file_stays_mapped_until_it_is_replaced(tmp_path: Path) -> None:
     source = Weights(a=torch.ones(1000))
     publisher, mapping = WeightPublisher(source, tmp_path, "run"), FileMapping(mmap.PROT_READ)
 
@@ -358,7 +358,7 @@ def test_a_file_does_not_outlive_its_publisher(tmp_path: Path) -> None:
     code = f"""
 import time, torch
 from pathlib import Path
-from workers.weight_file import WeightPublisher
+from workers.weights.file import WeightPublisher
 publisher = WeightPublisher([("w", torch.ones(4))], Path({str(tmp_path)!r}), "run")
 print(publisher.publish(1).path, flush=True)
 time.sleep(60)
@@ -390,7 +390,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
         os.close(fd)
 
 
-def test_the_error_survives_a_process_border() -> None:
+def test_the_error_can_be_pickled() -> None:
     """Ray pickles exceptions."""
     error = pickle.loads(pickle.dumps(WeightDigestMismatch("rollout-0", "aa", "bb")))
     assert (error.name, error.expected, error.got) == ("rollout-0", "aa", "bb")

@@ -1,0 +1,243 @@
+"""Simulated workers that take time, fail or do nothing at all, around the product's own controller.
+
+Only the workers are simulated (`tests/fakes.py`). They follow the protocols of their roles
+(`workers/contract/roles.py`): timeouts, deaths, acknowledged weights. Controller, scheduler, engine pool, scoring,
+ledger, weight sync, rollout source, prompt order, micro-batch plans, metrics and console are those that `troupe run`
+puts together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from benchmarks.support.harness import NotCorrect
+from orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
+from orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
+from orchestrator.data.prompts import PromptPick, PromptSource
+from orchestrator.reporting.console import Console
+from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
+from orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler, ScheduleSettings
+from orchestrator.rollouts.scoring import RewardPool, Scorer
+from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
+from orchestrator.rollouts.weight_sync import FileSync
+from orchestrator.training.checkpoint import CheckpointStore
+from orchestrator.training.ledger import Ledger
+from orchestrator.training.updates import RolloutUpdates, UpdateSettings
+from tests.fakes import (
+    PROMPT_TOKENS,
+    RESPONSE_TOKENS,
+    FakeEngine,
+    FakePolicy,
+    FakeReward,
+    LocalWorker,
+    Seconds,
+    no_work,
+)
+from workers.contract import roles
+from workers.contract.messages import (
+    PrepareRequest,
+    TrainRow,
+)
+
+TIMEOUT_S = 60.0
+"""Bound on every call."""
+
+
+@lru_cache(maxsize=8)
+def _rows(groups: int, size: int) -> tuple[TrainRow, ...]:
+    tokens = PROMPT_TOKENS + RESPONSE_TOKENS
+    return tuple(TrainRow(tokens, RESPONSE_TOKENS, True, PROMPT_TOKENS, g) for g in range(groups) for _ in range(size))
+
+
+class SimPolicy(FakePolicy):
+    """A policy whose rows all have an advantage."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of every update's micro-batches."""
+        return [sum(map(len, plan.micro_batches)) for plan in self.updates]
+
+    def _rows(self, request: PrepareRequest) -> tuple[TrainRow, ...]:
+        groups = len(request.prompt_rows)
+        return _rows(groups, len(request.keep) // groups)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a simulated run."""
+
+    engines: int
+    slots: int
+    """Groups that one engine samples at once."""
+    groups: int
+    """Groups per step."""
+    samples: int
+    """Samples per group."""
+    staleness: int
+    steps: int
+    restarts: int = 0
+    probe_every_s: float = 20.0
+    """The spec's default, `failures.health_interval_s`."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per step."""
+        return self.groups * self.samples
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The end of a step."""
+
+    wall: float
+    """Seconds on the monotonic clock."""
+    cpu: float
+    """CPU seconds of this process so far."""
+
+
+class Clock(Console):
+    """The product's console, printing into memory; records when each step is reported."""
+
+    def __init__(self, on_step: Callable[[int], None] | None = None) -> None:
+        super().__init__(io.StringIO())
+        self._on_step = on_step
+        self.ticks: list[Tick] = []
+
+    def step(self, step: int, metrics: Mapping[str, object]) -> None:
+        """Record the end of a step."""
+        super().step(step, metrics)
+        self.ticks.append(Tick(time.perf_counter(), time.process_time()))
+        if self._on_step is not None:
+            self._on_step(step)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The properties of a prompt pool that `PromptSource` needs."""
+
+    rows: int
+    digest: str = "simulated"
+
+
+@dataclass
+class SimulatedWorkers:
+    """The workers of a simulated run."""
+
+    engines: Sequence[WorkerHandle[roles.Engine]]
+    policy: WorkerHandle[roles.Policy]
+    reward: WorkerHandle[roles.Reward]
+    spawn: Callable[[str], WorkerHandle[roles.Engine]]
+    """Creates a replacement for an engine that died."""
+
+    @classmethod
+    def local(cls, shape: Shape, policy: SimPolicy, work: Seconds = no_work) -> SimulatedWorkers:
+        """Workers in this process, without work by default."""
+
+        def engine(name: str) -> LocalWorker[FakeEngine]:
+            return LocalWorker(name, FakeEngine(name, work))
+
+        engines = [engine(f"rollout-{number}") for number in range(shape.engines)]
+        return cls(engines, LocalWorker("policy-0", policy), LocalWorker("reward-0", FakeReward()), engine)
+
+
+@dataclass
+class Simulation:
+    """One run of the product's controller over simulated workers."""
+
+    shape: Shape
+    workers: SimulatedWorkers
+    clock: Clock = field(default_factory=Clock)
+    on_prompt: Callable[[PromptPick], None] | None = None
+    """Called with every prompt that is drawn, when its group becomes available to the engines."""
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Ends the run when set, as a signal would."""
+
+    async def run(self) -> tuple[RunOutcome, EnginePool]:
+        """Run to the end, in a temporary folder."""
+        with tempfile.TemporaryDirectory() as folder:
+            controller, pool = self._controller(Path(folder))
+            try:
+                return await controller.run(), pool
+            finally:
+                await pool.close()
+
+    def _controller(self, out: Path) -> tuple[Controller, EnginePool]:
+        shape, workers = self.shape, self.workers
+
+        async def spawn(name: str) -> Engine:
+            await asyncio.sleep(0)
+            return Engine(workers.spawn(name), "host")
+
+        bounds = PoolBounds(shape.slots * shape.samples, TIMEOUT_S, TIMEOUT_S, 3, TIMEOUT_S, shape.restarts)
+        pool = EnginePool([Engine(handle, "host") for handle in workers.engines], spawn, bounds)
+        policy = PolicyGroup("policy", [workers.policy], 16384)
+        rewards = RewardPool([workers.reward], TIMEOUT_S)
+        ledger = Ledger()
+        prompts = PromptSource(_Pool((shape.steps + shape.staleness + 1) * shape.groups), 17)
+        schedule = ScheduleSettings(shape.groups, shape.samples, shape.staleness, shape.steps, 3, 0.0, 1, 17)
+        scheduler = RolloutScheduler(schedule, pool, Scorer(rewards, ()), ledger, self._drawn(prompts), None)
+        makers = RolloutComponents(policy, pool, scheduler, rewards, prompts, ledger)
+        rollouts = RolloutSettings(False, shape.staleness, TIMEOUT_S, out / "trajectories")
+        source = RolloutSource(rollouts, makers, self.clock, self.stop)
+        updates = RolloutUpdates(_update_settings(), policy, None, self.clock)
+        components = RunComponents(source, updates, FileSync(policy, pool, TIMEOUT_S), None, ledger)
+        sinks = MetricSinks.open(out, tensorboard=False, resume_at=0)
+        store = CheckpointStore(out / "checkpoints", 1)
+        return Controller(_settings(shape), components, store, sinks, self.clock, self.stop), pool
+
+    def _drawn(self, prompts: PromptSource) -> NextPrompt:
+        on_prompt = self.on_prompt
+        if on_prompt is None:
+            return prompts.next
+
+        def draw() -> PromptPick:
+            pick = prompts.next()
+            on_prompt(pick)
+            return pick
+
+        return draw
+
+
+def _settings(shape: Shape) -> TrainSettings:
+    return TrainSettings(
+        steps=shape.steps,
+        train_timeout_s=TIMEOUT_S,
+        step_timeout_s=TIMEOUT_S,
+        probe_every_s=shape.probe_every_s,
+        checkpoint_every=0,
+        evaluate_every=0,
+        evaluate_at_start=False,
+        evaluate_at_end=False,
+    )
+
+
+def _update_settings() -> UpdateSettings:
+    return UpdateSettings(
+        epochs=1, minibatches=1, seed=17, train_timeout_s=TIMEOUT_S, nonfinite_limit=3, skip_zero_advantage=True
+    )
+
+
+def check(shape: Shape, outcome: RunOutcome, policy: SimPolicy) -> None:
+    """Check that every dispatched sequence was trained once, in a full batch, or is in flight after a stop.
+
+    Raises:
+        NotCorrect: A sequence was lost, dropped or trained twice.
+    """
+    ledger, wanted = outcome.ledger, shape.steps * shape.sequences
+    whole = ledger["dispatched"] == wanted + ledger["in_flight"] and bool(ledger["in_flight"]) == outcome.stopped
+    if outcome.steps_done != shape.steps or not whole or ledger["trained"] != wanted or ledger["dropped"]:
+        raise NotCorrect(
+            f"{outcome.steps_done} of {shape.steps} steps of {shape.sequences} sequences ended, the ledger has {ledger}"
+        )
+    if {len(keep) for keep in policy.prepared} != {shape.sequences} or set(policy.rows) != {shape.sequences}:
+        raise NotCorrect(f"a batch or an update does not have all {shape.sequences} sequences")
+    if len({identity for keep in policy.prepared for identity in keep}) != wanted:
+        raise NotCorrect("a sequence was trained twice")

@@ -1,0 +1,41 @@
+"""Write the generated pages of `docs/reference/` from the code: `python -m docs.tooling.write_reference`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.algorithm_curves import curves
+from docs.tooling.cli_reference import cli_reference
+from orchestrator.algorithms.reference import algorithm_reference
+from orchestrator.reporting.reference import metric_reference
+from orchestrator.spec.reference import spec_reference
+
+
+def _algorithms() -> str:
+    return algorithm_reference(curves())
+
+
+FOLDER = Path(__file__).resolve().parents[1] / "reference"
+
+PAGES: dict[str, Callable[[], str]] = {
+    "spec.md": spec_reference,
+    "algorithms.md": _algorithms,
+    "metrics.md": metric_reference,
+    "cli.md": cli_reference,
+}
+"""Every generated page, and the function that returns its text."""
+
+
+def main() -> None:
+    """Write every page whose text has changed."""
+    for name, text in PAGES.items():
+        path, wanted = FOLDER / name, text()
+        if not path.exists() or path.read_text(encoding="utf-8") != wanted:
+            path.write_text(wanted, encoding="utf-8")
+            sys.stdout.write(f"wrote {path.relative_to(FOLDER.parents[1])}\n")
+
+
+if __name__ == "__main__":
+    main()

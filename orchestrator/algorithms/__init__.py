@@ -1,0 +1,1 @@
+"""The table of algorithms, and the spec's section `algorithm`."""

@@ -1,0 +1,52 @@
+"""Algorithms of the user's own: what the checks find, for `troupe validate` and `troupe algorithms --check`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.algorithms.section import AlgorithmConfig, is_custom
+from orchestrator.errors import TroupeError
+from workers.contract.config import CustomConfig
+
+if TYPE_CHECKING:
+    from workers.algorithms.custom_checks import Check
+    from workers.contract.messages import RewardSummary
+
+
+def check(name: str, args: dict[str, Any], *, old_logprobs: bool, ref_logprobs: bool, values: bool) -> list[str]:
+    """What the checks find wrong with an algorithm, given what its run computes; one message each."""
+    from workers.algorithms.custom_checks import Available, check_custom
+
+    available = Available(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values)
+    found = check_custom(CustomConfig(name=name, args=args), seeds=1, available=available)
+    return [f"{one.name}: {one.problem}" for one in found if one.problem]
+
+
+def group_filter(config: AlgorithmConfig) -> Callable[[RewardSummary], bool] | None:
+    """The filter of groups of an algorithm of the user's own; None for another, or without one.
+
+    It raises TroupeError where the user's function fails.
+    """
+    if not is_custom(config.name):
+        return None
+    from workers.algorithms.custom import group_rewards, load_custom
+
+    keep = load_custom(CustomConfig(name=config.name, args=config.args)).keep_group
+    if keep is None:
+        return None
+
+    def decide(rewards: RewardSummary) -> bool:
+        try:
+            return bool(keep(group_rewards(rewards.rewards, rewards.components)))
+        except Exception as error:  # the function is the user's
+            message = f"{config.name}: keep_group: {type(error).__name__}: {error}"
+            raise TroupeError(f"{message} (rewards of {rewards.prompt_uid}: {rewards.rewards})") from error
+
+    return decide
+
+
+def report(checks: Sequence[Check]) -> str:
+    """The outcome of every check, one line each."""
+    width = max(len(one.name) for one in checks)
+    return "\n".join(f"{one.name:<{width}}  {one.problem or 'ok'}" for one in checks)

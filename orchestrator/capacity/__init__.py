@@ -1,0 +1,1 @@
+"""What a spec needs before it runs: model sizes, memory, and whether it fits."""

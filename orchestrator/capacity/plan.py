@@ -1,0 +1,145 @@
+"""Plans a run: places its workers on nodes and adds up their memory, before anything starts (`troupe plan`)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.capacity.fit import MemoryPlan, memory_plan
+from orchestrator.capacity.placement import GPU_GIB, Node, demand, fit, place, role_sizes, room
+from orchestrator.capacity.spec_memory import Seated, Sizes
+from orchestrator.capacity.worker_memory import GIB, Part
+from orchestrator.errors import UsageError
+from orchestrator.spec.load import RunSpec
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Placement of one worker."""
+
+    worker: str
+    cpus: float
+    gpus: float
+    group: str
+    bundle: int
+    node: str
+    """Empty: no room."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Placement and memory of a spec's workers on a set of nodes."""
+
+    rows: tuple[PlanRow, ...]
+    in_process: tuple[tuple[str, str], ...]
+    """Roles that run inside other workers, and the role of those workers."""
+    asked: dict[str, float]
+    there: dict[str, float]
+    misfit: str
+    """Empty, or the first reservation or memory that does not fit, and what to change."""
+    memory: MemoryPlan
+
+
+def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None) -> Plan:
+    """Place every worker of a spec on nodes, and add up its memory.
+
+    Args:
+        spec: The spec.
+        nodes: The nodes.
+        known: Sizes of models that were read before, or that an earlier stage will write; None: none.
+    """
+    sizes = role_sizes(spec)
+    placements = place(sizes)
+    seating = fit(placements, nodes)
+    rows = tuple(
+        PlanRow(
+            f"{seat.role}-{seat.index}",
+            seat.cpus,
+            seat.gpus,
+            placement.name,
+            seat.bundle,
+            seating.node_of.get((placement.name, seat.bundle), ""),
+        )
+        for placement in placements
+        for seat in placement.seats
+    )
+    there = {"CPU": sum(n.cpus for n in nodes), "GPU": sum(n.gpus for n in nodes)}
+    misfit = ""
+    if seating.missing is not None:
+        role = seating.missing.seats[0].role
+        misfit = (
+            f"no room for {seating.missing.name}: it asks for {seating.missing.request}; "
+            f"lower roles.{role}.workers, .cpus or .gpus, or add nodes"
+        )
+    in_process = tuple((size.role, size.colocate_with or "") for size in sizes if size.in_process)
+    seated = [Seated(row.worker, row.group, row.bundle, row.gpus, row.node) for row in rows]
+    memory = memory_plan(spec, seated, nodes, known if known is not None else Sizes())
+    return Plan(rows, in_process, demand(placements), there, misfit or memory.misfit, memory)
+
+
+def local_node(cpus: int, spec: RunSpec) -> Node:
+    """This machine as a node of Troupe's own local cluster, with at least the CPUs that the spec asks for: there, roles
+    share the cores."""
+    return Node("this machine", max(float(cpus), room(spec)["CPU"]), 0.0, _own_memory())
+
+
+def _own_memory() -> int:
+    """Memory of this machine, or of the control group that limits it, in bytes."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # "max": no limit
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
+
+
+def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
+    """Nodes of a cluster that is described in words.
+
+    Args:
+        text: NODESxGPUS (2x8: two nodes of eight GPUs) or NODESxGPUSxTYPE (2x8xH200).
+        cpus: CPUs of each node.
+        node_gib: Host memory of each node in GiB; 0: not known.
+
+    Raises:
+        UsageError: The text has another form, or names an unknown type of GPU.
+    """
+    match = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,3})(?:x(.+))?", text)
+    if match is None:
+        raise UsageError(f"--cluster: '{text}' is not NODESxGPUS, as in 2x8, or NODESxGPUSxTYPE, as in 2x8xH200")
+    if match[3] is not None and match[3].upper() not in GPU_GIB:
+        raise UsageError(f"--cluster: no GPU type '{match[3][:60]}' (known: {', '.join(GPU_GIB)})")
+    gpu = int(GPU_GIB[match[3].upper()] * GIB) if match[3] is not None else 0
+    # The type of GPU is the only label that may be known of a described cluster.
+    kind = match[3].upper() if match[3] is not None else None
+    size = (float(cpus), float(match[2]), int(node_gib * GIB), gpu)
+    return [Node(f"node-{i}", *size, accelerator=kind) for i in range(int(match[1]))]
+
+
+def as_json(name: str, seating: Plan) -> dict[str, Any]:
+    """The plan as plain data; memory in bytes."""
+    memory = seating.memory
+    return {
+        "name": name,
+        "seats": [asdict(row) for row in seating.rows],
+        "inside": dict(seating.in_process),
+        "asked": seating.asked,
+        "there": seating.there,
+        "memory": [
+            {"worker": w.worker, "of": w.where, "parts": _by_name(w.parts), "total": w.total} for w in memory.workers
+        ],
+        "kv_caches": {engine: asdict(cache) for engine, cache in memory.caches.items()},
+        "nodes": [
+            {"node": n.node, "parts": _by_name(n.parts), "total": n.total, "capacity": n.capacity or None}
+            for n in memory.nodes
+        ],
+        "unknown": dict(memory.unknown),
+        "misfit": seating.misfit or None,
+    }
+
+
+def _by_name(parts: Sequence[Part]) -> dict[str, int]:
+    return {part.name: part.bytes for part in parts}

@@ -1,0 +1,33 @@
+"""Plans of every run of a spec file, in order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from orchestrator.capacity.fit import Sizes
+from orchestrator.capacity.placement import Node
+from orchestrator.capacity.plan import Plan, local_node, plan
+from orchestrator.spec.stages import PlannedRun
+
+
+def plan_stages(runs: Sequence[PlannedRun], nodes: Sequence[Node] | None) -> Iterator[tuple[PlannedRun, Plan]]:
+    """Plan each run, up to and including the first that does not fit.
+
+    A later stage may start from a model that does not exist yet; it has the size of the model that the earlier stage
+    trains.
+
+    Args:
+        runs: The runs of one file.
+        nodes: The nodes of the cluster; None: this machine.
+    """
+    sizes = Sizes()
+    for run in runs:
+        available = [local_node(os.cpu_count() or 1, run.spec)] if nodes is None else nodes
+        planned = plan(run.spec, available, sizes)
+        trained = sizes.of(run.spec.model)
+        if trained is not None:
+            sizes.known[str(run.model)] = trained
+        yield run, planned
+        if planned.misfit:
+            return

@@ -1,0 +1,1 @@
+"""Ray: nodes, placement groups, actors, and typed groups of workers."""

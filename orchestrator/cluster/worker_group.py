@@ -1,0 +1,314 @@
+"""Groups of workers with one typed method for each call: the only place where the orchestrator names worker methods.
+
+A `WorkerHandle` reaches one worker, whether a Ray actor (`orchestrator/cluster/ray_cluster.py`) or an object in this
+process (`tests/fakes.py`). It takes the method as a function of the role's protocol (`workers/contract/roles.py`),
+which carries parameter and return types from the worker to the caller. A group calls the ranks of one role together.
+Engines and reward workers serve independently of each other: their pools (`orchestrator/rollouts/engine_pool.py`,
+`orchestrator/rollouts/scoring.py`) hold the handles.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+from orchestrator.cluster.event_loop import gather_all
+from workers.contract.config import Rendezvous
+from workers.contract.messages import (
+    PrepareRequest,
+    RankPlan,
+    TextSummary,
+    TrainSummary,
+    UpdateMetrics,
+    WeightUpdate,
+)
+from workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
+from workers.contract.roles import (
+    Critic,
+    Engine,
+    EngineLink,
+    ExampleTrainer,
+    Policy,
+    Reference,
+    Reply,
+    TableRef,
+    Trainer,
+    Worker,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+A = TypeVar("A")
+W = TypeVar("W", bound=Worker)
+W_co = TypeVar("W_co", bound=Worker, covariant=True)
+TrainerT = TypeVar("TrainerT", bound=Trainer)
+
+Scores = list[tuple[Any, TableRef]]
+"""(summary, reference to a token-score table) from every rank."""
+
+
+class WorkerHandle(Protocol[W_co]):
+    """One worker of a role."""
+
+    @property
+    def name(self) -> str:
+        """Role and index, as in `rollout-0`."""
+        ...
+
+    def call(
+        self, method: Callable[Concatenate[W_co, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, R]:
+        """Runs a method of the role's protocol and returns its result.
+
+        Raises:
+            WorkerDied: The worker's process is gone.
+            WorkerTimeout: No answer within `timeout_s` seconds.
+            WorkerRaised: The method raised an exception.
+            DataLost: An argument was lost with its node.
+        """
+        ...
+
+    def call_for_table(
+        self,
+        method: Callable[Concatenate[W_co, P], Reply[tuple[R, TableRef]]],
+        timeout_s: float,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Coroutine[Any, Any, tuple[R, TableRef]]:
+        """Runs a method that returns (summary, table). The table stays where it is; its reference is returned."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the worker's process immediately."""
+        ...
+
+
+Link = Callable[[Sequence[WorkerHandle[Engine]]], EngineLink]
+"""Creates the link from the trainer to these engines."""
+
+
+class ScoreTokens(Protocol):
+    """A method of a group that scores tokens of the plans' rows, such as `ReferenceGroup.score`."""
+
+    def __call__(self, plans: Sequence[RankPlan], *tables: TableRef, timeout_s: float) -> Coroutine[Any, Any, Scores]:
+        """One plan for each rank."""
+        ...
+
+
+class WorkerGroup(Generic[W]):
+    """The ranks of one role, called together."""
+
+    def __init__(self, role: str, workers: Sequence[WorkerHandle[W]], micro_batch_tokens: int) -> None:
+        self.role = role
+        self.workers = tuple(workers)
+        self.micro_batch_tokens = micro_batch_tokens
+
+    @property
+    def ranks(self) -> int:
+        """Number of workers."""
+        return len(self.workers)
+
+    async def _broadcast(
+        self, method: Callable[Concatenate[W, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """The same call on every rank; results by rank."""
+        return await gather_all(worker.call(method, timeout_s, *args, **kwargs) for worker in self.workers)
+
+    async def _scatter(
+        self,
+        method: Callable[Concatenate[W, A, P], Reply[R]],
+        timeout_s: float,
+        parts: Sequence[A],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """The same method with `parts[rank]` as first argument; results by rank."""
+        return await gather_all(
+            worker.call(method, timeout_s, part, *args, **kwargs)
+            for worker, part in zip(self.workers, parts, strict=True)
+        )
+
+    async def _score(
+        self,
+        method: Callable[Concatenate[W, RankPlan, P], Reply[tuple[Any, TableRef]]],
+        timeout_s: float,
+        plans: Sequence[RankPlan],
+        *tables: P.args,
+        **kwargs: P.kwargs,
+    ) -> Scores:
+        """As `_scatter`, for methods that return (summary, table)."""
+        return await gather_all(
+            worker.call_for_table(method, timeout_s, plan, *tables, **kwargs)
+            for worker, plan in zip(self.workers, plans, strict=True)
+        )
+
+
+class TrainerGroup(WorkerGroup[TrainerT], ABC):
+    """Ranks that train one model together."""
+
+    async def start(self, timeout_s: float) -> None:
+        """Starts the ranks: rank 0 names the address at which all of them meet."""
+        address, port = await self.workers[0].call(Trainer.rendezvous, timeout_s)
+        places = [Rendezvous(address=address, port=port, rank=r, world_size=self.ranks) for r in range(self.ranks)]
+        await self._scatter(Trainer.start, timeout_s, places)
+
+    @abstractmethod
+    async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
+        """One optimizer step on the rows of each rank's plan."""
+
+    async def save(self, directory: str, *, timeout_s: float) -> None:
+        """Writes a checkpoint of model, optimizer and schedule."""
+        await self._broadcast(Trainer.save, timeout_s, directory)
+
+    async def load(self, directory: str, *, timeout_s: float) -> int:
+        """Loads a checkpoint; returns the number of ranks that saved it."""
+        return (await self._broadcast(Trainer.load, timeout_s, directory))[0]
+
+    async def export(self, directory: str, *, timeout_s: float) -> None:
+        """Writes the model as a Hugging Face folder."""
+        await self._broadcast(Trainer.export, timeout_s, directory)
+
+    async def export_average(self, directory: str, *, timeout_s: float) -> None:
+        """Writes the moving average of the weights as a Hugging Face folder."""
+        await self._broadcast(Trainer.export_average, timeout_s, directory)
+
+
+class PolicyGroup(TrainerGroup[Policy]):
+    """The ranks of the policy."""
+
+    shares_prompts = False
+    """Whether the samples of a group are trained behind one copy of their prompt."""
+
+    async def start(self, timeout_s: float) -> None:
+        """Starts the ranks and asks whether their model can share prompts exactly."""
+        await super().start(timeout_s)
+        self.shares_prompts = all(await self._broadcast(Policy.shares_prompts, timeout_s))
+
+    async def compute_logprobs(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
+        """`old_logprobs` of the plans' rows."""
+        return await self._score(Policy.compute_logprobs, timeout_s, plans, *rollouts)
+
+    async def reference_logprobs(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
+        """`ref_logprobs` of the plans' rows under the colocated reference."""
+        return await self._score(Policy.reference_logprobs, timeout_s, plans, *rollouts)
+
+    async def prepare(
+        self, request: PrepareRequest, *tables: TableRef, timeout_s: float
+    ) -> tuple[TrainSummary, TableRef]:
+        """Joins rollouts, rewards and token scores into a batch with advantages."""
+        return await self.workers[0].call_for_table(Policy.prepare, timeout_s, request, *tables)
+
+    async def cut_texts(self, texts: TableRef, max_tokens: int, *, timeout_s: float) -> tuple[TextSummary, TableRef]:
+        """Splits plain texts into pieces of at most `max_tokens` tokens (PPO-ptx)."""
+        return await self.workers[0].call_for_table(Policy.cut_texts, timeout_s, texts, max_tokens)
+
+    async def update(
+        self,
+        plans: Sequence[RankPlan],
+        batch: TableRef,
+        kl_old_coef: float = 0.0,
+        texts: TableRef | None = None,
+        *,
+        timeout_s: float,
+    ) -> list[UpdateMetrics]:
+        """One optimizer step.
+
+        Args:
+            plans: Rows of the batch (and of `texts`) for every rank.
+            batch: TRAIN table.
+            kl_old_coef: Weight of KL(old || new) in this update.
+            texts: TEXTS table whose pieces are learned in the same step (PPO-ptx).
+            timeout_s: Bound on the call, in seconds.
+        """
+        return await self._scatter(Policy.update, timeout_s, plans, batch, kl_old_coef, texts)
+
+    async def hold_distributions(
+        self, plans: Sequence[RankPlan], batch: TableRef, stride: int, weights: bool, *, timeout_s: float
+    ) -> None:
+        """Keeps the policy's distributions at every `stride`-th state of the plans' rows, and its `weights`."""
+        await self._scatter(Policy.hold_distributions, timeout_s, plans, batch, stride, weights)
+
+    async def divergence(self, *, timeout_s: float) -> float:
+        """KL(held || now) per token at the states held, in nats."""
+        return _mean_per_state(await self._broadcast(Policy.divergence, timeout_s))
+
+    async def shorten_step(self, factor: float, *, timeout_s: float) -> float:
+        """Moves the weights to held + `factor` * (now - held); returns the divergence there."""
+        return _mean_per_state(await self._broadcast(Policy.shorten_step, timeout_s, factor))
+
+    async def release_held(self, *, timeout_s: float) -> None:
+        """Frees the distributions and weights held."""
+        await self._broadcast(Policy.release_held, timeout_s)
+
+    async def publish_weights(self, version: int, *, timeout_s: float) -> WeightUpdate:
+        """Writes the weights to shared memory as `version`."""
+        published = await self._broadcast(Policy.publish_weights, timeout_s, version)
+        return next(update for update in published if update is not None)
+
+    async def read_weights(self, update: WeightUpdate, *, timeout_s: float) -> TableRef:
+        """Reference to the bytes of a published version, for engines on other nodes."""
+        return (await self.workers[0].call_for_table(Policy.read_weights, timeout_s, update))[1]
+
+    async def connect_engines(self, link: EngineLink, *, timeout_s: float) -> None:
+        """Joins the rollout engines for transfers from GPU to GPU."""
+        await self._broadcast(Policy.connect_engines, timeout_s, link)
+
+    async def send_weights(self, version: int, *, timeout_s: float) -> int:
+        """Sends the weights to the connected engines as `version`; returns the number of bytes."""
+        return (await self._broadcast(Policy.send_weights, timeout_s, version))[0]
+
+
+def _mean_per_state(parts: Sequence[tuple[float, int]]) -> float:
+    """The ranks' sums over states as one mean; 0 without states."""
+    return sum(total for total, _ in parts) / max(1, sum(states for _, states in parts))
+
+
+class CriticGroup(TrainerGroup[Critic]):
+    """The ranks of the critic."""
+
+    async def compute_values(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
+        """`values` of the plans' rows."""
+        return await self._score(Critic.compute_values, timeout_s, plans, *rollouts)
+
+    async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
+        """One optimizer step on the plans' rows of a TRAIN table."""
+        return await self._scatter(Critic.update, timeout_s, plans, batch)
+
+
+class ReferenceGroup(WorkerGroup[Reference]):
+    """The workers of the frozen reference, which score shares of the same rows."""
+
+    async def score(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
+        """`ref_logprobs` of the plans' rows."""
+        return await self._score(Reference.score, timeout_s, plans, *rollouts)
+
+
+class ExampleGroup(TrainerGroup[ExampleTrainer]):
+    """The ranks of a model that trains on offline data."""
+
+    async def tokenize(self, texts: TableRef, *, timeout_s: float) -> tuple[ExampleSummary, TableRef]:
+        """Tokenizes every example once."""
+        return await self.workers[0].call_for_table(ExampleTrainer.tokenize, timeout_s, texts)
+
+    async def assemble(
+        self, picks: Sequence[tuple[str, int]], examples: TableRef, *, timeout_s: float
+    ) -> tuple[ExampleBatchSummary, TableRef]:
+        """Selects (name, row) pairs of the tokenized examples as a batch."""
+        return await self.workers[0].call_for_table(ExampleTrainer.assemble, timeout_s, picks, examples)
+
+    async def attach(self, batch: TableRef, *scores: TableRef, timeout_s: float) -> TableRef:
+        """The batch with the reference's log-probs."""
+        return (await self.workers[0].call_for_table(ExampleTrainer.attach, timeout_s, batch, *scores))[1]
+
+    async def reference_logprobs(self, plans: Sequence[RankPlan], *tables: TableRef, timeout_s: float) -> Scores:
+        """`ref_logprobs` of the plans' rows under the colocated reference."""
+        return await self._score(ExampleTrainer.reference_logprobs, timeout_s, plans, *tables)
+
+    async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
+        """One optimizer step on the plans' rows of an EXAMPLE_BATCH table."""
+        return await self._scatter(ExampleTrainer.update, timeout_s, plans, batch)
+
+    async def evaluate(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[EvaluationPart]:
+        """Every rank's share of the loss and metrics of the plans' rows."""
+        return await self._scatter(ExampleTrainer.evaluate, timeout_s, plans, batch)

@@ -1,0 +1,63 @@
+"""The rows of a spec's data: read once before anything starts, counted for the console and the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from orchestrator.data.examples import load_examples
+from orchestrator.data.prompts import Pool, load_pools
+from orchestrator.data.texts import load_texts
+from orchestrator.spec.base import RunSpec
+from orchestrator.spec.offline import OfflineSpec
+from orchestrator.spec.rollout import RolloutSpec
+
+_SHOWN = 3
+"""Bad rows that are shown."""
+
+Pools = Mapping[str, Pool]
+"""The pools of a run by the name of their section in `data`."""
+
+
+def read_pools(spec: RunSpec) -> Pools:
+    """Read all data of a spec. Raises DataError."""
+    return spec.dispatch(_of_rollouts, _of_examples)
+
+
+def named(train: Pool, held_out: Pool | None, texts: Pool | None = None) -> Pools:
+    """Pools by the name of their section."""
+    pools = {"train": train, "eval": held_out, "ptx": texts}
+    return {name: pool for name, pool in pools.items() if pool is not None}
+
+
+def describe(pools: Pools) -> list[str]:
+    """Number of rows of each pool, and the rows that were skipped or removed, one line for each pool."""
+    return [f"data.{name}: {', '.join(_parts(pool))}" for name, pool in pools.items()]
+
+
+def data_metrics(pools: Pools) -> dict[str, float]:
+    """Rows that are used, and bad rows, of each pool."""
+    metrics = {}
+    for name, pool in pools.items():
+        metrics[f"data/{name}_rows"] = float(pool.rows)
+        metrics[f"data/{name}_bad_rows"] = float(pool.bad_rows)
+    return metrics
+
+
+def _parts(pool: Pool) -> list[str]:
+    parts = [f"{pool.rows} rows"]
+    if pool.left_out:
+        parts.append(f"{pool.left_out} removed because data.train has the same prompt (data.held_out)")
+    if pool.bad_rows:
+        more = "; ..." if pool.bad_rows > _SHOWN else ""
+        parts.append(f"{pool.bad_rows} bad rows skipped: {'; '.join(pool.problems[:_SHOWN])}{more}")
+    return parts
+
+
+def _of_rollouts(spec: RolloutSpec) -> Pools:
+    on_bad_row = spec.failures.on_bad_row
+    texts = None if spec.data.ptx is None else load_texts(spec.data.ptx, on_bad_row)
+    return named(*load_pools(spec.data, on_bad_row), texts)
+
+
+def _of_examples(spec: OfflineSpec) -> Pools:
+    return named(*load_examples(spec))

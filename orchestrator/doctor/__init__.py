@@ -1,0 +1,1 @@
+"""`troupe doctor`: whether this machine can run Troupe, and what to do where it cannot."""

@@ -1,0 +1,74 @@
+"""All checks of `troupe doctor`, in the order in which they are shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+
+from orchestrator.doctor.graphics import check_driver, check_gpus, check_links
+from orchestrator.doctor.machine import Finding, Machine, Needs
+from orchestrator.doctor.resources import check_cpus, check_disk, check_limits, check_memory, check_shm
+from orchestrator.doctor.software import (
+    check_compiler,
+    check_encoding,
+    check_engine,
+    check_packages,
+    check_platform,
+    check_python,
+)
+from orchestrator.doctor.surroundings import check_clock, check_container, check_hub, check_network
+
+CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (
+    check_python,
+    check_platform,
+    check_packages,
+    check_engine,
+    check_compiler,
+    check_encoding,
+    check_driver,
+    check_gpus,
+    check_links,
+    check_cpus,
+    check_memory,
+    check_shm,
+    check_disk,
+    check_limits,
+    check_network,
+    check_clock,
+    check_container,
+    check_hub,
+)
+
+
+def examine(machine: Machine, needs: Needs | None = None) -> tuple[Finding, ...]:
+    """Every finding about a machine.
+
+    Args:
+        machine: The facts.
+        needs: What a spec needs; None: no spec is given.
+    """
+    return tuple(finding for check in CHECKS for finding in check(machine, needs or Needs()))
+
+
+def healthy(findings: Sequence[Finding]) -> bool:
+    """Whether nothing would make a run fail."""
+    return all(finding.level != "problem" for finding in findings)
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """One line for each finding, its remedy below it, and a line with the result."""
+    lines: list[str] = []
+    for finding in findings:
+        lines.append(f"{finding.level:<8} {finding.check:<10} {finding.found}")
+        if finding.remedy:
+            lines.append(f"{'':<8} {'':<10} -> {finding.remedy}")
+    counts = [(kind, sum(finding.level == kind for finding in findings)) for kind in ("problem", "note")]
+    shown = ", ".join(f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in counts if count)
+    return "\n".join([*lines, shown or "everything is fine"])
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """The findings as a JSON object."""
+    document = {"healthy": healthy(findings), "findings": [asdict(finding) for finding in findings]}
+    return json.dumps(document, indent=2)

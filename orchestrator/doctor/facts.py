@@ -1,0 +1,259 @@
+"""Gathers the facts about this machine. Nothing here judges; a fact that cannot be read takes a harmless value."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import locale
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from orchestrator.doctor import nvidia
+from orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software, Surroundings
+from orchestrator.doctor.software import BUILT_ON
+
+_CGROUP = Path("/sys/fs/cgroup")
+_RAY_PORT = 6379
+_PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "grpc_proxy", "all_proxy", "ALL_PROXY")
+_TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)", re.MULTILINE)
+
+
+def gather(working: Path) -> Machine:
+    """Every fact about this machine.
+
+    Args:
+        working: Folder that runs are started from.
+    """
+    wall, steady = time.time(), time.monotonic()
+    software, resources, graphics = _software(), _resources(working), nvidia.graphics()
+    around = _surroundings(wall, steady)
+    return Machine(software, resources, graphics, around)
+
+
+def installed_versions() -> dict[str, str]:
+    """Version of every installed distribution, by normalized name; the first one on the path counts, as in imports."""
+    found: dict[str, str] = {}
+    for dist in importlib.metadata.distributions():
+        name = dist.metadata["Name"] if dist.metadata is not None else None
+        if name:
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), dist.version)
+    return found
+
+
+def torch_cuda(text: str) -> tuple[int, int] | None:
+    """CUDA version in the text of torch's `version.py`; None for a build for CPUs."""
+    match = _TORCH_CUDA.search(text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _software() -> Software:
+    requirements: dict[str, tuple[str, ...]] = {}
+    for name in BUILT_ON:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            requirements[name] = tuple(importlib.metadata.requires(name) or ())
+    return Software(
+        system=platform.system(),
+        architecture=platform.machine(),
+        python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
+        executable=sys.executable,
+        packages=installed_versions(),
+        requirements=requirements,
+        torch_cuda=torch_cuda(_torch_version()),
+        compiler=shutil.which(os.environ.get("CXX", "g++").partition(" ")[0]) or shutil.which("clang++") or "",
+        ninja=shutil.which("ninja") or "",
+        python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
+        numa_library=_loads("libnuma.so.1"),
+        avx2=platform.machine() != "x86_64" or " avx2" in _read(Path("/proc/cpuinfo")),
+        encoding=locale.getencoding() if not sys.flags.utf8_mode else "utf-8",
+    )
+
+
+def _torch_version() -> str:
+    """Text of torch's `version.py`; torch itself is not imported."""
+    spec = importlib.util.find_spec("torch")
+    return _read(Path(spec.origin).parent / "version.py") if spec is not None and spec.origin else ""
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _resources(working: Path) -> Resources:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = _memory_limit(memory)
+    available = _available(memory)
+    ray = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+    return Resources(
+        cpus=os.cpu_count() or 1,
+        usable_cpus=_usable_cpus(),
+        memory=memory,
+        memory_limit=limit,
+        available=available if limit == UNLIMITED else max(0, min(available, limit - used)),
+        shm=_folder("shared memory", Path("/dev/shm")),
+        folders=(
+            _folder("working folder", working),
+            _folder("temporary folder", Path(tempfile.gettempdir())),
+            _folder("Ray's folder", ray),
+        ),
+        open_files=(_limit(files[0]), _limit(files[1])),
+        processes=min(_limits(_limit(resource.getrlimit(resource.RLIMIT_NPROC)[0]), _pids_limit()), default=UNLIMITED),
+        locked_memory=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+    )
+
+
+def _limits(*values: int) -> list[int]:
+    return [value for value in values if value != UNLIMITED]
+
+
+def _limit(value: int) -> int:
+    return UNLIMITED if value == resource.RLIM_INFINITY else value
+
+
+def _available(default: int) -> int:
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE)
+    return int(match[1]) * 1024 if match else default
+
+
+def _folder(use: str, path: Path) -> Folder:
+    """A folder; where it does not exist yet, the nearest one around it that does."""
+    there = next((folder for folder in (path, *path.absolute().parents) if folder.is_dir()), Path("/"))
+    try:
+        usage = shutil.disk_usage(there)
+    except OSError:
+        return Folder(use, str(path), 0, 0, writable=False)
+    return Folder(use, str(path), usage.free, usage.total, os.access(there, os.W_OK))
+
+
+def _usable_cpus() -> float:
+    """Cores that affinity and the quota of any control group around this process leave."""
+    usable = float(len(os.sched_getaffinity(0)))
+    for group in _groups("cpu"):
+        quota, _, period = _read(group / "cpu.max").strip().partition(" ")
+        if not quota:  # version 1
+            quota, period = _read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            usable = min(usable, int(quota) / int(period))
+    return usable
+
+
+def _memory_limit(memory: int) -> tuple[int, int]:
+    """(limit, bytes in use) of the tightest control group around this process."""
+    best, used = UNLIMITED, 0
+    for group in _groups("memory"):
+        limit = _read(group / "memory.max").strip() or _read(group / "memory.limit_in_bytes").strip()
+        if not limit.isdecimal() or int(limit) >= memory or (best != UNLIMITED and int(limit) >= best):
+            continue
+        now = _read(group / "memory.current").strip() or _read(group / "memory.usage_in_bytes").strip()
+        cache = re.search(r"^(?:total_)?inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
+        used = (int(now) if now.isdecimal() else 0) - (int(cache[1]) if cache else 0)
+        best = int(limit)
+    return best, max(0, used)
+
+
+def _pids_limit() -> int:
+    limits = [_read(group / "pids.max").strip() for group in _groups("pids")]
+    return min((int(limit) for limit in limits if limit.isdecimal()), default=UNLIMITED)
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Folders of the control groups around this process, of version 1 or 2, innermost first."""
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, own = (*line.split(":", 2), "", "")[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        # Version 1 mounts controllers together and links each name to their folder; some containers lack the link.
+        top = next((_CGROUP / name for name in (controllers, controller) if (_CGROUP / name).is_dir()), _CGROUP)
+        inner = top / own.lstrip("/")
+        # In a container the path may be the host's, which is not visible; the container's own group is at the top.
+        yield from (folder for folder in (inner, *inner.parents) if folder.is_dir() and folder.is_relative_to(top))
+
+
+def _surroundings(wall: float, steady: float) -> Surroundings:
+    cache = Path(
+        os.environ.get("HF_HUB_CACHE")
+        or os.path.join(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub")
+    )
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
+    token_files = (Path(os.environ.get("HF_TOKEN_PATH") or home / "token"),)
+    return Surroundings(
+        loopback=_loopback(),
+        ports=_ports(),
+        ray_port_taken=_listens(_RAY_PORT),
+        proxy=_proxy(),
+        year=time.gmtime().tm_year,
+        clock_drift=(time.time() - wall) - (time.monotonic() - steady),
+        container=_container(),
+        hub_cache=str(cache),
+        hub_cache_writable=_folder("", cache).writable,
+        hub_token=bool(os.environ.get("HF_TOKEN")) or any(path.is_file() for path in token_files),
+        hub_offline=os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"},
+    )
+
+
+def _loopback() -> str:
+    """Why a connection to a free port of 127.0.0.1 fails; empty: it works."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(2.0)
+            with socket.create_connection(server.getsockname()[:2], timeout=2.0):
+                server.accept()[0].close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _ports() -> int:
+    low_high = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
+    return int(low_high[1]) - int(low_high[0]) + 1 if len(low_high) == 2 else Surroundings().ports
+
+
+def _proxy() -> str:
+    """The first proxy variable that is set, unless 127.0.0.1 is exempt."""
+    exempt = [host.strip() for host in (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")]
+    if any(host in ("*", "127.0.0.1", "127.0.0.0/8") for host in exempt):
+        return ""
+    return next((name for name in _PROXIES if os.environ.get(name)), "")
+
+
+def _container() -> str:
+    """Kind of container that this process runs in; empty: none."""
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "Kubernetes"
+    if Path("/.dockerenv").exists():
+        return "Docker"
+    if Path("/run/.containerenv").exists():
+        return "Podman"
+    if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
+        return "Apptainer"
+    environment = _read(Path("/proc/1/environ")).split("\0")
+    return next((entry.removeprefix("container=") for entry in environment if entry.startswith("container=")), "")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

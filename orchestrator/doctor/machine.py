@@ -1,0 +1,185 @@
+"""What `troupe doctor` knows: the facts about a machine, what a spec needs, and what a check found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+GIB = 1 << 30
+MIB = 1 << 20
+UNLIMITED = -1
+"""A limit that is not set."""
+
+Level = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    level: Level
+    """`note`: works, but slower or not for everything; `problem`: runs will fail."""
+    found: str
+    remedy: str = ""
+    """One command or sentence; empty where there is nothing to do."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVIDIA GPU, as nvidia-smi reports it."""
+
+    name: str
+    memory: int
+    """Bytes."""
+    used: int
+    """Bytes that processes hold now."""
+    capability: tuple[int, int]
+    """CUDA compute capability."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that runs write to, and the room on its file system in bytes."""
+
+    use: str
+    """What it is for: `working folder`."""
+    path: str
+    free: int
+    total: int
+    writable: bool = True
+
+
+@dataclass(frozen=True)
+class Software:
+    """Python, the installed packages and the tools that compile extensions."""
+
+    system: str
+    """As `platform.system()` says: `Linux`."""
+    architecture: str
+    python: tuple[int, int, int]
+    executable: str
+    packages: Mapping[str, str]
+    """Version of every installed distribution, by normalized name."""
+    requirements: Mapping[str, tuple[str, ...]]
+    """Requirements (PEP 508) of Troupe, and of the packages that it builds on, by distribution."""
+    torch_cuda: tuple[int, int] | None
+    """CUDA version that torch was built for; None: a build for CPUs, or no torch."""
+    compiler: str
+    """Path of the C++ compiler; empty: none."""
+    ninja: str
+    """Path of ninja; empty: not on the PATH."""
+    python_headers: bool
+    numa_library: bool
+    """Whether libnuma, which vLLM's CPU build loads, is there."""
+    avx2: bool
+    """Whether the processor has AVX2; true on processors other than x86-64."""
+    encoding: str
+    """Encoding of files that name none."""
+
+
+@dataclass(frozen=True)
+class Graphics:
+    """NVIDIA GPUs and their driver."""
+
+    devices: int = 0
+    """NVIDIA GPUs on the PCI bus or among the device files."""
+    gpus: tuple[Gpu, ...] = ()
+    """Those that the driver shows."""
+    driver: str = ""
+    """Version of the driver; empty: none answers."""
+    driver_cuda: tuple[int, int] | None = None
+    """Newest CUDA version that the driver supports."""
+    error: str = ""
+    """Why nvidia-smi gave no answer."""
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES."""
+    p2p: tuple[tuple[str, ...], ...] = ()
+    """nvidia-smi's answer for each pair of GPUs (`OK`: they read each other's memory); empty: not known."""
+    infiniband: bool = False
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Processors, memory and the limits on them."""
+
+    cpus: int
+    usable_cpus: float
+    """Cores that affinity and control group leave to this process."""
+    memory: int
+    """Bytes of the machine."""
+    memory_limit: int
+    """Bytes that the control group allows, or `UNLIMITED`."""
+    available: int
+    """Bytes that new processes can take now, limits included."""
+    shm: Folder
+    folders: tuple[Folder, ...]
+    open_files: tuple[int, int]
+    """Soft and hard limit."""
+    processes: int
+    locked_memory: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Network, clock, container and the Hugging Face hub."""
+
+    loopback: str = ""
+    """Why a connection to 127.0.0.1 failed; empty: it works."""
+    ports: int = 28232
+    """Ports that the kernel may hand out to Ray's processes."""
+    ray_port_taken: bool = False
+    """Whether 6379, the port of `ray start --head`, is in use."""
+    proxy: str = ""
+    """The proxy variable that also applies to 127.0.0.1; empty: none."""
+    year: int = 2026
+    clock_drift: float = 0.0
+    """Seconds by which the wall clock and the monotonic clock differ over the time of the checks."""
+    container: str = ""
+    """Kind of container; empty: none."""
+    hub_cache: str = ""
+    """Folder of the Hugging Face cache."""
+    hub_cache_writable: bool = True
+    hub_token: bool = False
+    """Whether a token is there. Its value is never read into a fact."""
+    hub_offline: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Every fact that the checks look at."""
+
+    software: Software
+    resources: Resources
+    graphics: Graphics = field(default_factory=Graphics)
+    surroundings: Surroundings = field(default_factory=Surroundings)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a spec needs from one machine; memory and files in bytes, 0 where they are not known."""
+
+    name: str = ""
+    """Name of the spec; empty: none is given."""
+    gpus: float = 0.0
+    cpus: float = 0.0
+    host_memory: int = 0
+    """Peak of all workers together, if all of them run here."""
+    weight_file: int = 0
+    """The policy's weights in shared memory."""
+    checkpoint: int = 0
+    """One checkpoint: model and optimizer."""
+    checkpoints: int = 0
+    """Checkpoints that are kept at a time, the one that is being written included."""
+
+
+def gib(count: int) -> str:
+    """GiB with one decimal; below 1 GiB, MiB."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
+
+
+def version(numbers: tuple[int, ...]) -> str:
+    """`12.8` of (12, 8)."""
+    return ".".join(str(number) for number in numbers)

@@ -1,0 +1,113 @@
+"""Facts about NVIDIA GPUs, from nvidia-smi, the driver's library and the kernel; nothing is initialized on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestrator.doctor.machine import MIB, Gpu, Graphics
+
+_TIMEOUT_S = 20.0
+_QUERY = "name,memory.total,memory.used,compute_cap,driver_version,index,uuid"
+_VENDOR = "0x10de"
+"""NVIDIA's number among PCI vendors."""
+_DISPLAY = "0x03"
+"""First digits of the PCI class of graphics and compute devices."""
+
+
+def graphics() -> Graphics:
+    """The GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
+    answer, error = _nvidia_smi(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
+    rows = [row for row in rows if len(row) == len(_QUERY.split(","))]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = [row for row in rows if is_visible(visible, row[5], row[6])]
+    chosen = {int(row[5]) for row in shown if row[5].isdecimal()}
+    p2p = _nvidia_smi("topo", "-p2p", "r")[0] if len(shown) > 1 else ""
+    return Graphics(
+        devices=max(_devices(), len(rows)),
+        gpus=tuple(_gpu(row) for row in shown),
+        driver=rows[0][4] if rows else "",
+        driver_cuda=_driver_cuda() if rows else None,
+        error=error,
+        visible=visible,
+        p2p=p2p_matrix(p2p, chosen),
+        infiniband=Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()),
+    )
+
+
+def is_visible(visible: str | None, index: str, uuid: str) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES, a list of indices or of beginnings of UUIDs, names this GPU."""
+    if visible is None:
+        return True
+    named = [name.strip() for name in visible.split(",") if name.strip()]
+    return any(name == index or (not name.isdecimal() and uuid.startswith(name)) for name in named)
+
+
+def p2p_matrix(text: str, chosen: set[int]) -> tuple[tuple[str, ...], ...]:
+    """The answers of `nvidia-smi topo -p2p r` between the chosen GPUs; empty where they cannot be read.
+
+    The matrix has a heading of names (` GPU0 GPU1`) and one row for each GPU (`GPU0 X OK`).
+    """
+    rows: dict[int, list[str]] = {}
+    for line in text.splitlines():
+        cells = line.replace("\x1b[4m", "").replace("\x1b[0m", "").split()
+        if len(cells) > 1 and cells[0].startswith("GPU") and not cells[1].startswith("GPU"):
+            rows[int(cells[0].removeprefix("GPU"))] = cells[1:]
+    order = sorted(rows)
+    places = [place for place, index in enumerate(order) if index in chosen]
+    if any(len(rows[index]) < len(order) for index in order):
+        return ()
+    return tuple(tuple(rows[order[a]][b] for b in places) for a in places)
+
+
+def _gpu(row: list[str]) -> Gpu:
+    major, _, minor = row[3].partition(".")
+    capability = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (99, 0)
+    return Gpu(row[0], _bytes(row[1]), _bytes(row[2]), capability)
+
+
+def _bytes(mebibytes: str) -> int:
+    return int(mebibytes) * MIB if mebibytes.isdecimal() else 0
+
+
+def _nvidia_smi(*arguments: str) -> tuple[str, str]:
+    """(output, error) of nvidia-smi; one of them is empty."""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except FileNotFoundError:
+        return "", "nvidia-smi is not installed"
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", f"nvidia-smi failed ({type(error).__name__})"
+    if done.returncode == 0:
+        return done.stdout, ""
+    return "", " ".join((done.stdout + done.stderr).split())[:200] or f"nvidia-smi exited with {done.returncode}"
+
+
+def _driver_cuda() -> tuple[int, int] | None:
+    """Newest CUDA version that the driver supports, as its library says."""
+    number = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+def _devices() -> int:
+    """NVIDIA GPUs on the PCI bus."""
+    return sum(1 for _ in _pci())
+
+
+def _pci() -> Iterator[Path]:
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+        except OSError:
+            continue
+        if vendor == _VENDOR and kind.startswith(_DISPLAY):
+            yield device

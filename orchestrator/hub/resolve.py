@@ -1,0 +1,258 @@
+"""From the names on the hub in a spec to commits, and from commits to files on this machine.
+
+`pin` looks names up and changes the spec; the run's folder holds the pinned spec. `fetch` downloads, and gives the
+spec that workers and readers see: folders and files instead of names.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Generic, TypeVar
+
+from orchestrator.data.readers import file_format
+from orchestrator.hub import client
+from orchestrator.hub.client import HubError, Repo, Snapshot
+from orchestrator.reporting.console import Console
+from orchestrator.spec import preflight
+from orchestrator.spec.base import RunSpec
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.hub import hub_data, hub_models, uses_hub, with_pins, with_sections
+from orchestrator.spec.load import parse_spec
+from orchestrator.spec.preflight import RESOLVED_SPEC, Finding
+from orchestrator.spec.sections import HubFiles
+from orchestrator.spec.stages import PlannedRun
+from orchestrator.spec.yaml_reader import read_file
+from workers.contract.config import Frozen, ModelConfig
+
+SpecT = TypeVar("SpecT", bound=RunSpec)
+SpecT_co = TypeVar("SpecT_co", bound=RunSpec, covariant=True)
+
+_MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""Weights, configuration and tokenizer. No pickles: loading one can run any code."""
+_CODE_FILES = ("*.py",)
+"""With `trust_remote_code` only."""
+_NOT_LOADED = ("*/*", "consolidated*.safetensors")
+"""Copies of the weights in other formats, which transformers and vLLM do not load."""
+_MIB = 2**20
+_SPLITS = ("train", "training", "test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev")
+"""Words that name a split in a file's path."""
+
+
+@dataclass(frozen=True)
+class LocalFiles(Generic[SpecT_co]):
+    """A spec whose models and data are on this machine, and what to download on other nodes for its workers."""
+
+    spec: SpecT_co
+    snapshots: tuple[Snapshot, ...] = ()
+
+
+def pin_run(planned: PlannedRun, *, resume: bool) -> PlannedRun:
+    """The run with every name on the hub pinned to a commit; a resumed run keeps the commits it is pinned to.
+
+    Raises:
+        SpecError: A repository, a revision or a file of it does not exist or cannot be read.
+    """
+    spec = planned.spec
+    if not uses_hub(spec):
+        return planned
+    stored = planned.out / RESOLVED_SPEC
+    if resume and stored.is_file():
+        spec = with_pins(spec, parse_spec(read_file(stored)))
+    pinned, findings = pin(spec)
+    if findings:
+        raise SpecError([planned.problem(path, message) for path, message in findings])
+    return replace(planned, spec=pinned)
+
+
+def pin(spec: SpecT) -> tuple[SpecT, list[Finding]]:
+    """The spec with commits in the place of branches and tags, and what cannot be used.
+
+    Downloads no weights and no data: it reads the list of files and each model's `config.json`.
+    """
+    sections: dict[str, Frozen] = {}
+    findings: list[Finding] = []
+    for section, model in hub_models(spec).items():
+        try:
+            pinned = model.model_copy(update={"revision": client.resolve(Repo("model", model.path), model.revision)})
+            findings += _model_problems(spec, section, pinned)
+            sections[section] = pinned
+        except HubError as error:
+            findings.append((f"{section}.{'path' if error.about == 'name' else 'revision'}", str(error)))
+    for section, source in hub_data(spec).items():
+        try:
+            sections[section] = _pinned_data(source)
+        except HubError as error:
+            findings.append((f"{section}.{error.about}", str(error)))
+        except NoFiles as error:
+            findings.append((f"{section}.{error.field}", str(error)))
+    return with_sections(spec, sections), findings
+
+
+def pin_configs(spec: SpecT) -> tuple[SpecT, list[Finding]]:
+    """The spec with folders that hold at least `config.json` in the place of models on the hub, to plan memory with.
+
+    Also returns what cannot be looked up; such a model keeps its name.
+    """
+    sections: dict[str, Frozen] = {}
+    findings: list[Finding] = []
+    for section, model in hub_models(spec).items():
+        repo = Repo("model", model.path)
+        try:
+            folder = client.config_folder(repo, client.resolve(repo, model.revision))
+            sections[section] = model.model_copy(update={"path": str(folder), "revision": None})
+        except HubError as error:
+            findings.append((f"{section}.path", str(error)))
+    return with_sections(spec, sections), findings
+
+
+def describe(spec: RunSpec) -> list[str]:
+    """One line for every repository of a pinned spec: its commit, and what a run will download."""
+    lines = []
+    for section, snapshot in _snapshots(spec).items():
+        if client.cached(snapshot) is not None:
+            state = "in the cache"
+        else:
+            sizes = client.list_files(snapshot.repo, snapshot.commit)
+            total = sum(sizes[name] for name in snapshot.names(list(sizes)))
+            state = f"{total / _MIB:,.1f} MiB to download"
+        lines.append(f"{section}: {snapshot.repo.name} at commit {snapshot.commit[:12]} ({state})")
+    return lines
+
+
+def fetch(spec: SpecT, console: Console) -> LocalFiles[SpecT]:
+    """Downloads the models and data of a pinned spec that are not in the cache.
+
+    Raises:
+        HubError: A file cannot be downloaded.
+    """
+    sections: dict[str, Frozen] = {}
+    snapshots = _snapshots(spec)
+    models, data = hub_models(spec), hub_data(spec)
+    for section, snapshot in snapshots.items():
+        folder = client.cached(snapshot) or _download(snapshot, console)
+        if section in models:
+            if wrong := preflight.model_folder(folder):
+                raise HubError(f"{section}.path: {wrong}")
+            sections[section] = models[section].model_copy(update={"path": str(folder), "revision": None})
+        else:
+            files = tuple(str(folder / name) for name in data[section].files)
+            sections[section] = data[section].model_copy(update={"files": files})
+    return LocalFiles(with_sections(spec, sections), tuple(snapshots[section] for section in models))
+
+
+def _download(snapshot: Snapshot, console: Console) -> Path:
+    name = snapshot.repo.name
+    console.message(f"downloading {name} at commit {snapshot.commit[:12]} to {snapshot.cache}")
+
+    def show(done: int, total: int) -> None:
+        console.phase(f"download {name} (MiB)", done // _MIB, total // _MIB)
+
+    return client.download(snapshot, show)
+
+
+def _snapshots(spec: RunSpec) -> dict[str, Snapshot]:
+    """What a pinned spec needs from the hub, by section."""
+    models = {
+        section: Snapshot(Repo("model", model.path), str(model.revision), _patterns(model), _NOT_LOADED)
+        for section, model in hub_models(spec).items()
+    }
+    data = {
+        section: Snapshot(Repo("dataset", source.name), str(source.revision), tuple(map(glob.escape, source.files)))
+        for section, source in hub_data(spec).items()
+    }
+    return models | data
+
+
+def _patterns(model: ModelConfig) -> tuple[str, ...]:
+    return _MODEL_FILES + (_CODE_FILES if model.trust_remote_code else ())
+
+
+def _model_problems(spec: RunSpec, section: str, model: ModelConfig) -> list[Finding]:
+    """What a pinned model lacks, from the list of its files and its configuration."""
+    repo, commit = Repo("model", model.path), str(model.revision)
+    names = client.list_files(repo, commit)
+    where = f"{model.path} at commit {commit[:12]}"
+    if "config.json" not in names:
+        return [(f"{section}.path", f"{where} is not a model for transformers: it has no config.json")]
+    if not any(name.endswith(".safetensors") and "/" not in name for name in names):
+        why = "other formats can hold code and are not loaded; convert the model, or choose a revision that has them"
+        return [(f"{section}.path", f"{where} has no *.safetensors: {why}")]
+    if not any(name in names for name in preflight.TOKENIZERS):
+        return [(f"{section}.path", f"{where} has no tokenizer ({', '.join(preflight.TOKENIZERS)})")]
+    local = model.model_copy(update={"path": str(client.config_folder(repo, commit))})
+    return list(preflight.too_long({section: local}, spec.sequence_lengths()))
+
+
+class NoFiles(Exception):
+    """No file of a dataset can be read; `field` is the one to change."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def _pinned_data(source: HubFiles) -> HubFiles:
+    repo = Repo("dataset", source.name)
+    commit = client.resolve(repo, source.revision)
+    names = choose_files(source, list(client.list_files(repo, commit)))
+    return source.model_copy(update={"revision": commit, "files": tuple(names)})
+
+
+def choose_files(source: HubFiles, names: Sequence[str]) -> list[str]:
+    """The files of a dataset that a section of the spec selects, sorted, all of one format.
+
+    Args:
+        source: The section.
+        names: Every file of the dataset.
+
+    Raises:
+        NoFiles: The section selects no file, or files of several subsets.
+    """
+    readable = [name for name in sorted(names) if file_format(name)]
+    if not readable:
+        raise NoFiles("name", f"{source.name} has no .parquet, .jsonl, .jsonl.gz or .csv files")
+    if source.files:
+        found = [name for name in readable if any(fnmatch.fnmatch(name, pattern) for pattern in source.files)]
+        if not found:
+            raise NoFiles("files", f"no file of {source.name} matches; it has {_listed(readable)}")
+        return found
+    if source.subset is not None:
+        readable = [name for name in readable if name.startswith(f"{source.subset}/")]
+        if not readable:
+            raise NoFiles("subset", f"{source.name} has no files in {source.subset}/; it has {_listed(sorted(names))}")
+    found = _of_split(readable, source.split)
+    if not found:
+        raise NoFiles("split", f"no file of {source.name} has '{source.split}' in its path: {_listed(readable)}")
+    preferred = min((file_format(name) for name in found), key=_PREFERENCE.index)
+    found = [name for name in found if file_format(name) == preferred]
+    folders = sorted({str(PurePosixPath(name).parent) for name in found})
+    if source.subset is None and len(folders) > 1:
+        raise NoFiles(
+            "subset", f"{source.name} has '{source.split}' in several folders: {_listed(folders)}; set subset"
+        )
+    return found
+
+
+_PREFERENCE = ("parquet", "jsonl", "csv")
+
+
+def _of_split(names: Sequence[str], split: str) -> list[str]:
+    """Files with the split's word in their path; where no file names any split, all are `train`."""
+    found = [name for name in names if split in _words(name)]
+    if found or split != "train" or any(word in _words(name) for name in names for word in _SPLITS):
+        return found
+    return list(names)
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[^A-Za-z]+", name.lower()) + re.split(r"[/.-]|\d{2,}", name)
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > most else shown

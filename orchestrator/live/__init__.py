@@ -1,0 +1,1 @@
+"""Changes to an active run: scaling, control requests, spec differences."""

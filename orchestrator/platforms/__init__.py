@@ -1,0 +1,1 @@
+"""Where a run is submitted: Ray jobs, Kubernetes, Slurm."""

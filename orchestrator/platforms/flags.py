@@ -1,0 +1,110 @@
+"""Flags of `troupe deploy` that apply to one platform only, and how a Typer command takes them as one parameter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import partial, wraps
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from orchestrator.errors import UsageError
+
+_kubernetes = partial(typer.Option, rich_help_panel="Kubernetes")
+_slurm = partial(typer.Option, rich_help_panel="Slurm")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Base class; None, False and an empty list mean that the flag was not specified."""
+
+    def given(self) -> dict[str, Any]:
+        """The specified flags by field name."""
+        values = {field.name: vars(self)[field.name] for field in fields(self)}
+        # Not `in (None, False, [])`: that would drop 0, which equals False.
+        return {name: value for name, value in values.items() if not (value is None or value is False or value == [])}
+
+    def refuse(self, why: str) -> None:
+        """Raise UsageError if a flag was specified."""
+        for name in self.given():
+            raise UsageError(f"--{name.replace('_', '-')}: {why}")
+
+
+@dataclass(frozen=True)
+class KubernetesFlags(Flags):
+    """Flags of a KubeRay manifest."""
+
+    image: Annotated[str | None, _kubernetes(help="Image (default: troupe-rl:VERSION-gpu or -cpu).")] = None
+    namespace: Annotated[str | None, _kubernetes(help="Kubernetes namespace.")] = None
+    cluster_only: Annotated[bool, _kubernetes("--cluster-only", help="Write a RayCluster without a job.")] = False
+    pvc: Annotated[
+        list[str], _kubernetes("--pvc", metavar="CLAIM:/FOLDER", help="Mount a PersistentVolumeClaim in all pods.")
+    ] = field(default_factory=list)
+    root: Annotated[str | None, _kubernetes(help="Base of relative paths (default: the first --pvc).")] = None
+    env: Annotated[
+        list[str],
+        _kubernetes("--env", metavar="NAME=SECRET:KEY", help="Set an environment variable from a Secret's key."),
+    ] = field(default_factory=list)
+    env_from_secret: Annotated[
+        list[str],
+        _kubernetes("--env-from-secret", metavar="SECRET", help="Set every key of a Secret as a variable."),
+    ] = field(default_factory=list)
+    auth_secret: Annotated[
+        str | None, _kubernetes(help="Secret with Ray's token as `auth_token` (default: KubeRay creates one).")
+    ] = None
+    shm_gib: Annotated[
+        int | None, _kubernetes(help="Size of /dev/shm of a worker pod, in GiB (default: half its memory).")
+    ] = None
+    gib_per_cpu: Annotated[int | None, _kubernetes(help="Memory of a pod per CPU, in GiB (default: 4).")] = None
+    gib_per_gpu: Annotated[int | None, _kubernetes(help="Memory of a pod per GPU, in GiB (default: 64).")] = None
+    ttl_s: Annotated[int | None, _kubernetes(help="Seconds to keep a finished cluster (default: 300).")] = None
+    retries: Annotated[int | None, _kubernetes(help="New clusters after failures (default: 1).")] = None
+    deadline_s: Annotated[
+        int | None, _kubernetes(help="Longest lifetime of the job, in seconds (default: from the spec's timeouts).")
+    ] = None
+
+
+@dataclass(frozen=True)
+class SlurmFlags(Flags):
+    """Flags of an sbatch script."""
+
+    nodes: Annotated[int | None, _slurm(help="Number of nodes (default: 1).")] = None
+    gpus_per_node: Annotated[int | None, _slurm(help="GPUs per node (default: 0).")] = None
+    cpus_per_node: Annotated[int | None, _slurm(help="CPUs per node (default: 128).")] = None
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each dataclass parameter of a Typer command by one option per field.
+
+    Typer reads the options from the signature, so the decorator rewrites it; a call builds the dataclasses again.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(annotation=hints[name]))
+            continue
+        options = get_type_hints(groups[name], include_extras=True)
+        parameters += [
+            inspect.Parameter(field.name, parameter.kind, default=_default(field), annotation=options[field.name])
+            for field in fields(groups[name])
+        ]
+
+    @wraps(command)
+    def flat(**values: Any) -> None:
+        flags = {
+            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**values, **flags)
+
+    vars(flat)["__signature__"] = inspect.Signature(parameters)
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()

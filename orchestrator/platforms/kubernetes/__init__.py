@@ -1,0 +1,1 @@
+"""A spec as KubeRay manifests: options, pod groups, documents. Pure: nothing asks a cluster."""

@@ -1,0 +1,28 @@
+"""Faults of reward functions in the log: each cause once, then a count."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+
+from workers.contract.messages import Fault
+
+logger = logging.getLogger(__name__)
+
+
+class FaultLog:
+    """Warns about each cause when it first occurs, and when its count of samples reaches 10, 100, 1000, ..."""
+
+    def __init__(self) -> None:
+        self._samples: Counter[str] = Counter()
+
+    def note(self, faults: Iterable[Fault]) -> None:
+        """Counts the faults of one group."""
+        for fault in faults:
+            before, after = self._samples[fault.cause], self._samples[fault.cause] + fault.samples
+            self._samples[fault.cause] = after
+            if not before:
+                logger.warning("reward function %s: a sample has no reward: %s", fault.cause, fault.example)
+            elif len(str(after)) > len(str(before)):
+                logger.warning("reward function %s: %d samples so far", fault.cause, after)

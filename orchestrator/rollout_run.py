@@ -1,0 +1,271 @@
+"""An RL run: assembles workers, data and ledger into the controller that every run uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from orchestrator.algorithms import section as algorithms
+from orchestrator.algorithms.custom import group_filter
+from orchestrator.cluster.ray_cluster import Cluster
+from orchestrator.cluster.worker_group import PolicyGroup
+from orchestrator.controller import Controller, RunComponents, TrainSettings
+from orchestrator.data.curriculum import Curriculum
+from orchestrator.data.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
+from orchestrator.data.survey import Pools, data_metrics, named
+from orchestrator.data.texts import Pieces, TextOrder, TextPool, load_texts
+from orchestrator.errors import TroupeError
+from orchestrator.launcher import RunContext
+from orchestrator.live.control import ControlServer
+from orchestrator.live.scaling import (
+    RemovalTimeouts,
+    ScaledEngines,
+    ScaledRewardWorkers,
+    ScaledScorers,
+    ScaledWorkers,
+    WorkerScaler,
+)
+from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.rollouts.engine_pool import EnginePool, PoolBounds
+from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
+from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
+from orchestrator.rollouts.scoring import RewardPool, Scorer, SignalTest, TokenScorer
+from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
+from orchestrator.rollouts.weight_sync import DeviceSync, FileSync, WeightSync
+from orchestrator.spec.base import RunSpec
+from orchestrator.spec.preflight import RESOLVED_SPEC
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.spec.sections import RoleName
+from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
+from orchestrator.training.ledger import Ledger
+from orchestrator.training.state import ControllerState
+from orchestrator.training.updates import RolloutUpdates, UpdateSettings
+from workers.contract.advantage_state import AdvantageState
+
+CLOSE_TIMEOUT_S = 10.0
+"""Timeout for closing one worker."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data sets of a run."""
+
+    train: PromptPool
+    held_out: PromptPool | None
+    texts: TextPool | None
+
+    @property
+    def pools(self) -> Pools:
+        """The pools by the name of their section."""
+        return named(self.train, self.held_out, self.texts)
+
+
+def load_data(spec: RolloutSpec) -> RunData:
+    """Reads the data sets of the spec. Raises DataError."""
+    on_bad_row = spec.failures.on_bad_row
+    texts = None if spec.data.ptx is None else load_texts(spec.data.ptx, on_bad_row)
+    return RunData(*load_pools(spec.data, on_bad_row), texts)
+
+
+class RolloutRun:
+    """Assembles workers, data and ledger into a controller."""
+
+    def __init__(self, spec: RolloutSpec, out: Path, context: RunContext, data: RunData) -> None:
+        self._spec = spec
+        self._out = out
+        self._context = context
+        self._workers = context.workers
+        self._data = data
+        self._pool = EnginePool(context.workers.engines, context.launcher.engine, pool_bounds(spec))
+        self._rewards = RewardPool(context.workers.reward, spec.schedule.score_timeout_s)
+        self._reference = self._reference_scorer()
+        self._scaler = self._worker_scaler()
+        self._control = ControlServer(out, self._scaler)
+
+    async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
+        """The controller, at step 0 or at the step of the checkpoint."""
+        spec, policy = self._spec, self._workers.policy
+        if policy is None:
+            raise TroupeError("the run has no policy workers: it cannot train")
+        done = found.step if found is not None else 0
+        ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
+        curriculum = None if spec.data.curriculum is None else Curriculum(spec.data.curriculum, spec.seed)
+        prompts = PromptSource(self._data.train, spec.seed, curriculum)
+        texts = await self._texts(policy)
+        advantages = None
+        if found is not None:
+            advantages = AdvantageState.model_validate(found.state["source"]["advantages"])
+            prompts.restore(found.state["source"]["prompts"])
+            if texts is not None:
+                texts.restore(found.state["source"]["texts"])
+            await self._load(found)
+        scheduler = self._scheduler(ledger, prompts, curriculum, done)
+        rollouts = RolloutComponents(policy, self._pool, scheduler, self._rewards, prompts, ledger, texts, curriculum)
+        components = RunComponents(
+            source=RolloutSource(
+                _rollout_settings(spec, self._out), rollouts, self._context.console, self._context.stop, advantages
+            ),
+            updates=RolloutUpdates(_update_settings(spec), policy, self._workers.critic, self._context.console),
+            sync=weight_sync(spec, policy, self._pool, self._context.cluster),
+            evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
+            ledger=ledger,
+            scaler=self._scaler,
+            peaks=self._context.cluster.peaks,
+            data=data_metrics(self._data.pools),
+        )
+        sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
+        state = ControllerState.model_validate(found.state["memory"]) if found is not None else None
+        settings = TrainSettings.from_spec(spec, spec.failures.health_interval_s, spec.failures.alarm)
+        return Controller(settings, components, store, sinks, self._context.console, self._context.stop, done, state)
+
+    def listen(self) -> None:
+        """Accepts changes of the spec from now on (`troupe scale`, `troupe apply`)."""
+        self._control.open()
+
+    async def close(self) -> None:
+        """Accepts no more changes and starts no more workers."""
+        await self._control.close()
+        await self._scaler.close()
+        await self._pool.close()
+
+    def evaluator(self, responses: Path | None = None) -> Evaluator | None:
+        """Held-out evaluation, if the spec has one; its samples are written to the folder `responses`, if given."""
+        evaluation = self._spec.evaluation
+        if evaluation is None or self._data.held_out is None:
+            return None
+        picks = tuple(evaluation_picks(self._data.held_out, self._spec.seed, evaluation.prompts))
+        if self._spec.solved_at is None:
+            hint = "set evaluation.solved_at to the reward of a right response"
+            self._context.console.message(f"held-out accuracy is not reported for this reward: {hint}")
+        settings = EvalSettings(picks, evaluation.sampling, self._spec.solved_at, self._spec.seed, responses)
+        return Evaluator(settings, self._pool, self._rewards, self._context.cluster.put(self._data.held_out.table))
+
+    async def _texts(self, policy: PolicyGroup) -> TextOrder | None:
+        """The texts of PPO-ptx, tokenized and split once."""
+        pool, source = self._data.texts, self._spec.data.ptx
+        if pool is None or source is None:
+            return None
+        timeout_s = self._spec.schedule.train_timeout_s
+        texts = self._context.cluster.put(pool.table)
+        summary, table = await policy.cut_texts(texts, source.max_tokens, timeout_s=timeout_s)
+        if not summary.tokens:
+            raise DataError("data.ptx: no text has two tokens or more: there is nothing to train on")
+        return TextOrder(Pieces(table, summary.tokens, pool.digest), source.texts_per_step, self._spec.seed)
+
+    def _scheduler(
+        self, ledger: Ledger, prompts: PromptSource, curriculum: Curriculum | None, done: int
+    ) -> RolloutScheduler:
+        spec, schedule = self._spec, self._spec.schedule
+        settings = ScheduleSettings(
+            groups_per_step=schedule.prompts_per_step,
+            group_size=spec.group_size,
+            max_staleness=schedule.max_staleness,
+            steps=schedule.steps,
+            max_attempts=spec.failures.max_attempts,
+            max_failed_fraction=spec.failures.max_failed_fraction,
+            min_group=algorithms.row_of(spec.algorithm).min_group_size,
+            seed=spec.seed,
+            replaceable=algorithms.dynamic_sampling(spec.algorithm),
+            greedy_baseline=spec.policy_config().advantage.baseline == "greedy",
+            signal=SignalTest(
+                component=spec.algorithm.dynamic_sampling_on,
+                mask_truncated=spec.algorithm.mask_truncated,
+                keep=group_filter(spec.algorithm),
+            ),
+        )
+        scorer = Scorer(self._rewards, self._token_scorers())
+        table = self._context.cluster.put(self._data.train.table)
+        observe = None if curriculum is None else curriculum.observe
+        return RolloutScheduler(settings, self._pool, scorer, ledger, prompts.next, table, done, observe)
+
+    def _reference_scorer(self) -> TokenScorer | None:
+        reference, timeout_s = self._workers.reference, self._spec.schedule.score_timeout_s
+        return None if reference is None else TokenScorer(reference, reference.score, timeout_s)
+
+    def _worker_scaler(self) -> WorkerScaler:
+        """The roles of the run that can be scaled."""
+        spec, launcher = self._spec, self._context.launcher
+        timeouts = RemovalTimeouts(finish_s=spec.schedule.generate_timeout_s, close_s=CLOSE_TIMEOUT_S)
+        roles: dict[RoleName, ScaledWorkers] = {"reward": ScaledRewardWorkers(self._rewards, launcher, timeouts)}
+        if "rollout" in spec.roles.scaled():
+            roles["rollout"] = ScaledEngines(self._pool, launcher, timeouts)
+        if self._reference is not None:
+            roles["reference"] = ScaledScorers(self._reference, launcher, timeouts)
+        file = self._out / RESOLVED_SPEC
+        return WorkerScaler(spec, roles, self._context.console, lambda changed: write_spec(changed, file), str(file))
+
+    def _token_scorers(self) -> list[TokenScorer]:
+        """The models that score tokens of every group during generation."""
+        spec, policy, critic = self._spec, self._workers.policy, self._workers.critic
+        timeout_s = spec.schedule.score_timeout_s
+        scorers = []
+        if self._reference is not None:
+            scorers.append(self._reference)
+        if critic is not None:
+            scorers.append(TokenScorer(critic, critic.compute_values, timeout_s))
+        if policy is not None and spec.reference_in_policy:
+            scorers.append(TokenScorer(policy, policy.reference_logprobs, timeout_s))
+        if policy is not None and spec.needs_old_logprobs and spec.schedule.max_staleness == 0:
+            # The policy is idle during synchronous generation, so it computes log-probs group by group meanwhile.
+            scorers.append(TokenScorer(policy, policy.compute_logprobs, timeout_s))
+        return scorers
+
+    async def _load(self, found: Checkpoint) -> None:
+        """Loads the checkpoint of policy and critic."""
+        groups = [group for group in (self._workers.policy, self._workers.critic) if group is not None]
+        for line in await load_checkpoint(found, groups, self._spec.schedule.train_timeout_s):
+            self._context.console.message(line)
+
+
+def _update_settings(spec: RolloutSpec) -> UpdateSettings:
+    loss, penalty = spec.policy_config().loss, algorithms.kl_penalty(spec.algorithm)
+    return replace(
+        UpdateSettings.from_spec(spec),
+        skip_zero_advantage=loss.kl_coef == 0 and loss.entropy_coef == 0 and penalty is None,
+        critic_warmup=spec.roles.critic.warmup_steps if spec.roles.critic is not None else 0,
+        kl_stop=spec.algorithm.kl_stop or None,
+        kl_states=spec.algorithm.kl_states,
+        kl_penalty=penalty,
+        trust_region=algorithms.trust_region(spec.algorithm),
+    )
+
+
+def _rollout_settings(spec: RolloutSpec, out: Path) -> RolloutSettings:
+    return RolloutSettings(
+        old_logprobs_at_batch=spec.needs_old_logprobs and spec.schedule.max_staleness > 0,
+        max_staleness=spec.schedule.max_staleness,
+        train_timeout_s=spec.schedule.train_timeout_s,
+        trajectories=out / "trajectories" if spec.output.trajectories else None,
+        mask_truncated=spec.algorithm.mask_truncated,
+    )
+
+
+def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluster: Cluster) -> WeightSync:
+    """The weight sync for the spec's back-end."""
+    timeout_s = spec.schedule.sync_timeout_s
+    if spec.resolved_backend() == "shm":
+        return FileSync(policy, pool, timeout_s)
+    ranks = spec.roles.rollout.tensor_parallel_size
+    return DeviceSync(policy, pool, lambda engines: cluster.link(engines, ranks, timeout_s), timeout_s)
+
+
+def pool_bounds(spec: RolloutSpec) -> PoolBounds:
+    """Limits and timeouts of the engine pool.
+
+    Two groups can queue in a full engine and take the places that finished samples free before their group ends.
+    """
+    return PoolBounds(
+        max_load=max(spec.roles.rollout.max_num_seqs, spec.group_size) + 2 * spec.group_size,
+        generate_timeout_s=spec.schedule.generate_timeout_s,
+        probe_timeout_s=spec.failures.health_interval_s,
+        probe_misses=spec.failures.health_misses,
+        start_timeout_s=spec.schedule.start_timeout_s,
+        restarts=spec.failures.engine_restarts,
+    )
+
+
+def write_spec(spec: RunSpec, file: Path) -> None:
+    """Writes the resolved spec, with every default."""
+    file.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))

@@ -1,0 +1,275 @@
+"""Batches of rollouts: scored groups within the staleness limit, prepared for training by the policy worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from orchestrator.cluster.worker_group import PolicyGroup
+from orchestrator.data.curriculum import Curriculum
+from orchestrator.data.prompts import PromptSource
+from orchestrator.data.texts import TextOrder
+from orchestrator.errors import DataLost, TroupeError, WorkerError
+from orchestrator.reporting.console import Console
+from orchestrator.reporting.metrics import PhaseTimers, std
+from orchestrator.rollouts.engine_pool import EnginePool
+from orchestrator.rollouts.scheduler import RolloutScheduler
+from orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
+from orchestrator.training.batch import Batch, unless_stopped
+from orchestrator.training.ledger import Ledger
+from orchestrator.training.micro_batches import plan_ranks
+from workers.contract.advantage_state import AdvantageState
+from workers.contract.messages import PrepareRequest
+from workers.contract.roles import TableRef
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Settings of a `RolloutSource`."""
+
+    old_logprobs_at_batch: bool
+    """Whether `old_logprobs` are computed for the whole batch instead of for each group during generation."""
+    max_staleness: int
+    train_timeout_s: float
+    trajectories: Path | None
+    """Folder for the samples of every step; None: they are not written."""
+    mask_truncated: bool = False
+    """Whether truncated samples carry no loss (overlong filtering)."""
+
+
+@dataclass(frozen=True)
+class RolloutComponents:
+    """The parts that produce a batch of rollouts."""
+
+    policy: PolicyGroup
+    pool: EnginePool
+    scheduler: RolloutScheduler
+    rewards: RewardPool
+    prompts: PromptSource
+    ledger: Ledger
+    texts: TextOrder | None = None
+    """Plain texts on which the policy trains along with every batch (PPO-ptx)."""
+    curriculum: Curriculum | None = None
+    """Learns from the rewards of every batch which prompts `prompts` draws next."""
+
+
+class RolloutSource:
+    """The `BatchSource` of rollouts: takes groups from the scheduler and computes their advantages."""
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        components: RolloutComponents,
+        console: Console,
+        stop: asyncio.Event,
+        memory: AdvantageState | None = None,
+    ) -> None:
+        """`memory` is the state of the advantage computation after earlier batches (see `state`)."""
+        self._settings = settings
+        self._components = components
+        self._console = console
+        self._stop = stop
+        self._memory = memory or AdvantageState()
+        self._groups: Sequence[ScoredGroup] = ()
+        self._writing: asyncio.Task[object] | None = None
+
+    def start(self) -> None:
+        """Starts generation."""
+        self._components.scheduler.start()
+
+    async def next_batch(self, version: int, timers: PhaseTimers) -> Batch:
+        """Waits for the groups of the next step, then computes their advantages.
+
+        Unblocked by the scheduler when enough groups are scored, by its errors, and by a stop request. Groups whose
+        data were lost with a node are sampled again.
+
+        Raises:
+            StopRequested: The run is to stop.
+            TroupeError: A sample is older than the staleness limit, or the scheduler or a worker failed.
+        """
+        while True:
+            with timers.phase("generate"):
+                self._groups = await unless_stopped(self._stop, self._components.scheduler.next_batch(self._on_groups))
+            try:
+                with timers.phase("prepare"):
+                    return await self._prepare(version, self._groups)
+            except DataLost as error:
+                logger.warning("%s; sampling the batch again", error)
+                self._components.scheduler.resample(self._groups)
+
+    def mark_trained(self, version: int) -> None:
+        """Records the batch in the ledger and the curriculum and lets the scheduler open the next groups."""
+        ledger = self._components.ledger
+        for group in self._groups:
+            uid, masked = group.summary.prompt_uid, self._masked(group)
+            ledger.mark_trained(uid, *(i for i in group.rewarded if i not in masked))
+            for i in masked:
+                ledger.mark_dropped(uid, i, "truncated: it carries no loss")
+        if self._components.texts is not None:
+            self._components.texts.mark_trained()
+        if self._components.curriculum is not None:
+            for group in self._groups:
+                self._components.curriculum.observe(group.row, group.rewards)
+            self._components.curriculum.mark_trained()
+        self._components.scheduler.advance(version)
+
+    def metrics(self, version: int, seconds: float) -> dict[str, float]:
+        """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
+        metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
+        if self._settings.mask_truncated:
+            metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))
+        curriculum = self._components.curriculum
+        return metrics if curriculum is None else metrics | curriculum.metrics()
+
+    async def save_trajectories(self, version: int) -> None:
+        """Has a reward worker write the samples of the step in the background; waits for those of the step before."""
+        await self.flush()
+        if self._settings.trajectories is None:
+            return
+        tables = [ref for group in self._groups for ref in (group.rollouts, group.reward_table)]
+        path = str(self._settings.trajectories / f"step-{version:06d}.parquet")
+        writing = self._components.rewards.write(path, tables, self._settings.train_timeout_s)
+        self._writing = asyncio.ensure_future(writing)
+
+    async def flush(self) -> None:
+        """Waits until the samples of the last step are written."""
+        if self._writing is not None:
+            try:
+                await self._writing
+            except WorkerError as error:
+                logger.error("the trajectories of a step were not written: %s", error)
+            self._writing = None
+
+    def state(self) -> dict[str, Any]:
+        """Order of prompts (and of texts) and state of the advantages; the ledger holds the groups in flight."""
+        state = {"prompts": self._components.prompts.state(), "advantages": self._memory.model_dump(mode="json")}
+        return state if self._components.texts is None else state | {"texts": self._components.texts.state()}
+
+    async def probe(self) -> None:
+        """Probes every engine."""
+        await self._components.pool.probe_all()
+
+    async def close(self) -> None:
+        """Cancels the groups in flight."""
+        await self._components.scheduler.close()
+
+    async def _prepare(self, version: int, groups: Sequence[ScoredGroup]) -> Batch:
+        """Joins rollouts, rewards and token scores into a TRAIN table, on a policy worker."""
+        self._check_staleness(version, groups)
+        rollouts = [group.rollouts for group in groups]
+        tables = [*rollouts, *(group.reward_table for group in groups), *_unique(groups)]
+        policy, timeout_s = self._components.policy, self._settings.train_timeout_s
+        if self._settings.old_logprobs_at_batch:
+            self._console.phase("old log-probs", 0, 1)
+            lengths = [length for group in groups for length in row_lengths(group.summary)]
+            plans = plan_ranks(lengths, range(len(lengths)), policy.ranks, policy.micro_batch_tokens)
+            scored = await policy.compute_logprobs(plans, *rollouts, timeout_s=timeout_s)
+            tables += [table for _, table in scored]
+        request = self._prepare_request(groups)
+        summary, table = await policy.prepare(request, *tables, timeout_s=timeout_s)
+        self._memory = self._memory.after(summary.state)
+        return Batch(summary, table, texts=None if self._components.texts is None else self._components.texts.pick())
+
+    def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
+        """What `PolicyGroup.prepare` needs besides the tables."""
+        rows = {group.summary.prompt_uid: group.row for group in groups}
+        greedy = {g.summary.prompt_uid: g.greedy_reward for g in groups if g.greedy_reward is not None}
+        keep = tuple((group.summary.prompt_uid, i) for group in groups for i in group.rewarded)
+        masked = tuple((group.summary.prompt_uid, i) for group in groups for i in self._masked(group))
+        candidates = tuple((group.summary.prompt_uid, i) for group in groups for i in group.rewarded_candidates)
+        state = self._memory.of_rows(rows.values())
+        return PrepareRequest(keep + candidates, state, rows, greedy, masked, candidates)
+
+    def _masked(self, group: ScoredGroup) -> list[int]:
+        """Indices of the samples that have a reward and carry no loss."""
+        truncated = group.truncated if self._settings.mask_truncated else frozenset()
+        return [i for i in group.rewarded if i in truncated]
+
+    def _check_staleness(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        """Raises TroupeError if a sample is older than the staleness limit (an invariant of the scheduler)."""
+        for group in groups:
+            for sample in group.summary.samples:
+                if version - sample.oldest_version > self._settings.max_staleness:
+                    raise TroupeError(
+                        f"{group.summary.prompt_uid} sample {sample.sample_index} from {group.summary.engine} has "
+                        f"tokens of version {sample.oldest_version}; the policy is at {version} and "
+                        f"schedule.max_staleness is {self._settings.max_staleness}"
+                    )
+
+    def _on_groups(self, done: int, wanted: int) -> None:
+        self._console.phase("generate", done, wanted)
+
+
+def _unique(groups: Sequence[ScoredGroup]) -> list[TableRef]:
+    """Token-score tables of a batch, each once; the groups of a wave share theirs."""
+    tables: dict[int, TableRef] = {id(ref): ref for group in groups for ref in group.token_scores}
+    return list(tables.values())
+
+
+def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -> dict[str, float]:
+    """Metrics of the groups of a batch.
+
+    Args:
+        groups: Scored groups.
+        version: Version of the policy before the updates.
+        seconds: Duration of the step.
+
+    Returns:
+        Rewards by component, lengths (tokens), truncation, staleness (versions), throughput (tokens/s over `seconds`),
+        the share of prompt tokens found in the engines' prefix caches, and the time of the reward workers (s).
+    """
+    rewards = [reward for group in groups for reward in group.rewards.rewards if reward is not None]
+    counts = (
+        (one.prompt_tokens, one.response_tokens, one.oldest_version, one.finish_reason)
+        for group in groups
+        for one in group.summary.samples
+    )
+    prompts, responses, oldest, reasons = zip(*counts, strict=True)  # one pass over thousands of samples
+    failed = sum(len(group.rewards.statuses) - group.rewards.statuses.count("ok") for group in groups)
+    metrics = {
+        "reward/mean": fmean(rewards),
+        "reward/std": std(rewards),
+        "groups/mixed": fmean([len({r for r in group.rewards.rewards if r is not None}) > 1 for group in groups]),
+        "prompt_tokens/mean": fmean(prompts),
+        "prompt_tokens/cached": sum(group.summary.cached_tokens for group in groups) / sum(prompts),
+        "response_tokens/mean": fmean(responses),
+        "response_tokens/max": float(max(responses)),
+        "truncated": reasons.count("length") / len(reasons),
+        "staleness/mean": version - fmean(oldest),
+        "staleness/max": float(version - min(oldest)),
+        "failed_samples": float(failed),
+        "seconds/reward": sum(group.rewards.seconds for group in groups),
+        "tokens": float(sum(prompts) + sum(responses)),
+        "response_tokens_per_s": sum(responses) / seconds if seconds > 0 else 0.0,
+    }
+    for name in groups[0].rewards.components:
+        values = [v for group in groups for v in group.rewards.components[name] if v is not None]
+        if values:
+            metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": std(values)}
+    return metrics
+
+
+def candidate_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Mean reward of the answers from other sources, how often one is the best of its group, and how many failed."""
+    ranked = [(group.rewards.rewards, group.candidates.rewards) for group in groups if group.candidates is not None]
+    if not ranked:
+        return {}
+    given = [reward for _, candidates in ranked for reward in candidates]
+    rewards = [reward for reward in given if reward is not None]
+    chosen = [
+        max((r for r in candidates if r is not None), default=-math.inf) > max(r for r in own if r is not None)
+        for own, candidates in ranked
+    ]
+    return {
+        "candidates/reward": fmean(rewards) if rewards else 0.0,
+        "candidates/chosen": fmean(chosen),
+        "candidates/failed": float(len(given) - len(rewards)),
+    }

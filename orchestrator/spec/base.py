@@ -1,0 +1,208 @@
+"""What every spec has, whichever kind it is, and what each kind answers for itself."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from pydantic import Field
+
+from orchestrator.algorithms.offline import Trains
+from orchestrator.spec import preflight, preflight_models
+from orchestrator.spec.preflight import Finding
+from orchestrator.spec.sections import (
+    BaseEvaluation,
+    BaseFailures,
+    BaseOutput,
+    BaseSchedule,
+    CheckpointConfig,
+    ReferenceRole,
+    RoleName,
+    RoleResources,
+    TrainerRole,
+)
+from workers.contract.config import Device, Frozen, ModelConfig, ReferenceConfig
+
+WorkerKind = Literal["rollout", "policy", "critic", "reference", "reward", "example_policy", "reward_trainer"]
+"""The worker classes that a spec can ask for."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """How the workers of one role are started."""
+
+    kind: WorkerKind
+    args: tuple[Any, ...]
+    """Constructor arguments before the worker's name."""
+    threads: int
+    device: Device
+    extra: tuple[Any, ...] = ()
+    """Constructor arguments after the worker's name."""
+    concurrent: bool = False
+    """Whether the worker runs several calls at once."""
+
+
+class Algorithm(Protocol):
+    """The algorithm section, as both kinds have it."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Roles(Protocol):
+    """The roles section, as both kinds have it."""
+
+    @property
+    def policy(self) -> TrainerRole: ...
+
+    @property
+    def reference(self) -> ReferenceRole | None: ...
+
+    def present(self) -> dict[RoleName, RoleResources]: ...
+
+    def trainers(self) -> dict[RoleName, TrainerRole]: ...
+
+
+class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
+    """One run, of either kind."""
+
+    # `frozen=True` repeats what `Frozen` says in a place where pyright reads it: fields of a frozen class may be
+    # narrowed by a subclass.
+
+    name: str = Field(max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
+    """Name of the run and of its folder: lowercase letters, digits and `-`."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seed of everything random: order of the data, sampling, initial value or score head."""
+    model: ModelConfig
+    """The model that is trained."""
+
+    if TYPE_CHECKING:
+        # Each kind defines these fields, so that a resolved spec keeps the order of that kind's sections.
+        algorithm: Algorithm
+        roles: Roles
+        schedule: BaseSchedule
+        evaluation: BaseEvaluation | None
+        checkpoint: CheckpointConfig = CheckpointConfig()
+        failures: BaseFailures
+        output: BaseOutput
+
+    @abstractmethod
+    def dispatch(self, rollout: Callable[[Any], T], offline: Callable[[Any], T]) -> T:
+        """Call the function for this spec's kind.
+
+        Args:
+            rollout: Called with the spec if it is a `RolloutSpec`.
+            offline: Called with the spec if it is an `OfflineSpec`.
+
+        Returns:
+            What that function returns.
+        """
+
+    @property
+    @abstractmethod
+    def trains(self) -> Trains:
+        """What kind of model the run writes."""
+
+    @property
+    @abstractmethod
+    def device(self) -> Device:
+        """Device that the model is trained on."""
+
+    @property
+    @abstractmethod
+    def batch_description(self) -> str:
+        """Size of a step's batch, in words: `128 samples`."""
+
+    @abstractmethod
+    def worker_settings(self, role: RoleName) -> WorkerSettings:
+        """How each worker of a role is started.
+
+        Raises:
+            KeyError: The spec has no workers of this role.
+        """
+
+    @abstractmethod
+    def models(self) -> dict[str, ModelConfig]:
+        """The models that the spec names, by the dotted path of their section; the trained one first."""
+
+    @abstractmethod
+    def sequence_lengths(self) -> dict[str, int]:
+        """Every limit on the length of a sequence in tokens, by the dotted path of its field."""
+
+    @abstractmethod
+    def data_sources(self) -> Mapping[str, preflight.DataSource]:
+        """The sections that name data, by their name in the section `data`."""
+
+    @property
+    @abstractmethod
+    def scoring_temperature(self) -> float:
+        """Temperature that the reference divides its logits by."""
+
+    def missing(self) -> list[Finding]:
+        """What the spec names and this machine does not have: models, data, libraries."""
+        return [
+            *preflight.missing_models(self.models()),
+            *preflight_models.wrong_kinds(self.models(), self.trains),
+            *preflight.too_long(self.models(), self.sequence_lengths()),
+            *preflight.missing_data(self.data_sources()),
+            *preflight.missing_libraries(self.data_sources(), self.output.tensorboard),
+        ]
+
+    def with_model(self, path: Path) -> list[str]:
+        """Overrides (`--set`) that put another model in the place of the trained one."""
+        return [f"model.path={json.dumps(str(path))}"]
+
+    @property
+    def longest_sequence(self) -> int:
+        """Length of the longest sequence that is trained on, in tokens."""
+        return max(self.sequence_lengths().values())
+
+    @property
+    def run_folder(self) -> Path:
+        """Folder that the run is written to, unless the command line names another."""
+        return Path(self.output.folder) / self.name
+
+    @property
+    def reference_in_policy(self) -> bool:
+        """Whether the reference lives in the policy's workers."""
+        return self.roles.reference is not None and self.roles.reference.colocate_with == "policy"
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """The reference's model: its own, or else the one that training starts from."""
+        role = self.roles.reference
+        return role.model if role is not None and role.model is not None else self.model
+
+    @property
+    def colocated_reference_model(self) -> ModelConfig | None:
+        """The reference's model where the policy's workers hold it; None elsewhere."""
+        return self.reference_model if self.reference_in_policy else None
+
+    def reference_config(self) -> ReferenceConfig | None:
+        """Configuration of each reference worker; None without a reference or with one in the policy's workers."""
+        role = self.roles.reference
+        if role is None or self.reference_in_policy:
+            return None
+        return role.worker_config(
+            ReferenceConfig,
+            model=self.reference_model,
+            temperature=self.scoring_temperature,
+            device=role.device,
+        )
+
+    def reference_settings(self) -> WorkerSettings:
+        """How each reference worker is started.
+
+        Raises:
+            KeyError: The spec has no reference workers.
+        """
+        config = self.reference_config()
+        if config is None:
+            raise KeyError("reference")
+        return WorkerSettings("reference", (config,), config.threads, config.device)

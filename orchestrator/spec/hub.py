@@ -1,0 +1,73 @@
+"""Repositories on the Hugging Face hub that a spec names, and the commits they are pinned to. Looks nothing up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from orchestrator.spec.hub_names import is_commit, is_hub_name
+from orchestrator.spec.sections import HubFiles
+from workers.contract.config import Frozen, ModelConfig
+
+if TYPE_CHECKING:
+    from orchestrator.spec.base import RunSpec
+
+FrozenT = TypeVar("FrozenT", bound=Frozen)
+SpecT = TypeVar("SpecT", bound="RunSpec")
+
+
+def hub_models(spec: RunSpec) -> dict[str, ModelConfig]:
+    """The models that are on the hub, by the dotted path of their section."""
+    return {section: model for section, model in spec.models().items() if is_hub_name(model.path)}
+
+
+def hub_data(spec: RunSpec) -> dict[str, HubFiles]:
+    """The data that are on the hub, by the dotted path of their section."""
+    sources = spec.data_sources().items()
+    return {f"data.{name}": source for name, source in sources if isinstance(source, HubFiles)}
+
+
+def uses_hub(spec: RunSpec) -> bool:
+    """Whether the spec names a model or data on the hub."""
+    return bool(hub_models(spec) or hub_data(spec))
+
+
+def with_sections(spec: SpecT, sections: Mapping[str, Frozen]) -> SpecT:
+    """The spec with other sections in the places of its own.
+
+    Args:
+        spec: The spec.
+        sections: New content by dotted path (`roles.critic.model`); each must exist in the spec.
+    """
+    for path, section in sections.items():
+        spec = _replaced(spec, path.split("."), section)
+    return spec
+
+
+def _replaced(node: FrozenT, path: Sequence[str], section: Frozen) -> FrozenT:
+    name, *rest = path
+    inner: Any = dict(node)[name]
+    return node.model_copy(update={name: _replaced(inner, rest, section) if rest else section})
+
+
+def with_pins(spec: SpecT, pinned: RunSpec) -> SpecT:
+    """The spec with the commits that another spec of the same run is pinned to.
+
+    A section keeps its own revision where that is a commit, or where the other spec names another repository.
+    """
+    sections: dict[str, Frozen] = {}
+    models, data = pinned.models(), hub_data(pinned)
+    for section, model in hub_models(spec).items():
+        held = models.get(section)
+        if held is not None and held.path == model.path and is_commit(held.revision) and not is_commit(model.revision):
+            sections[section] = model.model_copy(update={"revision": held.revision})
+    for section, source in hub_data(spec).items():
+        kept = data.get(section)
+        if kept is not None and _same_files(source, kept) and is_commit(kept.revision):
+            sections[section] = source.model_copy(update={"revision": kept.revision, "files": kept.files})
+    return with_sections(spec, sections)
+
+
+def _same_files(source: HubFiles, pinned: HubFiles) -> bool:
+    same = (source.name, source.subset, source.split) == (pinned.name, pinned.subset, pinned.split)
+    return same and not is_commit(source.revision) and source.files in ((), pinned.files)

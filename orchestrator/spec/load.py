@@ -1,0 +1,94 @@
+"""Loads specs of both kinds: the algorithm's name decides which kind a document is.
+
+A spec that loads can work as far as the file itself can say. Problems of a document come all at once: either every
+field that is not valid, or, where all are, every combination of fields that cannot work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from orchestrator.algorithms.section import ALGORITHMS, is_custom, unknown_algorithm
+from orchestrator.errors import nearest
+from orchestrator.spec import offline_checks, rollout_checks, yaml_reader
+from orchestrator.spec.base import RunSpec as RunSpec
+from orchestrator.spec.errors import SpecError, from_validation
+from orchestrator.spec.offline import OfflineSpec
+from orchestrator.spec.preflight import Finding
+from orchestrator.spec.rollout import RolloutSpec
+
+SpecT = TypeVar("SpecT", bound=RunSpec)
+
+
+def parse_spec(document: yaml_reader.Document) -> RunSpec:
+    """Validate a document of either kind.
+
+    Raises:
+        SpecError: With one line for every problem found.
+    """
+    name = _algorithm(document.data)
+    if name in OFFLINE_ALGORITHMS:
+        return _parse(document, OfflineSpec, offline_checks.find_problems)
+    hint = nearest(name, [*ALGORITHMS, *OFFLINE_ALGORITHMS])
+    if name and not is_custom(name) and not any(f"'{known}'" in hint for known in ALGORITHMS):
+        # Read as a spec of the wrong kind, every section would be wrong, and the mistake is one name.
+        raise SpecError([document.source.problem("algorithm.name", unknown_algorithm(name))])
+    return parse_rollout_spec(document)
+
+
+def parse_rollout_spec(document: yaml_reader.Document) -> RolloutSpec:
+    """Validate a document of a run on rollouts.
+
+    Raises:
+        SpecError: With one line for every problem found.
+    """
+    return _parse(document, RolloutSpec, rollout_checks.find_problems)
+
+
+def load_rollout_spec(path: str | Path, overrides: Sequence[str] = ()) -> RolloutSpec:
+    """Read the spec of a run on rollouts from a file. Files of any kind, and chains: `orchestrator/spec/stages.py`.
+
+    Args:
+        path: The YAML file.
+        overrides: `field.path=value` each (`roles.rollout.workers=2`); the value is YAML.
+
+    Raises:
+        SpecError: With one line for every problem found.
+    """
+    return parse_rollout_spec(yaml_reader.override(yaml_reader.read_file(path), list(overrides)))
+
+
+def spec_schema() -> dict[str, Any]:
+    """JSON Schema of specs of both kinds and of chains, for editors."""
+    either = TypeAdapter(RolloutSpec | OfflineSpec).json_schema()
+    chain = {
+        "title": "Chain",
+        "type": "object",
+        "required": ["name", "stages"],
+        "properties": {"stages": {"type": "object", "additionalProperties": {"type": "object"}}},
+    }
+    return {**either, "anyOf": [*either["anyOf"], chain]}
+
+
+def _parse(document: yaml_reader.Document, kind: type[SpecT], find_problems: Callable[[SpecT], list[Finding]]) -> SpecT:
+    try:
+        # JSON mode is the strict one that takes lists for tuples: no text is read as a number, no 1 as true.
+        spec = kind.model_validate_json(json.dumps(document.data), strict=True)
+    except ValidationError as error:
+        raise SpecError(from_validation(error, kind, document.data, document.source)) from None
+    if problems := find_problems(spec):
+        raise SpecError([document.source.problem(path, message) for path, message in problems])
+    return spec
+
+
+def _algorithm(data: Any) -> str:
+    """The algorithm that a spec's data name; empty where they name none."""
+    section = data.get("algorithm") if isinstance(data, dict) else None
+    name = section.get("name") if isinstance(section, dict) else None
+    return name if isinstance(name, str) else ""

@@ -1,0 +1,105 @@
+"""Combinations of fields of an offline spec that cannot work, each refused with the path of the field to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.spec.checks import INSIDE_ANOTHER, changed, evaluation_problems, trainer_problems
+from orchestrator.spec.offline import OfflineSpec, columns, data_format
+from orchestrator.spec.preflight import Finding
+from orchestrator.spec.sections import ReferenceRole
+
+
+def find_problems(spec: OfflineSpec) -> list[Finding]:
+    """Everything that cannot work."""
+    return [finding for check in _CHECKS for finding in check(spec)]
+
+
+_COLUMNS = ("response", "chosen", "rejected", "margin", "answers", "scores", "label")
+
+
+def _roles(spec: OfflineSpec) -> Iterator[Finding]:
+    row, reference = spec.row, spec.roles.reference
+    if row.reference and reference is None:
+        yield "roles.reference", f"is required: {row.name} compares with a reference"
+    if not row.reference and reference is not None:
+        yield "roles.reference", f"{row.name} has no reference; remove the role"
+    if spec.roles.policy.colocate_with is not None:
+        yield "roles.policy.colocate_with", "the policy cannot be colocated; possible: reference with policy"
+    if reference is None or reference.colocate_with is None:
+        return
+    if reference.colocate_with != "policy":
+        yield "roles.reference.colocate_with", f"there is no role {reference.colocate_with}; possible: policy"
+    for name in INSIDE_ANOTHER:
+        if name in ReferenceRole.model_fields and changed(reference, name):
+            yield f"roles.reference.{name}", "has no effect inside the policy's workers; remove it"
+
+
+def _algorithm(spec: OfflineSpec) -> Iterator[Finding]:
+    for name in spec.algorithm.unused():
+        yield f"algorithm.{name}", f"{spec.row.name} does not use it; remove it"
+    if spec.algorithm.level == "token":
+        for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):
+            if source is not None and data_format(spec, source) == "ranked":
+                yield "algorithm.level", f"token compares pairs, but data.{split} has ranked answers"
+
+
+def _schedule(spec: OfflineSpec) -> Iterator[Finding]:
+    schedule, policy = spec.schedule, spec.roles.policy
+    least = policy.workers * schedule.minibatches * (2 if "labelled" in spec.row.formats else 1)
+    if schedule.examples_per_step < least:
+        yield (
+            "schedule.examples_per_step",
+            f"{schedule.examples_per_step} examples are too few for {policy.workers} policy workers times "
+            f"{schedule.minibatches} minibatches (at least {least})",
+        )
+    for name in ("score_timeout_s", "train_timeout_s"):
+        if (limit := dict(schedule)[name]) > schedule.step_timeout_s:
+            yield f"schedule.{name}", f"{limit:g} is longer than step_timeout_s, {schedule.step_timeout_s:g}"
+    if policy.warmup_updates >= spec.updates:
+        yield "roles.policy.warmup_updates", f"must be less than the run's {spec.updates} updates"
+
+
+def _lengths(spec: OfflineSpec) -> Iterator[Finding]:
+    policy, reference = spec.roles.policy, spec.roles.reference
+    rows = 1 if spec.row.formats == ("demonstrations",) else 2
+    need = rows * spec.data.max_length
+    if policy.micro_batch_tokens < need:
+        what = "one example" if rows == 1 else "the two rows of an example"
+        why = f"{policy.micro_batch_tokens} cannot hold {what} of data.max_length, {spec.data.max_length}"
+        yield "roles.policy.micro_batch_tokens", why
+    if reference is not None and not spec.reference_in_policy and reference.micro_batch_tokens < spec.data.max_length:
+        why = f"{reference.micro_batch_tokens} cannot hold one sequence of data.max_length, {spec.data.max_length}"
+        yield "roles.reference.micro_batch_tokens", why
+
+
+def _devices(spec: OfflineSpec) -> Iterator[Finding]:
+    for name, role in spec.roles.present().items():
+        if role.gpus > 1:
+            yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
+    yield from trainer_problems(spec.roles.trainers())
+
+
+def _data(spec: OfflineSpec) -> Iterator[Finding]:
+    for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):
+        if source is None:
+            continue
+        if "{prompt}" not in source.template:
+            yield f"data.{split}.template", "must contain {prompt}, which stands for the row's text"
+        format_ = data_format(spec, source)
+        read = {*columns(format_, source), *({"answers", "scores"} if format_ == "ranked" else ())}
+        if spec.trains != "reward_model":
+            read.discard("margin")
+        for name in _COLUMNS:
+            if name not in read and dict(source)[name] != type(source).model_fields[name].default:
+                yield f"data.{split}.{name}", f"{spec.row.name} on {format_} does not use it; remove it"
+        if spec.row.formats == ("ranked",) and source.scores is None:
+            yield f"data.{split}.scores", f"is required: {spec.row.name} compares answers by their scores"
+
+
+def _evaluation(spec: OfflineSpec) -> Iterator[Finding]:
+    if spec.evaluation is not None:
+        yield from evaluation_problems(spec.evaluation, spec.data.eval is not None)
+
+
+_CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _evaluation)

@@ -1,0 +1,87 @@
+"""Checks of the models that a spec names, by their config.json: the kind of model, and what its engine supports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.algorithms.offline import Trains
+from orchestrator.spec.preflight import Finding
+from workers.contract.config import ModelConfig
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
+
+_CONFIG_BYTES = 1 << 20
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+_REWARD_MODEL = "roles.reward.model"
+_EITHER_KIND = "roles.critic.model"
+"""A critic takes the backbone of a language model, or a reward model with its head."""
+_DEFAULT_LABELS = 2
+"""transformers leaves a classifier's labels out of its config.json where there are two."""
+
+
+def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
+    """Classifiers in place of language models, and the reverse.
+
+    Args:
+        models: The models of a spec by the path of their section; `model` is the trained one.
+        trains: What kind of model the run writes; training of a reward model starts from either kind.
+    """
+    for section, model in models.items():
+        config = _read(Path(model.path))
+        kind = _architecture(config)
+        if section == _REWARD_MODEL:
+            wrong = _not_a_reward_model(kind, config)
+        elif section == _EITHER_KIND or (section == "model" and trains == "reward_model"):
+            continue
+        else:
+            wrong = f"{kind} is a classifier; a language model is needed here" if kind.endswith(_CLASSIFIERS) else ""
+        if wrong:
+            yield f"{section}.path", wrong
+
+
+def unsupported_head_size(model: Path) -> Iterator[Finding]:
+    """A size of attention heads that vLLM's CPU build does not support."""
+    config = _read(model)
+    config = config.get("text_config", config)
+    size, heads = config.get("head_dim"), config.get("num_attention_heads")
+    if "kv_lora_rank" in config:  # latent attention: the size of the cache's entries is another
+        return
+    if size is None and isinstance(heads, int) and heads and isinstance(config.get("hidden_size"), int):
+        size = config["hidden_size"] // heads
+    if isinstance(size, int) and size not in CPU_HEAD_SIZES:
+        known = ", ".join(map(str, CPU_HEAD_SIZES))
+        yield (
+            "model.path",
+            f"attention heads of size {size}: vLLM on the CPU supports {known}; use GPUs or another model",
+        )
+
+
+def _not_a_reward_model(kind: str, config: Mapping[str, Any]) -> str:
+    if kind.endswith(_LANGUAGE_MODELS):
+        return f"{kind} is a language model; a reward model is a sequence classifier with one label"
+    if not kind.endswith(_CLASSIFIERS[0]):
+        return f"{kind} classifies tokens; a reward model scores sequences" if kind.endswith(_CLASSIFIERS) else ""
+    names = config.get("id2label")
+    labels = len(names) if isinstance(names, dict) and names else config.get("num_labels", _DEFAULT_LABELS)
+    return "" if labels == 1 else f"{kind} has {labels} labels; a reward model has one"
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """Name of the model's class; empty where the config does not say."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The model's config.json; empty where it cannot be read."""
+    try:
+        with (folder / "config.json").open("rb") as file:
+            config = json.loads(file.read(_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}

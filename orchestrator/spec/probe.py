@@ -1,0 +1,63 @@
+"""Questions to a short-lived process: what imports a user's modules or a model library does not do so in this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+_BOOTSTRAP = (
+    "import importlib, json, os, sys; replies = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1); "
+    "sys.path[:], module, function, request = json.load(sys.stdin); "
+    "[print(json.dumps(reply), file=replies, flush=True) "
+    "for reply in vars(importlib.import_module(module))[function](request)]"
+)
+"""Replies have a pipe of their own: user code may print."""
+_LONGEST = 400
+
+
+class ProbeFailed(Exception):
+    """The process ended, or did not end in time; `replies` are those it gave before.
+
+    `raised` is the message of the ValueError that the function raised; empty if it raised none.
+    """
+
+    def __init__(self, reason: str, replies: list[Any], raised: str = "") -> None:
+        super().__init__(reason)
+        self.replies = replies
+        self.raised = raised
+
+
+def ask(entry: str, request: Any, timeout_s: float) -> list[Any]:
+    """Every reply of a function in another process.
+
+    Args:
+        entry: `package.module:function`; the function takes the request and yields replies.
+        request: JSON-ready, as the replies are.
+        timeout_s: Timeout for all replies.
+
+    Raises:
+        ProbeFailed: The process failed.
+    """
+    module, function = entry.split(":")
+    # The current directory: Ray puts it on the path of its workers.
+    path = [*(folder or os.getcwd() for folder in sys.path), os.getcwd()]
+    command = [sys.executable, "-P", "-c", _BOOTSTRAP]
+    text = json.dumps([path, module, function, request])
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
+        raise ProbeFailed(f"did not end within {timeout_s:g} s", _replies(output)) from None
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2][:_LONGEST]
+        reason = f"its process ended with exit code {done.returncode}"
+        raised = last.removeprefix("ValueError: ") if last.startswith("ValueError: ") else ""
+        raise ProbeFailed(f"{reason}: {last}" if last else reason, _replies(done.stdout), raised)
+    return _replies(done.stdout)
+
+
+def _replies(output: str) -> list[Any]:
+    return [json.loads(line) for line in output.splitlines()]

@@ -1,0 +1,1 @@
+"""`troupe init`: writes a first spec that fits the machine."""

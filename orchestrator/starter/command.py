@@ -1,0 +1,133 @@
+"""`troupe init`: completes the choices, by questions where a terminal is there, and writes the spec."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.capacity.placement import GPU_GIB
+from orchestrator.doctor.nvidia import graphics
+from orchestrator.errors import UsageError, nearest
+from orchestrator.spec.offline import OfflineSpec
+from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.starter.choices import GYM, Choices, check_algorithm, read_data
+from orchestrator.starter.commented import commented
+from orchestrator.starter.sizing import cluster, fitting_document
+
+Ask = Callable[[str, str], str]
+"""Asks a question with a default answer (empty: none) and returns the answer."""
+_PLANNED_CPUS = 128
+"""Cores of a GPU machine that is not this one, as `troupe plan --cluster` assumes."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags of `troupe init`; None: not given."""
+
+    model: str | None = None
+    data: str | None = None
+    algorithm: str | None = None
+    gpus: int | None = None
+    gpu_type: str | None = None
+    name: str | None = None
+    steps: int = 100
+    max_tokens: int = 0
+
+
+def complete(flags: Flags, ask: Ask | None) -> Choices:
+    """All choices, from flags, questions and this machine.
+
+    Args:
+        flags: The flags.
+        ask: Asks for what is missing; None: standard input is no terminal, and nothing is asked.
+
+    Raises:
+        UsageError: A required flag is missing and cannot be asked for, or a flag is not valid.
+    """
+    missing = [flag for flag, value in (("--model", flags.model), ("--data", flags.data)) if value is None]
+    if missing and ask is None:
+        raise UsageError(
+            f"{' and '.join(missing)}: required where there is no terminal to ask (--data: a JSON Lines "
+            f"file, or {GYM}chain_sum)"
+        )
+    model = flags.model or _answer(ask, "Model folder (Hugging Face format)", "")
+    data = flags.data or _answer(ask, f"Data: a JSON Lines file, or {GYM}TASK", f"{GYM}chain_sum")
+    # What has a default is asked only where something is asked anyway.
+    algorithm = flags.algorithm or _answer(ask if missing else None, "Algorithm (see `troupe algorithms`)", "grpo")
+    check_algorithm(algorithm)
+    shown = graphics().gpus
+    gpus = flags.gpus
+    if gpus is None:
+        gpus = _whole(_answer(ask if missing else None, "GPUs", str(len(shown))))
+    kind = flags.gpu_type or (_gpu_type(shown[0].name, shown[0].memory) if shown else "")
+    if kind and kind.upper() not in GPU_GIB:
+        hint = nearest(kind.upper(), GPU_GIB) or f"known: {', '.join(GPU_GIB)}"
+        raise UsageError(f"--gpu-type: no GPU type '{kind[:60]}' ({hint})")
+    own = len(os.sched_getaffinity(0))
+    cpus = own if not gpus or len(shown) >= gpus else _PLANNED_CPUS
+    name = flags.name or re.sub(r"[^a-z0-9]+", "-", f"{Path(model).name}-{algorithm}".lower()).strip("-")[:63]
+    return Choices(model, data, algorithm, gpus, kind.upper(), cpus, name, flags.steps, flags.max_tokens)
+
+
+def text_of(choices: Choices, output: Path) -> str:
+    """The spec for these choices. Raises UsageError, SpecError or DoesNotFit."""
+    if choices.data.startswith(GYM):
+        _check_task(choices.data.removeprefix(GYM))
+    document, _ = fitting_document(choices, read_data(choices))
+    described = f" --cluster {cluster(choices)}" if choices.gpus else ""
+    machine = (
+        f"{choices.gpus} {choices.gpu_type or 'GPU'}{'s' if choices.gpus > 1 else ''}"
+        if choices.gpus
+        else (f"{choices.cpus} CPU core{'s' if choices.cpus > 1 else ''}")
+    )
+    heading = [
+        f"{choices.algorithm} for {machine}, written by `troupe init`. Fields that are not here have their defaults.",
+        f"  troupe validate {output}",
+        f"  troupe plan {output}{described}",
+        f"  troupe run {output}",
+    ]
+    if choices.gpus and not choices.gpu_type:
+        heading.append("The type of GPU is not known (--gpu-type): the memory of the GPUs is not checked.")
+    return commented(document, OfflineSpec if choices.offline else RolloutSpec, heading)
+
+
+def write(text: str, output: Path, force: bool) -> None:
+    """Write the spec. Raises UsageError if the file exists and `force` is false, or cannot be written."""
+    try:
+        with output.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(f"{output} exists; --force overwrites it, --output names another file") from None
+    except OSError as error:
+        raise UsageError(f"--output: {output}: {error.strerror}") from None
+
+
+def _check_task(name: str) -> None:
+    """Raise UsageError unless reasoning-gym has this task."""
+    try:
+        known = importlib.import_module("reasoning_gym.factory").DATASETS
+    except ImportError:
+        raise UsageError("--data: needs the package reasoning-gym, which is not installed") from None
+    if name not in known:
+        raise UsageError(f"--data: reasoning-gym has no task '{name[:60]}' ({nearest(name, known) or 'see its list'})")
+
+
+def _answer(ask: Ask | None, question: str, default: str) -> str:
+    return ask(question, default) if ask is not None else default
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"GPUs: expected a whole number, got '{text[:60]}'")
+    return int(text)
+
+
+def _gpu_type(name: str, memory: int) -> str:
+    """The type of a GPU by its name; of types with several sizes, the one with the nearest memory."""
+    words = re.sub(r"[^A-Z0-9]", "", name.upper())
+    fitting = [kind for kind in GPU_GIB if kind.partition("-")[0] in words]
+    return min(fitting, key=lambda kind: (abs(GPU_GIB[kind] - memory / 2**30), -len(kind)), default="")

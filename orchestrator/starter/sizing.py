@@ -1,0 +1,228 @@
+"""Chooses the settings of a first spec: the first candidate that `troupe plan` places on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from orchestrator.algorithms.table import ALGORITHMS
+from orchestrator.capacity.model_size import SizeUnknown, read_size
+from orchestrator.capacity.placement import Node
+from orchestrator.capacity.plan import Plan, described_nodes
+from orchestrator.capacity.stages import plan_stages
+from orchestrator.errors import DoesNotFit, UsageError
+from orchestrator.spec.errors import Place, Source, SpecError
+from orchestrator.spec.stages import plan_runs
+from orchestrator.spec.yaml_reader import Document
+from orchestrator.starter.choices import Choices, Data
+
+_SMALL = 500_000_000
+"""Parameters below which a model takes ten times the learning rate."""
+_GENTLE = frozenset({"dpo", "ipo", "kto"})
+"""Offline algorithms whose papers use a small learning rate."""
+_MOST_SEQUENCES = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the size of machine and model decide."""
+
+    dtype: str = "bfloat16"
+    micro_batch_tokens: int = 4096
+    gradient_checkpointing: bool = False
+    zero_stage: int = 1
+    rollouts: int = 1
+    policies: int = 1
+    critics: int = 0
+    tensor_parallel: int = 1
+    shared_gpus: bool = False
+    """Whether engines run on the policy's GPUs."""
+    kv_cache_gib: float = 1.0
+    max_num_seqs: int = 64
+
+
+def fitting_document(choices: Choices, data: Data) -> tuple[dict[str, Any], Plan]:
+    """The spec for these choices that fits the machine, as plain data, and its plan.
+
+    Raises:
+        DoesNotFit: No candidate fits; the message is that of the last one.
+        UsageError: There are too few GPUs for the algorithm's roles.
+        SpecError: The choices name something that does not exist, or is not valid.
+    """
+    last: Plan | None = None
+    for settings in candidates(choices, longest(choices, data)):
+        document = _document(choices, data, settings)
+        last = _plan(document, choices)
+        if last.misfit:
+            continue
+        held = min((cache.sequences for cache in last.memory.caches.values()), default=settings.max_num_seqs)
+        # Few sequences grow to the full length, so a cache serves twice as many as it holds at that length.
+        at_once = min(settings.max_num_seqs, max(8, 1 << (2 * held).bit_length() - 1))
+        document = _document(choices, data, replace(settings, max_num_seqs=at_once))
+        return document, _plan(document, choices)
+    if last is None:
+        raise UsageError(f"--gpus: {choices.algorithm} needs at least 2 GPUs: policy and critic have one each")
+    raise DoesNotFit(f"{choices.model} does not fit this machine: {last.misfit}")
+
+
+def nodes(choices: Choices) -> list[Node] | None:
+    """The node that the choices describe; None: this machine's CPUs."""
+    if not choices.gpus:
+        return None
+    return described_nodes(cluster(choices), choices.cpus)
+
+
+def cluster(choices: Choices) -> str:
+    """The machine as `troupe plan --cluster` takes it."""
+    return f"1x{choices.gpus}" + (f"x{choices.gpu_type}" if choices.gpu_type else "")
+
+
+def longest(choices: Choices, data: Data) -> int:
+    """Longest sequence in tokens."""
+    return data.prompt_tokens + (data.response_tokens if choices.offline else response_tokens(choices))
+
+
+def response_tokens(choices: Choices) -> int:
+    """Longest response that is sampled."""
+    return choices.max_tokens or (1024 if choices.gpus else 64)
+
+
+def candidates(choices: Choices, tokens: int) -> Iterator[Settings]:
+    """Settings to try, the fastest first."""
+    micro = [size for size in (16384, 8192, 4096, 2048, 1024) if size >= tokens] or [tokens]
+    critic = not choices.offline and "critic" in ALGORITHMS[choices.algorithm].required
+    if not choices.gpus:
+        for dtype, checkpointing, size, cache in product(
+            ("float32", "bfloat16"), (False, True), [n for n in micro if n <= max(2048, micro[-1])], (1.0, 0.5, 0.25)
+        ):
+            yield Settings(dtype, size, checkpointing, critics=int(critic), kv_cache_gib=cache)
+        return
+    memory = ((False, 1), (True, 1), (True, 3))
+    for layout, (checkpointing, zero), size in product(_layouts(choices, critic), memory, micro):
+        yield replace(layout, micro_batch_tokens=size, gradient_checkpointing=checkpointing, zero_stage=zero)
+
+
+def _layouts(choices: Choices, critic: bool) -> Iterator[Settings]:
+    """Ways to divide the GPUs: half of them sample and half train, or all do both in turn."""
+    gpus, base = choices.gpus, Settings(max_num_seqs=_MOST_SEQUENCES)
+    if choices.offline:
+        yield replace(base, policies=gpus)
+        return
+    critics = max(1, gpus // 4) if critic else 0
+    parallel = 1
+    while parallel <= gpus // 2:
+        training = gpus - max(1, gpus // 2 // parallel) * parallel
+        if training > critics:
+            yield replace(
+                base,
+                rollouts=(gpus - training) // parallel,
+                policies=training - critics,
+                critics=critics,
+                tensor_parallel=parallel,
+            )
+        parallel *= 2
+    if gpus > critics:
+        yield replace(base, rollouts=gpus - critics, policies=gpus - critics, critics=critics, shared_gpus=True)
+
+
+def _plan(document: dict[str, Any], choices: Choices) -> Plan:
+    """The plan of a document. Raises SpecError for anything but memory and places."""
+    runs = plan_runs(Document(document, Source("troupe init", {}, Place("troupe init"))))
+    if problems := [problem for run in runs for problem in run.missing()]:
+        raise SpecError(problems)
+    return next(plan for _, plan in plan_stages(runs, nodes(choices)))
+
+
+def _document(choices: Choices, data: Data, settings: Settings) -> dict[str, Any]:
+    top = {
+        "name": choices.name,
+        "seed": 1,
+        "model": {"path": choices.model, "dtype": settings.dtype},
+    }
+    return top | (_offline(choices, data, settings) if choices.offline else _rollouts(choices, data, settings))
+
+
+def _trainer(choices: Choices, settings: Settings, workers: int) -> dict[str, Any]:
+    memory: dict[str, Any] = {"zero_stage": settings.zero_stage} if workers > 1 else {}
+    if settings.gradient_checkpointing:
+        memory["gradient_checkpointing"] = True
+    return {
+        "workers": workers,
+        **_cores(choices, settings),
+        **memory,
+        "micro_batch_tokens": settings.micro_batch_tokens,
+        "learning_rate": _learning_rate(choices),
+    }
+
+
+def _cores(choices: Choices, settings: Settings) -> dict[str, Any]:
+    """Cores and GPUs of a worker. On the CPU roles take turns: each may compute on every core."""
+    heavy = settings.rollouts + settings.policies + settings.critics
+    if choices.gpus:
+        return {"cpus": max(1, min(4, choices.cpus // (2 * heavy))), "gpus": 1}
+    share = 0.75 * choices.cpus / (1 if choices.offline else heavy)
+    return {"cpus": max(0.1, int(10 * share) / 10), "threads": choices.cpus}
+
+
+def _learning_rate(choices: Choices) -> float:
+    try:
+        small = read_size(Path(choices.model)).parameters < _SMALL
+    except SizeUnknown:
+        small = False
+    rate = 1e-6 if not choices.offline else 5e-7 if choices.algorithm in _GENTLE else 1e-5
+    return float(f"{10 * rate:.0e}") if small and rate < 1e-5 else rate
+
+
+def _offline(choices: Choices, data: Data, settings: Settings) -> dict[str, Any]:
+    roles: dict[str, Any] = {"policy": _trainer(choices, settings, settings.policies)}
+    if OFFLINE_ALGORITHMS[choices.algorithm].reference:
+        roles["reference"] = {"colocate_with": "policy"}
+    return {
+        "roles": roles,
+        "algorithm": {"name": choices.algorithm},
+        "schedule": {"steps": choices.steps, "examples_per_step": max(16, 8 * settings.policies)},
+        "data": {**data.section, "max_length": longest(choices, data)},
+        "checkpoint": {"every_steps": 50, "keep": 2},
+    }
+
+
+def _rollouts(choices: Choices, data: Data, settings: Settings) -> dict[str, Any]:
+    row = ALGORITHMS[choices.algorithm]
+    prompts = (64 if choices.gpus else 8) if row.group_size > 1 else (256 if choices.gpus else 32)
+    engine: dict[str, Any] = {"workers": settings.rollouts, **_cores(choices, settings)}
+    if settings.tensor_parallel > 1:
+        engine |= {"gpus": settings.tensor_parallel, "tensor_parallel_size": settings.tensor_parallel}
+    engine |= {"max_num_seqs": settings.max_num_seqs, "max_model_len": longest(choices, data)}
+    policy = _trainer(choices, settings, settings.policies)
+    if settings.shared_gpus:
+        engine |= {"colocate_with": "policy", "gpus": 0.4, "gpu_memory_utilization": 0.4}
+        policy["gpus"] = 0.6
+    elif choices.gpus:
+        engine["gpu_memory_utilization"] = 0.9
+    else:
+        engine |= {"enforce_eager": True, "kv_cache_gib": settings.kv_cache_gib}
+    roles: dict[str, Any] = {"rollout": engine, "policy": policy}
+    if settings.critics:
+        roles["critic"] = _trainer(choices, settings, settings.critics)
+    if settings.critics or row.loss.kl_coef > 0 or row.advantage.kl_coef > 0:
+        roles["reference"] = {"colocate_with": "policy"}
+    scorers = max(1, min(8, choices.cpus // 4))
+    reward_cpus = 1 if choices.gpus else max(0.1, int(20 * choices.cpus / scorers) / 100)
+    roles["reward"] = {"workers": scorers, "cpus": reward_cpus, "functions": [{"name": data.reward}]}
+    ahead = int(bool(choices.gpus) and not settings.shared_gpus)
+    algorithm = {"name": choices.algorithm} | ({"group_size": row.group_size} if row.group_size > 1 else {})
+    updates = {"minibatches": 2} if row.kl_penalty is not None else {}
+    evaluation = {"evaluation": {"every_steps": 20, "prompts": 64}} if "eval" in data.section else {}
+    return {
+        "roles": roles,
+        "algorithm": algorithm,
+        "schedule": {"steps": choices.steps, "prompts_per_step": prompts, "max_staleness": ahead, **updates},
+        "sampling": {"temperature": 1.0, "max_tokens": response_tokens(choices)},
+        "data": data.section,
+        **evaluation,
+        "checkpoint": {"every_steps": 20, "keep": 2},
+    }

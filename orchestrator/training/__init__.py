@@ -1,0 +1,1 @@
+"""From batches to updates: micro-batches, ledger, state, checkpoints."""

@@ -1,0 +1,245 @@
+"""The optimizer updates of one step: epochs and mini-batches of a batch, distributed over the ranks that train."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from orchestrator.algorithms.table import KlPenalty, TrustRegion
+from orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, TrainerGroup
+from orchestrator.errors import TrainingDiverged
+from orchestrator.reporting.console import Console
+from orchestrator.reporting.metrics import merge_update_metrics
+from orchestrator.spec.base import RunSpec
+from orchestrator.training.batch import Batch
+from orchestrator.training.micro_batches import minibatches, pick_states, plan_texts, plan_units, plan_update
+from orchestrator.training.state import ControllerState
+from workers.contract.messages import RankPlan, UpdateMetrics
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How a batch becomes optimizer updates."""
+
+    epochs: int
+    minibatches: int
+    seed: int
+    train_timeout_s: float
+    nonfinite_limit: int
+    """Consecutive updates of a role with a non-finite gradient that end the run."""
+    skip_zero_advantage: bool = False
+    """Whether zero-advantage rows are skipped because the loss has no other term for them."""
+    critic_warmup: int = 0
+    """Steps at the start of the run in which only the critic is updated."""
+    kl_stop: float | None = None
+    """KL(old || new) per token above which the policy's remaining updates of the step are skipped."""
+    kl_states: int = 0
+    """Tokens of a batch at which KL(old || new) is measured over the whole vocabulary after the updates."""
+    kl_penalty: KlPenalty | None = None
+    """Penalty on KL(old || new), where the objective has one."""
+    trust_region: TrustRegion | None = None
+    """Limit on KL(old || new) of a step, where the algorithm has one."""
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec) -> UpdateSettings:
+        """The settings that both kinds of spec have."""
+        return cls(
+            epochs=spec.schedule.epochs,
+            minibatches=spec.schedule.minibatches,
+            seed=spec.seed,
+            train_timeout_s=spec.schedule.train_timeout_s,
+            nonfinite_limit=spec.failures.nonfinite_steps,
+        )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates on each batch."""
+        return self.epochs * self.minibatches
+
+
+class Updates(ABC):
+    """Trains on one batch after another."""
+
+    def __init__(self, settings: UpdateSettings, console: Console) -> None:
+        self.settings = settings
+        self._console = console
+        self._nonfinite: Counter[str] = Counter()
+        """Consecutive non-finite updates of each role."""
+
+    @property
+    @abstractmethod
+    def trainers(self) -> Sequence[TrainerGroup[Any]]:
+        """The groups that train, the policy first; a checkpoint saves each of them."""
+
+    @abstractmethod
+    async def run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+        """All updates on this batch.
+
+        Returns:
+            The metrics of each update, named `ROLE/METRIC`, and the state after them.
+
+        Raises:
+            TrainingDiverged: A loss is not finite, or too many consecutive gradients were not.
+        """
+
+    async def _update(
+        self,
+        group: TrainerGroup[Any],
+        plans: Sequence[RankPlan],
+        update: Callable[[], Awaitable[list[UpdateMetrics]]],
+    ) -> Metrics:
+        """One update of a group by these plans; merges the metrics of its ranks."""
+        if not any(plan.micro_batches or plan.texts for plan in plans):
+            # No row to train on, no update: with zero gradients, momentum would still change the weights.
+            return {f"{group.role}/empty_updates": 1.0}
+        results = await update()
+        try:
+            merged = merge_update_metrics(results)
+        except ValueError as error:
+            raise TrainingDiverged(f"{group.role}: {error}") from error
+        skipped = results[0].skipped
+        self._nonfinite[group.role] = self._nonfinite[group.role] + 1 if skipped else 0
+        if self._nonfinite[group.role] >= self.settings.nonfinite_limit:
+            raise TrainingDiverged(
+                f"{group.role}: {self._nonfinite[group.role]} consecutive updates had a non-finite gradient "
+                "(failures.nonfinite_steps); they changed no parameter"
+            )
+        return {f"{group.role}/{name}": value for name, value in (merged | {"skipped_updates": float(skipped)}).items()}
+
+
+class OfflineUpdates(Updates):
+    """Updates of one model on offline data."""
+
+    def __init__(self, settings: UpdateSettings, trainer: ExampleGroup, console: Console) -> None:
+        super().__init__(settings, console)
+        self._trainer = trainer
+
+    @property
+    def trainers(self) -> Sequence[TrainerGroup[Any]]:
+        """The trained model."""
+        return (self._trainer,)
+
+    async def run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+        """See `Updates.run`; the state stays as it is."""
+        settings, trainer, updates = self.settings, self._trainer, []
+        units = batch.units or ()
+        for epoch in range(settings.epochs):
+            for chosen in minibatches(len(units), settings.minibatches, (settings.seed, step, epoch)):
+                self._console.phase("update", len(updates), settings.updates_per_step)
+                rows = [units[unit] for unit in chosen]
+                plans = plan_units(batch.summary.rows, rows, trainer.ranks, trainer.micro_batch_tokens)
+                update = partial(trainer.update, plans, batch.table, timeout_s=settings.train_timeout_s)
+                updates.append(await self._update(trainer, plans, update))
+        return updates, state
+
+
+class RolloutUpdates(Updates):
+    """Updates of the policy and, concurrently, of the critic on rollouts."""
+
+    def __init__(
+        self, settings: UpdateSettings, policy: PolicyGroup, critic: CriticGroup | None, console: Console
+    ) -> None:
+        super().__init__(settings, console)
+        self._policy = policy
+        self._critic = critic
+
+    @property
+    def trainers(self) -> Sequence[TrainerGroup[Any]]:
+        """Policy and critic."""
+        return (self._policy,) if self._critic is None else (self._policy, self._critic)
+
+    async def run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+        """See `Updates.run`; the state gets the adapted coefficient of the KL penalty."""
+        settings = self.settings
+        updates: list[Metrics] = []
+        trains_policy = step >= settings.critic_warmup
+        measures_kl = trains_policy and await self._hold_states(step, batch)
+        texts = () if batch.texts is None else batch.texts.rows
+        for epoch in range(settings.epochs):
+            seed = (settings.seed, step, epoch)
+            of_texts = minibatches(len(texts), settings.minibatches, seed)
+            of_rows = minibatches(len(batch.summary.rows), settings.minibatches, seed)
+            for rows, pieces in zip(of_rows, of_texts, strict=True):
+                self._console.phase("update", len(updates), settings.updates_per_step)
+                calls = []
+                if trains_policy:
+                    calls.append(self._update_policy(batch, rows, [texts[i] for i in pieces], state.kl_old_coef))
+                if self._critic is not None:
+                    calls.append(self._update_critic(self._critic, batch, rows))
+                if not calls:
+                    break
+                updates.append({k: v for metrics in await asyncio.gather(*calls) for k, v in metrics.items()})
+                divergence = updates[-1].get("policy/kl_old", 0.0)
+                trains_policy = trains_policy and (settings.kl_stop is None or divergence <= settings.kl_stop)
+        if measures_kl:
+            updates[-1] |= await self._divergence()
+        return updates, self._adapt_penalty(updates, state)
+
+    async def _update_policy(
+        self, batch: Batch, rows: Sequence[int], pieces: Sequence[int], kl_old_coef: float
+    ) -> Metrics:
+        """One update on rows of the batch and on pieces of text (PPO-ptx)."""
+        policy, texts = self._policy, batch.texts
+        plans = plan_update(
+            batch.summary.rows,
+            rows,
+            policy.ranks,
+            policy.micro_batch_tokens,
+            skip_zero_advantage=self.settings.skip_zero_advantage,
+            share_prompts=policy.shares_prompts,
+        )
+        table = None
+        if texts is not None:
+            text_plans = plan_texts(texts.tokens, pieces, policy.ranks, policy.micro_batch_tokens)
+            plans = [replace(plan, texts=part) for plan, part in zip(plans, text_plans, strict=True)]
+            table = texts.table
+        timeout_s = self.settings.train_timeout_s
+        update = partial(policy.update, plans, batch.table, kl_old_coef, table, timeout_s=timeout_s)
+        return await self._update(policy, plans, update)
+
+    async def _update_critic(self, critic: CriticGroup, batch: Batch, rows: Sequence[int]) -> Metrics:
+        """One update on rows of the batch."""
+        size = critic.ranks, critic.micro_batch_tokens
+        plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False)
+        update = partial(critic.update, plans, batch.table, timeout_s=self.settings.train_timeout_s)
+        return await self._update(critic, plans, update)
+
+    async def _hold_states(self, step: int, batch: Batch) -> bool:
+        """Has the policy keep its distributions at some states of the batch; returns whether there are any."""
+        policy, settings = self._policy, self.settings
+        rows, stride = pick_states(batch.summary.rows, settings.kl_states, (settings.seed, step))
+        if not rows:
+            return False
+        size, share = (policy.ranks, policy.micro_batch_tokens), policy.shares_prompts
+        plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False, share_prompts=share)
+        weights = settings.trust_region is not None
+        await policy.hold_distributions(plans, batch.table, stride, weights, timeout_s=settings.train_timeout_s)
+        return True
+
+    async def _divergence(self) -> Metrics:
+        """KL(old || new) after the batch's updates; with a trust region, the step is shortened until it is within."""
+        policy, region, timeout_s = self._policy, self.settings.trust_region, self.settings.train_timeout_s
+        proposed = divergence = await policy.divergence(timeout_s=timeout_s)
+        if region is None:
+            return {"policy/kl_exact": divergence}
+        length, factors = 1.0, iter([*[region.backtrack] * region.attempts, 0.0])
+        # A divergence that is not a number is not within the limit either.
+        while not divergence <= region.max_kl and length > 0.0:
+            factor = next(factors)
+            length, divergence = length * factor, await policy.shorten_step(factor, timeout_s=timeout_s)
+        await policy.release_held(timeout_s=timeout_s)
+        return {"policy/kl_exact": divergence, "policy/kl_proposed": proposed, "policy/step_length": length}
+
+    def _adapt_penalty(self, updates: list[Metrics], state: ControllerState) -> ControllerState:
+        """Adapts the penalty once per batch, to KL(old || new) after the batch's updates."""
+        if self.settings.kl_penalty is None or "policy/kl_exact" not in updates[-1]:
+            return state
+        updates[-1]["policy/kl_old_coef"] = state.kl_old_coef
+        return state.after_updates(updates[-1]["policy/kl_exact"], self.settings.kl_penalty)

@@ -1,0 +1,56 @@
+"""Algorithms of a user's own, as tests name them: right ones, and ones with a mistake each."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.algorithms.custom import CustomAlgorithm, GroupRewards, LossTokens, SampledTokens, TokenLoss
+
+NUMBER = 3
+
+
+def _ratio(tokens: LossTokens) -> torch.Tensor:
+    return (tokens.logprobs - tokens.old_logprobs).exp()
+
+
+def _group_mean(batch: SampledTokens) -> torch.Tensor:
+    groups = int(batch.groups.max()) + 1
+    means = torch.stack([batch.rewards[batch.groups == group].mean() for group in range(groups)])
+    return (batch.rewards - means[batch.groups])[batch.sequence]
+
+
+def mean_baseline(scale: float = 1.0) -> CustomAlgorithm:
+    """dr_grpo's advantage and an unclipped ratio."""
+
+    def loss(tokens: LossTokens) -> TokenLoss:
+        return TokenLoss(-tokens.advantages * _ratio(tokens) * scale, {"far": (_ratio(tokens) - 1).abs() > 0.04})
+
+    return CustomAlgorithm(base="dr_grpo", advantage=_group_mean, loss=loss, keep_group=_not_all_equal)
+
+
+def _not_all_equal(group: GroupRewards) -> bool:
+    return len(set(group.rewards)) > 1
+
+
+detached = CustomAlgorithm(
+    loss=lambda tokens: TokenLoss(-tokens.advantages * _ratio(tokens).detach() * tokens.logprobs), stops_gradient=True
+)
+detached_by_mistake = CustomAlgorithm(loss=detached.loss)
+divides_by_zero = CustomAlgorithm(advantage=lambda batch: (batch.rewards / (batch.rewards.std()))[batch.sequence])
+by_position = CustomAlgorithm(advantage=lambda batch: torch.arange(len(batch.rollout_logprobs)).double())
+per_sample = CustomAlgorithm(advantage=lambda batch: batch.rewards)
+overflows = CustomAlgorithm(
+    loss=lambda tokens: TokenLoss(-tokens.advantages * (20 * tokens.logprobs).abs().exp().exp())
+)
+mixes_sequences = CustomAlgorithm(loss=lambda tokens: TokenLoss(-_ratio(tokens) * tokens.logprobs.mean()))
+sees_masked = CustomAlgorithm(
+    loss=lambda tokens: TokenLoss(-_ratio(tokens) * torch.bincount(tokens.sequence)[tokens.sequence])
+)
+no_gradient = CustomAlgorithm(loss=lambda tokens: TokenLoss(tokens.advantages))
+needs_reference = CustomAlgorithm(
+    loss=lambda tokens: TokenLoss(tokens.logprobs - tokens.ref_logprobs)  # pyright: ignore[reportOperatorIssue]
+)
+vague_filter = CustomAlgorithm(keep_group=lambda group: len(group.rewards))  # pyright: ignore[reportArgumentType]
+ordered_filter = CustomAlgorithm(keep_group=lambda group: group.rewards[0] > 0)
+nothing = CustomAlgorithm()
+other_base = CustomAlgorithm(base="grp", loss=detached.loss)

@@ -1,0 +1,138 @@
+"""Algorithms of the user's own: how they become a row, what the checks find, and that they compute what a row does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from orchestrator.algorithms.custom import group_filter
+from orchestrator.algorithms.section import AlgorithmConfig, advantage, dynamic_sampling, policy_loss, row_of
+from orchestrator.algorithms.table import ALGORITHMS
+from orchestrator.errors import TroupeError
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.load import load_rollout_spec
+from tests.conftest import ROOT
+from tests.workers.algorithms.test_policy_objectives import random_tokens
+from workers.algorithms import policy_loss as losses
+from workers.algorithms.custom_checks import Available, check_custom, random_batch
+from workers.algorithms.estimators import estimate
+from workers.contract.advantage_state import AdvantageState
+from workers.contract.config import CustomConfig
+from workers.contract.messages import RewardSummary
+
+OWN = "tests.orchestrator.algorithms.own_algorithms"
+
+
+def config_of(name: str, **args: object) -> AlgorithmConfig:
+    return AlgorithmConfig(name=f"{OWN}:{name}", args=args)
+
+
+def test_the_row_is_that_of_its_base_with_the_users_functions() -> None:
+    row, base = row_of(config_of("mean_baseline", scale=2.0)), ALGORITHMS["dr_grpo"]
+    custom = CustomConfig(name=f"{OWN}:mean_baseline", args={"scale": 2.0})
+    assert (row.advantage.estimator, row.advantage.custom) == ("custom", custom)
+    assert row.loss == base.loss.model_copy(update={"objective": "custom", "custom": custom})
+    assert (row.group_size, row.min_group_size, row.forbidden) == (8, 2, base.forbidden)
+    assert dynamic_sampling(config_of("mean_baseline")) == 3  # there is a filter
+
+
+def test_the_users_functions_give_what_the_shipped_row_gives() -> None:
+    """dr_grpo's advantages, and its loss where nothing is clipped; with the sampler's weights and the aggregation."""
+    config, shipped = config_of("mean_baseline"), AlgorithmConfig(name="dr_grpo")
+    batch = random_batch(3)
+    mine = estimate(advantage(config), batch, AdvantageState()).advantages
+    torch.testing.assert_close(mine, estimate(advantage(shipped), batch, AdvantageState()).advantages)
+    tokens = random_tokens(5, "constant", drift=0.05)
+    got, expected = (losses.policy_loss(tokens, policy_loss(one)) for one in (config, shipped))
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
+    slopes = [torch.autograd.grad(one.loss, tokens.logprobs, retain_graph=True)[0] for one in (got, expected)]
+    torch.testing.assert_close(*slopes)
+    far = ((tokens.logprobs - tokens.old_logprobs).exp() - 1).abs() > 0.04  # pyright: ignore[reportOperatorIssue]
+    assert float(got.sums["far"]) == float((far & tokens.loss_mask).sum()) > 0
+
+
+def test_advantages_can_be_whitened_and_clipped() -> None:
+    config = AlgorithmConfig(name=f"{OWN}:mean_baseline", whiten=True, advantage_clip=0.5)
+    result = estimate(advantage(config), random_batch(4), AdvantageState()).advantages
+    assert float(result.abs().max()) == 0.5
+
+
+@pytest.mark.parametrize("name", ["mean_baseline", "detached"])
+def test_a_right_algorithm_passes_every_check(name: str) -> None:
+    checks = check_custom(CustomConfig(name=f"{OWN}:{name}"))
+    assert [one for one in checks if one.problem] == []
+    assert len(checks) == {"mean_baseline": 10, "detached": 4}[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "problem"),
+    [
+        ("detached_by_mistake", "loss: finite differences", "autograd says"),
+        ("divides_by_zero", "advantage: equal rewards", "not finite where all rewards"),
+        ("by_position", "advantage: order of samples", "order of the samples"),
+        ("per_sample", "advantage: finite", "shape [6], not [21]"),
+        ("overflows", "loss: finite", "the loss is"),
+        ("mixes_sequences", "loss: split into micro-batches", "other sequences of its micro-batch"),
+        ("sees_masked", "loss: masked tokens", "depends on masked tokens"),
+        ("no_gradient", "loss: finite", "does not depend on logprobs"),
+        ("vague_filter", "keep_group: answer", "returned a int, not a bool"),
+        ("ordered_filter", "keep_group: answer", "order of the samples"),
+    ],
+)
+def test_the_checks_name_the_mistake(name: str, check: str, problem: str) -> None:
+    found = {one.name: one.problem for one in check_custom(CustomConfig(name=f"{OWN}:{name}"))}
+    assert problem in found[check]
+
+
+def test_checks_give_what_the_run_gives() -> None:
+    config = CustomConfig(name=f"{OWN}:needs_reference")
+    assert not any("NoneType" in one.problem for one in check_custom(config))
+    without = check_custom(config, available=Available(ref_logprobs=False))
+    assert all("NoneType" in one.problem for one in without)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "problem"),
+    [
+        (f"{OWN}:absent", {}, "module tests.orchestrator.algorithms.own_algorithms has no 'absent'"),
+        (f"{OWN}:NUMBER", {}, "is a int, not a workers.algorithms.custom.CustomAlgorithm"),
+        (f"{OWN}:detached", {"scale": 1}, "takes no arguments"),
+        (f"{OWN}:mean_baseline", {"scal": 1}, "unexpected keyword argument 'scal'"),
+        (f"{OWN}:nothing", {}, "neither advantage nor loss nor keep_group"),
+        (f"{OWN}:other_base", {}, "base: no algorithm 'grp' (did you mean 'grpo'?)"),
+        ("no_such_module:row", {}, "cannot import no_such_module: ModuleNotFoundError"),
+    ],
+)
+def test_an_algorithm_that_cannot_be_used_is_a_mistake_in_the_spec(
+    name: str, args: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        AlgorithmConfig(name=name, args=args)
+    assert problem in str(caught.value)
+
+
+def test_a_spec_says_where_the_mistake_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    grpo = ROOT / "deploy" / "specs" / "algorithms" / "grpo.yaml"
+    with pytest.raises(SpecError, match=r"grpo.yaml:\d+: algorithm: .*has no 'absent'"):
+        load_rollout_spec(grpo, [f"algorithm.name={OWN}:absent"])
+    with pytest.raises(SpecError, match=r"algorithm.args: grpo does not use it; remove it"):
+        load_rollout_spec(grpo, ["algorithm.args={scale: 1}"])
+    with pytest.raises(SpecError, match=r"algorithm.clip_range: .* does not use it; remove it"):
+        load_rollout_spec(grpo, [f"algorithm.name={OWN}:mean_baseline", "algorithm.clip_range=0.1"])
+    # What only the checks find: at `validate` and at the start of a run.
+    spec = load_rollout_spec(grpo, [f"algorithm.name={OWN}:needs_reference"])
+    assert any(path == "algorithm.name" and "NoneType" in problem for path, problem in spec.missing())
+    assert load_rollout_spec(grpo, [f"algorithm.name={OWN}:mean_baseline"]).missing() == []
+
+
+def test_a_failure_in_the_filter_names_it() -> None:
+    decide = group_filter(config_of("ordered_filter"))
+    assert decide is not None
+    assert decide(RewardSummary("p", 0, ("timeout", "ok"), (None, 1.0), {}))
+    with pytest.raises(TroupeError, match=r"ordered_filter: keep_group: IndexError.*rewards of p"):
+        decide(RewardSummary("p", 0, ("timeout",), (None,), {}))
+    assert group_filter(AlgorithmConfig(name="grpo")) is None

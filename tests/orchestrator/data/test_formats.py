@@ -1,0 +1,92 @@
+"""Formats of data files besides plain JSON lines and Parquet."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import TypeAdapter
+
+from orchestrator.data.prompts import DataError, PromptPool, load_pool
+from orchestrator.spec.sections import DataSource
+
+
+def source(**fields: Any) -> DataSource:
+    return TypeAdapter(DataSource).validate_python(fields)
+
+
+def csv(folder: Path, content: str | bytes, **fields: Any) -> DataSource:
+    path = folder / "rows.csv"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return source(kind="csv", path=str(path), **fields)
+
+
+def prompts(pool: PromptPool) -> list[str]:
+    return [json.loads(text)[-1]["content"] for text in pool.table.column("messages").to_pylist()]
+
+
+def test_csv_rows_become_prompts_with_values_as_text(tmp_path: Path) -> None:
+    text = '\ufeffprompt,answer,level\r\n2 + 2,4,1\r\n"a, ""b""\nc",d,\r\n\r\nlast,é,3\r\n'
+    pool = load_pool(csv(tmp_path, text, metadata=["level"]))
+    assert prompts(pool) == ["2 + 2", 'a, "b"\nc', "last"]
+    assert pool.table.column("answer").to_pylist() == ["4", "d", "é"]
+    assert [json.loads(text) for text in pool.table.column("metadata").to_pylist()] == [
+        {"level": "1"},
+        {"level": ""},
+        {"level": "3"},
+    ]
+    assert pool.table.column("origin").to_pylist() == ["rows.csv:2", "rows.csv:4", "rows.csv:6"]
+    assert prompts(load_pool(csv(tmp_path, text, limit=2))) == ["2 + 2", 'a, "b"\nc']
+
+
+def test_a_csv_row_of_another_length_is_a_bad_row(tmp_path: Path) -> None:
+    pool = load_pool(csv(tmp_path, "prompt,answer\na,b,c\nd\ne,f\n"))
+    assert prompts(pool) == ["e"]
+    assert pool.problems == ("rows.csv:2: 3 values for 2 columns", "rows.csv:3: 1 values for 2 columns")
+
+
+def test_a_csv_value_may_be_as_long_as_a_line_of_json(tmp_path: Path) -> None:
+    assert prompts(load_pool(csv(tmp_path, f"prompt,answer,notes\na,b,{'x' * 200_000}\n"))) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            "question,answer\na,b\n",
+            r"rows.csv: no column 'prompt' \(data.train.prompt\); columns there: question, answer",
+        ),
+        ("", "no column 'prompt'"),
+        (b"prompt,answer\n\xff,b\n", "rows.csv: cannot be read"),
+        ('prompt,answer\n"a,b\n', "rows.csv: cannot be read"),
+    ],
+)
+def test_a_csv_file_that_cannot_be_read_is_named(tmp_path: Path, content: str | bytes, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        load_pool(csv(tmp_path, content))
+
+
+def test_compressed_json_lines_are_read_and_damaged_ones_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    data = gzip.compress(b'{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n')
+    path.write_bytes(data)
+    assert prompts(load_pool(source(kind="jsonl", path=str(path)))) == ["a", "b"]
+    for damaged in (data[:-12], b"not gzip"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"rows.jsonl.gz: cannot be read"):
+            load_pool(source(kind="jsonl", path=str(path)))
+
+
+def test_the_files_of_a_dataset_are_read_one_after_another_up_to_the_limit(tmp_path: Path) -> None:
+    names = [str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.csv")]
+    pq.write_table(pa.table({"prompt": ["p0", "p1"], "answer": ["", ""]}), names[0])
+    Path(names[1]).write_text('{"prompt": "j", "answer": ""}\n')
+    Path(names[2]).write_text("prompt,answer\nc,\n")
+    data = {"kind": "hub", "name": "acme/words", "files": names}
+    assert prompts(load_pool(source(**data))) == ["p0", "p1", "j", "c"]
+    assert prompts(load_pool(source(**data, limit=3))) == ["p0", "p1", "j"]

@@ -1,0 +1,270 @@
+"""Names on the hub, from the command line to the requests that a hub receives, against a local server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from orchestrator.hub.resolve import NoFiles, choose_files
+from orchestrator.live.diff import compare
+from orchestrator.spec.hub import with_pins
+from orchestrator.spec.load import load_rollout_spec
+from orchestrator.spec.paths import absolute_paths, path_fields
+from orchestrator.spec.sections import HubFiles
+from orchestrator.training.checkpoint import CheckpointStore
+from tests.conftest import ROOT
+from tests.hub_server import HubServer
+
+SPEC = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+TOKEN = "hf_test_token_of_the_reader"
+CONFIG = json.dumps(
+    {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 1000,
+        "max_position_embeddings": 256,
+    }
+).encode()
+WEIGHTS = bytes(range(256)) * 4096
+MODEL = {"config.json": CONFIG, "model.safetensors": WEIGHTS, "tokenizer.json": b"{}"}
+OTHERS = {"pytorch_model.bin": b"pickle", "onnx/model.onnx": b"onnx", "modeling.py": b"code"}
+DOWNLOAD = """
+from orchestrator.hub.client import Repo, Snapshot, download, resolve
+from orchestrator.hub.resolve import _MODEL_FILES, _NOT_LOADED
+repo = Repo("model", "acme/tiny")
+print(download(Snapshot(repo, resolve(repo, None), _MODEL_FILES, _NOT_LOADED)))
+"""
+
+
+@dataclass(frozen=True)
+class Hub:
+    """The server, and the commands of a user of it with an empty cache."""
+
+    server: HubServer
+    home: Path
+
+    def run(self, *arguments: str, answer: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs Python with these arguments."""
+        own = {
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_TOKEN": TOKEN,
+            "HF_HOME": str(self.home),
+            "HF_ENDPOINT": self.server.url,
+            "PYTHONPATH": str(ROOT),
+        }
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=os.environ | own | env,
+            input=answer,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def troupe(self, command: str, *overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command on the tiny spec with its model on the hub."""
+        sets = [part for one in ("model.path=acme/tiny", *overrides) for part in ("--set", one)]
+        return self.run("-m", "orchestrator.cli", command, str(SPEC), *sets, **env)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    server = HubServer().start()
+    server.add("acme/tiny", MODEL | OTHERS, token=TOKEN)
+    yield Hub(server, tmp_path / "home")
+    server.stop()
+
+
+def test_validate_looks_a_model_up_and_downloads_no_weights(hub: Hub) -> None:
+    done = hub.troupe("validate")
+    assert done.returncode == 0, done.stderr
+    commit = hub.server.repositories["models", "acme/tiny"].branches["main"]
+    assert f"model: acme/tiny at commit {commit[:12]} (1.0 MiB to download)" in done.stdout
+    files = {request.path.rpartition("/")[2] for request in hub.server.requests if "/resolve/" in request.path}
+    assert files == {"config.json"}
+    assert {request.token for request in hub.server.requests if "acme" in request.path} == {TOKEN}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "env", "field", "words"),
+    [
+        (["model.path=acme/none"], {}, "model.path", "there is no model acme/none .* no folder .*check the name"),
+        ([], {"HF_TOKEN": ""}, "model.path", "if it is private, set HF_TOKEN"),
+        ([], {"HF_TOKEN": "hf_other"}, "model.path", r"refuses the token \(401\): set HF_TOKEN to a valid one"),
+        (
+            ["model.path=acme/gated"],
+            {},
+            "model.path",
+            "is gated: accept its terms at http.*/acme/gated and set HF_TOKEN",
+        ),
+        (["model.revision=v9"], {}, "model.revision", "no branch, tag or commit 'v9'"),
+        (["model.path=acme/pickle"], {}, "model.path", r"has no \*.safetensors: other formats can hold code"),
+        ([], {"HF_HUB_OFFLINE": "1"}, "model.path", "neither a folder here nor complete in the cache.*HF_HUB_OFFLINE"),
+        ([], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "model.path", "cannot be reached .*check the network, HF_ENDPOINT"),
+        (["roles.rollout.max_model_len=512"], {}, "roles.rollout.max_model_len", "more than the model's 256 positions"),
+        (["data.train={kind: hub, name: acme/none}"], {}, "data.train.name", "there is no dataset acme/none"),
+        (["data.train={kind: hub, name: acme/words, split: dev}"], {}, "data.train.split", "no file of acme/words has"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_with_its_field_and_its_remedy(
+    hub: Hub, overrides: list[str], env: dict[str, str], field: str, words: str
+) -> None:
+    hub.server.add("acme/pickle", {"config.json": CONFIG, "pytorch_model.bin": b"x", "tokenizer.json": b"{}"})
+    hub.server.add("acme/gated", MODEL).gated = True
+    hub.server.add("acme/words", {"data/train.jsonl": b"{}"}, kind="datasets")
+    done = hub.troupe("validate", *overrides, **env)
+    assert done.returncode == 2, done.stdout
+    problems = [line for line in done.stderr.splitlines() if f": {field}: " in line]
+    assert len(problems) == 1, done.stderr
+    assert re.search(words, problems[0]), problems[0]
+    assert TOKEN not in done.stderr + done.stdout
+
+
+def test_plan_reads_the_configuration_only(hub: Hub) -> None:
+    done = hub.troupe("plan")
+    assert done.returncode == 0, done.stderr
+    assert "not known" not in done.stdout
+    assert {r.path.rpartition("/")[2] for r in hub.server.requests if "/resolve/" in r.path} == {"config.json"}
+
+
+@pytest.mark.parametrize("cuts", [0, 3])
+def test_a_download_holds_no_pickle_survives_being_cut_off_and_is_not_repeated(hub: Hub, cuts: int) -> None:
+    hub.server.cuts = {"model.safetensors": cuts}
+    done = hub.run("-c", DOWNLOAD)
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip())
+    assert {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == MODEL
+    got = [r for r in hub.server.requests if r.method == "GET" and r.path.endswith("model.safetensors")]
+    assert len(got) == cuts + 1
+    hub.server.stop()
+    again = hub.run("-c", DOWNLOAD)
+    assert (again.returncode, again.stdout) == (0, done.stdout), again.stderr
+    validated = hub.troupe("validate")
+    assert validated.returncode == 0, validated.stderr
+    assert "(in the cache)" in validated.stdout
+    assert "Could not reach the Hub" in validated.stderr
+
+
+def test_a_folder_comes_before_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load_rollout_spec(SPEC, ["model.path=acme/tiny"])
+    assert spec.missing() == []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "acme" / "tiny").mkdir(parents=True)
+    assert [path for path, _ in spec.missing()] == ["model.path"]
+
+
+@pytest.mark.parametrize("path", ["models/tiny", "./acme/tiny", "/acme/tiny", "acme/tiny/step", "tiny", "../tiny"])
+def test_other_paths_are_folders(path: str) -> None:
+    assert [field for field, _ in load_rollout_spec(SPEC, [f"model.path={path}"]).missing()] == ["model.path"]
+
+
+def test_names_on_the_hub_are_no_paths(tmp_path: Path) -> None:
+    document = load_rollout_spec(SPEC, ["model.path=acme/tiny"]).model_dump(mode="json")
+    document["data"]["train"] = {"kind": "jsonl", "path": "data/train.jsonl"}
+    sent = absolute_paths(document, tmp_path)
+    assert sent["model"]["path"] == "acme/tiny"
+    assert sent["data"]["train"]["path"] == str(tmp_path / "data" / "train.jsonl")
+    assert "model.path" not in dict(path_fields(sent))
+
+
+def test_a_resumed_run_keeps_its_commits(tmp_path: Path) -> None:
+    data = "data.train={{kind: hub, name: acme/words, revision: {}, files: {}}}"
+    commit, other = "a" * 40, "b" * 40
+    pinned = load_rollout_spec(
+        SPEC, ["model.path=acme/tiny", f"model.revision={commit}", data.format(commit, "[data/train.jsonl]")]
+    )
+    for revision in ("main", "null"):
+        again = load_rollout_spec(
+            SPEC, ["model.path=acme/tiny", f"model.revision={revision}", data.format("null", "[]")]
+        )
+        assert with_pins(again, pinned) == pinned
+    moved = load_rollout_spec(SPEC, ["model.path=acme/tiny", f"model.revision={other}", data.format(other, "[]")])
+    assert with_pins(moved, pinned) == moved
+    renamed = load_rollout_spec(SPEC, ["model.path=acme/other", data.format("null", "['*.csv']")])
+    assert with_pins(renamed, pinned) == renamed
+    (tmp_path / "spec.yaml").write_text(json.dumps(pinned.model_dump(mode="json")))
+    assert compare(tmp_path, again).lines() == ["no differences"]
+
+
+FILES = ["README.md", "main/test-00000.parquet", "main/train-00000.parquet", "socratic/train-00000.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "chosen"),
+    [
+        (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-0.parquet"], {}, [0, 1]),
+        (["data.jsonl"], {}, [0]),
+        (["train.jsonl", "test.jsonl"], {"split": "test"}, [1]),
+        (["train.csv", "train.parquet", "constrained.parquet"], {}, [1]),
+        (["train/a.jsonl.gz", "train/b.jsonl.gz", "validation/a.jsonl.gz"], {}, [0, 1]),
+        (FILES, {"subset": "main"}, [2]),
+        (FILES, {"files": ["socratic/*"]}, [3]),
+        (FILES, {}, "subset"),
+        (FILES, {"subset": "maim"}, "subset"),
+        (FILES, {"subset": "socratic", "split": "test"}, "split"),
+        (["test.jsonl"], {}, "split"),
+        (FILES, {"files": ["*.csv"]}, "files"),
+        (["README.md", "model.pkl"], {}, "name"),
+    ],
+)
+def test_a_split_is_the_files_that_have_its_name(names: list[str], options: dict[str, object], chosen: object) -> None:
+    source = HubFiles.model_validate({"kind": "hub", "name": "acme/words"} | options)
+    if isinstance(chosen, list):
+        assert choose_files(source, names) == [names[index] for index in chosen]
+        return
+    with pytest.raises(NoFiles) as raised:
+        choose_files(source, names)
+    assert raised.value.field == chosen
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A run folder with a checkpoint of a model."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=1)
+    saving = store.begin(3)
+    (saving / "model").mkdir()
+    for name, content in MODEL.items():
+        (saving / "model" / name).write_bytes(content)
+    store.commit(saving, {})
+    return tmp_path / "run"
+
+
+def test_export_pushes_the_verified_model_to_a_private_repository(hub: Hub, trained: Path) -> None:
+    done = hub.run("-m", "orchestrator.cli", "export", str(trained), "--push", "acme/trained", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert f"pushed {hub.server.url}/acme/trained" in done.stdout
+    assert "model.safetensors  1.00 MiB" in done.stdout
+    repository = hub.server.repositories["models", "acme/trained"]
+    assert repository.commits[repository.branches["main"]] == MODEL
+    assert [created["visibility"] for created in hub.server.created] == ["private"]
+    assert TOKEN not in done.stdout + done.stderr
+
+
+def test_nothing_is_pushed_without_a_yes(hub: Hub, trained: Path) -> None:
+    done = hub.run("-m", "orchestrator.cli", "export", str(trained), "--push", "acme/trained", answer="n\n")
+    assert done.returncode != 0
+    assert "3 files, 1.0 MiB" in done.stdout
+    assert hub.server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [([], "export where?"), (["--push", "trained"], "expected ORG/NAME"), (["--push", "a/b/c"], "expected ORG/NAME")],
+)
+def test_an_export_to_nowhere_is_a_usage_error(hub: Hub, trained: Path, arguments: list[str], words: str) -> None:
+    done = hub.run("-m", "orchestrator.cli", "export", str(trained), *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr

@@ -1,0 +1,149 @@
+"""What a resumed run says and refuses, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.data.prompts import DataError
+from orchestrator.errors import UsageError
+from orchestrator.live.resume import require_same_rows, resumption
+from orchestrator.rollout_run import write_spec
+from orchestrator.spec.base import RunSpec
+from orchestrator.spec.stages import plan_runs, read_document
+from orchestrator.training.checkpoint import Checkpoint, TrainerLayout, stage_problem, trainer_layouts
+from tests.conftest import ROOT
+
+
+def shipped(name: str, *overrides: str) -> RunSpec:
+    return plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides))[0].spec
+
+
+def lines(tmp_path: Path, before: RunSpec, after: RunSpec, state: dict[str, Any] | None = None) -> list[str]:
+    file = tmp_path / "spec.yaml"
+    write_spec(before, file)
+    written = file.read_text()
+    try:
+        return resumption(tmp_path, Checkpoint(3, tmp_path / "step-000003", state or {}), after, file).lines()
+    finally:
+        assert file.read_text() == written
+
+
+def test_an_unchanged_spec_says_where_the_run_goes_on(tmp_path: Path) -> None:
+    spec = shipped("tiny-ppo", "schedule.steps=7")
+    assert lines(tmp_path, spec, spec) == [
+        f"resuming after step 3 of 7 from {tmp_path}/step-000003; the spec is unchanged"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("schedule.steps=9", "changed: schedule.steps: 7 -> 9"),
+        (
+            "roles.policy.learning_rate=0.5",
+            "changed: roles.policy.learning_rate: 1.0e-05 -> 0.5 (from the next update on)",
+        ),
+        ("roles.policy.workers=2", "changed: roles.policy.workers: 1 -> 2 (optimizer states are resharded)"),
+        ("sampling.temperature=0.5", "changed: sampling.temperature: 1.0 -> 0.5 (from the next step on)"),
+        ("checkpoint.keep=9", "changed: checkpoint.keep: 3 -> 9"),
+    ],
+)
+def test_an_allowed_change_is_shown_with_what_it_means(tmp_path: Path, override: str, line: str) -> None:
+    base = ("schedule.steps=7", "checkpoint.keep=3", "roles.policy.learning_rate=1.0e-05", "roles.policy.workers=1")
+    before, after = shipped("tiny-ppo", *base), shipped("tiny-ppo", *base, override)
+    found = lines(tmp_path, before, after)
+    assert found == [
+        f"resuming after step 3 of {after.schedule.steps} from {tmp_path}/step-000003",
+        line.replace("1.0e-05", "1e-05"),
+    ]
+
+
+def test_a_learning_rate_schedule_is_named_where_it_gets_longer(tmp_path: Path) -> None:
+    base = ("schedule.steps=7", "roles.policy.schedule=cosine")
+    found = lines(tmp_path, shipped("tiny-ppo", *base), shipped("tiny-ppo", *base, "schedule.steps=9"))
+    assert "the cosine learning-rate schedule extends over the new number of updates from step 4 on" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "field"),
+    [
+        ("tiny-ppo", "seed=77", "seed"),
+        ("tiny-ppo", "model.path=/other/model", "model.path"),
+        ("tiny-ppo", "model.dtype=bfloat16", "model.dtype"),
+        ("tiny-ppo", "roles.critic.model={path: /other}", "roles.critic.model"),
+        ("tiny-ppo", "roles.policy.ema_decay=0.9", "roles.policy.ema_decay"),
+        ("tiny-dpo", "data.max_length=333", "data.max_length"),
+        ("tiny-dpo", "algorithm.name=ipo", "algorithm.name"),
+    ],
+)
+def test_what_the_checkpoint_belongs_to_cannot_change(tmp_path: Path, name: str, override: str, field: str) -> None:
+    before = shipped(name, "model.dtype=float32")
+    with pytest.raises(UsageError) as refused:
+        lines(tmp_path, before, shipped(name, "model.dtype=float32", override))
+    head, line = str(refused.value).split("\n  ")
+    assert head == f"cannot resume {tmp_path} at step 3 with this spec:"
+    assert line.startswith(f"{field}: ") and ": refused: " in line
+
+
+def test_a_run_of_another_kind_is_refused_with_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"spec:\n  algorithm\.name: dpo -> ppo: refused: [^\n]*$"):
+        lines(tmp_path, shipped("tiny-dpo"), shipped("tiny-ppo"))
+
+
+def test_without_a_readable_spec_only_the_step_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text("nonsense: 1")
+    found = resumption(tmp_path, Checkpoint(3, tmp_path, {}), shipped("tiny-ppo"), file).lines()
+    assert len(found) == 1 and found[0].endswith("the folder has no spec to compare with")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("saved", range(4))
+@pytest.mark.parametrize("now", range(4))
+def test_a_zero_stage_loads_what_has_the_same_files(saved: int, now: int, dtype: str) -> None:
+    problem = stage_problem(TrainerLayout(saved, 2, dtype), TrainerLayout(now, 2, dtype))
+    converts = saved == now or {saved, now} == {1, 2} or (dtype == "float32" and 3 not in (saved, now))
+    assert (problem == "") == converts
+    assert not problem or (f"ZeRO stage {saved}" in problem and f"zero_stage: {saved}" in problem)
+
+
+def test_another_zero_stage_is_refused_with_the_field_and_the_stage_that_wrote(tmp_path: Path) -> None:
+    before = shipped("tiny-ppo", "roles.policy.zero_stage=1", "roles.policy.workers=2")
+    after = shipped("tiny-ppo", "roles.policy.zero_stage=3", "roles.policy.workers=2")
+    state = {"trainers": {role: vars(layout) for role, layout in trainer_layouts(before).items()}}
+    with pytest.raises(UsageError, match=r"roles\.policy\.zero_stage: .* written with ZeRO stage 1 \(2 worker"):
+        lines(tmp_path, before, after, state)
+    assert lines(tmp_path, before, before, state)
+
+
+@pytest.mark.parametrize(
+    ("names", "layout"),
+    [
+        (["mp_rank_00_model_states.pt"], TrainerLayout(0, 1, "")),
+        (["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"], TrainerLayout(1, 1, "float32")),
+        (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], TrainerLayout(1, 1, "bfloat16")),
+        (
+            ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+            TrainerLayout(3, 1, "float32"),
+        ),
+    ],
+)
+def test_a_checkpoint_without_the_record_tells_its_stage_by_its_files(
+    tmp_path: Path, names: list[str], layout: TrainerLayout
+) -> None:
+    (tmp_path / "reward_model" / "state").mkdir(parents=True)
+    (tmp_path / "reward_model" / "rank-00000-of-00001.safetensors").touch()
+    for name in names:
+        (tmp_path / "reward_model" / "state" / name).touch()
+    assert Checkpoint(1, tmp_path, {}).trainers() == {"policy": layout}
+    assert Checkpoint(1, tmp_path / "none", {}).trainers() == {}
+
+
+def test_other_rows_are_refused() -> None:
+    require_same_rows("data.train", {"digest": "a"}, "a")
+    require_same_rows("data.train", {}, "a")
+    with pytest.raises(DataError, match=r"data\.train: cannot resume: .* \(digest a, now b\)"):
+        require_same_rows("data.train", {"digest": "a"}, "b")

@@ -1,0 +1,110 @@
+"""Evaluation on held-out prompts, against fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from orchestrator.data.prompts import PromptPick
+from orchestrator.errors import WorkerDied
+from orchestrator.rollouts import evaluation
+from orchestrator.rollouts.evaluation import EvalSettings, Evaluator, solved_metrics
+from orchestrator.rollouts.scoring import RewardPool
+from tests.fakes import FakeReward, FakeTable, FaultyEngine, FaultyReward, FaultyWorker, fake_pool
+from workers.contract.config import EvalSampling
+
+
+def evaluate(
+    engine: FaultyEngine, reward: FakeReward, solved_at: float | None = 1.0, responses: Path | None = None
+) -> dict[str, float]:
+    """Evaluate four prompts with four samples each, after step 30."""
+
+    async def run() -> dict[str, float]:
+        picks = tuple(PromptPick(f"eval-r{row}", row) for row in range(4))
+        sampling = EvalSampling(temperature=1.0, samples=4)
+        plan = EvalSettings(picks, sampling, solved_at, 7, responses)
+        rewards = RewardPool([FaultyWorker("reward-0", reward)], 1.0)
+        return await Evaluator(plan, fake_pool([engine]), rewards, None).run(30)
+
+    return asyncio.run(run())
+
+
+def test_accuracy_and_pass_at_k() -> None:
+    """Half of the samples are correct: pass@2 = 1 - C(2,2)/C(4,2) = 5/6, pass@4 = 1."""
+    metrics = evaluate(FaultyEngine("rollout-0", random.Random(0)), FakeReward())
+    assert metrics["eval/accuracy"] == metrics["eval/reward"] == 0.5
+    assert metrics["eval/pass@2"] == pytest.approx(5 / 6)
+    assert metrics["eval/pass@4"] == 1.0
+    assert metrics["eval/response_tokens"] == 6.5
+
+
+def test_failed_and_refused_samples_are_counted_and_never_scored() -> None:
+    """One prompt is refused and the reward of one sample fails; neither counts as reward 0."""
+    engine = FaultyEngine("rollout-0", random.Random(0), refuse_rows=frozenset({3}))
+    metrics = evaluate(engine, FaultyReward({("eval-r0", 0): "timeout after 5 s"}))
+    assert metrics["eval/refused"] == 1
+    assert metrics["eval/failed_samples"] == 1
+    assert metrics["eval/accuracy"] == pytest.approx(6 / 11)
+
+
+def test_a_lost_call_is_retried_and_a_lasting_failure_is_raised() -> None:
+    """An evaluation never omits a prompt because an engine failed."""
+    assert evaluate(FaultyEngine("rollout-0", random.Random(0), fail_next=2), FakeReward())["eval/prompts"] == 4
+    with pytest.raises(WorkerDied, match="lost on the way"):
+        evaluate(FaultyEngine("rollout-0", random.Random(0), fail_next=100), FakeReward())
+
+
+def test_solved_at_decides_what_is_solved() -> None:
+    """Pass@2 of one solved sample in three: 1 - C(2,2)/C(3,2) = 2/3; the group of one sample does not count."""
+    rewards = [[0.2, 0.5, 0.4], [0.5], [0.6, 0.7]]
+    assert solved_metrics(rewards, 0.5) == {
+        "eval/accuracy": pytest.approx(4 / 6),
+        "eval/pass@2": pytest.approx((2 / 3 + 1.0) / 2),
+        "eval/solved_at": 0.5,
+    }
+    assert solved_metrics(rewards, 0.51)["eval/accuracy"] == pytest.approx(2 / 6)
+
+
+def test_a_reward_that_does_not_say_what_is_solved_has_neither_accuracy_nor_pass_at_k() -> None:
+    metrics = evaluate(FaultyEngine("rollout-0", random.Random(0)), FakeReward(), solved_at=None)
+    assert metrics["eval/reward"] == 0.5
+    assert metrics.keys() == {
+        f"eval/{name}" for name in ("prompts", "refused", "failed_samples", "reward", "response_tokens")
+    }
+
+
+class KeepingReward(FakeReward):
+    """Records what it is asked to write; fails with the given error."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.written: list[tuple[str, int, list[str]]] = []
+        self._error = error
+
+    async def write_evaluation(self, path: str, step: int, *tables: FakeTable) -> int:
+        if self._error is not None:
+            raise self._error
+        self.written.append((path, step, [uid for table in tables for uid in table.uids]))
+        return 0
+
+
+def test_the_samples_are_written_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight samples are two of the four prompts; rollouts and rewards of each are written."""
+    reward, path = KeepingReward(), str(tmp_path / "step-000030.parquet")
+    evaluate(FaultyEngine("rollout-0", random.Random(0)), reward, responses=tmp_path)
+    assert reward.written == [(path, 30, [f"eval-r{row}" for row in range(4) for _ in range(2)])]
+    monkeypatch.setattr(evaluation, "SAVED_SAMPLES", 8)
+    evaluate(FaultyEngine("rollout-0", random.Random(0)), reward, responses=tmp_path)
+    assert reward.written[1:] == [(path, 30, ["eval-r0", "eval-r0", "eval-r1", "eval-r1"])]
+    evaluate(FaultyEngine("rollout-0", random.Random(0)), reward)
+    assert len(reward.written) == 2
+
+
+def test_an_evaluation_is_valid_where_its_samples_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = KeepingReward(WorkerDied("reward-0", "write_evaluation", "the disk is full"))
+    assert evaluate(FaultyEngine("rollout-0", random.Random(0)), reward, responses=tmp_path)["eval/reward"] == 0.5
+    assert "were not written" in caplog.text and "the disk is full" in caplog.text

@@ -1,0 +1,446 @@
+"""The controller against fakes: updates, staleness, stops, failures and resumption."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.algorithms.table import KlPenalty, TrustRegion
+from orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
+from orchestrator.data.curriculum import Curriculum
+from orchestrator.data.prompts import PromptPick, PromptSource
+from orchestrator.data.texts import Pieces, TextOrder
+from orchestrator.errors import TrainingDiverged, TroupeError, WorkerDied
+from orchestrator.live.scaling import WorkerScaler
+from orchestrator.reporting.console import Console
+from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
+from orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
+from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
+from orchestrator.rollouts.weight_sync import FileSync
+from orchestrator.spec.sections import AlarmConfig, CurriculumConfig
+from orchestrator.training.checkpoint import CheckpointStore
+from orchestrator.training.updates import RolloutUpdates, UpdateSettings
+from tests.fakes import (
+    SETTINGS,
+    UPDATES,
+    FakeCritic,
+    FakePolicy,
+    FakeRun,
+    FakeTable,
+    FaultyEngine,
+    FaultyReward,
+    FaultyWorker,
+    critic_group,
+    fake_pool,
+    policy_group,
+)
+from tests.orchestrator.data.test_prompts import pool_of
+from workers.contract.messages import GroupRequest, GroupSummary, WeightUpdate
+
+ROLLOUTS = RolloutSettings(old_logprobs_at_batch=False, max_staleness=0, train_timeout_s=5.0, trajectories=None)
+
+
+class _Prompts:
+    """A prompt source that counts, with the methods that the controller uses."""
+
+    def __init__(self) -> None:
+        self._position = 0
+
+    def next(self) -> PromptPick:
+        self._position += 1
+        return PromptPick(f"e0-r{self._position - 1}", self._position - 1)
+
+    def state(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._position = state["position"]
+
+
+class RolloutRun(FakeRun):
+    """A controller with the fakes that it needs."""
+
+    def __init__(
+        self,
+        out: Path,
+        settings: TrainSettings = SETTINGS,
+        updates: UpdateSettings = UPDATES,
+        policies: int = 1,
+        resume: bool = False,
+        staleness: int = 0,
+    ) -> None:
+        super().__init__(out, settings, updates, resume)
+        self.policies = [FakePolicy(rank) for rank in range(policies)]
+        self.critic = FakeCritic()
+        self.reward = FaultyReward()
+        self.engines: list[FaultyEngine] = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+        self.rollouts = replace(ROLLOUTS, max_staleness=staleness)
+        self.texts: tuple[int, ...] = ()
+        self.texts_per_step = 6
+        self.curriculum: CurriculumConfig | None = None
+        """With one, prompts come from a pool of 12 instead of an endless one."""
+        self.replaceable = 0
+
+    def build(self) -> Controller:
+        """Build the controller. Call it inside the running event loop."""
+        store, found, ledger = self.open_store()
+        done = found.step if found else 0
+        curriculum = None if self.curriculum is None else Curriculum(self.curriculum, 17)
+        prompts = _Prompts() if curriculum is None else PromptSource(pool_of(12), 17, curriculum)
+        if found:
+            prompts.restore(found.state["source"]["prompts"])
+        pool = self.pool = fake_pool(self.engines)
+        policy = policy_group(*self.policies)
+        rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
+        schedule = ScheduleSettings(
+            5, 4, self.rollouts.max_staleness, self.settings.steps, 3, 0.5, 2, 17, replaceable=self.replaceable
+        )
+        scorer = Scorer(rewards, [TokenScorer(policy, policy.compute_logprobs, 1.0)])
+        console = Console(io.StringIO())
+        texts = None
+        if self.texts:
+            texts = TextOrder(Pieces(FakeTable("texts", ()), self.texts, "digest"), self.texts_per_step, 3)
+            if found:
+                texts.restore(found.state["source"]["texts"])
+        observe = None if curriculum is None else curriculum.observe
+        scheduler = RolloutScheduler(schedule, pool, scorer, ledger, prompts.next, None, done, observe)
+        makers = RolloutComponents(
+            policy,
+            pool,
+            scheduler,
+            rewards,
+            prompts,  # pyright: ignore[reportArgumentType]  (counts instead of reading data)
+            ledger,
+            texts,
+            curriculum,
+        )
+        components = RunComponents(
+            source=RolloutSource(self.rollouts, makers, console, self.stop),
+            updates=RolloutUpdates(
+                self.updates, policy, critic_group(self.critic) if self.updates.critic_warmup else None, console
+            ),
+            sync=FileSync(policy, pool, 1.0),
+            evaluator=None,
+            ledger=ledger,
+            scaler=self.scaler(console),
+        )
+        sinks = MetricSinks.open(self.out, tensorboard=False, resume_at=done)
+        self.controller = Controller(self.settings, components, store, sinks, console, self.stop, done)
+        return self.controller
+
+    def scaler(self, console: Console) -> WorkerScaler | None:
+        """The scaler of the run. None: the number of workers is fixed."""
+        return None
+
+
+@pytest.mark.parametrize("truncated", [frozenset({1, 3}), frozenset(range(4))])
+def test_truncated_samples_are_masked_counted_and_accounted_for(tmp_path: Path, truncated: frozenset[int]) -> None:
+    """With every sample truncated, each update is empty and the run ends as any other."""
+    run = RolloutRun(tmp_path)
+    run.rollouts = replace(ROLLOUTS, mask_truncated=True)
+    for engine in run.engines:
+        engine.truncated = truncated
+    outcome = run.run()
+    masked = 4 * 5 * len(truncated)
+    assert outcome.ledger == {"dispatched": 80, "trained": 80 - masked, "dropped": masked, "in_flight": 0, "retries": 0}
+    assert outcome.drop_reasons == {"truncated: it carries no loss": masked}
+    (policy,) = run.policies
+    for keep, without_loss in zip(policy.prepared, policy.masked, strict=True):
+        assert len(keep) == 20
+        assert without_loss == tuple(key for key in keep if key[1] in truncated)
+    assert [line["masked_samples"] for line in run.lines()] == [5 * len(truncated)] * 4
+    if len(truncated) == 4:
+        assert policy.updates == []
+        assert all(line["policy/empty_updates"] == 1.0 for line in run.lines())
+    else:
+        assert [(plan.total_loss_tokens, plan.total_sequences) for plan in policy.updates] == [(50, 10)] * 4
+
+
+def test_candidates_compete_with_the_samples_and_are_not_counted_as_samples(tmp_path: Path) -> None:
+    """Three answers to each prompt: rewards 0, 1, 0. One fails in one group, and that group still has its samples."""
+    run = RolloutRun(tmp_path, replace(SETTINGS, steps=2, checkpoint_every=0))
+    run.reward.fail = {("e0-r2", 5): "timeout after 5 s"}
+    for engine in run.engines:
+        engine.candidates = 3
+    outcome = run.run()
+    assert outcome.ledger == {"dispatched": 40, "trained": 40, "dropped": 0, "in_flight": 0, "retries": 0}
+    (policy,) = run.policies
+    first = [(f"e0-r{row}", i) for row in range(5) for i in range(4)]
+    others = [(f"e0-r{row}", i) for row in range(5) for i in (4, 5, 6) if (row, i) != (2, 5)]
+    assert list(policy.prepared[0]) == first + others
+    assert list(policy.candidates[0]) == others
+    line = run.lines()[0]
+    assert line["candidates/reward"] == 4 / 14 and line["candidates/failed"] == 1
+    assert line["candidates/chosen"] == 0  # a sample of the policy is as good
+    assert line["reward/mean"] == 0.5 and line["response_tokens/max"] == 8 and line["failed_samples"] == 0
+    assert run.lines()[1]["candidates/reward"] == 1 / 3
+
+
+def test_truncated_samples_are_trained_unless_the_spec_masks_them(tmp_path: Path) -> None:
+    run = RolloutRun(tmp_path)
+    for engine in run.engines:
+        engine.truncated = frozenset({0})
+    assert run.run().ledger["trained"] == 80
+    assert "masked_samples" not in run.lines()[0]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_every_sample_is_trained_once_at_any_max_staleness(tmp_path: Path, staleness: int) -> None:
+    """Synchronous and asynchronous runs are the same loop with another `max_staleness`."""
+    run = RolloutRun(tmp_path, staleness=staleness)
+    outcome = run.run()
+    assert (outcome.steps_done, outcome.stopped) == (4, False)
+    assert outcome.ledger == {"dispatched": 80, "trained": 80, "dropped": 0, "in_flight": 0, "retries": 0}
+    assert [line["step"] for line in run.lines()] == [1, 2, 3, 4]
+    assert max(line["staleness/max"] for line in run.lines()) <= staleness
+    assert len(run.policies[0].updates) == 4
+    assert {e.version for e in run.engines} == {4}
+
+
+def test_zero_advantage_rows_are_skipped_and_count_in_the_totals(tmp_path: Path) -> None:
+    """The first row of the fake batch has no advantage."""
+    run = RolloutRun(tmp_path)
+    run.run()
+    plan = run.policies[0].updates[0]
+    assert sorted(r for mb in plan.micro_batches for r in mb) == list(range(1, 20))
+    assert (plan.total_loss_tokens, plan.total_sequences) == (100, 20)
+
+
+def test_epochs_and_minibatches_make_that_many_updates(tmp_path: Path) -> None:
+    """Two epochs of two mini-batches on two ranks are four updates per step, with each row twice."""
+    run = RolloutRun(
+        tmp_path,
+        replace(SETTINGS, steps=1),
+        updates=replace(UPDATES, epochs=2, minibatches=2, skip_zero_advantage=False),
+        policies=2,
+    )
+    run.run()
+    assert [len(p.updates) for p in run.policies] == [4, 4]
+    rows = [r for p in run.policies for plan in p.updates for mb in plan.micro_batches for r in mb]
+    assert sorted(rows) == sorted(list(range(20)) * 2)
+
+
+def test_the_policy_is_not_updated_during_critic_warmup(tmp_path: Path) -> None:
+    """The first two of four steps update the critic only."""
+    run = RolloutRun(tmp_path, updates=replace(UPDATES, critic_warmup=2))
+    run.run()
+    assert len(run.policies[0].updates) == 2
+    assert len(run.critic.updates) == 4
+
+
+def test_kl_stop_skips_the_remaining_updates_of_a_step(tmp_path: Path) -> None:
+    """The second update of step 1 exceeds the limit; step 2 has all four updates."""
+    run = RolloutRun(
+        tmp_path, replace(SETTINGS, steps=2), updates=replace(UPDATES, epochs=2, minibatches=2, kl_stop=0.1)
+    )
+    run.policies[0].kl_old = (0.0, 0.2)
+    run.run()
+    assert len(run.policies[0].updates) == 2 + 4
+    assert [line["updates"] for line in run.lines()] == [2, 4]
+
+
+def test_the_adaptive_kl_penalty_follows_the_divergence_after_the_updates_of_a_step(tmp_path: Path) -> None:
+    """The coefficient doubles above 1.5 times the target and halves below target / 1.5.
+
+    It changes once per step and is saved in the checkpoint. Source: PPO, Schulman et al. 2017, section 4, where d is
+    the divergence of the policy after the update; an update's own `kl_old` is that of before its step.
+    """
+    penalty = KlPenalty(coef=0.5, target=0.1)
+    updates = replace(UPDATES, minibatches=2, kl_states=12, kl_penalty=penalty)
+    run = RolloutRun(tmp_path, replace(SETTINGS, steps=3, checkpoint_every=0), updates)
+    run.policies[0].kl_old = (0.0, 0.01, 0.0, 0.9, 0.0, 0.9)
+    run.policies[0].divergences = [0.2, 0.1, 0.01]
+    run.run()
+    assert run.policies[0].kl_old_coefs == [0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
+    assert run.controller.state.kl_old_coef == 0.5
+    state = json.loads((tmp_path / "checkpoints" / "step-000003" / "state.json").read_text())
+    assert state["memory"]["kl_old_coef"] == 0.5
+
+
+def test_the_exact_kl_divergence_is_measured_over_all_updates_of_a_step(tmp_path: Path) -> None:
+    run = RolloutRun(tmp_path, updates=replace(UPDATES, kl_states=12, minibatches=2), policies=2)
+    run.run()
+    assert [line["policy/kl_exact"] for line in run.lines()] == [0.25] * 4
+    for policy in run.policies:
+        assert len(policy.held) == 4  # once per step, for any number of updates
+    first = [policy.held[0][0] for policy in run.policies]
+    assert sum(len(part) for plan in first for part in plan.micro_batches) == 3  # three rows of five loss tokens each
+
+
+@pytest.mark.parametrize(
+    ("max_kl", "lengths"),
+    [
+        (0.3, [1.0]),  # the whole step is within the limit
+        (0.25, [1.0]),
+        (0.02, [1.0, 0.5, 0.25]),
+        (1e-4, [1.0, 0.5, 0.25, 0.125, 0.0]),  # no attempt is within: the old policy is restored
+    ],
+)
+def test_a_step_beyond_the_trust_region_is_shortened(tmp_path: Path, max_kl: float, lengths: list[float]) -> None:
+    """The fake's divergence is a quarter nat for a whole step and falls with the square of the step's length."""
+    region = TrustRegion(max_kl=max_kl, backtrack=0.5, attempts=3)
+    run = RolloutRun(tmp_path, updates=replace(UPDATES, kl_states=12, minibatches=2, trust_region=region), policies=2)
+    run.run()
+    for policy in run.policies:
+        assert policy.step_lengths == lengths  # of the last step
+        assert policy.releases == 4
+    for line in run.lines():
+        assert line["policy/step_length"] == lengths[-1]
+        assert line["policy/kl_exact"] == pytest.approx(0.25 * lengths[-1] ** 2)
+        assert line["policy/kl_proposed"] == 0.25
+
+
+def test_texts_are_split_over_the_minibatches_and_continue_after_a_resume(tmp_path: Path) -> None:
+    updates = replace(UPDATES, minibatches=2)
+    run = RolloutRun(tmp_path, updates=updates, policies=2)
+    run.texts = (9,) * 7
+    run.run()
+    rows: list[int] = []
+    for one, other in zip(*(policy.updates for policy in run.policies), strict=True):
+        assert one.texts is not None and other.texts is not None
+        assert one.texts.total_loss_tokens == other.texts.total_loss_tokens == 8 * 3
+        rows += [row for part in (*one.texts.micro_batches, *other.texts.micro_batches) for row in part]
+    assert len(rows) == 4 * 6  # four steps of six pieces
+    assert {rows.count(piece) for piece in range(7)} <= {3, 4}
+    assert all(texts == FakeTable("texts", ()) for texts in run.policies[0].learned_texts)
+    resumed = RolloutRun(tmp_path, replace(SETTINGS, steps=6), updates, policies=2, resume=True)
+    resumed.texts = run.texts
+    resumed.run()
+    later = [
+        row
+        for policy in resumed.policies
+        for update in policy.updates
+        if update.texts is not None
+        for part in update.texts.micro_batches
+        for row in part
+    ]
+    assert sorted(rows + later) == sorted([*range(7)] * 5 + [row for row in range(7) if (rows + later).count(row) == 6])
+
+
+def test_texts_are_trained_in_minibatches_of_zero_advantage_rows(tmp_path: Path) -> None:
+    run = RolloutRun(tmp_path, updates=replace(UPDATES, minibatches=20))
+    run.texts = (9,) * 40
+    run.texts_per_step = 20
+    run.run()
+    assert len(run.policies[0].updates) == 4 * 20
+    assert not any("policy/empty_updates" in line for line in run.lines())
+
+
+def test_the_reward_hacking_alarm_is_a_metric_and_can_stop_the_run(tmp_path: Path) -> None:
+    """A constant reward raises no alarm; a rising one does."""
+    settings = replace(SETTINGS, alarm=AlarmConfig(response_tokens=1.0, action="stop"))
+    calm = RolloutRun(tmp_path / "calm", settings)
+    assert calm.run().steps_done == 4
+    assert [line["alarm/reward_hacking"] for line in calm.lines()] == [0.0] * 4
+    rising = RolloutRun(tmp_path / "rising", settings)
+    rising.reward.uniform = frozenset(f"e0-r{row}" for row in range(5))  # rewards of the first step: all 0
+    outcome = rising.run()
+    assert (outcome.steps_done, outcome.stopped) == (2, True)
+    assert [line["alarm/reward_hacking"] for line in rising.lines()] == [0.0, 1.0]
+
+
+def test_a_stopped_run_saves_its_last_whole_step_and_resumes(tmp_path: Path) -> None:
+    """After a stop during generation, groups in flight are rescheduled; none is lost and none is trained twice."""
+    first = RolloutRun(tmp_path, replace(SETTINGS, steps=6, checkpoint_every=0), staleness=1)
+
+    outcome = first.run_until(2)
+    assert outcome.stopped
+    assert 2 <= outcome.steps_done < 6
+    second = RolloutRun(tmp_path, replace(SETTINGS, steps=6, checkpoint_every=0), staleness=1, resume=True)
+    final = second.run()
+    assert final.steps_done == 6
+    assert final.ledger["trained"] == 120
+    assert final.ledger["in_flight"] == 0
+    assert [line["step"] for line in second.lines()] == [1, 2, 3, 4, 5, 6]
+    prepared = [uid for t in (first, second) for keep in t.policies[0].prepared for uid, _ in keep]
+    trained_once = {uid: prepared.count(uid) for uid in prepared}
+    assert set(trained_once.values()) == {4}
+
+
+def test_repeated_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:
+    """The limit is two consecutive skipped updates."""
+    run = RolloutRun(tmp_path)
+    run.policies[0].skip_updates = True
+    with pytest.raises(TrainingDiverged, match="2 consecutive updates had a non-finite gradient"):
+        run.run()
+
+
+def test_a_dead_trainer_ends_the_run_with_an_error_that_names_it(tmp_path: Path) -> None:
+    """Checkpoints of earlier steps stay valid."""
+    run = RolloutRun(tmp_path)
+
+    async def run_and_kill() -> RunOutcome:
+        controller = run.build()
+
+        async def kill() -> None:
+            while controller.version < 3:
+                await asyncio.sleep(0.001)
+            controller.components.updates.trainers[0].workers[0].kill()
+
+        killer = asyncio.create_task(kill())
+        try:
+            return await controller.run()
+        finally:
+            await killer
+
+    with pytest.raises(WorkerDied, match=r"policy-0\.\w+: the process is gone"):
+        asyncio.run(run_and_kill())
+    found = CheckpointStore(tmp_path / "checkpoints", 2).latest()
+    assert found is not None
+    assert found.step == 2
+
+
+def test_a_step_that_exceeds_its_timeout_ends_the_run(tmp_path: Path) -> None:
+    """The update takes longer than `step_timeout_s`."""
+    run = RolloutRun(tmp_path, replace(SETTINGS, step_timeout_s=0.2))
+    run.policies[0].update_s = 4.0
+    with pytest.raises(TroupeError, match=r"step 1 took longer than schedule\.step_timeout_s"):
+        run.run()
+
+
+def test_tokens_beyond_the_staleness_bound_are_never_trained(tmp_path: Path) -> None:
+    """Samples of an engine that reports an old version are refused before the update."""
+    run = RolloutRun(tmp_path)
+
+    class Stale(FaultyEngine):
+        async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, FakeTable]:
+            self.version = max(0, self.version - 1)
+            return await super().generate(request, prompts)
+
+    run.engines = [Stale("rollout-0", random.Random(0))]
+    with pytest.raises(TroupeError, match=r"tokens of version 0; the policy is at 1 and schedule.max_staleness is 0"):
+        run.run()
+    assert len(run.policies[0].updates) == 1
+
+
+def test_garbage_collection_settings_are_restored_after_a_run(tmp_path: Path) -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    class Observing(FakePolicy):
+        async def publish_weights(self, version: int) -> WeightUpdate | None:
+            seen.append(gc.get_threshold())
+            return await super().publish_weights(version)
+
+    before = gc.get_threshold()
+    run = RolloutRun(tmp_path)
+    run.policies[0] = Observing()
+    run.run()
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
+    assert set(seen) != {before} and len(set(seen)) == 1
+
+
+def test_consecutive_non_finite_gradients_are_counted_for_each_role(tmp_path: Path) -> None:
+    """The critic's finite gradients do not reset the policy's count."""
+    run = RolloutRun(tmp_path, updates=replace(UPDATES, critic_warmup=1))
+    run.policies[0].skip_updates = True
+    with pytest.raises(TrainingDiverged, match="policy: 2 consecutive updates had a non-finite gradient"):
+        run.run()
+    assert len(run.critic.updates) == 3

@@ -1,0 +1,164 @@
+"""Offline training against fakes: order of the examples, ledger, resumption, evaluation and pairs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cluster.worker_group import ExampleGroup
+from orchestrator.controller import Controller, RunComponents, TrainSettings
+from orchestrator.data.prompts import PromptSource, evaluation_picks
+from orchestrator.reporting.console import Console
+from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.training.offline_source import (
+    BatchMaker,
+    ExampleEvaluator,
+    OfflineComponents,
+    OfflineSource,
+    OfflineTimeouts,
+    ReferenceScorer,
+    Tokenized,
+)
+from orchestrator.training.updates import OfflineUpdates, UpdateSettings
+from tests.fakes import SETTINGS as FOUR_STEPS
+from tests.fakes import UPDATES, FakeRun, FakeTrainer, FaultyWorker
+from workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
+from workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
+
+EXAMPLES = 10
+SETTINGS = replace(
+    FOUR_STEPS,
+    steps=5,
+    probe_every_s=60.0,
+    checkpoint_every=0,
+    evaluate_every=2,
+    evaluate_at_start=True,
+    evaluate_at_end=True,
+)
+
+Picks = Sequence[tuple[str, int]]
+
+
+class FakePairTrainer(FakeTrainer):
+    """A trainer that records the pairs it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[Sequence[tuple[str, int]]] = []
+        self.plans: list[RankPlan] = []
+        self.referenced: list[str] = []
+
+    async def tokenize(self, texts: object) -> tuple[ExampleSummary, object]:
+        return ExampleSummary(EXAMPLES, 0, 0, ()), texts
+
+    async def assemble(self, picks: Sequence[tuple[str, int]], examples: object) -> tuple[ExampleBatchSummary, Picks]:
+        rows = tuple(TrainRow(10 + place, 4, True) for _, place in picks for _ in range(2))
+        return ExampleBatchSummary(rows, members=(2,) * len(picks)), picks
+
+    async def reference_logprobs(self, plan: RankPlan, *tables: Picks) -> tuple[int, str]:
+        return 0, f"{len(tables[0])} scored"
+
+    async def attach(self, batch: Picks, *scores: str) -> tuple[int, Picks]:
+        self.referenced += scores
+        return len(batch), batch
+
+    async def update(self, plan: RankPlan, batch: Picks) -> UpdateMetrics:
+        self.plans.append(plan)
+        self.trained.append(batch)
+        return UpdateMetrics({"loss": 0.25}, {"grad_norm": 1.0})
+
+    async def evaluate(self, plan: RankPlan, batch: Picks) -> EvaluationPart:
+        return EvaluationPart({"loss": 0.5}, {"accuracy": (3.0, 4.0)})
+
+
+class OfflineRun(FakeRun):
+    """A controller of offline training with the fakes that it needs."""
+
+    def __init__(
+        self,
+        out: Path,
+        settings: TrainSettings = SETTINGS,
+        updates: UpdateSettings = UPDATES,
+        ranks: int = 1,
+        resume: bool = False,
+    ) -> None:
+        self.trainers = [FakePairTrainer() for _ in range(ranks)]
+        super().__init__(out, settings, updates, resume)
+
+    def build(self) -> Controller:
+        """Build the controller. Call it inside the running event loop."""
+        store, found, ledger = self.open_store()
+        done = found.step if found else 0
+        self.order = PromptSource(Tokenized(EXAMPLES, "d"), 17)
+        if found is not None:
+            self.order.restore(found.state["source"])
+        trainer = ExampleGroup("policy", [FaultyWorker(f"policy-{n}", t) for n, t in enumerate(self.trainers)], 256)
+        reference = ReferenceScorer(trainer, trainer.reference_logprobs)
+        maker = BatchMaker(trainer, reference, "table", OfflineTimeouts(5.0, 5.0))
+        console = Console(io.StringIO())
+        picks = evaluation_picks(Tokenized(4, "e"), 17)
+        components = RunComponents(
+            source=OfflineSource(OfflineComponents(maker, self.order, ledger, 4), console, self.stop),
+            updates=OfflineUpdates(self.updates, trainer, console),
+            sync=None,
+            evaluator=ExampleEvaluator(trainer, maker, picks, 5.0),
+            ledger=ledger,
+        )
+        sinks = MetricSinks.open(self.out, tensorboard=False, resume_at=done)
+        return Controller(self.settings, components, store, sinks, console, self.stop, done)
+
+    @property
+    def seen(self) -> list[int]:
+        """Examples in the order they were trained on."""
+        return [number for batch in self.trainers[0].trained for _, number in batch]
+
+
+def test_every_epoch_trains_every_example_once_and_the_ledger_counts_them(tmp_path: Path) -> None:
+    run = OfflineRun(tmp_path)
+    outcome = run.run()
+    assert sorted(run.seen[:EXAMPLES]) == sorted(run.seen[EXAMPLES:]) == list(range(EXAMPLES))
+    assert run.seen[:EXAMPLES] != run.seen[EXAMPLES:]
+    assert outcome.ledger == {"dispatched": 20, "trained": 20, "dropped": 0, "in_flight": 0, "retries": 0}
+    assert [line["step"] for line in run.lines()] == [0, 1, 2, 3, 4, 5]
+    assert "sync" not in run.lines()[-1]
+    assert set(run.trainers[0].referenced) == {"4 scored"}
+
+
+def test_evaluation_runs_at_the_start_at_intervals_and_at_the_end(tmp_path: Path) -> None:
+    run = OfflineRun(tmp_path)
+    outcome = run.run()
+    assert outcome.first_eval == outcome.last_eval == {"eval/examples": 4.0, "eval/loss": 0.5, "eval/accuracy": 0.75}
+    assert [line["step"] for line in run.lines() if "eval/loss" in line] == [0, 2, 4, 5]
+    assert len(run.trainers[0].referenced) == 5 + 1  # the held-out batch is scored once
+
+
+def test_a_stopped_run_resumes_with_the_next_example(tmp_path: Path) -> None:
+    whole = OfflineRun(tmp_path / "whole")
+    whole.run()
+    first = OfflineRun(tmp_path / "parts")
+
+    outcome = first.run_until(2)
+    assert outcome.stopped
+    second = OfflineRun(tmp_path / "parts", resume=True)
+    assert second.run().ledger["trained"] == 20
+    assert first.seen + second.seen == whole.seen
+    assert [line["step"] for line in second.lines()] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pairs_stay_together_with_minibatches_and_ranks(tmp_path: Path, ranks: int) -> None:
+    run = OfflineRun(
+        tmp_path, replace(SETTINGS, steps=1), updates=replace(UPDATES, epochs=2, minibatches=2), ranks=ranks
+    )
+    run.run()
+    plans = [plan for trainer in run.trainers for plan in trainer.plans]
+    rows = [row for plan in plans for batch in plan.micro_batches for row in batch]
+    assert sorted(rows) == sorted([*range(8), *range(8)])
+    for plan in plans:
+        assert plan.total_sequences == 2
+        for batch in plan.micro_batches:
+            assert all(row ^ 1 in batch for row in batch)

@@ -1,0 +1,329 @@
+"""The algorithms on rollouts as loops over groups, samples and tokens, in float64 and straight from the papers.
+
+From the rewards and log-probs of a batch to the loss of a later update on it: one function for each row's advantages,
+one for each row's loss. Nothing here is shared with the product; gradients are autograd's, through scalars.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Scalar = torch.Tensor
+Advantages = list[list[float]]
+"""By sample and by token that the policy sampled."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response: the tokens that the policy sampled, in order."""
+
+    prompt: int
+    reward: float
+    greedy: float
+    """Reward of the greedy response to the prompt."""
+    new: Sequence[Scalar]
+    """Log-probs under the policy being trained."""
+    old: Sequence[float]
+    ref: Sequence[float]
+    rollout: Sequence[float]
+    values: Sequence[float]
+
+    def __len__(self) -> int:
+        return len(self.old)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of a step, and the rewards and returns of earlier steps."""
+
+    samples: Sequence[Sample]
+    max_tokens: int
+    earlier: Sequence[Sample] = ()
+    """Samples of earlier steps, every prompt visited once."""
+
+    def mates(self, sample: Sample) -> list[Sample]:
+        """The samples of the same prompt, itself included."""
+        return [other for other in self.samples if other.prompt == sample.prompt]
+
+
+def mean(numbers: Sequence[float]) -> float:
+    """Arithmetic mean."""
+    return sum(numbers) / len(numbers)
+
+
+def deviation(numbers: Sequence[float]) -> float:
+    """Unbiased standard deviation."""
+    middle = mean(numbers)
+    return math.sqrt(sum((x - middle) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def whitened(advantages: Advantages) -> Advantages:
+    """Mean 0 and variance 1 over the batch's tokens."""
+    flat = [a for row in advantages for a in row]
+    scale = math.sqrt(deviation(flat) ** 2 + 1e-8)
+    return [[(a - mean(flat)) / scale for a in row] for row in advantages]
+
+
+def token_rewards(sample: Sample, kl_coef: float, reward: float | None = None) -> list[float]:
+    """-kl_coef (log pi_old - log pi_ref) at every token, the reward at the last (InstructGPT)."""
+    rewards = [-kl_coef * (old - ref) for old, ref in zip(sample.old, sample.ref, strict=True)]
+    rewards[-1] += sample.reward if reward is None else reward
+    return rewards
+
+
+def to_go(rewards: Sequence[float]) -> list[float]:
+    """Undiscounted sums from each token on."""
+    return [sum(rewards[t:]) for t in range(len(rewards))]
+
+
+def gae(rewards: Sequence[float], values: Sequence[float], lambda_: float) -> list[float]:
+    """Sum_l lambda^l delta_{t+l}, gamma = 1 (arXiv 1506.02438, eq. 16)."""
+    after = [*values[1:], 0.0]
+    deltas = [r + b - v for r, b, v in zip(rewards, after, values, strict=True)]
+    return [sum(lambda_**k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+def reinforce(batch: Batch) -> Advantages:
+    """Returns minus the mean return of earlier batches."""
+    baseline = mean([s.reward for s in batch.earlier])
+    return [[g - baseline for g in to_go(token_rewards(s, 0.0))] for s in batch.samples]
+
+
+def actor_critic(batch: Batch) -> Advantages:
+    """A3C, arXiv 1602.01783, sec. 4, k = 8."""
+    result = []
+    for s in batch.samples:
+        rewards, values = token_rewards(s, 0.0), [*s.values, *[0.0] * 8]
+        result.append([sum(rewards[t : t + 8]) + values[t + 8] - values[t] for t in range(len(s))])
+    return result
+
+
+def actor_critic_gae(batch: Batch) -> Advantages:
+    """GAE without a KL term."""
+    return [gae(token_rewards(s, 0.0), s.values, 0.95) for s in batch.samples]
+
+
+def ppo(batch: Batch) -> Advantages:
+    """GAE on rewards with a KL term of 0.05, whitened."""
+    return whitened([gae(token_rewards(s, 0.05), s.values, 0.95) for s in batch.samples])
+
+
+def ppo_max(batch: Batch) -> Advantages:
+    """PPO-max, arXiv 2307.04964, sec. 5: rewards scaled by all so far and clipped, advantages whitened and clipped."""
+    seen = [s.reward for s in (*batch.earlier, *batch.samples)]
+    scaled = [(s.reward - mean(seen)) / (deviation(seen) + 1e-4) for s in batch.samples]
+    clipped = [min(max(r, -10.0), 10.0) for r in scaled]
+    rows = [gae(token_rewards(s, 0.02, r), s.values, 0.95) for s, r in zip(batch.samples, clipped, strict=True)]
+    return [[min(max(a, -0.5), 0.5) for a in row] for row in whitened(rows)]
+
+
+def grpo(batch: Batch) -> Advantages:
+    """DeepSeekMath, arXiv 2402.03300, sec. 4.1.2."""
+    result = []
+    for s in batch.samples:
+        rewards = [other.reward for other in batch.mates(s)]
+        result.append([(s.reward - mean(rewards)) / (deviation(rewards) + 1e-4)] * len(s))
+    return result
+
+
+def dr_grpo(batch: Batch) -> Advantages:
+    """Dr. GRPO, arXiv 2503.20783: the reward minus the group's mean."""
+    return [[s.reward - mean([other.reward for other in batch.mates(s)])] * len(s) for s in batch.samples]
+
+
+def rloo(batch: Batch) -> Advantages:
+    """RLOO, arXiv 2402.14740, eq. 6, on returns with a KL term of 0.05."""
+    result = []
+    for s in batch.samples:
+        others = [sum(token_rewards(other, 0.05)) for other in batch.mates(s) if other is not s]
+        result.append([sum(token_rewards(s, 0.05)) - mean(others)] * len(s))
+    return result
+
+
+def remax(batch: Batch) -> Advantages:
+    """ReMax, arXiv 2310.10505, eq. 5, and each token's own KL term of 0.05."""
+    return [
+        [s.reward - s.greedy - 0.05 * (old - ref) for old, ref in zip(s.old, s.ref, strict=True)] for s in batch.samples
+    ]
+
+
+def reinforce_pp(batch: Batch) -> Advantages:
+    """REINFORCE++, arXiv 2501.03262: returns with a KL term of 0.01, whitened over the batch."""
+    return whitened([to_go(token_rewards(s, 0.01)) for s in batch.samples])
+
+
+def reinforce_pp_baseline(batch: Batch) -> Advantages:
+    """Its baseline variant: the reward minus the group's mean, whitened over the batch."""
+    return whitened(dr_grpo(batch))
+
+
+def dcpo(batch: Batch) -> Advantages:
+    """DCPO, arXiv 2509.02333, sec. 3.2, at the second visit of every prompt."""
+    result = []
+    for s in batch.samples:
+        now = [other.reward for other in batch.mates(s)]
+        total = [other.reward for other in batch.earlier if other.prompt == s.prompt] + now
+        fresh, old = ((s.reward - mean(seen)) / (deviation(seen) + 1e-4) for seen in (now, total))
+        nearer = min((0.5 * fresh + 0.5 * old, 0.5 * old + 0.5 * fresh), key=abs)
+        result.append([nearer] * len(s))
+    return result
+
+
+def raft(batch: Batch) -> Advantages:
+    """RAFT, arXiv 2304.06767: 1 for the best of its group, 0 for the others."""
+    return [[float(s is max(batch.mates(s), key=lambda o: o.reward))] * len(s) for s in batch.samples]
+
+
+def distill(batch: Batch) -> Advantages:
+    """log pi_teacher - log pi_old."""
+    return [[ref - old for ref, old in zip(s.ref, s.old, strict=True)] for s in batch.samples]
+
+
+# --- Losses: of one token, given the advantage ---
+
+
+def weight(sample: Sample, t: int) -> float:
+    """Truncated importance weight of the sampler, min(pi_old / pi_rollout, 2)."""
+    return min(math.exp(sample.old[t] - sample.rollout[t]), 2.0)
+
+
+def ratio(sample: Sample, t: int) -> Scalar:
+    """pi / pi_old of a token."""
+    return torch.exp(sample.new[t] - sample.old[t])
+
+
+def clip(r: Scalar, advantage: float, low: float, high: float) -> Scalar:
+    """-min(r A, clip(r) A) (PPO, arXiv 1707.06347, eq. 7)."""
+    bounded = torch.clamp(r, low, high)
+    return -torch.minimum(r * advantage, bounded * advantage)
+
+
+def clipped(low: float, high: float) -> Callable[[Sample, int, float], Scalar]:
+    """The clipped ratio of a token."""
+    return lambda s, t, a: weight(s, t) * clip(ratio(s, t), a, 1 - low, 1 + high)
+
+
+def gradient(s: Sample, t: int, advantage: float) -> Scalar:
+    """-A r (PPO, eq. 6)."""
+    return -weight(s, t) * advantage * ratio(s, t)
+
+
+def penalised(s: Sample, t: int, advantage: float) -> Scalar:
+    """-A r + KL(old || new) by r - 1 - log r (PPO, eq. 8, beta = 1)."""
+    r = ratio(s, t)
+    return -weight(s, t) * advantage * r + (r - 1 - torch.log(r))
+
+
+def with_k2(s: Sample, t: int, advantage: float) -> Scalar:
+    """The clipped ratio plus 0.01 (log pi - log pi_ref)^2 / 2."""
+    return clipped(0.2, 0.2)(s, t, advantage) + 0.01 * (s.new[t] - s.ref[t]) ** 2 / 2
+
+
+def mean_log_ratio(s: Sample) -> Scalar:
+    """Mean over the response's tokens of log pi - log pi_old (GSPO, arXiv 2507.18071, eq. 7)."""
+    return sum(((s.new[t] - s.old[t]) for t in range(len(s))), torch.zeros((), dtype=torch.double)) / len(s)
+
+
+def gspo(s: Sample, t: int, advantage: float) -> Scalar:
+    """GSPO, eq. 5."""
+    return weight(s, t) * clip(torch.exp(mean_log_ratio(s)), advantage, 1 - 3e-4, 1 + 4e-4)
+
+
+def gspo_token(s: Sample, t: int, advantage: float) -> Scalar:
+    """GSPO, eq. 13: sg[sequence ratio] pi / sg[pi]."""
+    own = torch.exp(s.new[t])
+    return weight(s, t) * clip(
+        torch.exp(mean_log_ratio(s)).detach() * own / own.detach(), advantage, 1 - 3e-4, 1 + 4e-4
+    )
+
+
+def dcpo_loss(s: Sample, t: int, advantage: float) -> Scalar:
+    """DCPO, arXiv 2509.02333, eq. 7, with a cap of 10 on the ratio and on the loss of negative advantages."""
+    q = math.exp(s.old[t])
+    low = 0.5 + 0.5 * math.sqrt(max(1 - 4 * 0.16 / q, 0.0))
+    high = min(0.5 + 0.5 * math.sqrt(1 + 4 * 0.2 / q), 10.0)
+    loss = clip(ratio(s, t), advantage, low, high)
+    return weight(s, t) * (torch.clamp(loss, max=-10.0 * advantage) if advantage < 0 else loss)
+
+
+def cispo(s: Sample, t: int, advantage: float) -> Scalar:
+    """CISPO, arXiv 2506.13585, eq. 4: -sg[min(r, 5)] A log pi."""
+    return -weight(s, t) * torch.clamp(ratio(s, t), max=5.0).detach() * advantage * s.new[t]
+
+
+def likelihood(s: Sample, t: int, advantage: float) -> Scalar:
+    """Supervised fine-tuning on the samples that were chosen."""
+    return -advantage * s.new[t]
+
+
+# --- Reductions: of all tokens' losses ---
+
+
+def token_mean(rows: Sequence[Sequence[Scalar]], batch: Batch) -> Scalar:
+    """Every token counts the same."""
+    return torch.stack([x for row in rows for x in row]).sum() / sum(map(len, rows))
+
+
+def sequence_mean(rows: Sequence[Sequence[Scalar]], batch: Batch) -> Scalar:
+    """Every response counts the same."""
+    return torch.stack([torch.stack(list(row)).sum() / len(row) for row in rows]).sum() / len(rows)
+
+
+def constant(rows: Sequence[Sequence[Scalar]], batch: Batch) -> Scalar:
+    """Dr. GRPO: the sum over (responses times the longest possible)."""
+    return torch.stack([x for row in rows for x in row]).sum() / (len(rows) * batch.max_tokens)
+
+
+def only_token_mean(rows: Sequence[Sequence[Scalar]], batch: Batch) -> Scalar:
+    """DCPO, sec. 3.3: the sum of the responses' means."""
+    return torch.stack([torch.stack(list(row)).sum() / len(row) for row in rows]).sum()
+
+
+def mean_of_chosen(rows: Sequence[Sequence[Scalar]], batch: Batch) -> Scalar:
+    """RAFT: the mean over groups of the mean over the chosen response's tokens."""
+    chosen = [row for row, a in zip(rows, raft(batch), strict=True) if a[0]]
+    return torch.stack([torch.stack(list(row)).sum() / len(row) for row in chosen]).sum() / len(chosen)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One algorithm."""
+
+    advantages: Callable[[Batch], Advantages]
+    token: Callable[[Sample, int, float], Scalar]
+    reduce: Callable[[Sequence[Sequence[Scalar]], Batch], Scalar]
+
+    def loss(self, batch: Batch) -> Scalar:
+        """The loss of an update on the batch after earlier ones."""
+        rows = zip(batch.samples, self.advantages(batch), strict=True)
+        return self.reduce([[self.token(s, t, a) for t, a in enumerate(own)] for s, own in rows], batch)
+
+
+PPO_CLIP = clipped(0.2, 0.2)
+LOOPS = {
+    "reinforce": Loop(reinforce, gradient, token_mean),
+    "actor_critic": Loop(actor_critic, gradient, token_mean),
+    "actor_critic_gae": Loop(actor_critic_gae, gradient, token_mean),
+    "ppo": Loop(ppo, PPO_CLIP, token_mean),
+    "ppo_penalty": Loop(ppo, penalised, token_mean),
+    "trpo": Loop(ppo, gradient, token_mean),
+    "ppo_max": Loop(ppo_max, PPO_CLIP, token_mean),
+    "grpo": Loop(grpo, PPO_CLIP, sequence_mean),
+    "dr_grpo": Loop(dr_grpo, PPO_CLIP, constant),
+    "rloo": Loop(rloo, PPO_CLIP, token_mean),
+    "remax": Loop(remax, gradient, token_mean),
+    "reinforce_pp": Loop(reinforce_pp, PPO_CLIP, token_mean),
+    "reinforce_pp_baseline": Loop(reinforce_pp_baseline, with_k2, token_mean),
+    "dapo": Loop(grpo, clipped(0.2, 0.28), token_mean),
+    "gspo": Loop(grpo, gspo, sequence_mean),
+    "gspo_token": Loop(grpo, gspo_token, sequence_mean),
+    "dcpo": Loop(dcpo, dcpo_loss, only_token_mean),
+    "cispo": Loop(grpo, cispo, token_mean),
+    "raft": Loop(raft, likelihood, mean_of_chosen),
+    "distill": Loop(distill, PPO_CLIP, token_mean),
+}
+"""By the name of the row."""

@@ -1,0 +1,142 @@
+"""Every algorithm on rollouts compared with its loop: `python -m tests.workers.algorithms.rollout_reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from orchestrator.algorithms.section import AlgorithmConfig, advantage, kl_penalty, policy_loss
+from orchestrator.algorithms.table import ALGORITHMS
+from tests.workers.algorithms.rollout_loops import LOOPS, Batch, Sample
+from workers.algorithms import policy_loss as losses
+from workers.algorithms.estimators import SampledTokens, estimate
+from workers.contract.advantage_state import AdvantageState
+
+LENGTHS = (4, 2, 5, 3, 1, 6, 3, 2)
+GROUPS = (0, 0, 0, 0, 1, 1, 1, 1)
+MAX_TOKENS = 8
+
+
+def make_batch(seed: int) -> Batch:
+    """Two groups of four responses, after an update that moved the policy; an earlier visit of both prompts."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(count: int, scale: float) -> list[float]:
+        return (scale * torch.randn(count, generator=generator, dtype=torch.double)).tolist()
+
+    def sample(prompt: int, length: int) -> Sample:
+        old = [-abs(x) - 0.05 for x in noise(length, 1.5)]
+        moved = [a + b for a, b in zip(old, noise(length, 0.3), strict=True)]
+        return Sample(
+            prompt=prompt,
+            reward=noise(1, 1.0)[0],
+            greedy=(0.3, -0.4)[prompt],
+            new=[torch.tensor(x, dtype=torch.double, requires_grad=True) for x in moved],
+            old=old,
+            ref=[a + b for a, b in zip(old, noise(length, 0.4), strict=True)],
+            rollout=[a + b for a, b in zip(old, noise(length, 0.6), strict=True)],
+            values=noise(length, 1.0),
+        )
+
+    of = [sample(prompt, length) for prompt, length in zip(GROUPS, LENGTHS, strict=True)]
+    return Batch(of, MAX_TOKENS, [sample(prompt, length) for prompt, length in zip(GROUPS, LENGTHS, strict=True)])
+
+
+def sampled_tokens(samples: Sequence[Sample]) -> SampledTokens:
+    """The batch as the estimators take it."""
+
+    def flat(name: str) -> torch.Tensor:
+        return torch.tensor([x for s in samples for x in vars(s)[name]], dtype=torch.double)
+
+    return SampledTokens(
+        rewards=torch.tensor([s.reward for s in samples], dtype=torch.double),
+        groups=torch.tensor([s.prompt for s in samples]),
+        lengths=torch.tensor([len(s) for s in samples]),
+        rollout_logprobs=flat("rollout"),
+        old_logprobs=flat("old"),
+        ref_logprobs=flat("ref"),
+        values=flat("values"),
+        prompt_rows=(0, 1),
+        greedy_rewards=torch.tensor([s.greedy for s in samples], dtype=torch.double),
+    )
+
+
+def by_product(name: str, batch: Batch) -> tuple[float, torch.Tensor]:
+    """(loss, gradient by log-prob) of the product: a step of its own for the earlier batch, then this one."""
+    config = AlgorithmConfig(name=name)
+    how, loss = advantage(config), policy_loss(config)
+    state = estimate(how, sampled_tokens(batch.earlier), AdvantageState()).state
+    given = sampled_tokens(batch.samples)
+    new = torch.stack([x.detach() for s in batch.samples for x in s.new]).requires_grad_()
+    mask = torch.ones(len(new), dtype=torch.bool)
+    weights = losses.token_weights(
+        mask, given.sequence, loss.aggregation, len(new), len(batch.samples), batch.max_tokens
+    )
+    tokens = losses.PolicyTokens(
+        logprobs=new,
+        entropy=torch.zeros_like(new),
+        rollout_logprobs=given.rollout_logprobs,
+        advantages=estimate(how, given, state).advantages,
+        weights=_exact(weights, given, loss.aggregation, batch),
+        loss_mask=mask,
+        sequence=given.sequence,
+        old_logprobs=given.old_logprobs,
+        ref_logprobs=given.ref_logprobs,
+    )
+    penalty = kl_penalty(config)
+    output = losses.policy_loss(tokens, loss, 0.0 if penalty is None else penalty.coef)
+    return output.loss.item(), torch.autograd.grad(output.loss, new)[0]
+
+
+def _exact(weights: torch.Tensor, given: SampledTokens, aggregation: str, batch: Batch) -> torch.Tensor:
+    """The weights in float64; the product's are the same numbers rounded to float32."""
+    length = given.lengths.double()[given.sequence]
+    tokens, samples = float(len(given.sequence)), float(len(batch.samples))
+    exact = {
+        "token_mean": torch.full_like(length, 1.0 / tokens),
+        "sequence_mean": 1.0 / (samples * length),
+        "constant": torch.full_like(length, 1.0 / (samples * batch.max_tokens)),
+        "only_token_mean": 1.0 / length,
+    }[aggregation]
+    torch.testing.assert_close(weights.double(), exact, rtol=1e-6, atol=0.0)
+    return exact
+
+
+def by_loop(name: str, batch: Batch) -> tuple[float, torch.Tensor]:
+    """(loss, gradient by log-prob) of the loop."""
+    loss = LOOPS[name].loss(batch)
+    leaves = [x for s in batch.samples for x in s.new]
+    slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return loss.item(), torch.stack([torch.zeros(()).double() if slope is None else slope for slope in slopes])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest difference of the product from the loop, relative to the loop's largest entry."""
+
+    value: float
+    gradient: float
+
+
+def compare(name: str, seed: int) -> Difference:
+    """The product against the loop on a random batch."""
+    batch = make_batch(seed)
+    (value, slope), (loop_value, loop_slope) = by_product(name, batch), by_loop(name, batch)
+    largest = float(loop_slope.abs().max())
+    return Difference(abs(value - loop_value) / abs(loop_value), float((slope - loop_slope).abs().max()) / largest)
+
+
+def table(seeds: Sequence[int] = range(10)) -> str:
+    """Largest differences of every row over the seeds, as Markdown."""
+    lines = ["| algorithm | loss | gradient |", "|---|---|---|"]
+    for name in ALGORITHMS:
+        found = [compare(name, seed) for seed in seeds]
+        worst = max(one.value for one in found), max(one.gradient for one in found)
+        lines.append(f"| {name} | {worst[0]:.1e} | {worst[1]:.1e} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,101 @@
+"""Output heads in float32 with weights in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, FalconH1Config
+
+from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_model
+from tests.workers.models.test_token_batch import train_table
+from workers.contract.config import ModelConfig
+from workers.models import heads
+from workers.models.heads import Float32Logits
+from workers.models.modeling import CausalLogprobs, load_causal, score
+from workers.models.token_batch import TokenTable
+
+
+def head(bias: bool = False) -> Float32Logits:
+    torch.manual_seed(4)
+    layer = nn.Linear(12, 37, bias=bias).bfloat16()
+    layer.__class__ = Float32Logits
+    assert isinstance(layer, Float32Logits)
+    return layer
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("block", [1, 60, 10_000])
+def test_logits_and_gradients_are_those_of_a_float64_product(
+    block: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "_BLOCK_NUMBERS", block)
+    layer, states = head(bias), torch.randn(2, 5, 12).bfloat16().requires_grad_()
+    logits = layer(states)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (states, layer.weight)]
+    expected = torch.einsum("bth,vh->btv", *exact) + (layer.bias.detach().double() if bias else 0.0)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-6)
+    scale = torch.randn(2, 5, 37)
+    (logits * scale).sum().backward()
+    (expected * scale).sum().backward()
+    for ours, theirs in zip((states, layer.weight), exact, strict=True):
+        assert ours.grad is not None and theirs.grad is not None and ours.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=2e-2, atol=2e-2)
+    if bias:
+        torch.testing.assert_close(layer.bias.grad, scale.sum((0, 1)).bfloat16(), rtol=2e-2, atol=2e-2)
+
+
+def test_no_states_give_no_logits_and_a_gradient_of_zero() -> None:
+    layer, states = head(), torch.zeros(0, 12, dtype=torch.bfloat16, requires_grad=True)
+    layer(states).sum().backward()
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_exact_for_the_states_of_a_bfloat16_model(family: str, tmp_path: Path) -> None:
+    """Against a float64 head, with the scale and the cap of the family written out."""
+    save_model(FAMILIES[family], tmp_path)
+    batch = TokenTable(train_table(SAMPLES)).batch(range(len(SAMPLES)))
+    errors = {}
+    for float32_head in (True, False):
+        model = load_causal(ModelConfig(path=str(tmp_path), float32_head=float32_head))
+        module = CausalLogprobs(model, temperature=0.7, chunks=3).eval()
+        assert module.split_head
+        with torch.no_grad():
+            states = module.hidden(batch.input_ids, batch.attention_mask).flatten(0, 1)[batch.positions].double()
+        output = model.get_output_embeddings()
+        assert isinstance(output, nn.Linear) and output.weight.dtype == torch.bfloat16
+        logits = states @ output.weight.detach().double().T
+        if family == "gemma2-softcap":
+            logits = 2.0 * torch.tanh(logits / 2.0)
+        logits *= 0.25 if family in ("cohere-scale", "granite-scale") else 1.0
+        expected = (logits / 0.7).log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+        errors[float32_head] = float((score(module, batch).double() - expected).abs().max())
+    assert errors[True] < 1e-5 and errors[False] > 1e-4
+
+
+def test_a_head_in_float32_keeps_its_name_and_its_tie(tmp_path: Path) -> None:
+    save_model(FAMILIES["llama-tied"], tmp_path / "model")
+    model = load_causal(ModelConfig(path=str(tmp_path / "model")))
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert list(again.state_dict()) == list(model.state_dict())
+    assert type(again.get_output_embeddings()) is nn.Linear and again.dtype == torch.bfloat16
+
+
+def test_a_model_with_full_logits_has_them_in_float32(tmp_path: Path) -> None:
+    """Falcon-H1 multiplies its logits by a factor under a name of its own."""
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    config = FalconH1Config(
+        **sizes, lm_head_multiplier=0.3, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4
+    )
+    save_model(config, tmp_path)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    for float32_head, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        model = load_causal(ModelConfig(path=str(tmp_path), float32_head=float32_head)).eval()
+        assert not CausalLogprobs(model, temperature=1.0).split_head
+        assert model(ids).logits.dtype == dtype

@@ -1,0 +1,1 @@
+"""Configuration, messages and Arrow tables shared by the workers and the orchestrator."""

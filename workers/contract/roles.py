@@ -1,0 +1,275 @@
+"""What each role can be asked to do: the methods that the orchestrator calls on workers, as protocols.
+
+The orchestrator names a method by its protocol (`Policy.update`), never by a string, so that the type checker compares
+each call with the signature here and each worker class with the protocol of its role. The worker classes are in
+`workers/{rollout,policy,critic,reference,reward,offline}.py`.
+
+A method may be synchronous or a coroutine (`Reply`). Tables travel through the object store: the orchestrator passes
+and receives references (`TableRef`), and a worker sees the tables themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from workers.contract.config import Rendezvous
+from workers.contract.messages import (
+    GroupRequest,
+    GroupSummary,
+    PrepareRequest,
+    RankPlan,
+    RewardSummary,
+    TextSummary,
+    TrainSummary,
+    UpdateMetrics,
+    WeightAck,
+    WeightUpdate,
+    WorkerHealth,
+)
+from workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
+
+T = TypeVar("T")
+
+Reply = T | Awaitable[T]
+"""What a method returns: a value, or a coroutine that returns one."""
+
+TableRef = Any
+"""An Arrow table for the worker, a reference to it in the object store for the orchestrator."""
+
+
+class Worker(Protocol):
+    """Any worker."""
+
+    def health(self) -> Reply[WorkerHealth]:
+        """Answers as long as the worker can serve."""
+        ...
+
+    def close(self) -> Reply[None]:
+        """Frees what the worker holds; its process can end afterwards."""
+        ...
+
+
+class Replica(Worker, Protocol):
+    """A worker that serves independently of the other workers of its role."""
+
+    def start(self) -> Reply[WorkerHealth]:
+        """Loads what the worker serves with."""
+        ...
+
+
+class EngineLink(Protocol):
+    """vLLM's weight-transfer client, which drives all engines at once from inside the trainer (device back-ends)."""
+
+    version: int
+    """Served from the next `finish_weight_update` on."""
+
+    @property
+    def processes(self) -> int:
+        """Number of engine processes in the transfer group."""
+        ...
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Adds every engine to the transfer group."""
+        ...
+
+    def start_weight_update(self) -> None:
+        """Pauses every engine for an update."""
+        ...
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Receives weights on every engine."""
+        ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Serves the new version on every engine."""
+        ...
+
+
+class Engine(Replica, Protocol):
+    """A rollout worker: one vLLM engine."""
+
+    def generate(self, request: GroupRequest, prompts: TableRef) -> Reply[tuple[GroupSummary, TableRef]]:
+        """Samples one group; returns its summary and a ROLLOUTS table."""
+        ...
+
+    def update_weights(self, update: WeightUpdate) -> Reply[WeightAck]:
+        """Loads a published version of the weights after verifying its digest."""
+        ...
+
+    def write_weights(self, update: WeightUpdate, payload: TableRef) -> Reply[None]:
+        """Writes the bytes of a published version to the shared memory of this node."""
+        ...
+
+    def transfer_init(self, init_info: dict[str, Any]) -> Reply[None]:
+        """Joins a transfer group (device back-ends)."""
+        ...
+
+    def transfer_start(self) -> Reply[None]:
+        """Pauses generation for a transfer."""
+        ...
+
+    def transfer_receive(self, update_info: dict[str, Any]) -> Reply[None]:
+        """Receives weights."""
+        ...
+
+    def transfer_finish(self, version: int) -> Reply[None]:
+        """Serves the weights received, as `version`."""
+        ...
+
+
+class Reward(Replica, Protocol):
+    """A reward worker: reward functions, a reward model or both."""
+
+    def score(self, rollouts: TableRef) -> Reply[tuple[RewardSummary, TableRef]]:
+        """Scores one group; returns its rewards by sample and a REWARDS table."""
+        ...
+
+    def write_trajectories(self, path: str, *tables: TableRef) -> Reply[int]:
+        """Writes samples as Parquet; returns the number of rows."""
+        ...
+
+    def write_evaluation(self, path: str, step: int, *tables: TableRef) -> Reply[int]:
+        """Writes the readable columns of an evaluation's samples as Parquet; returns the number of rows."""
+        ...
+
+
+class Reference(Replica, Protocol):
+    """A frozen reference worker."""
+
+    def score(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[Any, TableRef]]:
+        """Returns `ref_logprobs` of the plan's rows as a token-score table."""
+        ...
+
+
+class Trainer(Worker, Protocol):
+    """One rank of a group of workers that train a model. All methods but `rendezvous` are collective."""
+
+    def rendezvous(self) -> Reply[tuple[str, int]]:
+        """Address and port at which the ranks of the group meet; asked of rank 0."""
+        ...
+
+    def start(self, rendezvous: Rendezvous) -> Reply[WorkerHealth]:
+        """Joins the group and loads the model."""
+        ...
+
+    def save(self, directory: str) -> Reply[None]:
+        """Writes this rank's part of a checkpoint."""
+        ...
+
+    def load(self, directory: str) -> Reply[int]:
+        """Loads this rank's part of a checkpoint; returns the number of ranks that saved it."""
+        ...
+
+    def export(self, directory: str) -> Reply[None]:
+        """Writes the model as a Hugging Face folder."""
+        ...
+
+    def export_average(self, directory: str) -> Reply[None]:
+        """Writes the moving average of the weights as a Hugging Face folder."""
+        ...
+
+
+class Policy(Trainer, Protocol):
+    """One rank of the policy."""
+
+    def shares_prompts(self) -> Reply[bool]:
+        """Whether the model can train the samples of a group behind one copy of their prompt exactly."""
+        ...
+
+    def compute_logprobs(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[Any, TableRef]]:
+        """Returns `old_logprobs` of the plan's rows as a token-score table."""
+        ...
+
+    def reference_logprobs(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[Any, TableRef]]:
+        """Returns `ref_logprobs` under the colocated reference as a token-score table."""
+        ...
+
+    def prepare(self, request: PrepareRequest, *tables: TableRef) -> Reply[tuple[TrainSummary, TableRef]]:
+        """Joins rollouts, rewards and token scores into a TRAIN table with advantages. Not collective."""
+        ...
+
+    def cut_texts(self, texts: TableRef, max_tokens: int) -> Reply[tuple[TextSummary, TableRef]]:
+        """Tokenizes plain texts and splits them into pieces (PPO-ptx). Not collective."""
+        ...
+
+    def update(
+        self, plan: RankPlan, batch: TableRef, kl_old_coef: float = 0.0, texts: TableRef | None = None
+    ) -> Reply[UpdateMetrics]:
+        """One optimizer step on the plan's rows of a TRAIN table, and on pieces of text (PPO-ptx)."""
+        ...
+
+    def hold_distributions(self, plan: RankPlan, batch: TableRef, stride: int, weights: bool = False) -> Reply[None]:
+        """Keeps the policy's distributions at every `stride`-th state of the plan's rows, for `divergence`, and with
+        `weights` also the weights, for `shorten_step`."""
+        ...
+
+    def divergence(self) -> Reply[tuple[float, int]]:
+        """(sum, number of states) of KL(held || now) in nats; releases what was held."""
+        ...
+
+    def shorten_step(self, factor: float) -> Reply[tuple[float, int]]:
+        """Moves the weights to kept + `factor` * (now - kept); returns the divergence there."""
+        ...
+
+    def release_held(self) -> Reply[None]:
+        """Frees the kept distributions and weights."""
+        ...
+
+    def publish_weights(self, version: int) -> Reply[WeightUpdate | None]:
+        """Writes the weights to shared memory as `version`; only rank 0 returns the update."""
+        ...
+
+    def read_weights(self, update: WeightUpdate) -> Reply[tuple[int, TableRef]]:
+        """(bytes, payload) of a published version, for engines on other nodes. Not collective."""
+        ...
+
+    def connect_engines(self, link: EngineLink) -> Reply[None]:
+        """Joins the rollout engines for transfers from GPU to GPU."""
+        ...
+
+    def send_weights(self, version: int) -> Reply[int]:
+        """Sends the weights to the connected engines as `version`; returns the number of bytes."""
+        ...
+
+
+class Critic(Trainer, Protocol):
+    """One rank of the critic."""
+
+    def compute_values(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[Any, TableRef]]:
+        """Returns `values` of the plan's rows as a token-score table."""
+        ...
+
+    def update(self, plan: RankPlan, batch: TableRef) -> Reply[UpdateMetrics]:
+        """One optimizer step on the plan's rows of a TRAIN table."""
+        ...
+
+
+class ExampleTrainer(Trainer, Protocol):
+    """One rank of a model that trains on offline data."""
+
+    def tokenize(self, texts: TableRef) -> Reply[tuple[ExampleSummary, TableRef]]:
+        """Tokenizes every example; returns an EXAMPLES table. Not collective."""
+        ...
+
+    def assemble(
+        self, picks: Sequence[tuple[str, int]], examples: TableRef
+    ) -> Reply[tuple[ExampleBatchSummary, TableRef]]:
+        """Selects (name, row) pairs of an EXAMPLES table as an EXAMPLE_BATCH table. Not collective."""
+        ...
+
+    def attach(self, batch: TableRef, *scores: TableRef) -> Reply[tuple[int, TableRef]]:
+        """Returns the batch with the reference's log-probs. Not collective."""
+        ...
+
+    def reference_logprobs(self, plan: RankPlan, *tables: TableRef) -> Reply[tuple[Any, TableRef]]:
+        """Returns `ref_logprobs` under the colocated reference as a token-score table."""
+        ...
+
+    def update(self, plan: RankPlan, batch: TableRef) -> Reply[UpdateMetrics]:
+        """One optimizer step on the plan's rows of an EXAMPLE_BATCH table."""
+        ...
+
+    def evaluate(self, plan: RankPlan, batch: TableRef) -> Reply[EvaluationPart]:
+        """This rank's share of the loss and metrics of the plan's rows."""
+        ...

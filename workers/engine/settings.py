@@ -1,0 +1,103 @@
+"""vLLM's settings for one rollout engine: environment variables and engine arguments."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from workers.contract.config import RolloutConfig, TransferBackend
+from workers.engine.process import import_ahead
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+SHM_BACKEND = "troupe_shm"
+"""vLLM's name for the shared-memory transfer engine of `workers.weights.vllm_transfer`."""
+OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
+"""Environment variable with the process id of the rollout worker that owns the engine's processes."""
+
+_TRANSFER_BACKENDS: dict[TransferBackend, str] = {"shm": SHM_BACKEND, "ipc": "ipc", "nccl": "nccl"}
+_EXTENSION = "workers.weights.vllm_transfer.EngineExtension"
+_CPU_PREFILL_TOKENS = 4096
+_CPU_BLOCK_TOKENS = 32
+"""Tokens in one block of the KV cache. Samples of a group share the full blocks of their prompt. The default of vLLM's
+CPU build is 128, longer than many prompts; its kernels require multiples of 32."""
+
+
+def set_environment(config: RolloutConfig) -> None:
+    """Set the environment variables that vLLM reads; call before vLLM is first imported.
+
+    vLLM's processes inherit them. On the CPU this also starts the process that imports vLLM for the engine.
+    """
+    os.environ |= {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        # A fork of a process with threads and an event loop can deadlock.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        OWNER_VARIABLE: str(os.getpid()),
+    }
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    if config.device == "cpu":
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several actors share the cores
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override `kv_cache_gib`
+        if config.engine.threads:
+            os.environ["OMP_NUM_THREADS"] = str(config.engine.threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        if config.engine.enforce_eager:
+            # Even then vLLM compiles one small function in the first `generate`: it takes seconds and needs a compiler.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        import_ahead()
+
+
+def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
+    """Arguments of vLLM's asynchronous engine for this rollout worker."""
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    engine = config.engine
+    return AsyncEngineArgs(
+        model=config.model.path,
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.seed & 0xFFFFFFFF,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=engine.max_model_len,
+        enforce_eager=engine.enforce_eager,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after temperature and top-p
+        weight_transfer_config=WeightTransferConfig(backend=_TRANSFER_BACKENDS[config.transfer_backend]),
+        worker_extension_cls=_EXTENSION,
+        enable_log_requests=False,
+        use_tqdm_on_load=False,
+        disable_log_stats=False,  # the timings of each sample come from them
+        **_device_args(config),
+    )
+
+
+def _device_args(config: RolloutConfig) -> dict[str, Any]:
+    """Arguments that differ between CPU and GPU."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    engine = config.engine
+    if config.device == "cuda":
+        return {"gpu_memory_utilization": engine.gpu_memory_utilization}
+    args: dict[str, Any] = {
+        "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30),
+        # Chunked prefill makes vLLM rewind its sampler's generator. A CPU generator cannot be rewound, and the engine
+        # dies. On the CPU prompts are therefore prefilled whole.
+        "enable_chunked_prefill": False,
+        "block_size": _CPU_BLOCK_TOKENS,
+        "max_num_batched_tokens": max(engine.max_model_len, _CPU_PREFILL_TOKENS),
+    }
+    if engine.tensor_parallel_size == 1:
+        # Run the model in the engine's own process. By default vLLM's CPU build starts another process for it, to set
+        # the compute threads there; `set_environment` sets them for all. One process less starts sooner and samples
+        # faster.
+        args["distributed_executor_backend"] = UniProcExecutor
+    return args

@@ -1,0 +1,1 @@
+"""Hugging Face models, and token tables as padded tensors."""

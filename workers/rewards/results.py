@@ -1,0 +1,111 @@
+"""Replies to the reward worker, from what a reward function returned or raised."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Any
+
+from workers.rewards.scalars import as_number
+from workers.rewards.steps import Steps, checked_steps
+
+Reply = dict[str, Any]
+"""``{"value"}``, for process rewards with ``"steps": [[end, reward], ...]``; or ``{"failure", "cause"}``: why there is
+no number, and what failures of the same cause have in common."""
+
+_MACHINERY = (str(Path(__file__).with_name("child.py")), __file__)
+"""Files whose frames precede those of the reward function in a traceback."""
+_SHIPPED = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+def judge(value: object, response: str) -> Reply:
+    """Reply for the return value of a reward function: a finite real number, steps, or why it is neither."""
+    if isinstance(value, Steps):
+        try:
+            steps = checked_steps(value.rewards, len(response))
+        except ValueError as error:
+            return failure("not steps", str(error))
+        outcome = fmean(reward for _, reward in steps) if value.outcome is None else value.outcome
+        reply = judge(outcome, response)
+        return reply if "failure" in reply else {**reply, "steps": steps}
+    number = as_number(value)
+    if number is None:
+        return failure("not a number", f"{reprlib.repr(value)} ({type(value).__name__})")
+    return {"value": number} if math.isfinite(number) else failure("not a finite number", str(number))
+
+
+def judge_batch(values: Any, responses: Sequence[str]) -> list[Reply]:
+    """Replies for the return value of a batched reward function: a list or an array with one result per response.
+
+    None in the list fails its sample: the function cannot judge it. A value that is no such list fails all samples.
+    """
+    if hasattr(values, "tolist"):  # an array of numpy or torch, or a column of pandas
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        return [failure("not a list", f"{reprlib.repr(values)} ({type(values).__name__})")] * len(responses)
+    if len(values) != len(responses):
+        return [failure("wrong length", f"{len(values)} results for {len(responses)} samples")] * len(responses)
+    return [_judge_entry(value, response) for value, response in zip(values, responses, strict=True)]
+
+
+def _judge_entry(value: object, response: str) -> Reply:
+    if value is None:
+        return failure("no result", "the function returned None for this sample")
+    try:
+        return judge(value, response)
+    except Exception as error:  # one result must not cost the others theirs
+        return describe(error)
+
+
+def failure(cause: str, detail: str) -> Reply:
+    """Reply for a sample without a number."""
+    return {"failure": f"{cause}: {detail}", "cause": cause}
+
+
+def describe(error: BaseException) -> Reply:
+    """Reply for an exception: one line of about 300 characters that ends with the user's file and line.
+
+    The cause of a shipped function's exception has no place: its message is enough.
+    """
+    try:
+        text = " ".join(str(error).split())[:300]
+    except Exception:
+        text = "(its text cannot be shown)"
+    kind = type(error).__name__
+    line = f"error: {kind}" + (f": {text}" if text else "")
+    if (place := user_place(error)) is None:
+        return {"failure": line, "cause": kind}
+    file, number = place
+    return {"failure": f"{line} ({Path(file).name}:{number})", "cause": f"{kind} at {file}:{number}"}
+
+
+def user_place(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the user's code that raised: the innermost that is in no library, else the function's own.
+
+    None: the function is a shipped one, or it was not reached.
+    """
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(user_traceback(error))]
+    if not frames or _within(frames[0][0], (_SHIPPED,)):
+        return None
+    own = [place for place in frames if not _within(place[0], (_SHIPPED, *_LIBRARIES))]
+    return own[-1] if own else frames[0]
+
+
+def user_traceback(error: BaseException) -> TracebackType | None:
+    """The part of the traceback that starts in the reward function; None if the function was not reached."""
+    here = error.__traceback__
+    while here is not None and here.tb_frame.f_code.co_filename in _MACHINERY:
+        here = here.tb_next
+    return here
+
+
+def _within(file: str, folders: tuple[str, ...]) -> bool:
+    """Whether a file is in one of the folders, or is no file (`<frozen importlib>`)."""
+    return file.startswith("<") or any(file.startswith(f"{folder}/") for folder in folders)

@@ -1,0 +1,1 @@
+"""Training ranks on DeepSpeed, and their checkpoints."""

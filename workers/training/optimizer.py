@@ -1,0 +1,88 @@
+"""AdamW, its learning-rate schedule, and the DeepSpeed configuration around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from workers.contract.config import REDUCE_BUCKET, OptimizerConfig, TrainerConfig
+
+_NORM_PIECE = 2**18
+"""Elements of a gradient whose squares are summed at a time."""
+
+
+def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
+    """Learning rate of optimizer update number `update`, counted from 0.
+
+    The rate rises linearly and reaches the peak at the last warm-up update. Then the schedule starts at the peak,
+    reaches `min_lr_ratio` of it at update `total_updates` - 1, and stays there.
+    """
+    if update < config.warmup_updates:
+        return config.learning_rate * (update + 1) / config.warmup_updates
+    if config.schedule == "constant":
+        return config.learning_rate
+    span = total_updates - 1 - config.warmup_updates
+    progress = min(1.0, (update - config.warmup_updates) / span) if span > 0 else 0.0
+    share = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+
+
+def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """torch's AdamW, which needs no compilation. Vectors (norm weights, biases) are not decayed."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=config.adam_betas,
+        eps=config.adam_eps,
+        fused=True,
+    )
+
+
+def deepspeed_config(config: TrainerConfig, stage: int, dtype: torch.dtype, numbers: int) -> dict[str, Any]:
+    """The DeepSpeed configuration.
+
+    Gradients of several micro-batches are accumulated in float32 from ZeRO-1 on.
+
+    Args:
+        config: Optimizer and memory settings.
+        stage: ZeRO stage.
+        dtype: Type of the weights.
+        numbers: Elements of all parameters, an upper limit of the bucket size.
+    """
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": min(REDUCE_BUCKET, numbers)}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0 if engine_clips(stage, dtype) else config.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
+    if dtype == torch.bfloat16 and stage > 0:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+def engine_clips(stage: int, dtype: torch.dtype) -> bool:
+    """Whether `TrainEngine` clips gradients: here DeepSpeed neither reports their norm nor checks that it is finite."""
+    return stage == 0 and dtype == torch.float32
+
+
+def gradient_norm(gradients: Sequence[torch.Tensor]) -> float:
+    """Global norm of the gradients, in float64. Summed in pieces that fit a cache, since a float64 copy would not."""
+    pieces = (piece for gradient in gradients for piece in gradient.flatten().split(_NORM_PIECE))
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.double) for piece in pieces]
+    return float(torch.stack(norms).norm())

@@ -1,0 +1,1 @@
+"""Transfer of the weights from the policy to the rollout engines."""
