@@ -102,6 +102,10 @@ class TrainEngine:
                 optimizer=adamw(module, config),
                 config=deepspeed_config(config, self._stage, dtype, numbers),
             )
+        if self._stage == 0 and dtype == torch.bfloat16:
+            # DeepSpeed has stepped it once with gradients of 0. Counted, that step would make the moments of the next
+            # steps too small, because AdamW corrects them by the number of steps.
+            self._engine.optimizer.optimizer.state.clear()
         if self._stage == 0 and dist.get_world_size() == 1:
             self._engine.enable_backward_allreduce = False  # it would copy all gradients twice
         self.module: nn.Module = self._engine.module

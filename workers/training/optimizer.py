@@ -32,7 +32,10 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 
 def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """torch's AdamW, which needs no compilation. Vectors (norm weights, biases) are not decayed."""
+    """torch's AdamW, which needs no compilation. Vectors (norm weights, biases) are not decayed.
+
+    Its learning rate is 0 until an update sets it: DeepSpeed steps some optimizers once while it wraps them.
+    """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -40,7 +43,7 @@ def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=config.learning_rate,
+        lr=0.0,
         betas=config.adam_betas,
         eps=config.adam_eps,
         fused=True,
