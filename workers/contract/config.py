@@ -45,10 +45,15 @@ class ModelConfig(Frozen):
     dtype: Dtype = "bfloat16"
     """Data type of the weights and of matrix multiplications."""
     float32_head: bool = True
-    """Compute logits in float32 from the bfloat16 states and weights, in training and scoring. This brings the
-    log-probs nearer to those of vLLM. Without effect in float32."""
+    """Compute logits in float32 from the bfloat16 states and weights, in vLLM, in training and in scoring. This brings
+    the log-probs of sampler and trainer nearer to each other. Without effect in float32."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Leave it off unless you trust that code."""
+
+    @property
+    def computes_float32_logits(self) -> bool:
+        """Whether the output head computes in another type than the other layers."""
+        return self.float32_head and self.dtype == "bfloat16"
 
 
 class SamplingConfig(Frozen):

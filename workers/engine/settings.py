@@ -70,6 +70,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         max_model_len=engine.max_model_len,
         enforce_eager=engine.enforce_eager,
         enable_prefix_caching=engine.enable_prefix_caching,
+        hf_overrides={"head_dtype": "float32"} if config.model.computes_float32_logits else {},
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after temperature and top-p
         weight_transfer_config=WeightTransferConfig(backend=_TRANSFER_BACKENDS[config.transfer_backend]),
         worker_extension_cls=_EXTENSION,

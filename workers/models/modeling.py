@@ -60,7 +60,7 @@ def load_causal(config: ModelConfig) -> PreTrainedModel:
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{config.path}: not a language model: no weights for {', '.join(missing[:5])}")
     _prepared(model)
-    if config.float32_head and config.dtype == "bfloat16":
+    if config.computes_float32_logits:
         _multiply_in_float32(model)
     return model
 
