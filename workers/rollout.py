@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import os
 import socket
 import time
@@ -29,19 +28,19 @@ from workers.contract.messages import (
     SampleSummary,
     WeightAck,
     WeightUpdate,
-    WorkerGone,
     WorkerHealth,
 )
 from workers.data.chat import PromptRefused, encode_prompt, sample_seed
-from workers.engine.log import last_error, own_logs
+from workers.engine.errors import EngineClosed, EngineDead, engine_dead
 from workers.engine.process import forked_engines
+from workers.engine.rows import RowBuilder, sample_summary
 from workers.engine.settings import engine_args, set_environment
 from workers.weights.shared_memory import remove_at_death, retire
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
@@ -51,44 +50,6 @@ _PROCESS_FAILED = "Engine core initialization failed"
 """Beginning of the error with which vLLM's client refers to one in the engine's process."""
 _LIVENESS_S = 0.5
 _SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
-
-
-class EngineClosed(RuntimeError):
-    """The engine does not serve: it was not started, is closed, or its last weight update failed."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-
-    def __str__(self) -> str:
-        return "{} does not serve: {}".format(*self.args)
-
-
-class EngineDead(WorkerGone):
-    """The engine's process has ended; the worker must be replaced."""
-
-    def __init__(self, name: str, fault: str = "", log: str = "") -> None:
-        """`fault` is vLLM's last error, `log` the file it stands in; empty where they are not known."""
-        super().__init__(name, fault, log)
-
-    @property
-    def fault(self) -> str:
-        """vLLM's last error."""
-        return self.args[1]
-
-    def __str__(self) -> str:
-        name, fault, log = self.args
-        words = f"the engine process of {name} has ended"
-        words = f"{words}; vLLM's last error: {fault}" if fault else words
-        return f"{words}; its log: {socket.gethostname()}:{log}" if log else words
-
-
-def engine_dead(name: str) -> EngineDead:
-    """The error for an engine whose process has ended, with what the log says."""
-    logs = own_logs()
-    for log in logs:
-        if fault := last_error(log):
-            return EngineDead(name, fault, str(log))
-    return EngineDead(name, "", str(logs[0])) if logs else EngineDead(name)
 
 
 class _State(Enum):
@@ -185,12 +146,10 @@ class RolloutWorker:
         outputs = await self._all_or_none(
             [self._sample(engine, request, index, prompt_ids) for index in range(request.samples)]
         )
-        rows = [self._row(request, index, prompt, prompt_ids, output) for index, output in enumerate(outputs)]
-        rows += [
-            self._candidate(request, request.samples + number, prompt, prompt_ids, ids)
-            for number, ids in enumerate(answers)
-        ]
-        samples = tuple(_sample_summary(row, self._version) for row in rows)
+        builder = RowBuilder(self._name, self._live_tokenizer(), request, prompt, prompt_ids)
+        rows = [builder.sampled(index, output) for index, output in enumerate(outputs)]
+        rows += [builder.candidate(request.samples + number, ids) for number, ids in enumerate(answers)]
+        samples = tuple(sample_summary(row, self._version) for row in rows)
         seconds = time.monotonic() - started
         cached = sum(output.num_cached_tokens or 0 for output in outputs)
         summary = self._summary(request, samples[: request.samples], seconds, cached_tokens=cached)
@@ -385,23 +344,25 @@ class RolloutWorker:
             return WeightDigestMismatch(self._name, update.digest, wrong[0])
         return EngineClosed(self._name, f"{self._closed_because}: {error}")
 
-    async def _encode(self, messages: str) -> list[int]:
+    def _live_tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
             raise EngineClosed(self._name, self._closed_because)
+        return self._tokenizer
+
+    async def _encode(self, messages: str) -> list[int]:
+        tokenizer = self._live_tokenizer()
         longest = self._config.engine.max_model_len - self._config.sampling.max_tokens
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, encode_prompt, self._tokenizer, messages, longest)
+        return await loop.run_in_executor(self._tokenizing, encode_prompt, tokenizer, messages, longest)
 
     async def _encode_candidates(self, prompt: dict[str, Any], prompt_ids: list[int]) -> list[list[int]]:
         """Token ids of the prompt's answers from other sources. Raises PromptRefused where one does not fit."""
         texts = prompt["candidates"]
         if not texts:
             return []
-        if self._tokenizer is None:
-            raise EngineClosed(self._name, self._closed_because)
         from workers.data.candidates import encode_candidates
 
-        arguments = (self._tokenizer, prompt["messages"], prompt_ids, texts, self._config.sampling.max_tokens)
+        arguments = (self._live_tokenizer(), prompt["messages"], prompt_ids, texts, self._config.sampling.max_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode_candidates, *arguments)
 
     def _summary(
@@ -471,81 +432,3 @@ class RolloutWorker:
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-    def _row(
-        self, request: GroupRequest, index: int, prompt: dict[str, Any], prompt_ids: list[int], output: RequestOutput
-    ) -> dict[str, Any]:
-        completion = output.outputs[0]
-        timing = output.metrics
-        if timing is None:
-            raise RuntimeError(f"{self._name}: vLLM returned no timings")
-        return self._response(request, index, prompt, prompt_ids, list(completion.token_ids)) | {
-            "rollout_logprobs": _sampled_logprobs(completion),
-            "weight_versions": _version_spans(completion),
-            "finish_reason": completion.finish_reason,
-            "generate_s": max(0.0, timing.last_token_ts - timing.queued_ts),
-            "first_token_s": max(0.0, timing.first_token_ts - timing.queued_ts),
-        }
-
-    def _candidate(
-        self, request: GroupRequest, index: int, prompt: dict[str, Any], prompt_ids: list[int], ids: list[int]
-    ) -> dict[str, Any]:
-        """The row of an answer from another source: no engine sampled it, so it has no log-probs and no versions."""
-        return self._response(request, index, prompt, prompt_ids, ids) | {
-            "rollout_logprobs": [math.nan] * len(ids),
-            "weight_versions": [],
-            "finish_reason": "stop",
-            "generate_s": 0.0,
-            "first_token_s": 0.0,
-        }
-
-    def _response(
-        self, request: GroupRequest, index: int, prompt: dict[str, Any], prompt_ids: list[int], ids: list[int]
-    ) -> dict[str, Any]:
-        """The columns of a row that do not depend on who wrote the response."""
-        if self._tokenizer is None:
-            raise EngineClosed(self._name, self._closed_because)
-        return {
-            "prompt_uid": request.prompt_uid,
-            "sample_index": index,
-            "attempt": request.attempt,
-            "prompt_ids": prompt_ids,
-            "response_ids": ids,
-            "loss_mask": [True] * len(ids),
-            "turns": [{"name": "assistant", "start": 0, "end": len(ids)}] if ids else [],
-            "response": self._tokenizer.decode(ids, skip_special_tokens=True),
-            "messages": prompt["messages"],
-            "answer": prompt["answer"],
-            "metadata": prompt["metadata"],
-            "engine": self._name,
-        }
-
-
-def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
-    """[response tokens] log-probabilities, in nats, of the sampled tokens."""
-    from vllm.logprobs import FlatLogprobs
-
-    flat = completion.logprobs
-    if not isinstance(flat, FlatLogprobs) or len(flat) != len(completion.token_ids):
-        raise RuntimeError("vLLM did not return one log-probability per sampled token")
-    return [flat.logprobs[start] for start in flat.start_indices]
-
-
-def _version_spans(completion: CompletionOutput) -> list[dict[str, int]]:
-    spans = completion.weight_versions
-    if spans is None:
-        raise RuntimeError("vLLM did not report the weight versions of a response")
-    return [{"version": int(span.version), "start": span.start, "end": span.end} for span in spans]
-
-
-def _sample_summary(row: dict[str, Any], version: int) -> SampleSummary:
-    """Summary of one row. `version`: current version of the engine, for a response without tokens."""
-    versions = [span["version"] for span in row["weight_versions"]] or [version]
-    return SampleSummary(
-        sample_index=row["sample_index"],
-        prompt_tokens=len(row["prompt_ids"]),
-        response_tokens=len(row["response_ids"]),
-        finish_reason=row["finish_reason"],
-        oldest_version=min(versions),
-        newest_version=max(versions),
-    )

@@ -28,7 +28,8 @@ from tests.real.rollout_helpers import (
 )
 from workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary
 from workers.data.chat import sample_seed
-from workers.rollout import EngineClosed, EngineDead, RolloutWorker
+from workers.engine.errors import EngineClosed, EngineDead
+from workers.rollout import RolloutWorker
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

@@ -28,7 +28,8 @@ from tests.real.rollout_helpers import (
     save_model,
 )
 from workers.contract.messages import GroupRequest, WeightUpdate
-from workers.rollout import EngineClosed, RolloutWorker
+from workers.engine.errors import EngineClosed
+from workers.rollout import RolloutWorker
 from workers.weights.file import WeightDigestMismatch, WeightPublisher, read_payload
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from workers.engine.errors import EngineDead
 from workers.engine.log import last_error
-from workers.rollout import EngineDead
 
 LOG = """\
 (EngineCore pid=7) ERROR 11-23 20:00:00 [core.py:1234] EngineCore failed to start.
