@@ -16,9 +16,11 @@ RUN, FIGURES = "run", "figures.json"
 _TINY = ("--model", ".cache/models/tiny-llama", "--dtype", "float32")
 _ONE_GPU = (
     *("model.dtype=bfloat16", "roles.rollout.colocate_with=policy", "roles.rollout.gpu_memory_utilization=0.3"),
-    *("roles.rollout.gpus=0.4", "roles.policy.gpus=0.3"),
+    *("roles.rollout.gpus=0.4", "roles.policy.gpus=0.3", "weight_sync.backend=shm"),
 )
-"""Overrides that move a laptop spec to one GPU, which engine and trainers share."""
+"""Overrides that move a laptop spec to one GPU, which engine and trainers share.
+
+Weights go through shared memory, so that a failure of CUDA IPC shows in the pieces that check it and not here as well."""
 
 
 @dataclass(frozen=True)
