@@ -20,7 +20,7 @@ _ONE_GPU = (
 )
 """Overrides that move a laptop spec to one GPU, which engine and trainers share.
 
-Weights go through shared memory, so that a failure of CUDA IPC shows in the pieces that check it and not here as well."""
+Weights go through shared memory, so that a failure of CUDA IPC shows only in the pieces that check it."""
 
 
 @dataclass(frozen=True)
