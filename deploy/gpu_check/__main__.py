@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -119,4 +120,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGHUP):  # an exception, so that the piece's processes end too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))
