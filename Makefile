@@ -19,7 +19,7 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo cluster-demo test test-long lint docs bench bench-quick clean distclean
+.PHONY: help setup models demo cluster-demo test test-long lint docs bench bench-quick gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,11 @@ bench: models ## run all benchmarks and write their table in the docs (hours); A
 
 bench-quick: models ## run small benchmarks and compare them with the recorded ratios of this kind of machine
 	$(RUN) "$(BIN)/python" -m benchmarks.quick $(ARGS)
+
+# Not `models`: on a GPU machine VENV holds the GPU build, which the CPU lock must not replace.
+gpu-check: ## check Troupe on NVIDIA GPUs, in pieces of under ten minutes; ARGS="--only ipc" runs some
+	@test -x "$(BIN)/python" || { echo "No $(VENV): create it with pip install '.[gpu]' (docs/guides/gpu-check.md)"; exit 2; }
+	@$(RUN) "$(BIN)/python" -m deploy.gpu_check $(ARGS)
 
 clean: ## remove caches and build products, but keep the environment, the models and runs/
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,46 @@
+"""Figures of a piece that passed, from the files in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+from deploy.gpu_check.pieces import FIGURES, RUN, Kind
+from deploy.gpu_check.record import Figure
+
+_PRODUCT = "troupe"
+
+
+def figures(kind: Kind, folder: Path) -> dict[str, Figure]:
+    """The figures of a piece.
+
+    Raises:
+        OSError: A file that the piece should have written is missing.
+        ValueError: Such a file has no figures.
+    """
+    if kind == "run":
+        return _of_run(folder / RUN / "metrics.jsonl")
+    document = json.loads((folder / FIGURES).read_text())
+    return document if kind == "probe" else _of_benchmark(document)
+
+
+def _of_run(metrics: Path) -> dict[str, Figure]:
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    if not steps:
+        raise ValueError(f"{metrics} has no step")
+    return {
+        "steps": len(steps),
+        "reward, first step": steps[0]["reward/mean"],
+        "reward, last step": steps[-1]["reward/mean"],
+        "s per step": median(step["seconds/step"] for step in steps),
+        "s per sync": median(step["seconds/sync"] for step in steps),
+        "response tokens/s": median(step["response_tokens_per_s"] for step in steps),
+    }
+
+
+def _of_benchmark(document: dict[str, dict[str, dict[str, dict[str, float]]]]) -> dict[str, Figure]:
+    rates = {key: value for key, value in document["summary"][_PRODUCT].items() if key.endswith(("_per_s", "ratio"))}
+    found: dict[str, Figure] = {key: spread["median"] for key, spread in rates.items()}
+    checks = {str(name): str(outcome) for name, outcome in document["checks"].items()}
+    return found | {"s per turn": document["summary"][_PRODUCT]["wall_s"]["median"]} | checks

@@ -1,0 +1,168 @@
+"""The pieces of the GPU check: what each one runs, on GPUs and on the CPU, and which of them a call runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["probe", "run", "benchmark"]
+Command = tuple[str, ...]
+"""Arguments of the Python interpreter. `{folder}` stands for the piece's folder."""
+RUN, FIGURES = "run", "figures.json"
+"""Names, in the piece's folder, of a run's folder and of the file of figures that a probe or a benchmark writes."""
+
+_TINY = ("--model", ".cache/models/tiny-llama", "--dtype", "float32")
+_ONE_GPU = (
+    *("model.dtype=bfloat16", "roles.rollout.colocate_with=policy", "roles.rollout.gpu_memory_utilization=0.3"),
+    *("roles.rollout.gpus=0.4", "roles.policy.gpus=0.3", "weight_sync.backend=shm"),
+)
+"""Overrides that move a laptop spec to one GPU, which engine and trainers share.
+
+Weights go through shared memory, so that a failure of CUDA IPC shows only in the pieces that check it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the check that runs on its own within ten minutes."""
+
+    name: str
+    what: str
+    kind: Kind
+    on_gpu: tuple[Command, ...]
+    """Commands, in order. Empty: Troupe has nothing that this piece could check, see `not_built`."""
+    on_cpu: tuple[Command, ...] = ()
+    """Commands that exercise the check itself without a GPU; empty: none make sense."""
+    gpus: int = 1
+    bound_s: float = 540.0
+    """The piece fails, and its processes end, after this time."""
+    not_built: str = ""
+
+
+def _run(spec: str, *overrides: str) -> Command:
+    sets = (part for override in overrides for part in ("--set", override))
+    return ("-m", "orchestrator.cli", "run", f"deploy/specs/{spec}.yaml", "--out", f"{{folder}}/{RUN}", *sets)
+
+
+def _benchmark(module: str, *arguments: str) -> Command:
+    return ("-m", f"benchmarks.{module}", *arguments, "--json", f"{{folder}}/{FIGURES}")
+
+
+def _install(device: str) -> tuple[Command, ...]:
+    probe = ("-m", "deploy.gpu_check.probe", "--device", device, "--json", f"{{folder}}/{FIGURES}")
+    return (("-m", "orchestrator.cli", "doctor"), probe)
+
+
+def _sync(backend: str, turns: int) -> tuple[Command, ...]:
+    return (_benchmark("weight_sync", "--device", "cuda", "--backend", backend, "--turns", str(turns)),)
+
+
+PIECES: tuple[Piece, ...] = (
+    Piece(
+        "install",
+        "`troupe doctor`, kernels in float32 and bfloat16, vLLM imports",
+        "probe",
+        on_gpu=_install("cuda"),
+        on_cpu=_install("cpu"),
+        bound_s=300.0,
+    ),
+    Piece(
+        "grpo",
+        "the GRPO demo; engine and policy share one GPU",
+        "run",
+        on_gpu=(_run("laptop-grpo", *_ONE_GPU),),
+        on_cpu=(_run("tiny-grpo", "schedule.steps=2", "checkpoint.every_steps=0"),),
+    ),
+    Piece(
+        "ppo",
+        "the PPO demo; engine, policy, reference and critic share one GPU",
+        "run",
+        on_gpu=(_run("laptop-ppo", *_ONE_GPU, "roles.critic.gpus=0.3"),),
+        on_cpu=(_run("tiny-ppo", "schedule.steps=2", "checkpoint.every_steps=0"),),
+    ),
+    Piece(
+        "ipc",
+        "weight sync by CUDA IPC between two processes on one GPU; samples agree with the new weights",
+        "benchmark",
+        on_gpu=_sync("ipc", 1),
+        bound_s=420.0,
+    ),
+    Piece(
+        "nccl",
+        "weight sync by NCCL between two processes on two GPUs; samples agree with the new weights",
+        "benchmark",
+        on_gpu=_sync("nccl", 1),
+        gpus=2,
+        bound_s=420.0,
+    ),
+    Piece(
+        "sleep",
+        "sleep and wake of the engine: memory given back, outputs identical",
+        "probe",
+        on_gpu=(),
+        not_built="engines of Troupe have no sleep mode",
+    ),
+    Piece(
+        "sync",
+        "benchmark of weight sync (CUDA IPC; shared memory on the CPU)",
+        "benchmark",
+        on_gpu=_sync("ipc", 7),
+        on_cpu=(_benchmark("weight_sync", *_TINY, "--samples", "2", "--max-tokens", "4", "--turns", "1"),),
+    ),
+    Piece(
+        "rollout",
+        "benchmark of sampling, against AsyncLLM with the same settings",
+        "benchmark",
+        on_gpu=(_benchmark("rollout_throughput", "--device", "cuda", "--baseline", "AsyncLLM", "--turns", "5"),),
+        on_cpu=(
+            _benchmark(
+                *("rollout_throughput", *_TINY, "--baseline", "AsyncLLM", "--groups", "2", "--samples", "2"),
+                *("--max-tokens", "8", "--turns", "1"),
+            ),
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a call does with a piece: run `commands`, or skip it for a reason, or keep its recorded result."""
+
+    piece: Piece
+    commands: tuple[Command, ...] = ()
+    skipped: str = ""
+    """Why it is skipped; empty together with no commands: it passed before."""
+
+
+def decide(
+    pieces: Sequence[Piece], gpus: int, on_cpu: bool, passed: Collection[str], again: bool
+) -> tuple[Decision, ...]:
+    """What to do with each piece.
+
+    Args:
+        pieces: The chosen pieces.
+        gpus: Number of visible GPUs.
+        on_cpu: Whether to run the pieces' commands for the CPU.
+        passed: Names of the pieces that passed before.
+        again: Whether those run again.
+    """
+    return tuple(_decide(piece, gpus, on_cpu, piece.name in passed and not again) for piece in pieces)
+
+
+def _decide(piece: Piece, gpus: int, on_cpu: bool, keep: bool) -> Decision:
+    if piece.not_built:
+        return Decision(piece, skipped=f"not built: {piece.not_built}")
+    if on_cpu and not piece.on_cpu:
+        return Decision(piece, skipped="needs a GPU")
+    if not on_cpu and gpus < piece.gpus:
+        found = f"{gpus} visible" if gpus else "no NVIDIA GPU is visible"
+        return Decision(piece, skipped=f"needs {piece.gpus} GPU{'s' if piece.gpus > 1 else ''}: {found}")
+    if keep:
+        return Decision(piece)
+    return Decision(piece, commands=piece.on_cpu if on_cpu else piece.on_gpu)
+
+
+def arguments(command: Command, folder: Path) -> list[str]:
+    """The command with the piece's folder in place of `{folder}`."""
+    return [part.replace("{folder}", str(folder)) for part in command]
