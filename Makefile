@@ -32,10 +32,10 @@ $(STAMP): deploy/install/cpu.lock deploy/install/install.py pyproject.toml
 setup: $(STAMP) ## create the virtual environment with the pinned versions
 
 models: $(STAMP) ## create the two small models of the demo and the tests
-	@$(RUN) "$(BIN)/python" deploy/demo/models.py
+	@$(RUN) "$(BIN)/troupe" demo --prepare --models .cache/models
 
 demo: models ## train SmolLM2-135M with GRPO on this machine, results in runs/demo; a second call resumes there
-	$(RUN) "$(BIN)/troupe" run deploy/specs/laptop-grpo.yaml --out runs/demo $(if $(wildcard runs/demo/checkpoints/step-*),--resume)
+	$(RUN) "$(BIN)/troupe" demo --models .cache/models
 
 cluster-demo: models ## start four local Ray nodes, scale a run on them while it trains, and kill a node
 	$(RUN) "$(BIN)/python" deploy/demo/cluster.py
