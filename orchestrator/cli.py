@@ -122,7 +122,7 @@ def demo(
     ] = None,
     models: Annotated[
         Path | None,
-        typer.Option(envvar=MODELS_VARIABLE, help="Folder for the models (default: troupe/models in the user's cache)."),
+        typer.Option(envvar=MODELS_VARIABLE, help="Folder for the models (default: in the user's cache folder)."),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the examples and exit.")] = False,
     prepare: Annotated[bool, typer.Option("--prepare", help="Create both models and exit.")] = False,
@@ -144,7 +144,7 @@ def demo(
         return
     example, overrides = demo_spec(spec, steps)
     runs = _ready(example, [*overrides, *set_], out or demo_folder(spec))
-    resume = any((planned.out / "checkpoints").glob("step-*") for planned in runs)
+    resume = any(any((planned.out / "checkpoints").glob("step-*")) for planned in runs)
     _train(runs, resume, None)
     typer.echo(next_steps(example, runs))
 
