@@ -22,6 +22,7 @@ from orchestrator.spec.examples import MODELS_VARIABLE, models_folder
 from orchestrator.spec.hub import uses_hub
 from orchestrator.spec.load import spec_schema
 from orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
+from orchestrator.starter.demo import DEFAULT, demo_folder, demo_spec, list_examples, named_models, next_steps
 
 if TYPE_CHECKING:
     from orchestrator.capacity.placement import Node
@@ -112,9 +113,7 @@ def run(
 
 @app.command()
 def demo(
-    spec: Annotated[str, typer.Option("--spec", metavar="EXAMPLE", help="Example to run, as --list shows it.")] = (
-        "laptop-grpo"
-    ),
+    spec: Annotated[str, typer.Option(metavar="EXAMPLE", help="Example to run, as --list shows it.")] = DEFAULT,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps (default: the example's).")] = None,
     set_: SetOption = [],  # noqa: B006
     out: Annotated[
@@ -131,8 +130,6 @@ def demo(
 
     The default teaches SmolLM2-135M one-digit sums with GRPO, in some minutes on two cores.
     """
-    from orchestrator.starter.demo import demo_folder, demo_spec, list_examples, next_steps
-
     if list_:
         typer.echo(list_examples())
         return
@@ -526,7 +523,6 @@ def _ready(
 
 def _create_models(runs: Sequence[PlannedRun] | None) -> None:
     """Create the models of the examples that runs name, or all of them, where this machine does not have them yet."""
-    from orchestrator.starter.demo import named_models
     from workers.models.demo import MODELS, DemoModelError, make_models
 
     folder = models_folder()

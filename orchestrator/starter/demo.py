@@ -56,7 +56,7 @@ def next_steps(spec: Path, runs: Sequence[PlannedRun]) -> str:
     last, name = runs[-1], str(spec).removeprefix(PREFIX)
     folder = last.out.parent if last.stage else last.out
     commands = [(f"troupe export {last.out} trained/", "the trained model, for transformers and vLLM")]
-    if not last.stage:
+    if not last.stage and last.spec.evaluation is not None:
         commands.append((f"troupe eval {spec} --model trained/", "its score on held-out prompts"))
     commands.append((f"troupe init --from {name}", "this spec as a file to edit: run.yaml"))
     commands.append(("troupe init", "a spec for your own model and data"))

@@ -128,11 +128,8 @@ def made_at_once(folder: Path) -> Iterator[Path]:
 
 def _make(name: str, folder: Path, source: Path) -> None:
     """Create one model from the GGUF file `source`."""
-    # transformers imports DeepSpeed, which says on standard output what it found.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+    # Before the libraries are imported. transformers imports DeepSpeed, which prints what device it found.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
     with made_at_once(folder / name) as new:
         (_make_demo if name == DEMO else _make_tiny)(new, source)
 
