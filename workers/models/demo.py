@@ -48,6 +48,11 @@ def is_made(folder: Path) -> bool:
     return mark.exists() and mark.read_text() == RECIPE
 
 
+def _is_foreign(folder: Path) -> bool:
+    """Whether the folder is a model of the user's own with the same name, which is used and never replaced."""
+    return folder.exists() and not (folder / ".recipe").exists()
+
+
 def make_models(names: Iterable[str], folder: Path, say: Callable[[str], None]) -> None:
     """Create the models that are missing, in another process, whose memory is free again afterwards.
 
@@ -59,7 +64,7 @@ def make_models(names: Iterable[str], folder: Path, say: Callable[[str], None]) 
     Raises:
         DemoModelError: The weights are not installed and cannot be downloaded, or are not those expected.
     """
-    missing = [name for name in names if not is_made(folder / name)]
+    missing = [name for name in names if not (is_made(folder / name) or _is_foreign(folder / name))]
     if not missing:
         return
     with tempfile.TemporaryDirectory(prefix="troupe-") as scratch:

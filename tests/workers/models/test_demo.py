@@ -50,6 +50,16 @@ def test_models_that_exist_are_not_made_again_and_nothing_is_imported(
     demo.make_models(demo.MODELS, demo_model.parent, pytest.fail)
 
 
+def test_a_model_of_the_users_own_with_the_same_name_is_never_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / demo.DEMO).mkdir()
+    (tmp_path / demo.DEMO / "config.json").write_text("{}")
+    monkeypatch.setattr(demo, "weights_file", lambda: pytest.fail("nothing is missing"))
+    demo.make_models([demo.DEMO], tmp_path, pytest.fail)
+    assert [path.name for path in (tmp_path / demo.DEMO).iterdir()] == ["config.json"]
+
+
 def test_a_model_is_made_as_it_always_was(tiny_model: Path, tmp_path: Path) -> None:
     """Bit for bit: recorded benchmarks and the expected values of tests are about these weights."""
     said: list[str] = []
