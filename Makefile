@@ -2,17 +2,20 @@
 # and two small models under .cache/models. Both are created once. Requirements: Linux, Python 3.11 to 3.14, make, a C++
 # compiler.
 #   make PYTHON=/path/to/python3.12 demo     use this interpreter instead of the first supported one on PATH
+#   make GPU=1 setup                         install for NVIDIA GPUs, from deploy/install/gpu.lock
 #   make ARGS="-m 'not real'" test           pass arguments to pytest
 #   make PROCESSES=4 test                    run tests in parallel (5 GiB of memory per process); 0 runs them one by one
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
+GPU ?=
 ARGS ?=
 PROCESSES ?= 2
 
 BIN := $(abspath $(VENV))/bin
-STAMP := $(VENV)/.installed
+LOCK := $(if $(GPU),gpu,cpu).lock
+STAMP := $(VENV)/.installed-$(basename $(LOCK))
 # The tests of a file stay in one process, because they share engines and clusters; tests/conftest.py orders the files.
 SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 # Extensions are compiled at first use with tools from the environment (ninja), so its bin folder must be on PATH.
@@ -24,18 +27,18 @@ RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): deploy/install/cpu.lock deploy/install/install.py pyproject.toml
+$(STAMP): deploy/install/$(LOCK) deploy/install/install.py pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.14 found: install one, or pass its path: make PYTHON=/path/to/python3.12 ..."; exit 1; }
-	@$(PYTHON) deploy/install/install.py --venv "$(VENV)"
+	@$(PYTHON) deploy/install/install.py --venv "$(VENV)" $(if $(GPU),--gpu)
 	@touch $@
 
 setup: $(STAMP) ## create the virtual environment with the pinned versions
 
 models: $(STAMP) ## create the two small models of the demo and the tests
-	@$(RUN) "$(BIN)/python" deploy/demo/models.py
+	@$(RUN) "$(BIN)/troupe" demo --prepare --models .cache/models
 
 demo: models ## train SmolLM2-135M with GRPO on this machine, results in runs/demo; a second call resumes there
-	$(RUN) "$(BIN)/troupe" run deploy/specs/laptop-grpo.yaml --out runs/demo $(if $(wildcard runs/demo/checkpoints/step-*),--resume)
+	$(RUN) "$(BIN)/troupe" demo --models .cache/models
 
 cluster-demo: models ## start four local Ray nodes, scale a run on them while it trains, and kill a node
 	$(RUN) "$(BIN)/python" deploy/demo/cluster.py

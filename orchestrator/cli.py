@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,9 +18,11 @@ import yaml
 from orchestrator.errors import StopRequested, TroupeError, UsageError
 from orchestrator.platforms.flags import KubernetesFlags, SlurmFlags, with_flags
 from orchestrator.spec.errors import SpecError
+from orchestrator.spec.examples import MODELS_VARIABLE, models_folder
 from orchestrator.spec.hub import uses_hub
 from orchestrator.spec.load import spec_schema
 from orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
+from orchestrator.starter.demo import DEFAULT, demo_folder, demo_spec, list_examples, named_models, next_steps
 
 if TYPE_CHECKING:
     from orchestrator.capacity.placement import Node
@@ -33,7 +36,9 @@ app = typer.Typer(
     help="Train language models with reinforcement learning.",
 )
 
-SpecArgument = Annotated[Path, typer.Argument(metavar="SPEC", help="YAML spec of the run.")]
+SpecArgument = Annotated[
+    Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
+]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder (default: runs/NAME).")]
 AddressOption = Annotated[
@@ -103,7 +108,46 @@ def run(
     address: AddressOption = None,
 ) -> None:
     """Train: start or join Ray, place the workers and run every step."""
-    runs = _ready(spec, set_, out, resume=resume)
+    _train(_ready(spec, set_, out, resume=resume), resume, address)
+
+
+@app.command()
+def demo(
+    spec: Annotated[str, typer.Option(metavar="EXAMPLE", help="Example to run, as --list shows it.")] = DEFAULT,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps (default: the example's).")] = None,
+    set_: SetOption = [],  # noqa: B006
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Run folder (default: runs/demo, or runs/NAME with --spec NAME).")
+    ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option(envvar=MODELS_VARIABLE, help="Folder for the models (default: in the user's cache folder)."),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the examples and exit.")] = False,
+    prepare: Annotated[bool, typer.Option("--prepare", help="Create both models and exit.")] = False,
+) -> None:
+    """Create two small models, once, and train one of them on this machine; a second call resumes.
+
+    The default teaches SmolLM2-135M one-digit sums with GRPO, in some minutes on two cores.
+    """
+    if list_:
+        typer.echo(list_examples())
+        return
+    if models is not None:
+        os.environ[MODELS_VARIABLE] = str(models)
+    if prepare:
+        _create_models(None)
+        typer.echo(f"the models are in {models_folder()}")
+        return
+    example, overrides = demo_spec(spec, steps)
+    runs = _ready(example, [*overrides, *set_], out or demo_folder(spec))
+    resume = any(any((planned.out / "checkpoints").glob("step-*")) for planned in runs)
+    _train(runs, resume, None)
+    typer.echo(next_steps(example, runs))
+
+
+def _train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
+    """Train every run of a file that is not complete yet."""
     from orchestrator.reporting.console import Console
     from orchestrator.run import run as run_spec
 
@@ -161,11 +205,14 @@ def init(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
     max_tokens: Annotated[int, typer.Option(min=0, help="Longest response (0: 64 on CPUs, 1024 on GPUs).")] = 0,
     name: Annotated[str | None, typer.Option(help="Name of the run (default: from model and algorithm).")] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", metavar="EXAMPLE", help="Write this example (`troupe demo --list`) instead.")
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing."""
-    from orchestrator.starter.command import Flags, complete, text_of, write
+    from orchestrator.starter.command import Flags, complete, copy_of, text_of, write
 
     if output.exists() and not force:
         _exit(f"error: {output} exists; --force overwrites it, --output names another file", USER_ERROR)
@@ -174,7 +221,11 @@ def init(
         return str(typer.prompt(question, default=default or None))
 
     flags = Flags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens)
-    write(text_of(complete(flags, ask if sys.stdin.isatty() else None), output), output, force)
+    if from_ is not None:
+        text = copy_of(from_, flags, output)
+    else:
+        text = text_of(complete(flags, ask if sys.stdin.isatty() else None), output)
+    write(text, output, force)
     typer.echo(f"wrote {output}; next: troupe validate {output}")
 
 
@@ -207,7 +258,9 @@ def plan(
     ] = False,
 ) -> None:
     """Show the placement and the memory of every worker, part by part, compared with the resources of the cluster."""
-    runs = _with_model_configs(plan_runs(read_document(spec, set_)))
+    runs = plan_runs(read_document(spec, set_))
+    _create_models(runs)
+    runs = _with_model_configs(runs)
     from orchestrator.capacity.plan import as_json as plan_json
     from orchestrator.capacity.stages import plan_stages
     from orchestrator.reporting.plan_table import show
@@ -457,6 +510,7 @@ def _ready(
         SpecError: A spec is invalid, or a file or repository it names does not exist.
     """
     runs = plan_runs(read_document(path, overrides), out)
+    _create_models(runs)
     problems = list(dict.fromkeys(problem for planned in runs for problem in planned.missing()))
     if problems:
         raise SpecError(problems)
@@ -465,6 +519,18 @@ def _ready(
     from orchestrator.hub.resolve import pin_run
 
     return tuple(pin_run(planned, resume=resume) for planned in runs)
+
+
+def _create_models(runs: Sequence[PlannedRun] | None) -> None:
+    """Create the models of the examples that runs name, or all of them, where this machine does not have them yet."""
+    from workers.models.demo import MODELS, DemoModelError, make_models
+
+    folder = models_folder()
+    names = MODELS if runs is None else [name for name in named_models(runs, folder) if name in MODELS]
+    try:
+        make_models(names, folder, lambda line: typer.echo(line, err=True))
+    except DemoModelError as error:
+        raise TroupeError(str(error)) from None
 
 
 def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:

@@ -1,8 +1,8 @@
-"""Create the CPU installation: `python3 deploy/install/install.py`, which `make setup` runs.
+"""Create an installation: `python3 deploy/install/install.py`, which `make setup` runs; `--gpu` for NVIDIA GPUs.
 
 Needs only the standard library. Creates the virtual environment, installs the missing packages that
-`deploy/install/cpu.lock` pins, then Troupe itself in editable mode. It can run again at any time: installed packages
-stay and missing ones are added.
+`deploy/install/cpu.lock` (or `gpu.lock`) pins, then Troupe itself in editable mode. It can run again at any time:
+installed packages stay and missing ones are added.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCK = ROOT / "deploy" / "install" / "cpu.lock"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-OLDEST, NEWEST = (3, 11), (3, 14)
-DISK_GIB = 8
+NVIDIA = Path("/proc/driver/nvidia/version")
+"""Exists where NVIDIA's driver is loaded."""
+OLDEST: tuple[int, int] = (3, 11)
 PIN = re.compile(r'^([a-z0-9-]+)==([^;\s]+)(?:; platform_machine == "(\w+)")?$')
 
 LIST_INSTALLED = """
@@ -34,21 +36,38 @@ print(json.dumps({re.sub("[-_.]+", "-", d.name).lower(): d.version for d in impo
 """
 
 
+@dataclass(frozen=True)
+class Build:
+    """What is installed for one kind of machine."""
+
+    lock: Path
+    newest: tuple[int, int]
+    """The newest Python that the lock is resolved for; the oldest is OLDEST."""
+    machines: tuple[str, ...]
+    disk_gib: int
+
+
+CPU = Build(ROOT / "deploy" / "install" / "cpu.lock", (3, 14), ("x86_64", "aarch64"), 8)
+GPU = Build(ROOT / "deploy" / "install" / "gpu.lock", (3, 13), ("x86_64",), 16)
+
+
 def say(text: str) -> None:
     """Print a line of progress and flush it, even where stdout is a file."""
     print(f"[setup] {text}", flush=True)
 
 
-def problems(venv: Path) -> list[str]:
-    """What this machine lacks, each with a remedy."""
+def problems(venv: Path, build: Build) -> list[str]:
+    """What this machine lacks for a build, each with a remedy."""
     found: list[str] = []
-    if not OLDEST <= sys.version_info[:2] <= NEWEST:
-        wanted = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+    if not OLDEST <= sys.version_info[:2] <= build.newest:
+        wanted = "{}.{} to {}.{}".format(*OLDEST, *build.newest)
         found.append(
             f"Python {wanted} is needed, this is {platform.python_version()}: run make PYTHON=/path/to/python ..."
         )
     if sys.platform != "linux":
         found.append(f"vLLM supports only Linux, this is {sys.platform}: use a Linux machine, WSL or a container.")
+    if platform.machine() not in build.machines:
+        found.append(f"{build.lock.name} is for {' and '.join(build.machines)}, this is {platform.machine()}.")
     debian: list[str] = []
     if importlib.util.find_spec("ensurepip") is None:
         debian.append("python3-venv")
@@ -63,9 +82,9 @@ def problems(venv: Path) -> list[str]:
         found.append(f"system packages are missing (Debian names): apt-get install {' '.join(debian)}")
     where = next(folder for folder in (venv, *venv.parents) if folder.exists())
     free = shutil.disk_usage(where).free / 2**30
-    if not venv.exists() and free < DISK_GIB:
-        found.append(f"{DISK_GIB} GiB of disk are needed, {where} has {free:.1f} GiB free.")
-    if platform.machine() == "x86_64" and "avx2" not in Path("/proc/cpuinfo").read_text():
+    if not venv.exists() and free < build.disk_gib:
+        found.append(f"{build.disk_gib} GiB of disk are needed, {where} has {free:.1f} GiB free.")
+    if build is CPU and platform.machine() == "x86_64" and "avx2" not in Path("/proc/cpuinfo").read_text():
         found.append("vLLM's CPU build needs a processor with AVX2.")
     return found
 
@@ -78,15 +97,15 @@ def _loads(library: str) -> bool:
     return True
 
 
-def pins() -> dict[str, str]:
+def pins(lock: Path) -> dict[str, str]:
     """The lock's versions by distribution name, for this machine. Raises SystemExit for a line that is not a pin."""
     wanted: dict[str, str] = {}
-    for line in LOCK.read_text().splitlines():
+    for line in lock.read_text().splitlines():
         if line.startswith("#"):
             continue
         match = PIN.match(line)
         if match is None:
-            raise SystemExit(f"{LOCK}: not a pin: {line!r}; rewrite the lock with deploy/install/lock.py")
+            raise SystemExit(f"{lock}: not a pin: {line!r}; rewrite the lock with deploy/install/lock.py")
         name, version, machine = match.groups()
         if machine in (None, platform.machine()):
             wanted[name] = version
@@ -102,23 +121,27 @@ class Environment:
 
     def make(self) -> None:
         """Create the environment, unless it already has a supported Python with a working pip."""
-        check = f"import sys, pip; sys.exit(not {OLDEST} <= sys.version_info[:2] <= {NEWEST})"
+        check = f"import sys, pip; sys.exit(not {OLDEST} <= sys.version_info[:2] <= {CPU.newest})"
         if self.python.exists() and _quiet([str(self.python), "-I", "-c", check]):
             return
         say(f"creating {self.folder} with Python {platform.python_version()}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(self.folder)], check=True)
 
     def lacks(self, wanted: dict[str, str]) -> list[str]:
-        """The pins that are not installed, or are installed at another version."""
+        """The pins that are not installed, or are installed at another version. For `X+cpu`, `X` will do too."""
         answer = subprocess.run(
             [str(self.python), "-I", "-c", LIST_INSTALLED], check=True, capture_output=True, text=True
         )
         installed = json.loads(answer.stdout)
-        return [f"{name}=={version}" for name, version in wanted.items() if installed.get(name) != version]
+        return [
+            f"{name}=={version}"
+            for name, version in wanted.items()
+            if installed.get(name) not in (version, version.removesuffix("+cpu"))
+        ]
 
     def pip(self, *arguments: str) -> bool:
         """Run `pip install`, which prints its own progress; returns whether it succeeded."""
-        command = [str(self.python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-deps"]
+        command = [str(self.python), "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
         # Build tools must be found although the environment is not activated.
         path = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
         env = {**os.environ, "PATH": path, "PYTHONWARNINGS": "ignore", "PIP_USER": "0"}
@@ -134,61 +157,102 @@ def _quiet(command: list[str]) -> bool:
         return False
 
 
-def install_torch(environment: Environment, version: str) -> bool:
-    """Install the CPU build of torch from PyTorch's index, or else from the machine's own package index.
+@dataclass(frozen=True)
+class TorchSource:
+    """One way to get torch."""
 
-    The second index is for machines that reach only a mirror. It cannot install gigabytes of CUDA: the pin names the
-    build (`+cpu`), which no CUDA build satisfies.
+    say: str
+    arguments: tuple[str, ...]
+    """For `pip install`."""
+
+
+def torch_sources(version: str) -> list[TorchSource]:
+    """Where torch comes from, best first; each is tried where those before it failed.
+
+    A CPU build comes from PyTorch's own index, or, for machines that reach only a mirror, from the machine's own
+    package index. PyPI has no CPU build for Linux: its build with CUDA is the last resort. It runs on CPUs too, but
+    cannot be imported without CUDA's libraries.
     """
-    pin = f"torch=={version}"
-    say(f"installing {pin} from PyTorch's index (about 200 MB)")
-    if environment.pip(pin, "--index-url", TORCH_INDEX, "--timeout", "15", "--retries", "2"):
-        return True
-    say(f"PyTorch's index is unreachable or lacks {pin}; trying this machine's package index")
-    return environment.pip(pin)
+    public = version.removesuffix("+cpu")
+    if public == version:
+        return [TorchSource(f"installing torch {version} with CUDA's libraries (2.7 GB)", (f"torch=={version}",))]
+    pinned = ("--no-deps", f"torch=={version}")
+    return [
+        TorchSource(
+            f"installing torch {version} from PyTorch's index (about 200 MB)",
+            (*pinned, "--index-url", TORCH_INDEX, "--timeout", "15", "--retries", "2"),
+        ),
+        TorchSource(f"PyTorch's index is unreachable or lacks torch {version}; trying this machine's index", pinned),
+        TorchSource(
+            f"no CPU build of torch can be reached; installing torch {public} with CUDA from this machine's index. It "
+            "works on CPUs, but downloads 2.7 GB instead of 0.2 GB and needs 4 GB more of disk. To avoid this, "
+            f"make {TORCH_INDEX} reachable",
+            (f"torch=={public}",),
+        ),
+    ]
 
 
-def install_pinned(environment: Environment, wanted: dict[str, str]) -> bool:
+def install_torch(environment: Environment, version: str, lock: Path) -> bool:
+    """Install torch from the first source that has it. What comes with it has the lock's versions."""
+    # Of the CPU's lock, torch is another build, and triton is the version that vLLM wants.
+    free = ("torch", "triton") if version.endswith("+cpu") else ()
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+        constraints.writelines(f"{name}=={pin}\n" for name, pin in pins(lock).items() if name not in free)
+        constraints.flush()
+        for source in torch_sources(version):
+            say(source.say)
+            limits = () if "--no-deps" in source.arguments else ("--constraint", constraints.name)
+            if environment.pip(*source.arguments, *limits):
+                return True
+    return False
+
+
+def install_pinned(environment: Environment, lock: Path) -> bool:
     """Install the missing pins: first pip and setuptools, then torch, then the rest; returns whether all are there."""
+    wanted = pins(lock)
     missing = environment.lacks(wanted)
     if not missing:
         say(f"all {len(wanted)} pinned packages are installed")
         return True
     say(f"installing {len(missing)} of {len(wanted)} pinned packages; the first installation takes some minutes")
     tools = [pin for pin in missing if pin.split("==")[0] in ("pip", "setuptools")]
-    if tools and not environment.pip(*tools):
+    if tools and not environment.pip("--no-deps", *tools):
         return False
-    if f"torch=={wanted['torch']}" in missing and not install_torch(environment, wanted["torch"]):
+    if f"torch=={wanted['torch']}" in missing and not install_torch(environment, wanted["torch"], lock):
         return False
     # No build isolation, so that the few source distributions build with the pinned setuptools, not the newest.
     rest = environment.lacks(wanted)
-    if rest and not environment.pip("--no-build-isolation", *rest):
+    if rest and not environment.pip("--no-deps", "--no-build-isolation", *rest):
         return False
     return not environment.lacks(wanted)
 
 
 def main() -> int:
     """Check the machine, then install; returns exit code 0 if everything is installed."""
-    parser = argparse.ArgumentParser(description="Create Troupe's CPU installation.")
+    parser = argparse.ArgumentParser(description="Create Troupe's installation in a virtual environment.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the virtual environment")
+    parser.add_argument("--gpu", action="store_true", help="install the builds for NVIDIA GPUs, from gpu.lock")
     parser.add_argument(
         "--pins-only", action="store_true", help="install the pinned packages without Troupe (for images)"
     )
     arguments = parser.parse_args()
     venv: Path = arguments.venv.absolute()
+    build = GPU if arguments.gpu else CPU
     started = time.monotonic()
-    if found := problems(venv):
+    if build is CPU and NVIDIA.exists():
+        say("installing for CPUs although this machine has an NVIDIA driver; for its GPUs: make GPU=1 ..., or --gpu")
+    if found := problems(venv, build):
         print("[setup] this machine is not ready:", *found, sep="\n  - ", file=sys.stderr)
         return 1
     environment = Environment(venv)
     environment.make()
-    if not install_pinned(environment, pins()):
+    if not install_pinned(environment, build.lock):
         print("[setup] incomplete, see pip's message above; run the command again to resume", file=sys.stderr)
         return 1
     if arguments.pins_only:
         return 0
     say("installing troupe-rl in editable mode")
-    if not environment.pip("--quiet", "--no-build-isolation", "--editable", str(ROOT)):
+    if not environment.pip("--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)):
         return 1
     say(f"done in {time.monotonic() - started:.0f} s: {venv / 'bin' / 'troupe'}")
     return 0

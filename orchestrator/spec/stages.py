@@ -18,6 +18,7 @@ from orchestrator.errors import nearest
 from orchestrator.spec import yaml_reader
 from orchestrator.spec.errors import Path as FieldPath
 from orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
+from orchestrator.spec.examples import example_name, example_text
 from orchestrator.spec.load import RunSpec, parse_spec
 
 STAGE = "stage:"
@@ -64,8 +65,10 @@ class ChainDocument:
 
 
 def read_document(path: str | Path, overrides: Sequence[str] = ()) -> yaml_reader.Document:
-    """A file with its overrides applied. Raises SpecError."""
-    return yaml_reader.override(yaml_reader.read_file(path), list(overrides))
+    """A file, or an example (`examples:NAME`), with its overrides applied. Raises SpecError or UsageError."""
+    name = example_name(path)
+    document = yaml_reader.read_file(path) if name is None else yaml_reader.parse(example_text(name), str(path))
+    return yaml_reader.override(document, list(overrides))
 
 
 def is_chain(document: yaml_reader.Document) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from orchestrator.capacity.placement import GPU_GIB
 from orchestrator.doctor.nvidia import graphics
 from orchestrator.errors import UsageError, nearest
+from orchestrator.spec.examples import PREFIX, example_text
 from orchestrator.spec.offline import OfflineSpec
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.starter.choices import GYM, Choices, check_algorithm, read_data
@@ -93,6 +94,15 @@ def text_of(choices: Choices, output: Path) -> str:
     if choices.gpus and not choices.gpu_type:
         heading.append("The type of GPU is not known (--gpu-type): the memory of the GPUs is not checked.")
     return commented(document, OfflineSpec if choices.offline else RolloutSpec, heading)
+
+
+def copy_of(example: str, flags: Flags, output: Path) -> str:
+    """An example as a file to edit. Raises UsageError for an unknown example, or for flags that it would not heed."""
+    given = [name for name, value in vars(flags).items() if value != vars(Flags())[name]]
+    if given:
+        raise UsageError(f"--from: writes the example as it is; drop --{given[0].replace('_', '-')} and edit the file")
+    name = example.removeprefix(PREFIX)
+    return example_text(name).replace(f"{PREFIX}{name}", str(output))
 
 
 def write(text: str, output: Path, force: bool) -> None:

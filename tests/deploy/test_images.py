@@ -69,9 +69,15 @@ def test_the_user_is_a_number_and_not_root(image: str) -> None:
 @pytest.mark.parametrize("image", IMAGES)
 def test_what_the_wheel_needs_is_copied_and_reaches_the_build(image: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    found = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {name.rstrip("*").replace(".", "/") for name in found}
     needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"], *packages}
-    assert needed <= copied(image)
+    assert needed <= copied(image) and "deploy/specs" in packages
+    for rest in of(image, "COPY"):
+        *sources, target = shlex.split(rest)
+        where = ["." if "/" not in source else f"{Path(source).parent}" for source in sources]
+        folders = [target] if len(sources) == 1 and (ROOT / sources[0]).is_dir() else []
+        assert folders == sources if folders else {target.rstrip("/")} == set(where), "paths are those of the checkout"
     for source in copied(image):
         assert (ROOT / source).exists() and admitted(source), source
 
@@ -90,6 +96,7 @@ def test_only_what_is_copied_reaches_the_build() -> None:
         assert not admitted(path), path
     for folder in ("orchestrator", "workers"):
         assert admitted(f"{folder}/__init__.py") and not admitted(f"{folder}/__pycache__/a.pyc")
+    assert admitted("deploy/specs/data/texts.jsonl") and not admitted("deploy/demo/cluster.py")
     assert all(admitted(path) for path in wanted)
 
 
@@ -103,20 +110,53 @@ def test_no_secret_and_no_leftovers_in_a_layer(image: str) -> None:
     assert any("PIP_NO_CACHE_DIR=1" in env for env in of(image, "ENV"))
 
 
-def test_the_cpu_image_is_installed_from_the_lock_and_the_gpu_image_from_its_extra() -> None:
-    assert any("deploy/install/install.py" in run and "--pins-only" in run for run in of("cpu", "RUN"))
-    (copy,) = (shlex.split(rest) for rest in of("cpu", "COPY") if "deploy/install/install.py" in rest)
-    assert copy[-1] == "deploy/install/", "install.py and cpu.lock keep their paths in the image"
-    assert any('".[gpu]"' in run for run in of("gpu", "RUN"))
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_is_installed_from_its_lock_and_troupe_without_resolving_anything(image: str) -> None:
+    (copy,) = (shlex.split(rest) for rest in of(image, "COPY") if "deploy/install/install.py" in rest)
+    assert copy == ["deploy/install/install.py", f"deploy/install/{image}.lock", "deploy/install/"]
+    (run,) = (shlex.split(rest) for rest in of(image, "RUN") if "deploy/install/install.py" in rest)
+    assert run[1:] == ["deploy/install/install.py", *(["--gpu"] * (image == "gpu")), "--venv", "venv", "--pins-only"]
+    (own,) = (shlex.split(rest) for rest in of(image, "RUN") if "pip install" in rest)
+    assert own == ["venv/bin/pip", "install", "--no-deps", "--no-build-isolation", "."]
+    steps = [rest for name, rest in instructions(image) if name in ("COPY", "RUN")]
+    assert steps.index(shlex.join(run)) < steps.index("orchestrator orchestrator") < steps.index(shlex.join(own))
+    environment = " ".join(of(image, "ENV"))
+    assert f"PATH={of(image, 'WORKDIR')[0]}/venv/bin:$PATH" in environment, "the command is the environment's"
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_paths_that_the_steps_of_an_image_run_exist(image: str) -> None:
+    """Files were copied before; programs come from the base image, from packages or from the environment."""
+    there = {"apt-get", "rm", "useradd", "userdel", "install", "python", "python3"}
+    made: set[str] = set()
+    for name, rest in instructions(image):
+        if name == "COPY":
+            made |= {f"deploy/install/{Path(source).name}" for source in shlex.split(rest)[:-1]}
+        if name == "RUN":
+            for command in rest.split("&&"):
+                program, *words = shlex.split(command)
+                assert program in there, command
+                assert {word for word in words if word.endswith((".py", ".lock"))} <= made, command
+            there |= {"venv/bin/pip"} if "--venv venv" in rest else set()
+
+
+def test_an_image_has_a_python_that_its_lock_is_resolved_for() -> None:
+    (cpu,), (gpu,) = of("cpu", "FROM"), of("gpu", "FROM")
+    cpu_python = tuple(int(part) for part in cpu.removeprefix("python:").split(".")[:2])
+    assert install.OLDEST <= cpu_python <= install.CPU.newest
+    assert gpu.endswith("ubuntu24.04"), "whose python3 is 3.12"
+    assert install.OLDEST <= (3, 12) <= install.GPU.newest
 
 
 def test_pins_only_installs_no_package_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(install, "problems", lambda venv: [])
-    monkeypatch.setattr(install, "install_pinned", lambda environment, wanted: True)
+    locks: list[Path] = []
+    monkeypatch.setattr(install, "problems", lambda venv, build: [])
+    monkeypatch.setattr(install, "install_pinned", lambda environment, lock: locks.append(lock) is None)
     monkeypatch.setattr(install.Environment, "make", lambda self: None)
     monkeypatch.setattr(install.Environment, "pip", lambda self, *arguments: asked.append(arguments) is None)
     monkeypatch.setattr(sys, "argv", ["install.py", "--venv", str(tmp_path), "--pins-only"])
     assert install.main() == 0 and asked == []
-    monkeypatch.setattr(sys, "argv", ["install.py", "--venv", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["install.py", "--venv", str(tmp_path), "--gpu"])
     assert install.main() == 0 and len(asked) == 1
+    assert locks == [install.CPU.lock, install.GPU.lock]

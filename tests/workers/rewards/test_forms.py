@@ -121,7 +121,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def scored(name: str, *responses: str, timeout_s: float = FAR_OFF, **fields: object) -> list[Outcome]:
     """The outcomes of one group, in a process of its own."""
     config = RewardFunctionConfig.model_validate({"name": f"forms:{name}", "timeout_s": timeout_s, **fields})
-    process = RewardProcess(config, memory_limit_mib=1024)
+    process = RewardProcess(config, memory_limit_mib=4096)  # torch with CUDA takes 3 GiB of addresses
     try:
         return process.score(group(*responses))
     finally:
@@ -231,7 +231,7 @@ def test_a_fault_of_the_whole_call_fails_all_samples_and_says_so(fault: str, sta
 @pytest.mark.usefixtures("module")
 def test_a_batched_function_that_hangs_times_out_and_the_next_group_is_scored() -> None:
     config = RewardFunctionConfig(name="forms:batched", timeout_s=2.0, batched=True)
-    process = RewardProcess(config, memory_limit_mib=1024)
+    process = RewardProcess(config, memory_limit_mib=4096)  # torch with CUDA takes 3 GiB of addresses
     try:
         assert process.score(group("sleep", "")) == [Outcome(None, "timeout after 2 s (one call for 2 samples)")] * 2
         assert process.score(group("a", "bb")) == [Outcome(1.0), Outcome(2.0)]

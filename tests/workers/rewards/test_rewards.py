@@ -223,7 +223,7 @@ def test_every_built_in_name_loads() -> None:
         ("json:nope", {}, "module json has no 'nope'"),
         ("os:path", {}, "not callable, got module"),
         ("exact_match", {"stripp": True}, "unexpected keyword argument 'stripp'"),
-        ("regex", {}, "missing a required argument: 'pattern'"),
+        ("regex", {}, "missing a required .*argument: 'pattern'"),
     ],
 )
 def test_an_unusable_function_is_refused_by_name(name: str, args: dict[str, Any], message: str) -> None:
