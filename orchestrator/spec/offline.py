@@ -20,6 +20,7 @@ from orchestrator.spec.sections import (
     CsvFile,
     DatasetsFolder,
     HubFiles,
+    JsonFile,
     JsonlFile,
     ParquetFile,
     PromptText,
@@ -87,6 +88,10 @@ class JsonlExamples(_Examples, JsonlFile):
     """A file with one JSON object per line."""
 
 
+class JsonExamples(_Examples, JsonFile):
+    """A file with one JSON array of objects."""
+
+
 class ParquetExamples(_Examples, ParquetFile):
     """A Parquet file."""
 
@@ -104,7 +109,7 @@ class HubExamples(_Examples, HubFiles):
 
 
 ExampleSource = Annotated[
-    JsonlExamples | ParquetExamples | CsvExamples | DatasetsExamples | HubExamples,
+    JsonlExamples | JsonExamples | ParquetExamples | CsvExamples | DatasetsExamples | HubExamples,
     Field(discriminator="kind"),
 ]
 

@@ -126,7 +126,7 @@ def test_a_resolved_spec_is_a_good_spec() -> None:
         (
             "kind: jsonl",
             "kind: reasoning_gym",
-            "16: data.train.kind: expected one of 'jsonl', 'parquet', 'csv', 'datasets', 'hub'",
+            "16: data.train.kind: expected one of 'jsonl', 'json', 'parquet', 'csv', 'datasets', 'hub'",
         ),
         (
             "max_length: 512",
