@@ -47,20 +47,23 @@ def check_prompts(spec: RunSpec, train: Pool) -> PromptCheck:
     if not (Path(spec.model.path) / "config.json").is_file():
         return PromptCheck()
     messages = train.table.column("messages").slice(0, PROMPTS).to_pylist()
-    request = {"path": spec.model.path, "trust_remote_code": spec.model.trust_remote_code, "messages": messages}
+    template = "model.path" if spec.model.chat_template is None else "model.chat_template"
+    request = {"model": spec.model.model_dump(mode="json"), "messages": messages, "longest": _LONGEST}
     try:
-        replies = ask(_ENTRY, request | {"longest": _LONGEST}, _TIMEOUT_S)
+        replies = ask(_ENTRY, request, _TIMEOUT_S)
     except ProbeFailed as error:
         return PromptCheck((("model.path", error.raised or str(error)),))
-    return judge(replies, spec.dispatch(_room_of_rollouts, _room_of_examples), train.table.column("origin").to_pylist())
+    return judge(
+        replies, template, spec.dispatch(_room_of_rollouts, _room_of_examples), train.table.column("origin").to_pylist()
+    )
 
 
-def judge(replies: Sequence[int | str], room: _Room, origins: Sequence[str]) -> PromptCheck:
+def judge(replies: Sequence[int | str], template: str, room: _Room, origins: Sequence[str]) -> PromptCheck:
     """What the lengths of prompts (or why they have none) mean: a problem if it is so for all, else a line."""
     count = f"the first {len(replies)} prompts of data.train"
     refused = [(origin, reply) for origin, reply in zip(origins, replies, strict=False) if isinstance(reply, str)]
     if len(refused) == len(replies):
-        return PromptCheck((("model.path", f"the chat template renders none of {count}: {': '.join(refused[0])}"),))
+        return PromptCheck(((template, f"the chat template renders none of {count}: {': '.join(refused[0])}"),))
     long = [reply for reply in replies if isinstance(reply, int) and reply > room.tokens]
     too_long = f"more than the {room.tokens} tokens that {room.words} (longest: {max(long, default=0)})"
     if len(long) + len(refused) == len(replies):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -65,14 +65,21 @@ class OfflineSchedule(BaseSchedule):
 class _Examples(PromptText):
     """The columns of a table of examples."""
 
-    prompt: str = "prompt"
-    """Column with the prompt: text, or a list of messages with `role` and `content`."""
+    prompt: str | None = "prompt"
+    """Column with the prompt: text, or a list of messages with `role` and `content`. null (reward_model, dpo, ipo,
+    orpo, rrhf): the answers are whole conversations, and what they have in common at the beginning is the prompt."""
     response: str = "response"
-    """Column with the response (sft, kto)."""
+    """Column with the response (sft, kto): text, or a list of messages that begins and ends with the assistant's."""
+    messages: str | None = None
+    """Column with whole conversations (sft, kto) in the place of `prompt` and `response`: lists of messages, the last
+    one the assistant's."""
+    loss_on: Literal["all", "last"] = "all"
+    """Turns of the assistant in `messages` that have a loss: `all`, or only the `last`, as the response to all before
+    it."""
     chosen: str = "chosen"
-    """Column with the better answer (reward_model, dpo, ipo, orpo)."""
+    """Column with the better answer (reward_model, dpo, ipo, orpo): text, or a list of messages."""
     rejected: str = "rejected"
-    """Column with the worse answer (reward_model, dpo, ipo, orpo)."""
+    """Column with the worse answer (reward_model, dpo, ipo, orpo): text, or a list of messages."""
     margin: str | None = None
     """Column with how much better the better answer is (reward_model); null: there is none."""
     answers: str | None = None
@@ -256,11 +263,19 @@ def data_format(spec: OfflineSpec, source: ExampleSource) -> DataFormat:
 
 def columns(format_: DataFormat, source: ExampleSource) -> dict[str, str]:
     """Column of each field that rows of this format have."""
+    response = {"prompt": source.prompt, "response": source.response}
+    if source.messages is not None:
+        response = {"messages": source.messages}
     named: dict[DataFormat, dict[str, str | None]] = {
-        "demonstrations": {"response": source.response},
-        "pairs": {"chosen": source.chosen, "rejected": source.rejected, "margin": source.margin},
-        "ranked": {"answers": source.answers or "answers", "scores": source.scores},
-        "labelled": {"response": source.response, "label": source.label},
+        "demonstrations": response,
+        "pairs": {
+            "prompt": source.prompt,
+            "chosen": source.chosen,
+            "rejected": source.rejected,
+            "margin": source.margin,
+        },
+        "ranked": {"prompt": source.prompt, "answers": source.answers or "answers", "scores": source.scores},
+        "labelled": response | {"label": source.label},
     }
-    fields = {"prompt": source.prompt, **named[format_]}
+    fields = named[format_]
     return {name: column for name, column in fields.items() if column is not None}

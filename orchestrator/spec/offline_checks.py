@@ -15,7 +15,7 @@ def find_problems(spec: OfflineSpec) -> list[Finding]:
     return [finding for check in _CHECKS for finding in check(spec)]
 
 
-_COLUMNS = ("response", "chosen", "rejected", "margin", "answers", "scores", "label")
+_COLUMNS = ("prompt", "response", "messages", "chosen", "rejected", "margin", "answers", "scores", "label")
 
 
 def _roles(spec: OfflineSpec) -> Iterator[Finding]:
@@ -90,6 +90,12 @@ def _data(spec: OfflineSpec) -> Iterator[Finding]:
         read = {*columns(format_, source), *({"answers", "scores"} if format_ == "ranked" else ())}
         if spec.trains != "reward_model":
             read.discard("margin")
+        if source.prompt is None:  # the prompt is in the conversations
+            read.add("prompt")
+            if "response" in read:
+                yield f"data.{split}.prompt", "is required; a column with whole conversations is named by messages"
+        if source.loss_on != "all" and source.messages is None:
+            yield f"data.{split}.loss_on", "has no effect without messages; remove it"
         for name in _COLUMNS:
             if name not in read and dict(source)[name] != type(source).model_fields[name].default:
                 yield f"data.{split}.{name}", f"{spec.row.name} on {format_} does not use it; remove it"

@@ -1,0 +1,73 @@
+"""The tokenizer of a model with the chat template that the spec chooses, and rendered text as tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workers.contract.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Template in the place of none: the texts as they stand."""
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer with `model.chat_template`; it may have no template.
+
+    Raises:
+        ValueError: The tokenizer or the template cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # transformers raises many types
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"the tokenizer in {model.path} cannot be loaded: {type(error).__name__}: {reason}") from error
+    if model.chat_template is not None:
+        tokenizer.chat_template = PLAIN_TEMPLATE if model.plain else read_template(model.chat_template)
+    return tokenizer
+
+
+def load_chat_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """As `load_tokenizer`. Raises ValueError for a tokenizer without a chat template, too."""
+    tokenizer = load_tokenizer(model)
+    if tokenizer.chat_template is None:
+        remedy = "set model.chat_template to a Jinja file, or to none for prompts that are plain text"
+        raise ValueError(f"the tokenizer in {model.path} has no chat template: {remedy}")
+    return tokenizer
+
+
+def read_template(path: str) -> str:
+    """The chat template in a file. Raises ValueError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the chat template {path} cannot be read: {error}") from error
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, open_turn: bool) -> str:
+    """Text of a conversation, with the opening of the assistant's turn where `open_turn`.
+
+    Raises:
+        Exception: A chat template can raise anything.
+    """
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=open_turn, tokenize=False))
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of rendered text.
+
+    A chat template writes special tokens itself. Without one, those that the tokenizer puts before a text are added,
+    and those that it puts after a text are not: the text goes on.
+    """
+    bare: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if tokenizer.chat_template != PLAIN_TEMPLATE:
+        return bare
+    ids: Any = tokenizer(text)["input_ids"]
+    starts = range(len(ids) - len(bare) + 1)
+    start = next((start for start in starts if ids[start : start + len(bare)] == bare), 0)
+    return ids[: start + len(bare)]
