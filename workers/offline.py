@@ -51,7 +51,7 @@ class ExampleTrainer(TrainingRank):
     """One rank of a group that trains on offline data; subclasses define the model."""
 
     def __init__(self, config: OfflineConfig, name: str) -> None:
-        super().__init__(name, config.device, config.model.path, config.seed, config.trainer.threads)
+        super().__init__(name, config.device, config.model, config.seed, config.trainer.threads)
         self._config = config
         self._objective = OBJECTIVES[type(config.loss)]
         self._tokenizer: PreTrainedTokenizerBase | None = None

@@ -251,7 +251,8 @@ class OfflineSpec(RunSpec, frozen=True):
         overrides = super().with_model(path)
         reference = self.roles.reference
         if reference is not None and reference.model is None:
-            overrides.append(f"roles.reference.model={self.model.model_dump_json()}")
+            model = self.model.model_copy(update={"chat_template": None})  # a reference reads tokens
+            overrides.append(f"roles.reference.model={model.model_dump_json()}")
         return overrides
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,8 +16,8 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
     """Length of each prompt in tokens, or why it has none.
 
     Args:
-        request: `model`, a ModelConfig as a dictionary, `messages` of every prompt (JSON) and `longest`, which no
-            prompt's length reaches.
+        request: `model`, a ModelConfig as a dictionary, `messages` of every prompt (JSON), `longest`, which no
+            prompt's length reaches, and `seconds`, after which the remaining prompts are left out.
 
     Raises:
         ValueError: the tokenizer cannot be loaded or has no chat template.
@@ -26,7 +27,10 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
         # transformers then works without torch, whose import takes two thirds of the time. Run this in its own process.
         sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]: this is how an import is blocked
     tokenizer = load_chat_tokenizer(model)
+    end = time.monotonic() + request["seconds"]
     for messages in request["messages"]:
+        if time.monotonic() > end:
+            return
         try:
             yield len(encode_prompt(tokenizer, messages, request["longest"]))
         except PromptRefused as error:

@@ -64,10 +64,11 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     A chat template writes special tokens itself. Without one, those that the tokenizer puts before a text are added,
     and those that it puts after a text are not: the text goes on.
     """
-    bare: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if tokenizer.chat_template != PLAIN_TEMPLATE:
-        return bare
-    ids: Any = tokenizer(text)["input_ids"]
-    starts = range(len(ids) - len(bare) + 1)
-    start = next((start for start in starts if ids[start : start + len(bare)] == bare), 0)
-    return ids[: start + len(bare)]
+    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*_before_a_text(tokenizer), *ids]
+
+
+def _before_a_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    word: Any = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids: Any = tokenizer("a")["input_ids"]
+    return ids[: next(start for start in range(len(ids)) if ids[start : start + len(word)] == word)]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from workers.contract.config import Device, TrainerConfig
+from workers.contract.config import Device, ModelConfig, TrainerConfig
 from workers.models.cpu import return_freed
 from workers.models.modeling import ModelModule
 from workers.models.trials import check_deterministic
@@ -277,21 +277,24 @@ class TrainEngine:
             torch.cuda.set_rng_state(state["cuda_rng"])
         return len(files)
 
-    def export(self, directory: str, source: str) -> None:
-        """Write a Hugging Face folder (safetensors, configuration) with the tokenizer files of the folder `source`."""
+    def export(self, directory: str, source: ModelConfig) -> None:
+        """Write a Hugging Face folder (safetensors, configuration) with the tokenizer of the model `source`."""
         weights = {}
         for name, tensor in self.named_weights():
             if dist.get_rank() == 0:
                 weights[name] = tensor.to("cpu", copy=True)
         if dist.get_rank() == 0:
             self._model.save_pretrained(directory, state_dict=weights)
-            for file in Path(source).iterdir():
+            for file in Path(source.path).iterdir():
                 side_file = file.suffix in {".json", ".jinja", ".txt", ".model", ".py"}
                 if side_file and file.name not in _UNCOPIED and not file.name.endswith(".index.json"):
                     shutil.copy(file, directory)
+            if source.chat_template is not None and not source.plain:
+                # transformers prefers this file to a template in tokenizer_config.json.
+                shutil.copyfile(source.chat_template, Path(directory) / "chat_template.jinja")
         dist.barrier()
 
-    def export_average(self, directory: str, source: str) -> None:
+    def export_average(self, directory: str, source: ModelConfig) -> None:
         """Like `export`, with the moving average of the weights. Raises RuntimeError if `ema_decay` is 0."""
         if not self._average:
             raise RuntimeError("there is no moving average of the weights: ema_decay is 0")
