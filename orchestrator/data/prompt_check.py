@@ -68,14 +68,18 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         return PromptCheck((("model.path", error.raised or str(error)),))
     template = "model.path" if spec.model.chat_template is None else "model.chat_template"
     room = spec.dispatch(_room_of_rollouts, _room_of_examples)
-    found = []
+    found = {}
     for name, prompts in messages.items():
         own = list(islice(replies, len(prompts)))
-        found.append(judge(name, own, template, room, _first(pools[name], "origin", most)))
+        found[name] = judge(name, own, template, room, _first(pools[name], "origin", most))
+    checks = [found[name] for name in ("train", "eval") if name in found]
+    problems: dict[str, str] = {}
+    for field_, problem in (finding for check in checks for finding in check.problems):
+        problems.setdefault(field_, problem)  # what is wrong for both is said once
     return PromptCheck(
-        tuple(problem for check in reversed(found) for problem in check.problems),
-        tuple(line for check in reversed(found) for line in check.lines),
-        {name: count for check in reversed(found) for name, count in check.refused.items()},
+        tuple(problems.items()),
+        tuple(line for check in checks for line in check.lines),
+        {name: count for check in checks for name, count in check.refused.items()},
     )
 
 
