@@ -14,6 +14,8 @@ Tree = Mapping[str, Any]
 """Columns of a row or of a file by name; a struct is a tree of its own. None: a struct or a value, nobody knows."""
 
 _SHOWN = 20
+_SYNONYMS = {"response": "completion", "prompt": "messages", "messages": "conversations"}
+"""Names of other layouts for a column."""
 
 
 def find_column(row: Tree, name: str) -> Any:
@@ -60,9 +62,11 @@ def require_columns(fields: Mapping[str, str], label: str, where: str, there: Tr
 def _missing(field: str, column: str, where: str, there: Tree) -> str:
     names = list(_names(there))
     listed = ", ".join(names[:_SHOWN]) or "none"
-    # `ground_truth` alone is nearer to nothing than to `reward_model.ground_truth`.
-    inside = [name for name in names if name.endswith(f".{column}")]
-    hint = f"did you mean '{inside[0]}'?" if inside else nearest(column, names)
+    # No distance between words leads from `ground_truth` to `reward_model.ground_truth`, or to TRL's `completion`.
+    known = [name for name in names if name.endswith(f".{column}") or name == _SYNONYMS.get(column)]
+    hint = f"did you mean '{known[0]}'?" if known else nearest(column, names)
+    if column == "prompt" and {"chosen", "rejected"} <= set(names):
+        hint = "null: the prompt is the common beginning of the answers"
     words = f"{where}: no column '{column}' ({field}); columns there: {listed}"
     return f"{words} ({hint})" if hint else words
 

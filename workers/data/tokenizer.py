@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,10 @@ from workers.contract.config import ModelConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+"""Files with a tokenizer's chat template."""
+_UNCOPIED = {"config.json", "generation_config.json"}
+"""Files that a model writes with its weights."""
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Template in the place of none: the texts as they stand."""
 
@@ -39,6 +45,28 @@ def load_chat_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         remedy = "set model.chat_template to a Jinja file, or to none for prompts that are plain text"
         raise ValueError(f"the tokenizer in {model.path} has no chat template: {remedy}")
     return tokenizer
+
+
+def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
+    """Copy what stands beside a model's weights and configuration, with `model.chat_template`, as an export has it.
+
+    An export without a template says that the model was trained without one: other tools and later runs do not render
+    conversations for it then.
+    """
+    for file in Path(model.path).iterdir():
+        side_file = file.suffix in {".json", ".jinja", ".txt", ".model", ".py"}
+        if side_file and file.name not in _UNCOPIED and not file.name.endswith(".index.json"):
+            shutil.copy(file, folder)
+    if model.chat_template is None:
+        return
+    for name in _TEMPLATES:
+        (folder / name).unlink(missing_ok=True)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and "chat_template" in (content := json.loads(settings.read_bytes())):
+        del content["chat_template"]
+        settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if not model.plain:
+        shutil.copyfile(model.chat_template, folder / _TEMPLATES[0])
 
 
 def read_template(path: str) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from workers.contract.config import Device, ModelConfig, TrainerConfig
+from workers.data.tokenizer import copy_tokenizer
 from workers.models.cpu import return_freed
 from workers.models.modeling import ModelModule
 from workers.models.trials import check_deterministic
@@ -37,7 +37,6 @@ Forward = Callable[..., Any]
 _TAG = "state"
 _ADAM = ("betas", "eps", "weight_decay")
 """Settings of a parameter group of AdamW that the configuration decides; the learning rate is set at every update."""
-_UNCOPIED = {"config.json", "generation_config.json"}
 
 logger = logging.getLogger(__name__)
 
@@ -285,13 +284,7 @@ class TrainEngine:
                 weights[name] = tensor.to("cpu", copy=True)
         if dist.get_rank() == 0:
             self._model.save_pretrained(directory, state_dict=weights)
-            for file in Path(source.path).iterdir():
-                side_file = file.suffix in {".json", ".jinja", ".txt", ".model", ".py"}
-                if side_file and file.name not in _UNCOPIED and not file.name.endswith(".index.json"):
-                    shutil.copy(file, directory)
-            if source.chat_template is not None and not source.plain:
-                # transformers prefers this file to a template in tokenizer_config.json.
-                shutil.copyfile(source.chat_template, Path(directory) / "chat_template.jinja")
+            copy_tokenizer(source, Path(directory))
         dist.barrier()
 
     def export_average(self, directory: str, source: ModelConfig) -> None:

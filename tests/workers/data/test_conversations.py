@@ -9,7 +9,6 @@ from typing import Any
 
 import datasets
 import pytest
-from pydantic import TypeAdapter
 from transformers import AutoTokenizer
 from trl.data_utils import apply_chat_template, extract_prompt, maybe_convert_to_chatml, maybe_extract_prompt
 
@@ -151,11 +150,8 @@ def test_sharegpt_rows_are_read_as_trl_converts_them(tmp_path: Path) -> None:
 def test_conversations_in_a_folder_of_datasets_have_no_null_fields(tmp_path: Path) -> None:
     rows = [{"messages": [ASK, BLUE]}, {"messages": [{**SYSTEM, "name": None}, ASK, GREEN]}]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
-    loaded = spec(tmp_path / "rows", "sft", messages="messages")
-    source = TypeAdapter(type(loaded.data)).validate_python(
-        {"train": {"kind": "datasets", "path": str(tmp_path / "rows"), "messages": "messages"}}
-    )
-    found = load_pool(loaded, source.train, "data.train")
+    loaded = spec(tmp_path / "rows", "sft", kind="datasets", messages="messages")
+    found = load_pool(loaded, loaded.data.train, "data.train")
     assert [prompt[-1] for prompt, _ in said(found)] == [ASK, ASK]
     assert found.bad_rows == 0
 
@@ -195,6 +191,23 @@ def test_a_conversation_that_cannot_be_trained_on_is_a_bad_row(
     with pytest.raises(DataError) as refused:
         pool(tmp_path, [row], algorithm, **columns)
     assert f"no row can be used (1 bad; the first: rows.jsonl:1: {why}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "columns", "row", "hint"),
+    [
+        ("sft", {}, {"prompt": "p", "completion": "c"}, "did you mean 'completion'?"),
+        ("sft", {}, {"messages": [ASK, BLUE]}, "did you mean 'messages'?"),
+        ("sft", {"messages": "messages"}, {"conversations": [ASK, BLUE]}, "did you mean 'conversations'?"),
+        ("dpo", {}, {"chosen": [], "rejected": []}, "null: the prompt is the common beginning of the answers"),
+    ],
+)
+def test_a_column_of_another_layout_is_named_where_the_spec_s_own_is_missing(
+    tmp_path: Path, algorithm: str, columns: dict[str, Any], row: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(DataError) as refused:
+        pool(tmp_path, [row], algorithm, **columns)
+    assert str(refused.value).endswith(f"({hint})")
 
 
 def test_a_template_that_rewrites_earlier_turns_refuses_all_turns_and_not_the_last(

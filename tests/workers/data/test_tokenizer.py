@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from workers.contract.config import ModelConfig
 from workers.data.chat import encode_prompt
 from workers.data.examples import encode_response, encode_turns
-from workers.data.tokenizer import load_chat_tokenizer, load_tokenizer
+from workers.data.tokenizer import copy_tokenizer, load_chat_tokenizer, load_tokenizer
 
 OWN = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}<|im_end|>{% endfor %}"
@@ -83,3 +83,20 @@ def test_a_response_to_plain_text_follows_it_and_ends_the_sequence(base: Path) -
         reply, mask = encode_turns(tokenizer, prompt("2 + 2 ="), ids, [turn])
         assert tokenizer.decode(ids + reply) == f"<|im_start|>2 + 2 ={response}<|im_end|>"
         assert all(mask) and reply == encode_response(tokenizer, prompt("2 + 2 ="), ids, response)
+
+
+def test_an_export_has_the_template_that_the_model_was_trained_with(tmp_path: Path, tiny_model: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(tiny_model, source)
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "of the settings"}))
+    (tmp_path / "own.jinja").write_text(OWN)
+    exports = {None: "of the file", "none": None, str(tmp_path / "own.jinja"): OWN}
+    (source / "chat_template.jinja").write_text("of the file")
+    for number, (chosen, template) in enumerate(exports.items()):
+        (folder := tmp_path / str(number)).mkdir()
+        copy_tokenizer(ModelConfig(path=str(source), chat_template=chosen), folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.chat_template == template
+        assert tokenizer("a b")["input_ids"] == AutoTokenizer.from_pretrained(tiny_model)("a b")["input_ids"]
+        assert not (folder / "config.json").exists() and not list(folder.glob("*.safetensors"))
