@@ -264,7 +264,7 @@ def data_format(spec: OfflineSpec, source: ExampleSource) -> DataFormat:
 
 def columns(format_: DataFormat, source: ExampleSource) -> dict[str, str]:
     """Column of each field that rows of this format have."""
-    response = {"prompt": source.prompt, "response": source.response}
+    response: dict[str, str | None] = {"prompt": source.prompt, "response": source.response}
     if source.messages is not None:
         response = {"messages": source.messages}
     named: dict[DataFormat, dict[str, str | None]] = {

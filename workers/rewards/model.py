@@ -34,7 +34,7 @@ class RewardModel:
         labels = AutoConfig.from_pretrained(config.path, **source).num_labels
         if labels != 1:
             raise ValueError(f"{config.path}: a reward model needs exactly one label, got {labels}")
-        self.tokenizer = load_tokenizer(config)
+        self.tokenizer: Any = load_tokenizer(config)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             config.path, dtype=torch_dtype(config.dtype), use_safetensors=True, output_loading_info=True, **source
         )

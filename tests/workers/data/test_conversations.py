@@ -253,7 +253,7 @@ def test_the_users_turns_have_no_loss_where_answers_are_compared_or_mismatched(t
 def test_extract_prompt_of_trl_says_the_same_of_every_split(tmp_path: Path) -> None:
     turns = [ASK, BLUE, AGAIN, BLACK]
     for shared in (1, 3):
-        row = {"chosen": turns, "rejected": [*turns[:shared], GREEN]}
+        row: Any = {"chosen": turns, "rejected": [*turns[:shared], GREEN]}
         theirs = extract_prompt(copy.deepcopy(row))
         loaded = pool(tmp_path, [row], "dpo", prompt=None)
         assert said(loaded) == [(theirs["prompt"], [theirs["chosen"], theirs["rejected"]])]
