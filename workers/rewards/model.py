@@ -85,7 +85,8 @@ class RewardModel:
             if self.tokenizer.chat_template is None:
                 if not self._reads(response_ids, row["response"]):
                     raise ValueError(
-                        "the reward model's vocabulary differs from the policy's, and it has no chat template"
+                        "the reward model's vocabulary differs from the policy's, and it has no chat template: "
+                        "set roles.reward.model.chat_template"
                     )
                 sequences.append(prompt_ids + response_ids)
                 continue
