@@ -90,7 +90,7 @@ def spec(folder: Path, model: Path) -> Path:
         },
     }
     path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    path.write_text(json.dumps(document, indent=1))  # JSON is YAML, and has no anchors
     return path
 
 
