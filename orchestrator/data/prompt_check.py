@@ -74,8 +74,8 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         found[name] = judge(name, own, template, room, _first(pools[name], "origin", most))
     checks = [found[name] for name in ("train", "eval") if name in found]
     problems: dict[str, str] = {}
-    for field_, problem in (finding for check in checks for finding in check.problems):
-        problems.setdefault(field_, problem)  # what is wrong for both is said once
+    for path, problem in (finding for check in checks for finding in check.problems):
+        problems.setdefault(path, problem)  # what is wrong for both is said once
     return PromptCheck(
         tuple(problems.items()),
         tuple(line for check in checks for line in check.lines),
