@@ -108,7 +108,7 @@ def test_a_base_model_trains_on_conversations_verls_prompts_and_plain_text(tmp_p
         "data/eval_removed_rows": 1.0,
     }
     assert {name: lines["sft"][name] for name in counts} == counts
-    assert lines["sft"]["policy/tokens"] > 0
+    assert lines["sft"]["policy/loss"] > 0
     counts = {"data/train_rows": 9.0, "data/train_refused_rows": 1.0, "data/eval_removed_rows": 1.0}
     counts |= {"data/eval_refused_rows": 1.0, "eval/refused": 1.0, "eval/prompts": 1.0}
     assert {name: lines["chats"][name] for name in counts} == counts
