@@ -578,7 +578,7 @@ def _read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
         except DataError as error:
             problems.append(planned.problem("data", str(error)))
             continue
-        found = check_prompts(planned.spec, pools["train"])
+        found = check_prompts(planned.spec, pools)
         problems += [planned.problem(field, problem) for field, problem in found.problems]
         described.append([*describe(pools), *found.lines])
     if problems:

@@ -14,6 +14,10 @@ class UsageError(TroupeError):
     """A command line that is not valid."""
 
 
+class DataError(TroupeError):
+    """Data that cannot be used; one line that names the file, and what to change."""
+
+
 class WorkerError(TroupeError):
     """A call to a worker did not return a result."""
 

@@ -44,22 +44,25 @@ class OfflineRun:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, done = self._spec, found.step if found is not None else 0
         examples, train = await self._tokenize(pools[0], "data.train")
-        data = data_metrics(named(*pools))
-        data |= {"data/train_rows": float(examples.rows)}
-        data["data/train_bad_rows"] += pools[0].rows - examples.rows
+        held_out = pools[1] if spec.evaluation is not None else None
+        data = data_metrics(named(*pools)) | _tokenized("train", pools[0], examples)
+        evaluator = None
+        if held_out is not None:
+            tokenized, table = await self._tokenize(held_out, "data.eval")
+            evaluator = self._evaluator(tokenized, table)
+            data |= _tokenized("eval", held_out, tokenized)
         order = PromptSource(examples, spec.seed)
         ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
         if found is not None:
             order.restore(found.state["source"])
             for line in await load_checkpoint(found, [self._trainer], spec.schedule.train_timeout_s):
                 self._context.console.message(line)
-        held_out = pools[1] if spec.evaluation is not None else None
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
         components = RunComponents(
             source=OfflineSource(offline, self._context.console, self._context.stop),
             updates=OfflineUpdates(UpdateSettings.from_spec(spec), self._trainer, self._context.console),
             sync=None,
-            evaluator=None if held_out is None else await self.evaluator(held_out),
+            evaluator=evaluator,
             ledger=ledger,
             peaks=self._context.cluster.peaks,
             data=data,
@@ -70,8 +73,10 @@ class OfflineRun:
 
     async def evaluator(self, pool: ExamplePool) -> ExampleEvaluator:
         """Held-out metrics of the current model on `data.eval`; on all of it unless the spec says otherwise."""
+        return self._evaluator(*await self._tokenize(pool, "data.eval"))
+
+    def _evaluator(self, examples: Tokenized, table: TableRef) -> ExampleEvaluator:
         evaluation = self._spec.evaluation or OfflineEvaluation()
-        examples, table = await self._tokenize(pool, "data.eval")
         picks = evaluation_picks(examples, self._spec.seed, evaluation.examples)
         return ExampleEvaluator(self._trainer, self._maker(table), picks, self._spec.schedule.train_timeout_s)
 
@@ -104,3 +109,9 @@ class OfflineRun:
         if reference is not None:
             return ReferenceScorer(reference, reference.score)
         return ReferenceScorer(trainer, trainer.reference_logprobs) if self._spec.reference_in_policy else None
+
+
+def _tokenized(name: str, pool: ExamplePool, examples: Tokenized) -> dict[str, float]:
+    """Metrics of a pool once it is tokenized: examples that do not fit are bad rows too."""
+    bad = pool.bad_rows + pool.rows - examples.rows
+    return {f"data/{name}_rows": float(examples.rows), f"data/{name}_bad_rows": float(bad)}

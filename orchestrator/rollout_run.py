@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -55,6 +56,8 @@ class RunData:
     train: PromptPool
     held_out: PromptPool | None
     texts: TextPool | None
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that do not fit the model, of those that were rendered before the start, by the name of their section."""
 
     @property
     def pools(self) -> Pools:
@@ -66,7 +69,7 @@ def load_data(spec: RolloutSpec) -> RunData:
     """Reads the data sets of the spec. Raises DataError."""
     on_bad_row = spec.failures.on_bad_row
     texts = None if spec.data.ptx is None else load_texts(spec.data.ptx, on_bad_row)
-    return RunData(*load_pools(spec.data, on_bad_row), texts)
+    return RunData(*load_pools(spec.data, on_bad_row, plain=spec.model.plain), texts)
 
 
 class RolloutRun:
@@ -113,7 +116,7 @@ class RolloutRun:
             ledger=ledger,
             scaler=self._scaler,
             peaks=self._context.cluster.peaks,
-            data=data_metrics(self._data.pools),
+            data=data_metrics(self._data.pools, self._data.refused),
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
         state = ControllerState.model_validate(found.state["memory"]) if found is not None else None

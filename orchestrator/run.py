@@ -8,14 +8,14 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.capacity.placement import role_sizes, room
 from orchestrator.cluster.ray_cluster import Cluster
 from orchestrator.controller import RunOutcome
 from orchestrator.data.examples import load_examples
-from orchestrator.data.prompt_check import check_prompts
+from orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
 from orchestrator.data.survey import Pools, describe, named
 from orchestrator.errors import TroupeError, UsageError, WorkerError
 from orchestrator.hub.resolve import LocalFiles, fetch
@@ -113,7 +113,7 @@ async def _train_on_rollouts(
 ) -> RunOutcome:
     local = fetch(spec, console)
     data = load_data(local.spec)
-    _check_data(console, local.spec, data.pools)
+    data = replace(data, refused=_check_data(console, local.spec, data.pools, COUNTED).refused)
     if found is not None:
         state = found.state["source"]
         require_same_rows("data.train", state["prompts"], data.train.digest)
@@ -158,6 +158,7 @@ async def _evaluate_on_prompts(
         raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
     local = fetch(spec, console)
     data = load_data(local.spec)
+    _say(console, describe(data.pools))
     async with open_run(request, local, classes, console, _EVALUATION_ROLES) as context:
         parts = RolloutRun(spec, request.out, context, data)
         evaluator = parts.evaluator()
@@ -174,25 +175,27 @@ async def _evaluate_offline(
     request: RunRequest, spec: OfflineSpec, classes: Classes, console: Console
 ) -> dict[str, float]:
     local = fetch(spec, console)
-    held_out = None if spec.data.eval is None else load_examples(local.spec)[1]
-    if held_out is None:
+    examples, held_out = load_examples(local.spec) if spec.data.eval is not None else (None, None)
+    if examples is None or held_out is None:
         raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
+    _say(console, describe(named(examples, held_out)))
     async with open_run(request, local, classes, console) as context:
         evaluator = await unless_stopped(context.stop, OfflineRun(spec, request.out, context).evaluator(held_out))
         running = evaluator.run(0, lambda done, total: console.phase("evaluate", done, total))
         return await unless_stopped(context.stop, running)
 
 
-def _check_data(console: Console, spec: RunSpec, pools: Pools) -> None:
-    """Say what the data are.
+def _check_data(console: Console, spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptCheck:
+    """Say what the data are, and which prompts cannot be used (of the first `most` of each section).
 
     Raises:
         UsageError: No prompt can be used with the model.
     """
-    found = check_prompts(spec, pools["train"])
+    found = check_prompts(spec, pools, most)
     if found.problems:
         raise UsageError("\n".join(f"{field}: {problem}" for field, problem in found.problems))
     _say(console, [*describe(pools), *found.lines])
+    return found
 
 
 def _say(console: Console, lines: Sequence[str]) -> None:

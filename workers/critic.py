@@ -20,7 +20,7 @@ class CriticWorker(TrainingRank):
     """One rank of the critic's training group."""
 
     def __init__(self, config: CriticConfig, name: str) -> None:
-        super().__init__(name, config.device, config.model.path, config.seed, config.trainer.threads)
+        super().__init__(name, config.device, config.model, config.seed, config.trainer.threads)
         self._config = config
 
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:

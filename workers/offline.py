@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
@@ -26,6 +26,7 @@ from workers.contract.offline_messages import (
     tally_means,
 )
 from workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, pack, tokenize
+from workers.data.tokenizer import load_chat_tokenizer
 from workers.models.modeling import (
     CausalLogprobs,
     RewardScores,
@@ -50,7 +51,7 @@ class ExampleTrainer(TrainingRank):
     """One rank of a group that trains on offline data; subclasses define the model."""
 
     def __init__(self, config: OfflineConfig, name: str) -> None:
-        super().__init__(name, config.device, config.model.path, config.seed, config.trainer.threads)
+        super().__init__(name, config.device, config.model, config.seed, config.trainer.threads)
         self._config = config
         self._objective = OBJECTIVES[type(config.loss)]
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -149,11 +150,7 @@ class ExampleTrainer(TrainingRank):
 
     def _tokens(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            model = self._config.model
-            found = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-            self._tokenizer = cast("PreTrainedTokenizerBase", found)
+            self._tokenizer = load_chat_tokenizer(self._config.model)
         return self._tokenizer
 
     def _chunks(self, model: Any) -> int:

@@ -54,7 +54,7 @@ class PolicyWorker(TrainingRank):
     """One rank of the policy's training group."""
 
     def __init__(self, config: PolicyConfig, name: str) -> None:
-        super().__init__(name, config.device, config.model.path, config.seed, config.trainer.threads)
+        super().__init__(name, config.device, config.model, config.seed, config.trainer.threads)
         self._config = config
         self._reference: CausalLogprobs | None = None
         self._shares_prompts = False

@@ -31,6 +31,7 @@ from workers.contract.messages import (
     WorkerHealth,
 )
 from workers.data.chat import PromptRefused, encode_prompt, sample_seed
+from workers.data.tokenizer import load_chat_tokenizer
 from workers.engine.errors import EngineClosed, EngineDead, engine_dead
 from workers.engine.process import forked_engines
 from workers.engine.rows import RowBuilder, sample_summary
@@ -88,19 +89,14 @@ class RolloutWorker:
         """Load the model. This takes minutes and blocks the event loop.
 
         Raises:
-            ValueError: the model has no chat template.
+            ValueError: the tokenizer cannot be loaded or has no chat template.
             EngineDead: the engine's process failed.
             Exception: vLLM cannot load the model.
         """
         set_environment(self._config)
-        from transformers import AutoTokenizer
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        model = self._config.model
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        if tokenizer.chat_template is None:
-            raise ValueError(f"the tokenizer in {model.path} has no chat template")
-        self._tokenizer = tokenizer
+        self._tokenizer = load_chat_tokenizer(self._config.model)
         try:
             with forked_engines(self._config.device):
                 self._engine = AsyncLLM.from_engine_args(engine_args(self._config))

@@ -5,14 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
 from orchestrator.algorithms.offline import DataFormat
-from orchestrator.data.prompts import MAX_REPORTED, BadRow, DataError, Pool, chat_messages, require_whole
+from orchestrator.data.conversations import (
+    BadRow,
+    Message,
+    characters,
+    chat_messages,
+    is_whole,
+    require_template,
+    require_whole,
+    response_turns,
+    split_answers,
+    split_conversation,
+)
+from orchestrator.data.prompts import MAX_REPORTED, DataError, Pool
 from orchestrator.data.readers import read_table
 from orchestrator.spec.offline import ExampleSource, OfflineSpec, columns, data_format
 from workers.contract.offline_messages import EXAMPLE_TEXTS
@@ -23,8 +35,19 @@ class ExamplePool(Pool):
 
 
 @dataclass(frozen=True)
+class _Form:
+    """What a row's form depends on besides its format."""
+
+    last: bool
+    """Only the last turn of a conversation is a response."""
+    plain: bool
+    """There is no chat template: everything is text."""
+
+
+@dataclass(frozen=True)
 class _Example:
-    responses: list[str]
+    prompt: Any
+    responses: list[list[Message]]
     scores: list[float] = field(default_factory=list)
     margin: float = 0.0
     desirable: bool = True
@@ -54,22 +77,23 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Exa
     taken = frozenset(without.table.column("messages").to_pylist()) if without is not None else frozenset()
     format_ = data_format(spec, source)
     fields = columns(format_, source)
+    form = _Form(source.loss_on == "last", spec.model.plain)
     builder = _PoolBuilder()
     for raw in read_table(source, fields, label):
         try:
             if raw.error:
                 raise BadRow(raw.error)
-            values = {name: raw.values[column] for name, column in fields.items()}
-            messages = json.dumps(chat_messages(values["prompt"], source), ensure_ascii=False)
-            example = _READERS[format_](values)
-            _check_texts(messages, example, source.max_chars)
+            example = _READERS[format_]({name: raw.values[column] for name, column in fields.items()}, form)
+            messages = _json(chat_messages(example.prompt, source, plain=form.plain))
+            responses = [_json(turns) for turns in example.responses]
+            _check_texts([messages, *responses], example, source.max_chars)
         except BadRow as bad:
             builder.refuse(f"{raw.origin}: {bad}", stop=spec.failures.on_bad_row == "stop")
             continue
         if messages in taken:
             builder.left_out += 1
         else:
-            builder.add(messages, example, raw.origin)
+            builder.add(messages, responses, example, raw.origin)
     return builder.pool(label)
 
 
@@ -80,8 +104,9 @@ class _PoolBuilder:
     bad_rows: int = 0
     left_out: int = 0
 
-    def add(self, messages: str, example: _Example, origin: str) -> None:
-        self.rows.append({"messages": messages, **vars(example), "origin": origin})
+    def add(self, messages: str, responses: list[str], example: _Example, origin: str) -> None:
+        labels = {"scores": example.scores, "margin": example.margin, "desirable": example.desirable}
+        self.rows.append({"messages": messages, "responses": responses, **labels, "origin": origin})
 
     def refuse(self, problem: str, *, stop: bool) -> None:
         if stop:
@@ -108,44 +133,66 @@ class _PoolBuilder:
         return "there are no rows"
 
 
-def _demonstration(values: Mapping[str, Any]) -> _Example:
-    return _Example([_text(values["response"], "response")])
+def _demonstration(values: Mapping[str, Any], form: _Form) -> _Example:
+    prompt, turns = _response(values, form)
+    return _Example(prompt, [turns])
 
 
-def _pair(values: Mapping[str, Any]) -> _Example:
-    chosen, rejected = _text(values["chosen"], "chosen answer"), _text(values["rejected"], "rejected answer")
-    if chosen == rejected:
+def _pair(values: Mapping[str, Any], form: _Form) -> _Example:
+    names = ("chosen answer", "rejected answer")
+    prompt, turns = _answers(values, (values["chosen"], values["rejected"]), names, form)
+    if turns[0] == turns[1]:
         raise BadRow("the chosen and the rejected answer are the same")
-    return _Example([chosen, rejected], margin=_number(values["margin"], "margin") if "margin" in values else 0.0)
+    return _Example(prompt, turns, margin=_number(values["margin"], "margin") if "margin" in values else 0.0)
 
 
-def _ranked(values: Mapping[str, Any]) -> _Example:
+def _ranked(values: Mapping[str, Any], form: _Form) -> _Example:
     answers = values["answers"]
     if not isinstance(answers, list) or len(answers) < 2:
         raise BadRow("the answers are not a list of two or more texts")
-    texts = [_text(answer, f"answer {number}") for number, answer in enumerate(answers)]
-    if len(set(texts)) < len(texts):
+    prompt, turns = _answers(values, answers, [f"answer {number}" for number in range(len(answers))], form)
+    if len(set(map(_json, turns))) < len(turns):
         raise BadRow("two answers are the same")
     if "scores" not in values:
-        return _Example(texts)
+        return _Example(prompt, turns)
     given = values["scores"]
-    if not isinstance(given, list) or len(given) != len(texts):
-        raise BadRow(f"the scores are not a list of {len(texts)} numbers, one per answer")
+    if not isinstance(given, list) or len(given) != len(turns):
+        raise BadRow(f"the scores are not a list of {len(turns)} numbers, one per answer")
     scores = [_number(score, f"score {number}") for number, score in enumerate(given)]
     if len(set(scores)) < 2:
         raise BadRow("every answer has the same score: there is nothing to rank")
     order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
-    return _Example([texts[place] for place in order], [scores[place] for place in order])
+    return _Example(prompt, [turns[place] for place in order], [scores[place] for place in order])
 
 
-def _labelled(values: Mapping[str, Any]) -> _Example:
+def _labelled(values: Mapping[str, Any], form: _Form) -> _Example:
     label = values["label"]
     if not isinstance(label, bool) and label not in (0, 1):
         raise BadRow(f"the label is neither true nor false: {label!r:.60}")
-    return _Example([_text(values["response"], "response")], desirable=bool(label))
+    prompt, turns = _response(values, form)
+    return _Example(prompt, [turns], desirable=bool(label))
 
 
-_READERS: Mapping[DataFormat, Callable[[Mapping[str, Any]], _Example]] = {
+def _response(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[Message]]:
+    """Prompt and response, each in a column of its own or both in one."""
+    if "messages" not in values:
+        return values["prompt"], response_turns(values["response"], "response", plain=form.plain)
+    require_template(form.plain)
+    return split_conversation(values["messages"], last=form.last)
+
+
+def _answers(
+    values: Mapping[str, Any], answers: Sequence[Any], names: Sequence[str], form: _Form
+) -> tuple[Any, list[list[Message]]]:
+    """Prompt and responses; the prompt of whole conversations is their common beginning."""
+    if "prompt" not in values or any(map(is_whole, answers)):
+        require_template(form.plain)
+        return split_answers(answers, names)
+    pairs = zip(answers, names, strict=True)
+    return values["prompt"], [response_turns(answer, name, plain=form.plain) for answer, name in pairs]
+
+
+_READERS: Mapping[DataFormat, Callable[[Mapping[str, Any], _Form], _Example]] = {
     "demonstrations": _demonstration,
     "pairs": _pair,
     "ranked": _ranked,
@@ -153,12 +200,8 @@ _READERS: Mapping[DataFormat, Callable[[Mapping[str, Any]], _Example]] = {
 }
 
 
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise BadRow(f"the {what} is not text")
-    if not value.strip():
-        raise BadRow(f"the {what} is empty")
-    return value
+def _json(messages: Sequence[Message]) -> str:
+    return json.dumps(messages, ensure_ascii=False)
 
 
 def _number(value: Any, what: str) -> float:
@@ -167,9 +210,9 @@ def _number(value: Any, what: str) -> float:
     return float(value)
 
 
-def _check_texts(messages: str, example: _Example, max_chars: int) -> None:
-    for text in (messages, *example.responses):
+def _check_texts(texts: Sequence[str], example: _Example, max_chars: int) -> None:
+    for text in texts:
         require_whole(text, "a text")
-    longest = max(map(len, example.responses))
+    longest = max(map(characters, example.responses))
     if longest > max_chars:
         raise BadRow(f"a response has {longest} characters, more than max_chars {max_chars}")

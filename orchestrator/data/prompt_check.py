@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 
 from orchestrator.data.prompts import Pool
+from orchestrator.data.survey import Pools
 from orchestrator.spec.base import RunSpec
 from orchestrator.spec.offline import OfflineSpec
 from orchestrator.spec.preflight import Finding
@@ -14,7 +16,11 @@ from orchestrator.spec.probe import ProbeFailed, ask
 from orchestrator.spec.rollout import RolloutSpec
 
 PROMPTS = 100
-"""Prompts that are rendered: the first ones."""
+"""Prompts of a section that are rendered to see whether any can be used: the first ones."""
+COUNTED = 20_000
+"""Prompts of a section that are rendered at most to count those that cannot be used."""
+_COUNT_S = 20.0
+"""Time for rendering prompts."""
 _ENTRY = "workers.data.prompt_probe:measure"
 _TIMEOUT_S = 120.0
 _LONGEST = 1 << 31
@@ -37,37 +43,73 @@ class PromptCheck:
     """What no prompt survives, by the dotted path of the field."""
     lines: tuple[str, ...] = ()
     """What some prompts do not survive."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Prompts that cannot be used, of those that were rendered, by the name of their section in `data`."""
 
 
-def check_prompts(spec: RunSpec, train: Pool) -> PromptCheck:
-    """Render the first prompts of the training data in another process, as the model's workers will.
+def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptCheck:
+    """Render the first prompts of training and evaluation in another process, as the model's workers will.
 
     A model that does not exist yet (an earlier stage of a chain writes it) is not checked.
+
+    Args:
+        spec: The spec.
+        pools: Its data.
+        most: Prompts that are rendered of each section, as far as the time suffices.
     """
     if not (Path(spec.model.path) / "config.json").is_file():
         return PromptCheck()
-    messages = train.table.column("messages").slice(0, PROMPTS).to_pylist()
-    request = {"path": spec.model.path, "trust_remote_code": spec.model.trust_remote_code, "messages": messages}
+    # `data.eval`, the smaller one, comes first: where the time ends, less is left out.
+    messages = {name: _first(pools[name], "messages", most) for name in ("eval", "train") if name in pools}
+    request = {"model": spec.model.model_dump(mode="json"), "longest": _LONGEST, "seconds": _COUNT_S}
     try:
-        replies = ask(_ENTRY, request | {"longest": _LONGEST}, _TIMEOUT_S)
+        replies = iter(ask(_ENTRY, request | {"messages": [*chain(*messages.values())]}, _TIMEOUT_S))
     except ProbeFailed as error:
         return PromptCheck((("model.path", error.raised or str(error)),))
-    return judge(replies, spec.dispatch(_room_of_rollouts, _room_of_examples), train.table.column("origin").to_pylist())
+    template = "model.path" if spec.model.chat_template is None else "model.chat_template"
+    room = spec.dispatch(_room_of_rollouts, _room_of_examples)
+    found = {}
+    for name, prompts in messages.items():
+        own = list(islice(replies, len(prompts)))
+        found[name] = judge(name, own, template, room, _first(pools[name], "origin", most))
+    checks = [found[name] for name in ("train", "eval") if name in found]
+    problems: dict[str, str] = {}
+    for path, problem in (finding for check in checks for finding in check.problems):
+        problems.setdefault(path, problem)  # what is wrong for both is said once
+    return PromptCheck(
+        tuple(problems.items()),
+        tuple(line for check in checks for line in check.lines),
+        {name: count for check in checks for name, count in check.refused.items()},
+    )
 
 
-def judge(replies: Sequence[int | str], room: _Room, origins: Sequence[str]) -> PromptCheck:
-    """What the lengths of prompts (or why they have none) mean: a problem if it is so for all, else a line."""
-    count = f"the first {len(replies)} prompts of data.train"
+def _first(pool: Pool, column: str, most: int) -> list[str]:
+    return pool.table.column(column).slice(0, most).to_pylist()
+
+
+def judge(name: str, replies: Sequence[int | str], template: str, room: _Room, origins: Sequence[str]) -> PromptCheck:
+    """What the lengths of prompts (or why they have none) mean: a problem if it is so for all, else a line.
+
+    Args:
+        name: Name of the prompts' section in `data`.
+        replies: Length of each prompt in tokens, or why it has none.
+        template: The field that decides how prompts are rendered.
+        room: Tokens that a prompt may have.
+        origins: `file:row` of each prompt.
+    """
+    if not replies:
+        return PromptCheck()
+    count = f"the first {len(replies)} prompts of data.{name}"
     refused = [(origin, reply) for origin, reply in zip(origins, replies, strict=False) if isinstance(reply, str)]
     if len(refused) == len(replies):
-        return PromptCheck((("model.path", f"the chat template renders none of {count}: {': '.join(refused[0])}"),))
+        return PromptCheck(((template, f"the chat template renders none of {count}: {': '.join(refused[0])}"),))
     long = [reply for reply in replies if isinstance(reply, int) and reply > room.tokens]
     too_long = f"more than the {room.tokens} tokens that {room.words} (longest: {max(long, default=0)})"
     if len(long) + len(refused) == len(replies):
         return PromptCheck(((room.field, f"{count} have {too_long}"),))
     lines = [f"{len(refused)} of {count} are not rendered: {': '.join(refused[0])}"] if refused else []
     lines += [f"{len(long)} of {count} have {too_long}; such prompts are dropped"] if long else []
-    return PromptCheck((), tuple(lines))
+    return PromptCheck((), tuple(lines), {name: len(long) + len(refused)})
 
 
 def _room_of_rollouts(spec: RolloutSpec) -> _Room:

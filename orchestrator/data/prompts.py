@@ -10,9 +10,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pyarrow as pa
 
+from orchestrator.data.conversations import BadRow, chat_messages, require_whole
 from orchestrator.data.curriculum import Curriculum
 from orchestrator.data.readers import DataError, RawRow, json_safe, read_rows
-from orchestrator.spec.sections import DataConfig, DataSource, PromptText
+from orchestrator.spec.sections import DataConfig, DataSource
 from workers.contract.messages import PROMPTS
 
 __all__ = ["DataError", "PromptPick", "PromptPool", "PromptSource", "evaluation_picks", "load_pool", "load_pools"]
@@ -20,7 +21,6 @@ __all__ = ["DataError", "PromptPick", "PromptPool", "PromptSource", "evaluation_
 MAX_REPORTED = 20
 RIGHT_ANSWERS = "right_answers"
 """Key of the metadata under which reward functions find every right answer of a row that has several."""
-_SPEAKERS = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,15 @@ class Ordered(Protocol):
         ...
 
 
-class BadRow(ValueError):
-    """A row that cannot be used; the message says why."""
-
-
-def load_pools(data: DataConfig, on_bad_row: Literal["skip", "stop"] = "skip") -> tuple[PromptPool, PromptPool | None]:
+def load_pools(
+    data: DataConfig, on_bad_row: Literal["skip", "stop"] = "skip", *, plain: bool = False
+) -> tuple[PromptPool, PromptPool | None]:
     """The pools for training and (None without `data.eval`) for evaluation. Raises DataError."""
-    train = load_pool(data.train, on_bad_row, "data.train")
+    train = load_pool(data.train, on_bad_row, "data.train", plain=plain)
     if data.eval is None:
         return train, None
-    return train, load_pool(data.eval, on_bad_row, "data.eval", without=train if data.held_out else None)
+    without = train if data.held_out else None
+    return train, load_pool(data.eval, on_bad_row, "data.eval", without=without, plain=plain)
 
 
 def load_pool(
@@ -87,6 +86,8 @@ def load_pool(
     on_bad_row: Literal["skip", "stop"] = "skip",
     label: str = "data.train",
     without: PromptPool | None = None,
+    *,
+    plain: bool = False,
 ) -> PromptPool:
     """Read a source into a pool.
 
@@ -95,6 +96,7 @@ def load_pool(
         on_bad_row: `skip` rows that cannot be used and report them, or `stop` at the first.
         label: Path of that section, for error messages.
         without: Exclude the prompts of this pool.
+        plain: There is no chat template: prompts are texts.
 
     Raises:
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
@@ -103,7 +105,7 @@ def load_pool(
     builder = _PoolBuilder()
     for raw in read_rows(source, label):
         try:
-            row = _check(raw, source)
+            row = _check(raw, source, plain)
         except BadRow as bad:
             problem = f"{raw.origin}: {bad}"
             if on_bad_row == "stop":
@@ -175,11 +177,11 @@ class _PoolBuilder:
         return PromptPool(table, digest.hexdigest(), self.bad_rows, tuple(self.problems), self.left_out)
 
 
-def _check(raw: RawRow, source: DataSource) -> _Row:
+def _check(raw: RawRow, source: DataSource, plain: bool) -> _Row:
     """A row as the pool holds it. Raises BadRow."""
     if raw.error:
         raise BadRow(raw.error)
-    messages = json.dumps(chat_messages(raw.prompt, source), ensure_ascii=False)
+    messages = json.dumps(chat_messages(raw.prompt, source, plain=plain), ensure_ascii=False)
     answers = _answers(raw.answer)
     answer, longest = answers[0], max(map(len, answers))
     if longest > source.max_chars:
@@ -207,49 +209,6 @@ def _candidates(texts: Any, max_chars: int) -> tuple[str, ...]:
             raise BadRow(f"candidate {number} has {len(text)} characters, more than max_chars {max_chars}")
         require_whole(text, f"candidate {number}")
     return tuple(texts)
-
-
-def require_whole(text: str, name: str) -> None:
-    """Raise BadRow for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRow(f"{name} has half a surrogate pair, which no tokenizer takes") from None
-
-
-def chat_messages(prompt: Any, source: PromptText) -> list[dict[str, str]]:
-    """The chat messages of a prompt given as text or as a list of messages."""
-    if isinstance(prompt, str):
-        said = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, list) and prompt:
-        said = [_message(item, index) for index, item in enumerate(prompt)]
-    else:
-        raise BadRow("the prompt is empty" if prompt in (None, []) else "the prompt is neither text nor messages")
-    last = said[-1]
-    if last["role"] not in ("user", "tool"):
-        raise BadRow(f"the last message is the {last['role']}'s, so there is nothing to respond to")
-    if not last["content"].strip():
-        raise BadRow("the prompt is empty")
-    length = sum(len(message["content"]) for message in said)
-    if length > source.max_chars:
-        raise BadRow(f"the prompt has {length} characters, more than max_chars {source.max_chars}")
-    # str.replace, not str.format: the row's text and the template may hold braces of their own
-    said[-1] = {"role": last["role"], "content": source.template.replace("{prompt}", last["content"])}
-    if source.system and said[0]["role"] != "system":
-        said.insert(0, {"role": "system", "content": source.system})
-    return said
-
-
-def _message(item: Any, index: int) -> dict[str, str]:
-    if not isinstance(item, dict):
-        raise BadRow(f"message {index} is not an object with role and content")
-    filled = {key: value for key, value in item.items() if value is not None}
-    role, content = filled.get("role"), filled.get("content")
-    if set(filled) != {"role", "content"} or not isinstance(content, str):
-        raise BadRow(f"message {index} must have role and content, both text, and nothing else")
-    if role not in _SPEAKERS:
-        raise BadRow(f"message {index} has role {role!r:.60}; known: {', '.join(_SPEAKERS)}")
-    return {"role": role, "content": content}
 
 
 def _answers(answer: Any) -> list[str]:

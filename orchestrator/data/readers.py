@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import dataclasses
 import gzip
@@ -14,7 +15,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from orchestrator.errors import TroupeError, nearest
+from orchestrator.data.columns import Tree, arrow_columns, find_column, require_columns
+from orchestrator.errors import DataError, nearest
 from orchestrator.spec.sections import (
     CsvFile,
     CsvSource,
@@ -23,8 +25,10 @@ from orchestrator.spec.sections import (
     DataSource,
     HubFiles,
     HubSource,
+    JsonFile,
     JsonlFile,
     JsonlSource,
+    JsonSource,
     ParquetFile,
     ParquetSource,
     ReasoningGymSource,
@@ -32,10 +36,6 @@ from orchestrator.spec.sections import (
 )
 
 MAX_LINE_BYTES = 16 << 20
-
-
-class DataError(TroupeError):
-    """Prompt data that cannot be used; one line that names the file, and what to change."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class RawValues:
     """Why the row could not be read; empty where it could."""
 
 
-TableSource = JsonlFile | ParquetFile | CsvFile | DatasetsFolder | HubFiles
-PromptTable = JsonlSource | ParquetSource | CsvSource | DatasetsSource | HubSource
+TableSource = JsonlFile | JsonFile | ParquetFile | CsvFile | DatasetsFolder | HubFiles
+PromptTable = JsonlSource | JsonSource | ParquetSource | CsvSource | DatasetsSource | HubSource
 
 
 def read_rows(source: DataSource, label: str) -> Iterator[RawRow]:
@@ -116,48 +116,83 @@ def _prompt_rows(source: PromptTable, label: str) -> Iterator[RawRow]:
         yield RawRow(row.origin, row.values[source.prompt], answer, metadata, candidates=candidates)
 
 
-def _columns(fields: Mapping[str, str]) -> list[str]:
-    return list(dict.fromkeys(fields.values()))
-
-
-def _require_columns(fields: Mapping[str, str], label: str, where: str, there: Sequence[str]) -> None:
-    """Raise DataError for a source without the columns that the spec names."""
-    for key, column in fields.items():
-        if column not in there:
-            listed = ", ".join(map(str, list(there)[:20])) or "none"
-            hint = nearest(column, there)
-            words = f"{where}: no column '{column}' ({label}.{key}); columns there: {listed}"
-            raise DataError(f"{words} ({hint})" if hint else words)
-
-
-def _row(fields: Mapping[str, str], origin: str, values: dict[str, Any]) -> RawValues:
-    lacking = [column for column in fields.values() if column not in values]
-    return RawValues(origin, values, f"no column '{lacking[0]}'" if lacking else "")
+def _row(fields: Mapping[str, str], origin: str, row: Tree) -> RawValues:
+    """The values of the columns that the spec names."""
+    values: dict[str, Any] = {}
+    for column in fields.values():
+        try:
+            values[column] = find_column(row, column)
+        except KeyError:
+            return RawValues(origin, error=f"no column '{column}'")
+    return RawValues(origin, values)
 
 
 def _jsonl(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+    return _objects(_json_lines(path, label), fields, label)
+
+
+def _json(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+    """Rows of one JSON array; a file that begins with something else is read as JSON lines."""
+    parse = _json_array if _begins_with_a_list(path, label) else _json_lines
+    return _objects(parse(path, label), fields, label)
+
+
+def _objects(parsed: Iterator[tuple[str, Any, str]], fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
+    """Rows of parsed values: (origin, value, why there is none)."""
     checked = False
+    for origin, values, error in parsed:
+        if error or not isinstance(values, dict):
+            yield RawValues(origin, error=error or "not a JSON object")
+            continue
+        if not checked:
+            require_columns(fields, label, origin, values)
+            checked = True
+        yield _row(fields, origin, values)
+
+
+def _json_lines(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
     for number, line in enumerate(_lines(path, label), start=1):
-        if isinstance(line, bytes) and not line.strip():
-            continue
         origin = f"{path.name}:{number}"
+        if line is None:
+            yield origin, None, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB"
+            continue
+        if not line.strip():
+            continue
         try:
-            values = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else None
+            yield origin, json.loads(line.decode("utf-8")), ""
         except UnicodeDecodeError:
-            yield RawValues(origin, error="not UTF-8 text")
-            continue
+            yield origin, None, "not UTF-8 text"
         except (ValueError, RecursionError) as error:
-            yield RawValues(origin, error=f"not JSON ({error})")
-            continue
-        if values is None and line is None:
-            yield RawValues(origin, error=f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
-        elif not isinstance(values, dict):
-            yield RawValues(origin, error="not a JSON object")
-        else:
-            if not checked:
-                _require_columns(fields, label, origin, list(values))
-                checked = True
-            yield _row(fields, origin, values)
+            yield origin, None, f"not JSON ({error})"
+
+
+def _json_array(path: Path, label: str) -> Iterator[tuple[str, Any, str]]:
+    """Values of an array, parsed one by one: the file may be larger than the memory."""
+    import ijson
+
+    try:
+        with _open(path) as file:
+            file.seek(_bom_length(file))
+            for number, value in enumerate(ijson.items(file, "item", use_float=True), start=1):
+                yield f"{path.name}:{number}", value, ""
+    except (OSError, EOFError, zlib.error, ijson.JSONError, UnicodeDecodeError) as error:
+        raise _unreadable(path, label, error) from None
+
+
+def _begins_with_a_list(path: Path, label: str) -> bool:
+    try:
+        with _open(path) as file:
+            file.seek(_bom_length(file))
+            while (byte := file.read(1)).isspace():
+                pass
+            return byte == b"["
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, label, error) from None
+
+
+def _bom_length(file: BinaryIO | gzip.GzipFile) -> int:
+    """Bytes of the byte order mark that a file begins with."""
+    return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
 
 
 def _lines(path: Path, label: str) -> Iterator[bytes | None]:
@@ -186,7 +221,7 @@ def _csv(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValue
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, strict=True)
             columns = next(rows, [])
-            _require_columns(fields, label, path.name, columns)
+            require_columns(fields, label, path.name, dict.fromkeys(columns, ""))
             for row in rows:
                 if row:  # an empty line is no row
                     # A row may span lines: it is named by its last one.
@@ -208,8 +243,9 @@ def _parquet(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawV
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            _require_columns(fields, label, path.name, file.schema_arrow.names)
-            for batch in file.iter_batches(batch_size=1024, columns=_columns(fields)):
+            require_columns(fields, label, path.name, arrow_columns(file.schema_arrow))
+            # A dotted name reads one field of a struct, and also a column of this very name.
+            for batch in file.iter_batches(batch_size=1024, columns=list(set(fields.values()))):
                 for values in batch.to_pylist():
                     number += 1
                     yield _row(fields, f"{path.name}:{number}", values)
@@ -230,23 +266,41 @@ def _datasets(source: DatasetsFolder, fields: Mapping[str, str], label: str) -> 
         data = data[source.split]
     elif source.split is not None:
         raise DataError(f"{path}: has no splits; remove {label}.split")
-    _require_columns(fields, label, str(path), data.column_names)
-    data = data.select_columns(_columns(fields))
+    columns = arrow_columns(data.features.arrow_schema)
+    require_columns(fields, label, str(path), columns)
+    # A whole struct is read for a field of it.
+    data = data.select_columns([name for name in columns if _reads(fields, name)])
     for number in range(len(data)):
         yield _row(fields, f"{path.name}:{number + 1}", dict(data[number]))
+
+
+def _reads(fields: Mapping[str, str], column: str) -> bool:
+    return any(name == column or name.startswith(f"{column}.") for name in fields.values())
 
 
 _FORMATS: Mapping[str, Callable[[Path, Mapping[str, str], str], Iterator[RawValues]]] = {
     "jsonl": _jsonl,
     "parquet": _parquet,
     "csv": _csv,
+    "json": _json,
 }
-_SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".csv": "csv"}
-"""Format of a file by the end of its name, in the order in which formats are preferred."""
+_SUFFIXES = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".csv": "csv",
+    ".json": "json",
+    ".json.gz": "json",
+}
+"""Format of a file by the end of its name."""
+_NOT_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+"""Files that describe a dataset."""
 
 
 def file_format(name: str) -> str:
     """Format of a file, by its name; empty where no reader reads it."""
+    if name.endswith(_NOT_DATA):
+        return ""
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), "")
 
 

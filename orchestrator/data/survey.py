@@ -34,13 +34,20 @@ def describe(pools: Pools) -> list[str]:
     return [f"data.{name}: {', '.join(_parts(pool))}" for name, pool in pools.items()]
 
 
-def data_metrics(pools: Pools) -> dict[str, float]:
-    """Rows that are used, and bad rows, of each pool."""
+def data_metrics(pools: Pools, refused: Mapping[str, int] | None = None) -> dict[str, float]:
+    """Rows of each pool that are used, that are bad, and that are left out for another reason.
+
+    Args:
+        pools: The pools of a run.
+        refused: Prompts that do not fit the model, by pool (`check_prompts`); None: they are among the bad rows.
+    """
     metrics = {}
     for name, pool in pools.items():
         metrics[f"data/{name}_rows"] = float(pool.rows)
         metrics[f"data/{name}_bad_rows"] = float(pool.bad_rows)
-    return metrics
+    if "eval" in pools:
+        metrics["data/eval_removed_rows"] = float(pools["eval"].left_out)
+    return metrics | {f"data/{name}_refused_rows": float(count) for name, count in (refused or {}).items()}
 
 
 def _parts(pool: Pool) -> list[str]:
@@ -56,7 +63,7 @@ def _parts(pool: Pool) -> list[str]:
 def _of_rollouts(spec: RolloutSpec) -> Pools:
     on_bad_row = spec.failures.on_bad_row
     texts = None if spec.data.ptx is None else load_texts(spec.data.ptx, on_bad_row)
-    return named(*load_pools(spec.data, on_bad_row), texts)
+    return named(*load_pools(spec.data, on_bad_row, plain=spec.model.plain), texts)
 
 
 def _of_examples(spec: OfflineSpec) -> Pools:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from orchestrator.data.prompts import MAX_REPORTED, BadRow, DataError, Pool, PromptSource, require_whole
+from orchestrator.data.conversations import BadRow, require_whole
+from orchestrator.data.prompts import MAX_REPORTED, DataError, Pool, PromptSource
 from orchestrator.data.readers import read_table
 from orchestrator.spec.sections import TextSource
 from workers.contract.roles import TableRef

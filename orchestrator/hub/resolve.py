@@ -215,7 +215,7 @@ def choose_files(source: HubFiles, names: Sequence[str]) -> list[str]:
     """
     readable = [name for name in sorted(names) if file_format(name)]
     if not readable:
-        raise NoFiles("name", f"{source.name} has no .parquet, .jsonl, .jsonl.gz or .csv files")
+        raise NoFiles("name", f"{source.name} has no .parquet, .jsonl, .jsonl.gz, .csv, .json or .json.gz files")
     if source.files:
         found = [name for name in readable if any(fnmatch.fnmatch(name, pattern) for pattern in source.files)]
         if not found:
@@ -238,7 +238,7 @@ def choose_files(source: HubFiles, names: Sequence[str]) -> list[str]:
     return found
 
 
-_PREFERENCE = ("parquet", "jsonl", "csv")
+_PREFERENCE = ("parquet", "jsonl", "csv", "json")
 
 
 def _of_split(names: Sequence[str], split: str) -> list[str]:

@@ -328,6 +328,25 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("data/ptx_rows", "count", "Texts of `data.ptx`.", "-"),
         Metric("data/train_bad_rows", "count", "Rows of `data.train` that cannot be used.", "0, or a few"),
         Metric("data/eval_bad_rows", "count", "Rows of `data.eval` that cannot be used.", "0, or a few"),
+        Metric(
+            "data/eval_removed_rows",
+            "count",
+            "Rows of `data.eval` that `data.held_out` removes: `data.train` has the same prompt.",
+            "0, or a few",
+        ),
+        Metric(
+            "data/train_refused_rows",
+            "count",
+            "Prompts of `data.train` that are too long or that the chat template does not render, among the first "
+            "20,000 (on rollouts; engines refuse them). Offline they are bad rows.",
+            "0, or a few",
+        ),
+        Metric(
+            "data/eval_refused_rows",
+            "count",
+            "As `data/train_refused_rows`, of `data.eval`.",
+            "0, or a few",
+        ),
         Metric("data/ptx_bad_rows", "count", "Rows of `data.ptx` that cannot be used.", "0, or a few"),
     ),
     "Ledger": (

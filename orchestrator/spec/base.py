@@ -148,6 +148,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         """What the spec names and this machine does not have: models, data, libraries."""
         return [
             *preflight.missing_models(self.models()),
+            *preflight.missing_templates(self.models()),
             *preflight_models.wrong_kinds(self.models(), self.trains),
             *preflight.too_long(self.models(), self.sequence_lengths()),
             *preflight.missing_data(self.data_sources()),

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from orchestrator.spec.preflight import Finding
-from orchestrator.spec.sections import BaseEvaluation, RoleName, TrainerRole
-from workers.contract.config import Frozen
+from orchestrator.spec.sections import BaseEvaluation, PromptText, RoleName, TrainerRole
+from workers.contract.config import Frozen, ModelConfig
 
 INSIDE_ANOTHER = (
     *("workers", "min_workers", "max_workers", "cpus", "gpus", "accelerator", "node_labels", "strategy"),
     *("micro_batch_tokens", "threads"),
 )
 """Fields that have no effect in a role inside another role's workers."""
+
+_READ_TOKENS = ("roles.critic.model", "roles.reference.model")
+"""Sections of models that render no conversation."""
 
 
 def changed(section: Frozen, field: str) -> bool:
@@ -38,3 +41,21 @@ def evaluation_problems(evaluation: BaseEvaluation, has_data: bool) -> Iterator[
         yield "evaluation", "needs data.eval"
     if not (evaluation.every_steps or evaluation.at_start or evaluation.at_end):
         yield "evaluation", "never runs: set every_steps, at_start or at_end, or remove the section"
+
+
+def template_problems(
+    models: Mapping[str, ModelConfig], prompts: Mapping[str, PromptText], *, plain: bool
+) -> Iterator[Finding]:
+    """Chat templates of models that read tokens, and system messages without a chat template.
+
+    Args:
+        models: The models of a spec by the path of their section.
+        prompts: The sections with prompts, by their path.
+        plain: Whether the trained model has no chat template.
+    """
+    for section in _READ_TOKENS:
+        if section in models and models[section].chat_template is not None:
+            yield f"{section}.chat_template", "has no effect: this model reads the policy's tokens; remove it"
+    for section, source in prompts.items():
+        if plain and source.system:
+            yield f"{section}.system", "model.chat_template none has no system message; put the words in template"

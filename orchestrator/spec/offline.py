@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ from orchestrator.spec.sections import (
     CsvFile,
     DatasetsFolder,
     HubFiles,
+    JsonFile,
     JsonlFile,
     ParquetFile,
     PromptText,
@@ -64,14 +65,21 @@ class OfflineSchedule(BaseSchedule):
 class _Examples(PromptText):
     """The columns of a table of examples."""
 
-    prompt: str = "prompt"
-    """Column with the prompt: text, or a list of messages with `role` and `content`."""
+    prompt: str | None = "prompt"
+    """Column with the prompt: text, or a list of messages with `role` and `content`. null (reward_model, dpo, ipo,
+    orpo, rrhf): the answers are whole conversations, and what they have in common at the beginning is the prompt."""
     response: str = "response"
-    """Column with the response (sft, kto)."""
+    """Column with the response (sft, kto): text, or a list of messages that begins and ends with the assistant's."""
+    messages: str | None = None
+    """Column with whole conversations (sft, kto) in the place of `prompt` and `response`: lists of messages, the last
+    one the assistant's."""
+    loss_on: Literal["all", "last"] = "all"
+    """Turns of the assistant in `messages` that have a loss: `all`, or only the `last`, as the response to all before
+    it."""
     chosen: str = "chosen"
-    """Column with the better answer (reward_model, dpo, ipo, orpo)."""
+    """Column with the better answer (reward_model, dpo, ipo, orpo): text, or a list of messages."""
     rejected: str = "rejected"
-    """Column with the worse answer (reward_model, dpo, ipo, orpo)."""
+    """Column with the worse answer (reward_model, dpo, ipo, orpo): text, or a list of messages."""
     margin: str | None = None
     """Column with how much better the better answer is (reward_model); null: there is none."""
     answers: str | None = None
@@ -85,6 +93,10 @@ class _Examples(PromptText):
 
 class JsonlExamples(_Examples, JsonlFile):
     """A file with one JSON object per line."""
+
+
+class JsonExamples(_Examples, JsonFile):
+    """A file with one JSON array of objects."""
 
 
 class ParquetExamples(_Examples, ParquetFile):
@@ -104,7 +116,7 @@ class HubExamples(_Examples, HubFiles):
 
 
 ExampleSource = Annotated[
-    JsonlExamples | ParquetExamples | CsvExamples | DatasetsExamples | HubExamples,
+    JsonlExamples | JsonExamples | ParquetExamples | CsvExamples | DatasetsExamples | HubExamples,
     Field(discriminator="kind"),
 ]
 
@@ -239,7 +251,8 @@ class OfflineSpec(RunSpec, frozen=True):
         overrides = super().with_model(path)
         reference = self.roles.reference
         if reference is not None and reference.model is None:
-            overrides.append(f"roles.reference.model={self.model.model_dump_json()}")
+            model = self.model.model_copy(update={"chat_template": None})  # a reference reads tokens
+            overrides.append(f"roles.reference.model={model.model_dump_json()}")
         return overrides
 
 
@@ -251,11 +264,19 @@ def data_format(spec: OfflineSpec, source: ExampleSource) -> DataFormat:
 
 def columns(format_: DataFormat, source: ExampleSource) -> dict[str, str]:
     """Column of each field that rows of this format have."""
+    response: dict[str, str | None] = {"prompt": source.prompt, "response": source.response}
+    if source.messages is not None:
+        response = {"messages": source.messages}
     named: dict[DataFormat, dict[str, str | None]] = {
-        "demonstrations": {"response": source.response},
-        "pairs": {"chosen": source.chosen, "rejected": source.rejected, "margin": source.margin},
-        "ranked": {"answers": source.answers or "answers", "scores": source.scores},
-        "labelled": {"response": source.response, "label": source.label},
+        "demonstrations": response,
+        "pairs": {
+            "prompt": source.prompt,
+            "chosen": source.chosen,
+            "rejected": source.rejected,
+            "margin": source.margin,
+        },
+        "ranked": {"prompt": source.prompt, "answers": source.answers or "answers", "scores": source.scores},
+        "labelled": response | {"label": source.label},
     }
-    fields = {"prompt": source.prompt, **named[format_]}
+    fields = named[format_]
     return {name: column for name, column in fields.items() if column is not None}

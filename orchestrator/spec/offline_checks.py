@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.spec.checks import INSIDE_ANOTHER, changed, evaluation_problems, trainer_problems
+from orchestrator.spec.checks import INSIDE_ANOTHER, changed, evaluation_problems, template_problems, trainer_problems
 from orchestrator.spec.offline import OfflineSpec, columns, data_format
 from orchestrator.spec.preflight import Finding
 from orchestrator.spec.sections import ReferenceRole
@@ -15,7 +15,7 @@ def find_problems(spec: OfflineSpec) -> list[Finding]:
     return [finding for check in _CHECKS for finding in check(spec)]
 
 
-_COLUMNS = ("response", "chosen", "rejected", "margin", "answers", "scores", "label")
+_COLUMNS = ("prompt", "response", "messages", "chosen", "rejected", "margin", "answers", "scores", "label")
 
 
 def _roles(spec: OfflineSpec) -> Iterator[Finding]:
@@ -90,6 +90,12 @@ def _data(spec: OfflineSpec) -> Iterator[Finding]:
         read = {*columns(format_, source), *({"answers", "scores"} if format_ == "ranked" else ())}
         if spec.trains != "reward_model":
             read.discard("margin")
+        if source.prompt is None:  # the prompt is in the conversations
+            read.add("prompt")
+            if "response" in read:
+                yield f"data.{split}.prompt", "is required; a column with whole conversations is named by messages"
+        if source.loss_on != "all" and source.messages is None:
+            yield f"data.{split}.loss_on", "has no effect without messages; remove it"
         for name in _COLUMNS:
             if name not in read and dict(source)[name] != type(source).model_fields[name].default:
                 yield f"data.{split}.{name}", f"{spec.row.name} on {format_} does not use it; remove it"
@@ -97,9 +103,20 @@ def _data(spec: OfflineSpec) -> Iterator[Finding]:
             yield f"data.{split}.scores", f"is required: {spec.row.name} compares answers by their scores"
 
 
+def _template(spec: OfflineSpec) -> Iterator[Finding]:
+    splits = {"data.train": spec.data.train, "data.eval": spec.data.eval}
+    prompts = {name: source for name, source in splits.items() if source is not None}
+    yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
+    for name, source in prompts.items():
+        if spec.model.plain and source.messages is not None:
+            yield f"{name}.messages", "conversations need a chat template, and model.chat_template is none"
+        if spec.model.plain and source.prompt is None and source.messages is None:
+            yield f"{name}.prompt", "conversations need a chat template, and model.chat_template is none"
+
+
 def _evaluation(spec: OfflineSpec) -> Iterator[Finding]:
     if spec.evaluation is not None:
         yield from evaluation_problems(spec.evaluation, spec.data.eval is not None)
 
 
-_CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _evaluation)
+_CHECKS = (_roles, _algorithm, _schedule, _lengths, _devices, _data, _template, _evaluation)

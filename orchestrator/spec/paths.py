@@ -8,8 +8,9 @@ from typing import Any
 
 from orchestrator.spec.hub_names import is_hub_name
 from orchestrator.spec.stages import STAGE
+from workers.contract.config import NO_TEMPLATE
 
-_PATH_FIELDS = frozenset({"path", "folder"})
+_PATH_FIELDS = frozenset({"path", "folder", "chat_template"})
 """Names of the spec's fields that hold a path."""
 _MODEL = "model"
 """Key of every section whose `path` may also be a name on the hub."""
@@ -30,9 +31,10 @@ def absolute_paths(document: dict[str, Any], root: Path | None = None) -> dict[s
             return {k: v if k == "args" else walk(v, k, key) for k, v in value.items()}
         if isinstance(value, list):
             return [walk(v, key, section) for v in value]
-        if key not in _PATH_FIELDS or not isinstance(value, str) or value.startswith(STAGE):
+        if key not in _PATH_FIELDS or not isinstance(value, str) or _is_word(key, value):
             return value
-        return value if section == _MODEL and is_hub_name(value, start) else str(start / value)
+        on_hub = key == "path" and section == _MODEL and is_hub_name(value, start)
+        return value if on_hub else str(start / value)
 
     return walk(document, "", "")
 
@@ -46,7 +48,12 @@ def path_fields(node: Any, field: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(node, list):
         for index, value in enumerate(node):
             yield from path_fields(value, f"{field}.{index}")
-    elif isinstance(node, str) and field.rpartition(".")[2] in _PATH_FIELDS and not node.startswith(STAGE):
-        on_hub = field.split(".")[-2:-1] == [_MODEL] and is_hub_name(node)
+    elif isinstance(node, str) and (name := field.rpartition(".")[2]) in _PATH_FIELDS and not _is_word(name, node):
+        on_hub = name == "path" and field.split(".")[-2:-1] == [_MODEL] and is_hub_name(node)
         if not on_hub:
             yield field, node
+
+
+def _is_word(field: str, value: str) -> bool:
+    """Whether the field holds a word that stands for something else than a path."""
+    return value == NO_TEMPLATE if field == "chat_template" else value.startswith(STAGE)

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from orchestrator.errors import nearest
 from orchestrator.spec.hub_names import is_hub_name
-from workers.contract.config import ModelConfig
+from workers.contract.config import NO_TEMPLATE, ModelConfig
 
 RESOLVED_SPEC = "spec.yaml"
 """File in a run's folder that holds its spec as it is now, with every default written out."""
@@ -48,6 +49,15 @@ def missing_models(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
     for section, model in models.items():
         if not is_hub_name(model.path) and (wrong := model_folder(Path(model.path))):
             yield f"{section}.path", wrong
+
+
+def missing_templates(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+    """Files of chat templates that do not exist, by the path of their field."""
+    for section, model in models.items():
+        path = model.chat_template
+        if path is not None and not model.plain and not Path(path).is_file():
+            hint = nearest(path, (NO_TEMPLATE,))
+            yield f"{section}.chat_template", f"no such file: {path}" + (f" ({hint})" if hint else "")
 
 
 def model_folder(folder: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from orchestrator.algorithms import section as algorithms
 from orchestrator.errors import nearest
-from orchestrator.spec.checks import INSIDE_ANOTHER, changed, evaluation_problems, trainer_problems
+from orchestrator.spec.checks import INSIDE_ANOTHER, changed, evaluation_problems, template_problems, trainer_problems
 from orchestrator.spec.preflight import Finding
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.spec.sections import ReasoningGymSource, RolloutRole
@@ -318,6 +318,8 @@ def _data(spec: RolloutSpec) -> Iterator[Finding]:
             yield from _candidates(spec, split)
     if spec.data.curriculum is not None and spec.data.curriculum.component is not None:
         yield from _component(spec, "data.curriculum.component", spec.data.curriculum.component)
+    prompts = {f"data.{split}": source for split, source in sources.items() if source is not None}
+    yield from template_problems(spec.models(), prompts, plain=spec.model.plain)
     train, held = sources["train"], sources["eval"]
     if isinstance(train, ReasoningGymSource) and isinstance(held, ReasoningGymSource) and train.seed == held.seed:
         yield "data.eval.seed", f"must differ from data.train.seed, {train.seed}: the tasks would be the same"

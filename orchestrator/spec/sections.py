@@ -225,6 +225,13 @@ class JsonlFile(_Located):
     """A file with one JSON object per line; `.gz`: compressed."""
 
 
+class JsonFile(_Located):
+    """A file with one JSON array of objects."""
+
+    kind: Literal["json"]
+    """A file with one JSON array of objects, or with one object per line; `.gz`: compressed."""
+
+
 class CsvFile(_Located):
     """A CSV file whose first line names the columns."""
 
@@ -252,7 +259,8 @@ class HubFiles(Frozen):
     """Files of a dataset on the Hugging Face hub."""
 
     kind: Literal["hub"]
-    """Parquet, JSONL (`.jsonl`, `.jsonl.gz`) or CSV files of a dataset on the Hugging Face hub."""
+    """Parquet, JSONL (`.jsonl`, `.jsonl.gz`), CSV or JSON (`.json`, `.json.gz`) files of a dataset on the Hugging Face
+    hub."""
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}$")
     """Name of the dataset, `org/name`."""
     revision: str | None = Field(default=None, min_length=1)
@@ -286,6 +294,10 @@ class JsonlSource(_Prompts, JsonlFile):
     """A file with one JSON object per line."""
 
 
+class JsonSource(_Prompts, JsonFile):
+    """A file with one JSON array of objects."""
+
+
 class ParquetSource(_Prompts, ParquetFile):
     """A Parquet file."""
 
@@ -317,6 +329,10 @@ class JsonlTexts(_Texts, JsonlFile):
     """A file with one JSON object per line."""
 
 
+class JsonTexts(_Texts, JsonFile):
+    """A file with one JSON array of objects."""
+
+
 class ParquetTexts(_Texts, ParquetFile):
     """A Parquet file."""
 
@@ -334,7 +350,7 @@ class HubTexts(_Texts, HubFiles):
 
 
 TextSource = Annotated[
-    JsonlTexts | ParquetTexts | CsvTexts | DatasetsTexts | HubTexts,
+    JsonlTexts | JsonTexts | ParquetTexts | CsvTexts | DatasetsTexts | HubTexts,
     Field(discriminator="kind"),
 ]
 
@@ -364,7 +380,7 @@ class ReasoningGymSource(PromptText):
 
 
 DataSource = Annotated[
-    JsonlSource | ParquetSource | CsvSource | DatasetsSource | HubSource | ReasoningGymSource,
+    JsonlSource | JsonSource | ParquetSource | CsvSource | DatasetsSource | HubSource | ReasoningGymSource,
     Field(discriminator="kind"),
 ]
 

@@ -27,8 +27,8 @@ from orchestrator.capacity.placement import Placement, Seat
 from orchestrator.cli import worker_classes
 from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
+from orchestrator.data.conversations import chat_messages
 from orchestrator.data.examples import load_examples
-from orchestrator.data.prompts import chat_messages
 from orchestrator.launcher import RunContext, WorkerLauncher, Workers
 from orchestrator.offline_run import OfflineRun
 from orchestrator.reporting.console import Console

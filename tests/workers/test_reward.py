@@ -220,6 +220,15 @@ def test_without_a_chat_template_the_vocabulary_must_be_the_same(tmp_path: Path)
         model.encode(rollouts(["four"], ids=[[50_000]]))
 
 
+def test_a_chat_template_of_the_spec_replaces_the_reward_model_s_own(tmp_path: Path) -> None:
+    path, words = save_reward_model(tmp_path / "model", list(reversed(WORDS)), template=None), list(reversed(WORDS))
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }} <eos> {% endfor %}")
+    for chosen, said in ((str(tmp_path / "own.jinja"), "one <eos> two three <eos>"), ("none", "one two three")):
+        model = RewardModel(ModelConfig(path=path, dtype="float32", chat_template=chosen), 64, "cpu")
+        table = rollouts([" two three"], ids=[[5, 6]])
+        assert model.encode(table) == [[words.index(word) for word in said.split()]]
+
+
 def test_a_sample_the_model_cannot_take_fails_alone(tmp_path: Path) -> None:
     model = reward_model(save_reward_model(tmp_path))
     short, long = model.score(rollouts(["a", "b"], ids=[[4], [5] * 40]))

@@ -29,6 +29,10 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises a lower temperature above 0 to this one, and the trainer would divide its logits by another number."""
 
 
+NO_TEMPLATE = "none"
+"""`model.chat_template` of a model without one."""
+
+
 class Frozen(BaseModel):
     """Base of every configuration model: immutable, and an unknown key is an error."""
 
@@ -49,6 +53,15 @@ class ModelConfig(Frozen):
     the log-probs of sampler and trainer nearer to each other. Without effect in float32."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Leave it off unless you trust that code."""
+    chat_template: str | None = Field(default=None, min_length=1)
+    """Jinja file with the chat template to use in the place of the tokenizer's, also in exports; `none`: no template,
+    so that a prompt is the text as it stands, after what the tokenizer puts before a text (such as a BOS token); null:
+    the tokenizer's own."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is no chat template: prompts and responses are texts."""
+        return self.chat_template == NO_TEMPLATE
 
     @property
     def computes_float32_logits(self) -> bool:

@@ -12,7 +12,7 @@ from workers.contract.messages import IDENTITY, SCHEMA_METADATA, TrainSummary
 EXAMPLE_TEXTS = pa.schema(
     [
         pa.field("messages", pa.string(), nullable=False),  # JSON, as in PROMPTS
-        pa.field("responses", pa.list_(pa.string()), nullable=False),  # best first
+        pa.field("responses", pa.list_(pa.string()), nullable=False),  # best first; JSON, the turns after them
         pa.field("scores", pa.list_(pa.float64()), nullable=False),  # one per response; none: the order is strict
         pa.field("margin", pa.float64(), nullable=False),  # of a pair; 0 where the data has none
         pa.field("desirable", pa.bool_(), nullable=False),  # of a labelled response; True otherwise

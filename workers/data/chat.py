@@ -6,6 +6,8 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
+from workers.data.tokenizer import render, token_ids
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -41,13 +43,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: str, longest: in
     except UnicodeEncodeError as error:
         raise PromptRefused("the prompt has a lone surrogate, which is not valid text") from error
     try:
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(str(text), add_special_tokens=False)["input_ids"]
+        ids = token_ids(tokenizer, render(tokenizer, turns, open_turn=True))
     except Exception as error:  # a chat template can raise anything
         raise PromptRefused(f"{type(error).__name__}: {error}") from error
-    if not isinstance(ids, list) or not 1 <= len(ids) <= longest:
-        count = len(ids) if isinstance(ids, list) else 0
-        raise PromptRefused(f"the prompt has {count} tokens; 1 to {longest} fit besides the longest response")
+    if not 1 <= len(ids) <= longest:
+        raise PromptRefused(f"the prompt has {len(ids)} tokens; 1 to {longest} fit besides the longest response")
     return ids
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from workers.contract.messages import TrainRow, identities
 from workers.contract.offline_config import ExampleConfig
 from workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
 from workers.data.chat import PromptRefused, encode_prompt
+from workers.data.tokenizer import render, token_ids
 from workers.models.token_batch import TokenBatch, TokenTable, ragged
 
 if TYPE_CHECKING:
@@ -46,21 +48,73 @@ def encode_response(
     Raises:
         ExampleRefused: neither template nor tokenizer defines how a turn ends, or the template fails.
     """
-    turns = json.loads(messages)
+    said = json.loads(messages)
+    return _encode_reply(tokenizer, said, prompt_ids, response, trim=False)[1]
+
+
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], turns: Sequence[dict[str, str]]
+) -> tuple[list[int], list[bool]]:
+    """Token ids of the turns that follow `messages`, and a loss mask: True for the assistant's.
+
+    Each of the assistant's turns is encoded as a response to all before it (`encode_response`). What lies between two
+    of them, such as the user's turn and the opening of the next, is what the chat template renders there.
+
+    Raises:
+        ExampleRefused: the chat template renders a turn differently once others follow it, or see `encode_response`.
+    """
+    said = json.loads(messages)
+    ids: list[int] = []
+    mask: list[bool] = []
+    text = ""
+    for place, turn in enumerate(turns, start=1):
+        if turn["role"] == "assistant":
+            before = [*prompt_ids, *ids]
+            if ids:
+                opened = _render(tokenizer, said, open_turn=True)
+                if not opened.startswith(text):
+                    raise ExampleRefused(
+                        "the chat template renders earlier turns differently when others follow: no text of the whole "
+                        "conversation has the tokens that were sampled (sft, kto: loss_on: last trains the last turn)"
+                    )
+                between = _continuation(tokenizer, text, before, opened.removeprefix(text))
+                ids, mask = [*ids, *between], [*mask, *(False for _ in between)]
+                before += between
+            text, reply = _encode_reply(tokenizer, said, before, turn["content"], trim=place < len(turns))
+            ids, mask = [*ids, *reply], [*mask, *(True for _ in reply)]
+        said = [*said, turn]
+    return ids, mask
+
+
+def _encode_reply(
+    tokenizer: PreTrainedTokenizerBase, said: list[dict[str, str]], before: Sequence[int], response: str, *, trim: bool
+) -> tuple[str, list[int]]:
+    """Text of the conversation up to the end of the response's turn, and the response's tokens after `before`.
+
+    With `trim` the response loses the white space around it where the chat template removes it.
+    """
+    opened = _render(tokenizer, said, open_turn=True)
+    closed = _render(tokenizer, [*said, {"role": "assistant", "content": response}], open_turn=False)
+    if trim and response not in closed.removeprefix(opened):
+        response = response.strip()
+    text = response + _closing(tokenizer, opened, closed, response)
+    return opened + text, _continuation(tokenizer, opened, before, text)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, open_turn: bool) -> str:
     try:
-        opened = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-        said = [*turns, {"role": "assistant", "content": response}]
-        closed = str(tokenizer.apply_chat_template(said, tokenize=False))
-        text = response + _closing(tokenizer, opened, closed, response)
-        whole: Any = tokenizer(opened + text, add_special_tokens=False)["input_ids"]
-        if whole[: len(prompt_ids)] == list(prompt_ids):
-            return whole[len(prompt_ids) :]
-        alone: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return alone
-    except ExampleRefused:
-        raise
+        return render(tokenizer, messages, open_turn=open_turn)
     except Exception as error:  # a chat template can raise anything
         raise ExampleRefused(f"{type(error).__name__}: {error}") from error
+
+
+def _continuation(tokenizer: PreTrainedTokenizerBase, before: str, before_ids: Sequence[int], text: str) -> list[int]:
+    """Tokens of a text that follows another; it is tokenized alone where the two would merge."""
+    whole = token_ids(tokenizer, before + text)
+    if whole[: len(before_ids)] == list(before_ids):
+        return whole[len(before_ids) :]
+    alone: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return alone
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase, opened: str, closed: str, response: str) -> str:
@@ -101,15 +155,12 @@ def tokenize(
     usable = refused = tokens = 0
     for example in texts.to_pylist():
         try:
-            prompt_ids, responses = _encode(tokenizer, example, config)
+            prompt_ids, responses, masks = _encode(tokenizer, example, config)
         except (PromptRefused, ExampleRefused) as error:
             refused += 1
             if len(problems) < MAX_REPORTED:
                 problems.append(f"{example['origin']}: {error}")
             continue
-        masks = [[True] * len(ids) for ids in responses]
-        if config.from_divergence:
-            masks = divergence_masks(responses)
         # Without scores the responses are best first, and none are tied.
         scores = example["scores"] or [-float(place) for place in range(len(responses))]
         for member, (ids, mask) in enumerate(zip(responses, masks, strict=True)):
@@ -130,10 +181,12 @@ def tokenize(
 
 def _encode(
     tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], config: ExampleConfig
-) -> tuple[list[int], list[list[int]]]:
-    """Prompt ids, and the ids of every response. Raises PromptRefused, ExampleRefused."""
-    prompt_ids = encode_prompt(tokenizer, example["messages"], config.max_length - 1)
-    responses = [encode_response(tokenizer, example["messages"], prompt_ids, text) for text in example["responses"]]
+) -> tuple[list[int], list[list[int]], list[list[bool]]]:
+    """Prompt ids, and the ids and the loss mask of every response. Raises PromptRefused, ExampleRefused."""
+    messages = example["messages"]
+    prompt_ids = encode_prompt(tokenizer, messages, config.max_length - 1)
+    encoded = [encode_turns(tokenizer, messages, prompt_ids, json.loads(turns)) for turns in example["responses"]]
+    responses, masks = [ids for ids, _ in encoded], [mask for _, mask in encoded]
     longest = len(prompt_ids) + max(map(len, responses))
     if longest > config.max_length:
         raise ExampleRefused(f"prompt and response have {longest} tokens, more than {config.max_length}")
@@ -145,7 +198,9 @@ def _encode(
         )
     if len({tuple(ids) for ids in responses}) < len(responses):
         raise ExampleRefused("two responses have the same tokens and cannot be compared")
-    return prompt_ids, responses
+    if config.from_divergence:
+        masks = [list(map(operator.and_, *pair)) for pair in zip(masks, divergence_masks(responses), strict=True)]
+    return prompt_ids, responses, masks
 
 
 def assemble(picks: Picks, examples: pa.Table, config: ExampleConfig) -> tuple[ExampleBatchSummary, pa.Table]:
@@ -181,8 +236,8 @@ def _with_mismatched(batch: pa.Table, max_length: int) -> pa.Table:
     rows = batch.to_pylist()
     both = []
     for number, row in enumerate(rows):
-        response = rows[number - 1]["response_ids"][: max(1, max_length - len(row["prompt_ids"]))]
-        other = {"sample_index": 1, "response_ids": response, "loss_mask": [True] * len(response)}
+        other, longest = rows[number - 1], max(1, max_length - len(row["prompt_ids"]))
+        other = {"sample_index": 1} | {name: other[name][:longest] for name in ("response_ids", "loss_mask")}
         both += [row, row | other | {"score": row["score"] - 1.0}]
     return pa.Table.from_pylist(both, schema=EXAMPLE_BATCH)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from workers.contract.config import Device, ModelConfig
+from workers.data.tokenizer import load_tokenizer, render, token_ids
 from workers.models.cpu import use_onednn
 from workers.models.modeling import torch_dtype
 from workers.rewards.runner import Outcome
@@ -33,7 +34,7 @@ class RewardModel:
         labels = AutoConfig.from_pretrained(config.path, **source).num_labels
         if labels != 1:
             raise ValueError(f"{config.path}: a reward model needs exactly one label, got {labels}")
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(config.path, **source)
+        self.tokenizer: Any = load_tokenizer(config)
         model, report = AutoModelForSequenceClassification.from_pretrained(
             config.path, dtype=torch_dtype(config.dtype), use_safetensors=True, output_loading_info=True, **source
         )
@@ -84,27 +85,26 @@ class RewardModel:
             if self.tokenizer.chat_template is None:
                 if not self._reads(response_ids, row["response"]):
                     raise ValueError(
-                        "the reward model's vocabulary differs from the policy's, and it has no chat template"
+                        "the reward model's vocabulary differs from the policy's, and it has no chat template: "
+                        "set roles.reward.model.chat_template"
                     )
                 sequences.append(prompt_ids + response_ids)
                 continue
             if messages not in rendered:
-                rendered[messages] = self._render(json.loads(messages), add_generation_prompt=True)
+                rendered[messages] = self._render(json.loads(messages), open_turn=True)
             if rendered[messages] == prompt_ids:
                 sequences.append(prompt_ids + response_ids)
             else:
                 reply = {"role": "assistant", "content": row["response"]}
-                sequences.append(self._render([*json.loads(messages), reply], add_generation_prompt=False))
+                sequences.append(self._render([*json.loads(messages), reply], open_turn=False))
         return sequences
 
     def gpu_peak(self) -> int:
         """Peak bytes that torch has allocated on the model's GPU; 0 on the CPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True
-        )["input_ids"]
+    def _render(self, messages: list[dict[str, str]], *, open_turn: bool) -> list[int]:
+        return token_ids(self.tokenizer, render(self.tokenizer, messages, open_turn=open_turn))
 
     def _reads(self, ids: Sequence[int], text: str) -> bool:
         known = max(ids, default=0) < self.vocab_size

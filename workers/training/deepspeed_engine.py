@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from workers.contract.config import Device, TrainerConfig
+from workers.contract.config import Device, ModelConfig, TrainerConfig
+from workers.data.tokenizer import copy_tokenizer
 from workers.models.cpu import return_freed
 from workers.models.modeling import ModelModule
 from workers.models.trials import check_deterministic
@@ -37,7 +37,6 @@ Forward = Callable[..., Any]
 _TAG = "state"
 _ADAM = ("betas", "eps", "weight_decay")
 """Settings of a parameter group of AdamW that the configuration decides; the learning rate is set at every update."""
-_UNCOPIED = {"config.json", "generation_config.json"}
 
 logger = logging.getLogger(__name__)
 
@@ -277,21 +276,18 @@ class TrainEngine:
             torch.cuda.set_rng_state(state["cuda_rng"])
         return len(files)
 
-    def export(self, directory: str, source: str) -> None:
-        """Write a Hugging Face folder (safetensors, configuration) with the tokenizer files of the folder `source`."""
+    def export(self, directory: str, source: ModelConfig) -> None:
+        """Write a Hugging Face folder (safetensors, configuration) with the tokenizer of the model `source`."""
         weights = {}
         for name, tensor in self.named_weights():
             if dist.get_rank() == 0:
                 weights[name] = tensor.to("cpu", copy=True)
         if dist.get_rank() == 0:
             self._model.save_pretrained(directory, state_dict=weights)
-            for file in Path(source).iterdir():
-                side_file = file.suffix in {".json", ".jinja", ".txt", ".model", ".py"}
-                if side_file and file.name not in _UNCOPIED and not file.name.endswith(".index.json"):
-                    shutil.copy(file, directory)
+            copy_tokenizer(source, Path(directory))
         dist.barrier()
 
-    def export_average(self, directory: str, source: str) -> None:
+    def export_average(self, directory: str, source: ModelConfig) -> None:
         """Like `export`, with the moving average of the weights. Raises RuntimeError if `ema_decay` is 0."""
         if not self._average:
             raise RuntimeError("there is no moving average of the weights: ema_decay is 0")

@@ -11,7 +11,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from workers.algorithms.policy_loss import LossOutput
 from workers.contract.arrow import pickle_tables
-from workers.contract.config import Device, Rendezvous
+from workers.contract.config import Device, ModelConfig, Rendezvous
 from workers.contract.memory import resident_peak
 from workers.contract.messages import Peak, UpdateMetrics, WorkerHealth
 from workers.training.deepspeed_engine import StepResult, TrainEngine
@@ -21,11 +21,11 @@ from workers.training.group import all_reduce, join_group, leave_group, own_addr
 class TrainingRank:
     """One process of a training group. Methods that use the model are collective: all ranks call them in one order."""
 
-    def __init__(self, name: str, device: Device, model_path: str, seed: int, threads: int) -> None:
+    def __init__(self, name: str, device: Device, model: ModelConfig, seed: int, threads: int) -> None:
         pickle_tables()
         self._name = name
         self._device: Device = device
-        self._model_path = model_path
+        self._source = model
         self._seed = seed
         self._threads = threads
         self._version = 0
@@ -63,11 +63,11 @@ class TrainingRank:
 
     def export(self, directory: str) -> None:
         """Write a Hugging Face folder with the current weights."""
-        self.engine.export(directory, self._model_path)
+        self.engine.export(directory, self._source)
 
     def export_average(self, directory: str) -> None:
         """Write a Hugging Face folder with the moving average of the weights."""
-        self.engine.export_average(directory, self._model_path)
+        self.engine.export_average(directory, self._source)
 
     def health(self) -> WorkerHealth:
         """Health of the worker."""

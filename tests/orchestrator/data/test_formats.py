@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from orchestrator.data.prompts import DataError, PromptPool, load_pool
-from orchestrator.spec.sections import DataSource
+from orchestrator.data.readers import read_table
+from orchestrator.spec.sections import DataSource, JsonSource
 
 
 def source(**fields: Any) -> DataSource:
@@ -90,3 +92,52 @@ def test_the_files_of_a_dataset_are_read_one_after_another_up_to_the_limit(tmp_p
     data = {"kind": "hub", "name": "acme/words", "files": names}
     assert prompts(load_pool(source(**data))) == ["p0", "p1", "j", "c"]
     assert prompts(load_pool(source(**data, limit=3))) == ["p0", "p1", "j"]
+
+
+def json_rows(folder: Path, content: str | bytes, name: str = "rows.json") -> PromptPool:
+    path = folder / name
+    data = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return load_pool(source(kind="json", path=str(path)))
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz"])
+def test_a_json_array_is_read_row_by_row(tmp_path: Path, name: str) -> None:
+    rows: list[Any] = [{"prompt": "é", "answer": 0.5, "more": {"a": [1]}}, 7, {"prompt": "b", "answer": 3}]
+    for text in (json.dumps(rows), json.dumps(rows, indent=2, ensure_ascii=False), "\ufeff \n" + json.dumps(rows)):
+        pool = json_rows(tmp_path, text, name)
+        assert prompts(pool) == ["é", "b"]
+        assert pool.table.column("answer").to_pylist() == ["0.5", "3"]
+        assert pool.table.column("origin").to_pylist() == [f"{name}:1", f"{name}:3"]
+        assert pool.problems == (f"{name}:2: not a JSON object",)
+
+
+def test_json_lines_under_the_name_json_are_read_too(tmp_path: Path) -> None:
+    assert prompts(json_rows(tmp_path, '{"prompt": "a", "answer": ""}\n{"prompt": "b", "answer": ""}\n')) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "content", ['[{"prompt": "a", "answer": ""},', '[{"prompt": "a" "b"}]', b'[{"prompt": "\xff"}]']
+)
+def test_a_damaged_json_array_is_named(tmp_path: Path, content: str | bytes) -> None:
+    with pytest.raises(DataError, match=r"rows\.json: cannot be read \(.+\); see data\.train\.path$"):
+        json_rows(tmp_path, content)
+
+
+def test_an_empty_json_file_has_no_rows(tmp_path: Path) -> None:
+    for content in ("", "[]", " \n"):
+        with pytest.raises(DataError, match=r"data\.train: there are no rows"):
+            json_rows(tmp_path, content)
+
+
+def test_the_memory_of_a_json_array_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    row = json.dumps({"prompt": "p", "answer": "", "notes": "x" * 10_000})
+    path = tmp_path / "rows.json"
+    path.write_text(f"[{','.join([row] * 2_000)}]")
+    rows = read_table(JsonSource(kind="json", path=str(path)), {"prompt": "prompt"}, "data.train")
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in rows) == 2_000
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 10
+    finally:
+        tracemalloc.stop()

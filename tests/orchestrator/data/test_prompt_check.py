@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.prompt_check import PROMPTS, PromptCheck, check_prompts
+from orchestrator.data.prompt_check import PROMPTS, PromptCheck, _Room, check_prompts, judge
 from orchestrator.data.survey import read_pools
 from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
+from workers.data.prompt_probe import measure
 
 
 @pytest.fixture
@@ -31,19 +32,21 @@ def check(model: Path, name: str, prompts: list[str], *overrides: str) -> Prompt
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = [f"model.path={model}", f"data.train={{kind: jsonl, path: {data}}}", *overrides]
     spec = plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", sets))[0].spec
-    return check_prompts(spec, read_pools(spec)["train"])
+    return check_prompts(spec, read_pools(spec))
 
 
 LENGTHS = ("roles.rollout.max_model_len=128", "sampling.max_tokens=64")
 
 
 def test_prompts_with_room_are_not_mentioned(model: Path) -> None:
-    assert check(model, "tiny-grpo", ["Say a.", "Say b."], *LENGTHS) == PromptCheck()
+    assert check(model, "tiny-grpo", ["Say a.", "Say b."], *LENGTHS) == PromptCheck(refused={"train": 0})
 
 
 def test_long_prompts_are_counted_and_refused_where_all_are(model: Path) -> None:
     long = " ".join(["word"] * 90)
-    (line,) = check(model, "tiny-grpo", ["Say a.", long, long], *LENGTHS).lines
+    found = check(model, "tiny-grpo", ["Say a.", long, long], *LENGTHS)
+    (line,) = found.lines
+    assert found.refused == {"train": 2}
     assert line.startswith("2 of the first 3 prompts of data.train have more than the 64 tokens that ")
     assert line.endswith("such prompts are dropped") and "(longest: 1" in line
     ((field, problem),) = check(model, "tiny-grpo", [long] * (PROMPTS + 5), *LENGTHS).problems
@@ -56,7 +59,15 @@ def test_long_prompts_are_counted_and_refused_where_all_are(model: Path) -> None
 def test_a_tokenizer_without_a_chat_template_is_refused(model: Path) -> None:
     (model / "chat_template.jinja").unlink()
     found = check(model, "tiny-grpo", ["Say a."], *LENGTHS)
-    assert found.problems == (("model.path", f"the tokenizer in {model} has no chat template"),)
+    remedy = "set model.chat_template to a Jinja file, or to none for prompts that are plain text"
+    assert found.problems == (("model.path", f"the tokenizer in {model} has no chat template: {remedy}"),)
+    template = model.parent / "own.jinja"
+    for word, problems in ((template, ()), ("none", ())):
+        template.write_text("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
+        assert check(model, "tiny-grpo", ["Say a."], *LENGTHS, f"model.chat_template={word}").problems == problems
+    template.write_text("{% for m in messages %}{{ m['content'] }}")
+    ((field, problem),) = check(model, "tiny-sft", ["a"], f"model.chat_template={template}").problems
+    assert field == "model.chat_template" and "TemplateSyntaxError" in problem
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_refused(model: Path) -> None:
@@ -80,3 +91,25 @@ def test_a_model_that_an_earlier_stage_will_write_is_not_checked(model: Path) ->
     (model / "config.json").unlink()
     (model / "chat_template.jinja").unlink()
     assert check(model, "tiny-grpo", ["Say a."], *LENGTHS) == PromptCheck()
+
+
+def test_prompts_of_the_evaluation_are_counted_beside_those_of_training(model: Path) -> None:
+    held_out = model.parent / "eval.jsonl"
+    long = " ".join(["word"] * 90)
+    held_out.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("Say c.", long)))
+    sets = (f"data.eval={{kind: jsonl, path: {held_out}}}", *LENGTHS)
+    found = check(model, "tiny-grpo", ["Say a.", "Say b."], *sets)
+    (line,) = found.lines
+    assert line.startswith("1 of the first 2 prompts of data.eval have more than the 64 tokens that ")
+    assert found.refused == {"train": 0, "eval": 1}
+    held_out.write_text(json.dumps({"prompt": long, "answer": "1"}) + "\n")
+    ((field, problem),) = check(model, "tiny-grpo", ["Say a."], *sets).problems
+    assert field == "roles.rollout.max_model_len" and "the first 1 prompts of data.eval" in problem
+
+
+def test_rendering_ends_with_its_time(tiny_model: Path) -> None:
+    request = {"model": {"path": str(tiny_model), "trust_remote_code": True}, "longest": 100}
+    messages = [json.dumps([{"role": "user", "content": "Say a."}])] * 3
+    assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 3
+    assert list(measure(request | {"messages": messages, "seconds": -1.0})) == []
+    assert judge("eval", [], "model.path", _Room(1, "x", "y"), ["a:1"]) == PromptCheck()

@@ -97,6 +97,20 @@ def test_messages_pass_through_and_the_template_applies_to_the_last(tmp_path: Pa
     assert texts(pool, "answer") == [""]
 
 
+def test_prompts_may_be_sharegpt_conversations_and_must_be_text_without_a_chat_template(tmp_path: Path) -> None:
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}]
+    rows = jsonl(tmp_path, {"prompt": talk}, {"prompt": "text"}, answer=None)
+    assert [[m["role"] for m in messages] for messages in said(load_pool(rows))] == [
+        ["user", "assistant", "user"],
+        ["user"],
+    ]
+    plain = load_pool(rows, plain=True)
+    assert [m["content"] for m in said(plain)[0]] == ["text"]
+    assert plain.problems == (
+        "rows.jsonl:1: a list of messages needs a chat template, and model.chat_template is none",
+    )
+
+
 def test_columns_and_limit(tmp_path: Path) -> None:
     rows = [{"q": str(i), "a": None} for i in range(5)]
     pool = load_pool(jsonl(tmp_path, *rows, prompt="q", answer="a", limit=3))

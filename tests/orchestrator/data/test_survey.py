@@ -45,6 +45,12 @@ def test_rows_bad_rows_and_removed_rows_are_counted_and_the_first_are_shown(tmp_
         "data/train_bad_rows": 4.0,
         "data/eval_rows": 1.0,
         "data/eval_bad_rows": 1.0,
+        "data/eval_removed_rows": 1.0,
+    }
+    assert data_metrics({"train": pools["train"]}, {"train": 7}) == {
+        "data/train_rows": 3.0,
+        "data/train_bad_rows": 4.0,
+        "data/train_refused_rows": 7.0,
     }
 
 

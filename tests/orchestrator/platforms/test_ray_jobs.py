@@ -39,6 +39,11 @@ def test_every_path_is_made_absolute_and_nothing_else_changes(monkeypatch: pytes
     assert sent == document
 
 
+def test_a_chat_template_is_a_path_unless_it_is_none(tmp_path: Path) -> None:
+    for given, sent in (("own/chat.jinja", str(tmp_path / "own/chat.jinja")), ("none", "none"), (None, None)):
+        assert absolute_paths({"model": {"chat_template": given}}, tmp_path) == {"model": {"chat_template": sent}}
+
+
 def test_an_absolute_path_is_unchanged() -> None:
     assert absolute_paths({"model": {"path": "/models/m"}, "list": [{"path": "/x"}]}) == {
         "model": {"path": "/models/m"},

@@ -44,8 +44,11 @@ curriculum/pass_rate
 curriculum/seen
 curriculum/set_aside
 curriculum/skipped
+data/eval_refused_rows
+data/eval_removed_rows
 data/ptx_bad_rows
 data/ptx_rows
+data/train_refused_rows
 eval/center_loss
 eval/lm_loss
 eval/nll

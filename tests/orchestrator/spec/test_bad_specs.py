@@ -322,10 +322,10 @@ CPU_CASES = [
     case(
         "kind_value",
         (
-            "28: data.train.kind: expected one of 'jsonl', 'parquet', 'csv', 'datasets', 'hub', 'reasoning_gym', got "
-            "'json' (did you mean 'jsonl'?)"
+            "28: data.train.kind: expected one of 'jsonl', 'json', 'parquet', 'csv', 'datasets', 'hub', "
+            "'reasoning_gym', got 'jsonlines' (did you mean 'jsonl'?)"
         ),
-        ("    kind: jsonl\n    path: train.jsonl", "    kind: json\n    path: train.jsonl"),
+        ("    kind: jsonl\n    path: train.jsonl", "    kind: jsonlines\n    path: train.jsonl"),
     ),
     case(
         "algorithm_name",

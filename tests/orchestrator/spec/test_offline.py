@@ -116,6 +116,22 @@ def test_a_resolved_spec_is_a_good_spec() -> None:
             "",
             "4: roles.reference: is required: dpo compares with a reference",
         ),
+        (
+            "    path: train",
+            "    messages: m\n    path: train",
+            "17: data.train.messages: dpo on pairs does not use it; remove it",
+        ),
+        (
+            "    path: train",
+            "    loss_on: last\n    path: train",
+            "17: data.train.loss_on: has no effect without messages; remove it",
+        ),
+        ("    path: train", "    loss_on: lst\n    path: train", "17: data.train.loss_on: expected 'all' or 'last'"),
+        (
+            "    path: train",
+            "    message: m\n    path: train",
+            "17: data.train.message: unknown field (did you mean 'messages'?)",
+        ),
         ("steps: 4", "stps: 4", "12: schedule.stps: unknown field (did you mean 'steps'?)"),
         ("examples_per_step: 8", "prompts_per_step: 8", "13: schedule.prompts_per_step: unknown field"),
         (
@@ -126,7 +142,7 @@ def test_a_resolved_spec_is_a_good_spec() -> None:
         (
             "kind: jsonl",
             "kind: reasoning_gym",
-            "16: data.train.kind: expected one of 'jsonl', 'parquet', 'csv', 'datasets', 'hub'",
+            "16: data.train.kind: expected one of 'jsonl', 'json', 'parquet', 'csv', 'datasets', 'hub'",
         ),
         (
             "max_length: 512",

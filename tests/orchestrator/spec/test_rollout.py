@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -373,6 +374,26 @@ def _problems(folder: Path, text: str, *overrides: str) -> list[str]:
     return [
         str(problem).replace(str(folder), "DIR") for problem in plan_runs(read_document(path, overrides))[0].missing()
     ]
+
+
+def test_chat_templates_that_cannot_be_used_are_refused_with_their_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = [line for line in _problems(tmp_path, PPO, "model.chat_template=non") if "chat_template" in line]
+    assert found == ["--set: model.chat_template: no such file: non (did you mean 'none'?)"]
+    (tmp_path / "own.jinja").write_text("x")
+    for word in ("own.jinja", "none"):
+        assert not [line for line in _problems(tmp_path, PPO, f"model.chat_template={word}") if "template" in line]
+    for override, message in (
+        ("roles.reference.model.chat_template=none", "has no effect: this model reads the policy's tokens; remove it"),
+        ("model={path: m, chat_templte: none}", "unknown field (did you mean 'chat_template'?)"),
+        ("model={path: m, chat_template: ''}", "may not be empty"),
+    ):
+        with pytest.raises(SpecError, match=re.escape(message)):
+            _problems(tmp_path, PPO, override)
+    with pytest.raises(SpecError, match=r"data\.train\.system: model\.chat_template none has no system message"):
+        _problems(tmp_path, PPO, "model.chat_template=none", "data.train.system=Be brief.")
 
 
 def test_missing_files_are_named_with_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

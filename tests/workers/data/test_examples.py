@@ -71,7 +71,7 @@ GOOD = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
     [
         ("dpo", {}, GOOD | {"rejected": "2"}, "the chosen and the rejected answer are the same"),
         ("dpo", {}, GOOD | {"chosen": " "}, "the chosen answer is empty"),
-        ("dpo", {}, GOOD | {"rejected": 3}, "the rejected answer is not text"),
+        ("dpo", {}, GOOD | {"rejected": 3}, "the rejected answer is neither text nor messages"),
         ("dpo", {}, {"prompt": "1+1?", "chosen": "2"}, "no column 'rejected'"),
         ("dpo", {}, GOOD | {"prompt": ""}, "the prompt is empty"),
         ("reward_model", {"margin": "m"}, GOOD | {"m": float("nan")}, "the margin is not a finite number: nan"),
@@ -109,7 +109,8 @@ def test_answers_with_scores_are_put_in_order_and_parquet_reads_alike(tmp_path: 
         pool(spec(path, "rrhf", scores="scores"))
         for path in (rows_of(tmp_path / "d.jsonl", [row]), tmp_path / "d.parquet")
     )
-    assert one.table.column("responses").to_pylist() == [["high", "mid", "low"]]
+    said = [[{"role": "assistant", "content": text}] for text in ("high", "mid", "low")]
+    assert [json.loads(turns) for turns in one.table.column("responses").to_pylist()[0]] == said
     assert one.table.column("scores").to_pylist() == [[3.0, 2.0, 1.0]]
     assert one.digest == two.digest
 

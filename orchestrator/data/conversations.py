@@ -1,0 +1,164 @@
+"""Conversations in the forms that data have them: texts, lists of messages, and whole conversations with answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from orchestrator.spec.sections import PromptText
+
+Message = dict[str, str]
+"""`role` and `content`."""
+
+_SPEAKERS = ("system", "user", "assistant", "tool")
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""Names that ShareGPT and its relatives have for speakers, besides the usual ones."""
+
+
+class BadRow(ValueError):
+    """A row that cannot be used; the message says why."""
+
+
+def require_whole(text: str, name: str) -> None:
+    """Raise BadRow for half a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRow(f"{name} has half a surrogate pair, which no tokenizer takes") from None
+
+
+def chat_messages(prompt: Any, source: PromptText, *, plain: bool = False) -> list[Message]:
+    """The chat messages of a prompt given as text or as a list of messages.
+
+    Args:
+        prompt: The prompt, as the data have it.
+        source: How a row's text becomes a prompt.
+        plain: Without a chat template (`model.chat_template: none`): the prompt must be text.
+
+    Raises:
+        BadRow: The prompt cannot be used.
+    """
+    if isinstance(prompt, str):
+        said = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list) and prompt:
+        require_template(plain)
+        said = read_messages(prompt)
+    else:
+        raise BadRow("the prompt is empty" if prompt in (None, []) else "the prompt is neither text nor messages")
+    last = said[-1]
+    if last["role"] not in ("user", "tool"):
+        raise BadRow(f"the last message is the {last['role']}'s, so there is nothing to respond to")
+    if not last["content"].strip():
+        raise BadRow("the prompt is empty")
+    length = characters(said)
+    if length > source.max_chars:
+        raise BadRow(f"the prompt has {length} characters, more than max_chars {source.max_chars}")
+    # str.replace, not str.format: the row's text and the template may hold braces of their own
+    said[-1] = {"role": last["role"], "content": source.template.replace("{prompt}", last["content"])}
+    if source.system and said[0]["role"] != "system":
+        said.insert(0, {"role": "system", "content": source.system})
+    return said
+
+
+def response_turns(value: Any, what: str, *, plain: bool = False) -> list[Message]:
+    """The turns of a response given as text or as a list of messages; `what` names it. Raises BadRow."""
+    if isinstance(value, list):
+        require_template(plain)
+        turns = read_messages(value)
+    elif isinstance(value, str):
+        turns = [{"role": "assistant", "content": value}]
+    else:
+        raise BadRow(f"the {what} is neither text nor messages")
+    return require_response(turns, what)
+
+
+def require_response(turns: list[Message], what: str) -> list[Message]:
+    """The turns, which must begin and end with the assistant's and say something. Raises BadRow."""
+    if not turns:
+        raise BadRow(f"the {what} is empty")
+    for place, turn in (("first", turns[0]), ("last", turns[-1])):
+        if turn["role"] != "assistant":
+            raise BadRow(f"the {place} message of the {what} is the {turn['role']}'s, not the assistant's")
+    if any(turn["role"] == "assistant" and not turn["content"].strip() for turn in turns):
+        raise BadRow(f"the {what} is empty")
+    return turns
+
+
+def split_conversation(value: Any, *, last: bool) -> tuple[list[Message], list[Message]]:
+    """Prompt and response of a whole conversation.
+
+    Args:
+        value: The conversation, as the data have it.
+        last: The response is the last message; otherwise it begins with the first of the assistant's.
+
+    Raises:
+        BadRow: It is no conversation.
+    """
+    if not isinstance(value, list) or not value:
+        raise BadRow("the conversation is not a list of messages")
+    said = read_messages(value)
+    first = next((place for place, message in enumerate(said) if message["role"] == "assistant"), None)
+    if first is None:
+        raise BadRow("the conversation has no message of the assistant")
+    place = len(said) - 1 if last else first
+    return said[:place], require_response(said[place:], "conversation")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether an answer is a whole conversation: messages that begin with someone else's than the assistant's."""
+    return isinstance(value, list) and bool(value) and read_messages(value[:1])[0]["role"] != "assistant"
+
+
+def split_answers(values: Sequence[Any], names: Sequence[str]) -> tuple[list[Message], list[list[Message]]]:
+    """Prompt and responses of whole conversations with a common beginning, which is the prompt.
+
+    As `extract_prompt` of TRL, except that each response keeps at least one message, and begins with the assistant's.
+
+    Raises:
+        BadRow: They are no conversations, or do not have a prompt in common.
+    """
+    for value, name in zip(values, names, strict=True):
+        if not isinstance(value, list) or not value:
+            raise BadRow(f"the {name} is not a conversation, and there is no prompt")
+    said = [read_messages(value) for value in values]
+    shortest = min(map(len, said)) - 1
+    columns = zip(*(messages[:shortest] for messages in said), strict=True)
+    shared = len(list(takewhile(lambda column: all(message == column[0] for message in column), columns)))
+    for messages, name in zip(said, names, strict=True):
+        if messages[shared]["role"] != "assistant":
+            raise BadRow(f"the {name} does not begin with the prompt of the other: message {shared} differs")
+        require_response(messages[shared:], name)
+    return said[0][:shared], [messages[shared:] for messages in said]
+
+
+def characters(messages: Sequence[Message]) -> int:
+    """Length of all messages."""
+    return sum(len(message["content"]) for message in messages)
+
+
+def require_template(plain: bool) -> None:
+    """Raise BadRow for messages without a chat template."""
+    if plain:
+        raise BadRow("a list of messages needs a chat template, and model.chat_template is none")
+
+
+def read_messages(items: list[Any]) -> list[Message]:
+    """Messages with `role` and `content`, or with `from` and `value` as ShareGPT has them. Raises BadRow."""
+    return [_message(item, index) for index, item in enumerate(items)]
+
+
+def _message(item: Any, index: int) -> Message:
+    if not isinstance(item, dict):
+        raise BadRow(f"message {index} is not an object with role and content")
+    filled = {key: value for key, value in item.items() if value is not None}
+    if set(filled) == {"from", "value"}:
+        speaker = filled["from"]
+        named = _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        filled = {"role": named, "content": filled["value"]}
+    role, content = filled.get("role"), filled.get("content")
+    if set(filled) != {"role", "content"} or not isinstance(content, str):
+        raise BadRow(f"message {index} must have role and content, both text, and nothing else")
+    if role not in _SPEAKERS:
+        raise BadRow(f"message {index} has role {role!r:.60}; known: {', '.join(_SPEAKERS)}")
+    return {"role": role, "content": content}

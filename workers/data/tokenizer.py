@@ -1,0 +1,102 @@
+"""The tokenizer of a model with the chat template that the spec chooses, and rendered text as tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workers.contract.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+"""Files with a tokenizer's chat template."""
+_UNCOPIED = {"config.json", "generation_config.json"}
+"""Files that a model writes with its weights."""
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Template in the place of none: the texts as they stand."""
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer with `model.chat_template`; it may have no template.
+
+    Raises:
+        ValueError: The tokenizer or the template cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # transformers raises many types
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"the tokenizer in {model.path} cannot be loaded: {type(error).__name__}: {reason}") from error
+    if model.chat_template is not None:
+        tokenizer.chat_template = PLAIN_TEMPLATE if model.plain else read_template(model.chat_template)
+    return tokenizer
+
+
+def load_chat_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """As `load_tokenizer`. Raises ValueError for a tokenizer without a chat template, too."""
+    tokenizer = load_tokenizer(model)
+    if tokenizer.chat_template is None:
+        remedy = "set model.chat_template to a Jinja file, or to none for prompts that are plain text"
+        raise ValueError(f"the tokenizer in {model.path} has no chat template: {remedy}")
+    return tokenizer
+
+
+def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
+    """Copy what stands beside a model's weights and configuration, with `model.chat_template`, as an export has it.
+
+    An export without a template says that the model was trained without one: other tools and later runs do not render
+    conversations for it then.
+    """
+    for file in Path(model.path).iterdir():
+        side_file = file.suffix in {".json", ".jinja", ".txt", ".model", ".py"}
+        if side_file and file.name not in _UNCOPIED and not file.name.endswith(".index.json"):
+            shutil.copy(file, folder)
+    if model.chat_template is None:
+        return
+    for name in _TEMPLATES:
+        (folder / name).unlink(missing_ok=True)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and "chat_template" in (content := json.loads(settings.read_bytes())):
+        del content["chat_template"]
+        settings.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if not model.plain:
+        shutil.copyfile(model.chat_template, folder / _TEMPLATES[0])
+
+
+def read_template(path: str) -> str:
+    """The chat template in a file. Raises ValueError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the chat template {path} cannot be read: {error}") from error
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, open_turn: bool) -> str:
+    """Text of a conversation, with the opening of the assistant's turn where `open_turn`.
+
+    Raises:
+        Exception: A chat template can raise anything.
+    """
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=open_turn, tokenize=False))
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of rendered text.
+
+    A chat template writes special tokens itself. Without one, those that the tokenizer puts before a text are added,
+    and those that it puts after a text are not: the text goes on.
+    """
+    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*_before_a_text(tokenizer), *ids]
+
+
+def _before_a_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    word: Any = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids: Any = tokenizer("a")["input_ids"]
+    return ids[: next(start for start in range(len(ids)) if ids[start : start + len(word)] == word)]
