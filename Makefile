@@ -64,9 +64,9 @@ bench: models ## run all benchmarks and write their table in the docs (hours); A
 bench-quick: models ## run small benchmarks and compare them with the recorded ratios of this kind of machine
 	$(RUN) "$(BIN)/python" -m benchmarks.quick $(ARGS)
 
-# Not `models`: on a GPU machine VENV holds the GPU build, which the CPU lock must not replace.
+# With NVIDIA's driver the environment is that of gpu.lock, unless the check is to run on the CPU.
 gpu-check: ## check Troupe on NVIDIA GPUs, in pieces of under ten minutes; ARGS="--only ipc" runs some
-	@test -x "$(BIN)/python" || { echo "No $(VENV): create it with pip install '.[gpu]' (docs/guides/gpu-check.md)"; exit 2; }
+	@$(MAKE) --no-print-directory models $(if $(findstring --on-cpu,$(ARGS)),,$(if $(wildcard /proc/driver/nvidia/version),GPU=1))
 	@$(RUN) "$(BIN)/python" -m deploy.gpu_check $(ARGS)
 
 clean: ## remove caches and build products, but keep the environment, the models and runs/

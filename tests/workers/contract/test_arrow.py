@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.data_plane import buffers, rollouts_table, train_table
 from workers.contract import arrow
-from workers.contract.config import ReferenceConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from workers.contract.config import ModelConfig, ReferenceConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
 from workers.contract.messages import REWARDS, ROLLOUTS
 from workers.reference import ReferenceWorker
 from workers.reward import RewardWorker
@@ -75,7 +75,7 @@ def test_a_slice_is_pickled_without_the_rest_of_its_table(rows: int) -> None:
     "worker",
     [
         lambda: RolloutWorker(RolloutConfig.model_construct(), "rollout-0"),
-        lambda: TrainingRank("policy-0", "cpu", "", 0, 0),
+        lambda: TrainingRank("policy-0", "cpu", ModelConfig(path=""), 0, 0),
         lambda: ReferenceWorker(ReferenceConfig.model_construct(), "reference-0"),
         lambda: RewardWorker(RewardConfig(functions=(RewardFunctionConfig(name="exact_match"),)), "reward-0"),
     ],
