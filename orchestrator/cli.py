@@ -642,6 +642,7 @@ def worker_classes() -> WorkerClasses:
     """The worker class of each role, imported on the first call because torch takes seconds to import."""
     from orchestrator.launcher import WorkerClasses
     from workers.critic import CriticWorker
+    from workers.environment import EnvironmentWorker
     from workers.offline import ExamplePolicyWorker, RewardTrainer
     from workers.policy import PolicyWorker
     from workers.reference import ReferenceWorker
@@ -654,6 +655,7 @@ def worker_classes() -> WorkerClasses:
         CriticWorker,
         ReferenceWorker,
         RewardWorker,
+        EnvironmentWorker,
         example_policy=ExamplePolicyWorker,
         reward_trainer=RewardTrainer,
     )

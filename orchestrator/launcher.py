@@ -32,6 +32,7 @@ class WorkerClasses:
     critic: type[roles.Critic]
     reference: type[roles.Reference]
     reward: type[roles.Reward]
+    environment: type[roles.Environment]
     example_policy: type[roles.ExampleTrainer]
     reward_trainer: type[roles.ExampleTrainer]
 
@@ -43,6 +44,7 @@ class WorkerClasses:
             "critic": self.critic,
             "reference": self.reference,
             "reward": self.reward,
+            "environment": self.environment,
             "example_policy": self.example_policy,
             "reward_trainer": self.reward_trainer,
         }
@@ -60,6 +62,7 @@ class Workers:
     """The trained model, in runs on offline data."""
     engines: tuple[Engine, ...]
     reward: tuple[ActorWorker[roles.Reward], ...]
+    environments: tuple[ActorWorker[roles.Environment], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class WorkerLauncher:
         async with asyncio.TaskGroup() as tasks:
             engines = [tasks.create_task(self.engine(name)) for name in self._names("rollout")]
             rewards = tasks.create_task(self._replicas("reward"))
+            environments = tasks.create_task(self._replicas("environment"))
             policy = tasks.create_task(self._trainers(PolicyGroup, "policy", policy_names))
             examples = tasks.create_task(self._trainers(ExampleGroup, self._spec.trains, example_names))
             critic = tasks.create_task(self._trainers(CriticGroup, "critic", self._names("critic")))
@@ -132,6 +136,7 @@ class WorkerLauncher:
             examples.result(),
             tuple(task.result() for task in engines),
             rewards.result(),
+            environments.result(),
         )
 
     async def engine(self, name: str) -> Engine:
@@ -142,8 +147,8 @@ class WorkerLauncher:
         return Engine(worker, health.host)
 
     async def replica(self, name: str) -> ActorWorker[Any]:
-        """Starts the reward or reference worker of this name."""
-        worker: ActorWorker[roles.Reward | roles.Reference] = self._spawn(name)
+        """Starts the reward, reference or environment worker of this name."""
+        worker: ActorWorker[roles.Reward | roles.Reference | roles.Environment] = self._spawn(name)
         await worker.call(roles.Replica.start, self._spec.schedule.start_timeout_s)
         return worker
 

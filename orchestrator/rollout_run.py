@@ -23,13 +23,15 @@ from orchestrator.live.control import ControlServer
 from orchestrator.live.scaling import (
     RemovalTimeouts,
     ScaledEngines,
+    ScaledEnvironments,
     ScaledRewardWorkers,
     ScaledScorers,
     ScaledWorkers,
     WorkerScaler,
 )
 from orchestrator.reporting.metrics import MetricSinks
-from orchestrator.rollouts.engine_pool import EnginePool, PoolBounds
+from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
+from orchestrator.rollouts.environments import EnvironmentPool
 from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
 from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
 from orchestrator.rollouts.scoring import RewardPool, Scorer, SignalTest, TokenScorer
@@ -81,11 +83,17 @@ class RolloutRun:
         self._context = context
         self._workers = context.workers
         self._data = data
-        self._pool = EnginePool(context.workers.engines, context.launcher.engine, pool_bounds(spec))
+        self._pool = EnginePool(context.workers.engines, self._start_engine, pool_bounds(spec))
+        self._environments = self._environment_pool()
         self._rewards = RewardPool(context.workers.reward, spec.schedule.score_timeout_s)
         self._reference = self._reference_scorer()
         self._scaler = self._worker_scaler()
         self._control = ControlServer(out, self._scaler)
+
+    async def start(self) -> None:
+        """Connects the engines to the environment, if there is one."""
+        if self._environments is not None:
+            await self._environments.start()
 
     async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
@@ -131,6 +139,8 @@ class RolloutRun:
         """Accepts no more changes and starts no more workers."""
         await self._control.close()
         await self._scaler.close()
+        if self._environments is not None:
+            await self._environments.close()
         await self._pool.close()
 
     def evaluator(self, responses: Path | None = None) -> Evaluator | None:
@@ -183,6 +193,21 @@ class RolloutRun:
         observe = None if curriculum is None else curriculum.observe
         return RolloutScheduler(settings, self._pool, scorer, ledger, prompts.next, table, done, observe)
 
+    async def _start_engine(self, name: str) -> Engine:
+        """Starts an engine, to replace one or to add one."""
+        engine = await self._context.launcher.engine(name)
+        if self._environments is not None:
+            await self._environments.connect(engine)
+        return engine
+
+    def _environment_pool(self) -> EnvironmentPool | None:
+        spec, context = self._spec, self._context
+        if spec.roles.environment is None:
+            return None
+        bounds = (spec.failures.health_interval_s, spec.failures.environment_restarts)
+        link, launch = context.cluster.environment_link, context.launcher.replica
+        return EnvironmentPool(self._workers.environments, self._pool, link, launch, *bounds)
+
     def _reference_scorer(self) -> TokenScorer | None:
         reference, timeout_s = self._workers.reference, self._spec.schedule.score_timeout_s
         return None if reference is None else TokenScorer(reference, reference.score, timeout_s)
@@ -196,6 +221,8 @@ class RolloutRun:
             roles["rollout"] = ScaledEngines(self._pool, launcher, timeouts)
         if self._reference is not None:
             roles["reference"] = ScaledScorers(self._reference, launcher, timeouts)
+        if self._environments is not None:
+            roles["environment"] = ScaledEnvironments(self._environments, launcher, timeouts)
         file = self._out / RESOLVED_SPEC
         return WorkerScaler(spec, roles, self._context.console, lambda changed: write_spec(changed, file), str(file))
 
@@ -258,9 +285,14 @@ def pool_bounds(spec: RolloutSpec) -> PoolBounds:
     """Limits and timeouts of the engine pool.
 
     Two groups can queue in a full engine and take the places that finished samples free before their group ends.
+    An episode that waits for its environment takes no place in the engine, so that an engine gets as many groups as
+    there are episodes.
     """
+    environment, engines = spec.roles.environment, spec.roles.rollout.workers
+    episodes = 0 if environment is None else -(-environment.workers * environment.episodes // engines)
+    places = max(spec.roles.rollout.max_num_seqs, spec.group_size, episodes)
     return PoolBounds(
-        max_load=max(spec.roles.rollout.max_num_seqs, spec.group_size) + 2 * spec.group_size,
+        max_load=places + 2 * spec.group_size,
         generate_timeout_s=spec.schedule.generate_timeout_s,
         probe_timeout_s=spec.failures.health_interval_s,
         probe_misses=spec.failures.health_misses,

@@ -33,7 +33,7 @@ from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 
 logger = logging.getLogger(__name__)
 
-_EVALUATION_ROLES = frozenset({"rollout", "reward"})
+_EVALUATION_ROLES = frozenset({"rollout", "reward", "environment"})
 """Roles that evaluate on prompts."""
 
 
@@ -122,6 +122,7 @@ async def _train_on_rollouts(
     async with open_run(request, local, classes, console) as context:
         parts = RolloutRun(spec, request.out, context, data)
         try:
+            await parts.start()
             controller = await parts.controller(store, found)
             if found is not None:  # the resume stands
                 write_spec(spec, request.out / RESOLVED_SPEC)
@@ -165,6 +166,7 @@ async def _evaluate_on_prompts(
         if evaluator is None:
             raise TroupeError("there are no held-out prompts to evaluate on")
         try:
+            await parts.start()
             running = evaluator.run(0, lambda done, total: console.phase("evaluate", done, total))
             return await unless_stopped(context.stop, running)
         finally:

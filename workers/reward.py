@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from workers.contract.arrow import pickle_tables
-from workers.contract.config import Device, ModelConfig, RewardConfig, RewardFunctionConfig
+from workers.contract.config import ENVIRONMENT_REWARD, Device, ModelConfig, RewardConfig, RewardFunctionConfig
+from workers.contract.environments import OK
 from workers.contract.memory import resident_peak
 from workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
 from workers.data.trajectories import write_evaluation, write_trajectories
+from workers.rewards.environment import EnvironmentReward
 from workers.rewards.runner import Outcome, RewardProcess, Sample
 from workers.rewards.steps import Step, token_counts
 
@@ -140,7 +142,13 @@ class RewardWorker:
         self.labels = component_labels(config)
         model_weight = (config.model_weight,) if config.model else ()
         self.weights = (*(function.weight for function in config.functions), *model_weight)
-        self._processes = [RewardProcess(function, config.memory_limit_mib) for function in config.functions]
+        self._functions = [
+            EnvironmentReward(function)
+            if function.name == ENVIRONMENT_REWARD
+            else RewardProcess(function, config.memory_limit_mib)
+            for function in config.functions
+        ]
+        self._processes = [function for function in self._functions if isinstance(function, RewardProcess)]
         self._model: RewardModel | None = None
         self._gives_steps = any(function.process for function in config.functions)
         self._tokenizer: Any = None
@@ -178,12 +186,14 @@ class RewardWorker:
             RuntimeError: there is a reward model, or there are process rewards, and `start` was not called.
         """
         started = time.perf_counter()
-        rollouts = _check_group(rollouts)
+        rollouts = _samples_of(_check_group(rollouts))
         components = self._components(rollouts)
         per_sample = list(zip(*components, strict=True))
         rewards = [combine(self.labels, self.weights, outcomes) for outcomes in per_sample]
+        statuses = rollouts["status"].to_pylist()
+        rewards = [r if status == OK else Reward(status, None) for r, status in zip(rewards, statuses, strict=True)]
         if self._gives_steps:
-            texts = rollouts.select(["response", "response_ids"]).to_pylist()
+            texts = rollouts.select(["response", "response_ids", "conversation", "tokens"]).to_pylist()
             rewards = [self._with_spans(*parts) for parts in zip(rewards, per_sample, texts, strict=True)]
         identities = rollouts.select([field.name for field in IDENTITY]).to_pylist()
         summary = RewardSummary(
@@ -231,9 +241,9 @@ class RewardWorker:
         samples = _samples(rollouts)
         with contextlib.ExitStack() as stack:
             futures = []
-            if self._processes:
-                pool = stack.enter_context(ThreadPoolExecutor(len(self._processes)))
-                futures = [pool.submit(process.score, samples) for process in self._processes]
+            if self._functions:
+                pool = stack.enter_context(ThreadPoolExecutor(len(self._functions)))
+                futures = [pool.submit(function.score, samples) for function in self._functions]
             model = [] if self.config.model is None else [self._loaded_model().score(rollouts)]
             return [*(future.result() for future in futures), *model]
 
@@ -242,10 +252,13 @@ class RewardWorker:
         if reward.reward is None:
             return reward
         text, ids = row["response"], row["response_ids"]
+
+        def counts(ends: Sequence[int]) -> Sequence[int]:
+            # The steps of an episode are its turns, and they end at tokens.
+            return ends if row["conversation"] else token_counts(ends, text, ids, self._decode)
+
         try:
-            spans = reward_spans(
-                self.weights, outcomes, len(ids), lambda ends: token_counts(ends, text, ids, self._decode)
-            )
+            spans = reward_spans(self.weights, outcomes, row["tokens"], counts)
         except ValueError as error:
             return Reward(f"steps: {error}", None)
         return replace(reward, spans=spans)
@@ -299,16 +312,35 @@ def _rewards_table(
 
 
 def _check_group(rollouts: pa.Table) -> pa.Table:
-    """The table ordered by sample_index; it must have exactly one group."""
+    """The table ordered by sample_index and segment; it must have exactly one group."""
     if missing := [name for name in ROLLOUTS.names if name not in rollouts.column_names]:
         raise ValueError(f"not a rollouts table: missing columns {', '.join(missing)}")
     groups = set(zip(rollouts["prompt_uid"].to_pylist(), rollouts["attempt"].to_pylist(), strict=True))
     if len(groups) != 1:
         raise ValueError(f"a reward worker scores one group at a time, got {len(groups)}")
-    return rollouts.sort_by("sample_index")
+    return rollouts.sort_by([("sample_index", "ascending"), ("segment", "ascending")])
+
+
+def _samples_of(rollouts: pa.Table) -> pa.Table:
+    """One row for each sample: that of its last segment, with the tokens of all its responses as `tokens`."""
+    lengths = pc.call_function("list_value_length", [rollouts["response_ids"]]).to_numpy()
+    rows: dict[int, int] = {}
+    tokens: dict[int, int] = {}
+    for row, (index, length) in enumerate(zip(rollouts["sample_index"].to_pylist(), lengths, strict=True)):
+        rows[index] = row
+        tokens[index] = tokens.get(index, 0) + int(length)
+    table = rollouts.take(pa.array(rows.values(), pa.int64()))
+    return table.append_column("tokens", pa.array(tokens.values(), pa.int64()))
 
 
 def _samples(rollouts: pa.Table) -> list[Sample]:
-    rows = rollouts.select(["response", "answer", "metadata", "messages", "finish_reason"]).to_pylist()
-    tokens = pc.call_function("list_value_length", [rollouts["response_ids"]]).to_numpy()
-    return [Sample(**row, response_tokens=int(count)) for row, count in zip(rows, tokens, strict=True)]
+    columns = ("response", "answer", "metadata", "messages", "conversation", "finish_reason", "turn_rewards")
+    rows = rollouts.select([*columns, "tokens"]).to_pylist()
+    return [
+        Sample(
+            **{name: row[name] for name in columns if name != "turn_rewards"},
+            response_tokens=row["tokens"],
+            turn_rewards=tuple((span["end"], span["reward"]) for span in row["turn_rewards"]),
+        )
+        for row in rows
+    ]

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from workers.contract.arrow import pickle_tables
-from workers.contract.config import RolloutConfig
+from workers.contract.config import EpisodeConfig, RolloutConfig
+from workers.contract.environments import EnvironmentGone
 from workers.contract.memory import resident_peak
 from workers.contract.messages import (
     ROLLOUTS,
@@ -30,12 +31,17 @@ from workers.contract.messages import (
     WeightUpdate,
     WorkerHealth,
 )
-from workers.data.chat import PromptRefused, encode_prompt, sample_seed
+from workers.contract.roles import EnvironmentLink
+from workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
 from workers.data.tokenizer import load_chat_tokenizer
 from workers.engine.errors import EngineClosed, EngineDead, engine_dead
 from workers.engine.process import forked_engines
-from workers.engine.rows import RowBuilder, sample_summary
+from workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
 from workers.engine.settings import engine_args, set_environment
+from workers.engine.tool_calls import tool_parser
+from workers.episodes.episode import EpisodeRunner, Played
+from workers.episodes.reader import TurnReader, read_row
+from workers.episodes.turns import Turn
 from workers.weights.shared_memory import remove_at_death, retire
 
 if TYPE_CHECKING:
@@ -77,10 +83,12 @@ class RolloutWorker:
         self._state = _State.CLOSED
         self._closed_because = "it was not started"
         self._version = INITIAL_VERSION
-        self._running: set[asyncio.Task[RequestOutput]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._serial = itertools.count()
         self._update_lock = asyncio.Lock()
         self._files_written: set[str] = set()
+        self._environments: EnvironmentLink | None = None
+        self._reader: TurnReader | None = None
         # One thread with its own tokenizer: a long prompt blocks no other group, and tokenizers are not thread-safe.
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
@@ -89,7 +97,7 @@ class RolloutWorker:
         """Load the model. This takes minutes and blocks the event loop.
 
         Raises:
-            ValueError: the tokenizer cannot be loaded or has no chat template.
+            ValueError: the tokenizer cannot be loaded or has no chat template, or vLLM has no such tool parser.
             EngineDead: the engine's process failed.
             Exception: vLLM cannot load the model.
         """
@@ -97,6 +105,8 @@ class RolloutWorker:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._tokenizer = load_chat_tokenizer(self._config.model)
+        if self._config.episode is not None:
+            self._reader = TurnReader(self._tokenizer, tool_parser(self._config.episode.tool_parser, self._tokenizer))
         try:
             with forked_engines(self._config.device):
                 self._engine = AsyncLLM.from_engine_args(engine_args(self._config))
@@ -131,6 +141,8 @@ class RolloutWorker:
         if not 0 <= request.row < prompts.num_rows:
             raise IndexError(f"row {request.row} is outside the pool of {prompts.num_rows} prompts")
         prompt = prompts.slice(request.row, 1).to_pylist()[0]
+        if self._config.episode is not None:
+            return await self._generate_episodes(request, prompt, self._config.episode)
         started = time.monotonic()
         try:
             prompt_ids = await self._encode(prompt["messages"])
@@ -151,6 +163,43 @@ class RolloutWorker:
         summary = self._summary(request, samples[: request.samples], seconds, cached_tokens=cached)
         summary = replace(summary, candidates=samples[request.samples :])
         return summary, pa.Table.from_pylist(rows, schema=ROLLOUTS)
+
+    async def _generate_episodes(
+        self, request: GroupRequest, prompt: dict[str, Any], bounds: EpisodeConfig
+    ) -> tuple[GroupSummary, pa.Table]:
+        """Play one episode for each sample of the group."""
+        engine, started = self._open_engine(), time.monotonic()
+        tokenizer, reader = self._live_tokenizer(), self._reader
+        if reader is None:
+            raise EngineClosed(self._name, self._closed_because)
+        sizes = (self._config.sampling.max_tokens, self._config.engine.max_model_len)
+        runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link)
+
+        async def play(index: int) -> Played:
+            async def sample(number: int, prompt_ids: Sequence[int], max_tokens: int) -> Turn:
+                output = await self._sample(engine, request, index, list(prompt_ids), number, max_tokens)
+                return sampled_turn(output)
+
+            row = read_row(prompt, sample_seed(request.seed, index))
+            key = f"{self._name}/{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
+            return await runner.play(key, row, sample)
+
+        episodes = await self._all_or_none([play(index) for index in range(request.samples)])
+        builder = RowBuilder(self._name, tokenizer, request, prompt, [])
+        rows = [builder.episode(index, played) for index, played in enumerate(episodes)]
+        samples = tuple(episode_summary(own, played, self._version) for own, played in zip(rows, episodes, strict=True))
+        cached = sum(sample.episode.cached_tokens for sample in samples if sample.episode is not None)
+        summary = self._summary(request, samples, time.monotonic() - started, cached_tokens=cached)
+        return summary, pa.Table.from_pylist([row for own in rows for row in own], schema=ROLLOUTS)
+
+    async def connect_environments(self, link: EnvironmentLink) -> None:
+        """Use these environment workers for new episodes."""
+        self._environments = link
+
+    def _link(self) -> EnvironmentLink:
+        if self._environments is None:
+            raise EnvironmentGone("no environment worker is connected")
+        return self._environments
 
     async def update_weights(self, update: WeightUpdate) -> WeightAck:
         """Load a published version (shared-memory backend) while running requests are paused.
@@ -375,7 +424,7 @@ class RolloutWorker:
             request.prompt_uid, request.attempt, self._name, samples, seconds, refused, cached_tokens, ahead
         )
 
-    async def _all_or_none(self, samples: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
+    async def _all_or_none(self, samples: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Outputs of all samples; the first failure cancels the others and is raised."""
         tasks = [asyncio.create_task(sample) for sample in samples]
         self._running.update(tasks)
@@ -392,13 +441,22 @@ class RolloutWorker:
             self._running.difference_update(tasks)
 
     async def _sample(
-        self, engine: AsyncLLM, request: GroupRequest, index: int, prompt_ids: list[int]
+        self,
+        engine: AsyncLLM,
+        request: GroupRequest,
+        index: int,
+        prompt_ids: list[int],
+        turn: int = 0,
+        max_tokens: int | None = None,
     ) -> RequestOutput:
-        """One sample as its own request, with its own seed and timings. vLLM would split a larger request anyway."""
+        """One sample as its own request, with its own seed and timings. vLLM would split a larger request anyway.
+
+        `turn` is its number in an episode; `max_tokens`: its longest response, if shorter than the configured one.
+        """
         from vllm.inputs.engine import tokens_input
 
         request_id = f"{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
-        params = self._sampling_params(request, index)
+        params = self._sampling_params(request, turn_seed(request.seed, index, turn), max_tokens)
         final: RequestOutput | None = None
         try:
             async for output in engine.generate(tokens_input(prompt_ids), params, request_id):
@@ -411,7 +469,7 @@ class RolloutWorker:
             raise RuntimeError(f"{self._name}: vLLM ended {request_id} without a complete response")
         return final
 
-    def _sampling_params(self, request: GroupRequest, index: int) -> SamplingParams:
+    def _sampling_params(self, request: GroupRequest, seed: int, max_tokens: int | None) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -420,9 +478,9 @@ class RolloutWorker:
         return SamplingParams(
             temperature=0.0 if request.greedy else temperature,
             top_p=request.top_p,
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
             stop=list(sampling.stop),
-            seed=sample_seed(request.seed, index),
+            seed=seed,
             logprobs=0,  # log-prob of the sampled token only
             flat_logprobs=True,
             detokenize=bool(sampling.stop),

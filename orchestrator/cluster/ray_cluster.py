@@ -19,12 +19,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from orchestrator.capacity.placement import Node, Placement, Seat, fit, misfit
 from orchestrator.cluster import ray_nodes
+from orchestrator.cluster.environment_link import ActorEnvironments
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import DataLost, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from orchestrator.reporting.metrics import PeakMemory
 from workers.contract.messages import WorkerGone
-from workers.contract.roles import Engine, Reply, TableRef, Worker
+from workers.contract.roles import Engine, Environment, Reply, TableRef, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +222,11 @@ class Cluster:
     def link(engines: Sequence[WorkerHandle[Engine]], ranks_per_engine: int, timeout_s: float) -> ActorLink:
         """The trainer's link to rollout engines, for transfers from GPU to GPU."""
         return ActorLink([e for e in engines if isinstance(e, ActorWorker)], ranks_per_engine, timeout_s)
+
+    @staticmethod
+    def environment_link(workers: Sequence[WorkerHandle[Environment]], lost: str) -> ActorEnvironments:
+        """The engines' link to environment workers; `lost`: why there will be none again, or empty."""
+        return ActorEnvironments({w.name: w.actor for w in workers if isinstance(w, ActorWorker)}, lost)
 
     async def prepare_nodes(
         self, function: Callable[P, object], timeout_s: float, *args: P.args, **_: P.kwargs

@@ -20,6 +20,7 @@ from orchestrator.errors import TroupeError, UsageError
 from orchestrator.live.diff import changed, differences
 from orchestrator.reporting.console import Console
 from orchestrator.rollouts.engine_pool import EnginePool
+from orchestrator.rollouts.environments import EnvironmentPool
 from orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.spec.sections import AutoscaleConfig, RoleName
@@ -38,7 +39,7 @@ class ReplicaLauncher(Protocol):
         ...
 
     async def replica(self, name: str) -> WorkerHandle:
-        """Start a reward or reference worker on its reserved resources. Raises WorkerError."""
+        """Start a reward, reference or environment worker on its reserved resources. Raises WorkerError."""
         ...
 
     async def dismiss(self, name: str, timeout_s: float) -> None:
@@ -146,6 +147,25 @@ class ScaledRewardWorkers(ScaledWorkers):
             await asyncio.wait_for(self._pool.retire(name), self._timeouts.finish_s)
         except TimeoutError:
             logger.warning("%s is removed with unfinished work after %g s", name, self._timeouts.finish_s)
+
+
+class ScaledEnvironments(ScaledWorkers):
+    """Environment workers. Episodes that a removed worker does not end in time start again on the others."""
+
+    def __init__(self, pool: EnvironmentPool, launcher: ReplicaLauncher, timeouts: RemovalTimeouts) -> None:
+        super().__init__(launcher, timeouts)
+        self._pool = pool
+
+    @property
+    def names(self) -> list[str]:
+        """Workers that serve, or are being replaced."""
+        return self._pool.names
+
+    async def _join(self, name: str) -> None:
+        await self._pool.join(await self._launcher.replica(name))
+
+    async def _drain(self, name: str) -> None:
+        await self._pool.retire(name, self._timeouts.finish_s)
 
 
 class ScaledScorers(ScaledWorkers):

@@ -69,6 +69,38 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "0",
         ),
     ),
+    "Episodes": (
+        Metric("episodes/turns", "turns", "Mean number of the policy's turns in an episode.", "as the task needs"),
+        Metric("episodes/failed", "count", "Episodes that ended without a result; the reasons are logged.", "0"),
+        Metric("episodes/restarted", "count", "Episodes that started again: their environment worker died.", "0"),
+        Metric(
+            "episodes/forked",
+            "count",
+            "Episodes of several rows: the chat template rewrote their history.",
+            "0; otherwise each turn is computed anew, and training costs more",
+        ),
+        Metric(
+            "episodes/max_turns",
+            "share",
+            "Episodes that the environment had not ended after `roles.environment.max_turns`.",
+            "near 0",
+        ),
+        Metric(
+            "episodes/cut_observations",
+            "count",
+            "Messages of the environment longer than `roles.environment.max_observation_chars`.",
+            "0",
+        ),
+        Metric(
+            "environment/COMPONENT", "-", "Mean of a number that the environment reports (`Observation.info`).", "-"
+        ),
+        Metric(
+            "seconds/environment",
+            "s",
+            "Mean time that an episode waited for its environment.",
+            "below the time of its turns; otherwise add environment workers or episodes",
+        ),
+    ),
     "Prompts and responses": (
         Metric("prompt_tokens/mean", "tokens", "Mean length of the prompts.", "-"),
         Metric(

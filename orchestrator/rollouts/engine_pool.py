@@ -80,6 +80,10 @@ class Engine:
         """Writes the bytes of a published version to the shared memory of the engine's node."""
         return self.handle.call(roles.Engine.write_weights, timeout_s, update, payload)
 
+    def connect_environments(self, link: roles.EnvironmentLink, timeout_s: float) -> Coroutine[Any, Any, None]:
+        """Uses these environment workers for new episodes."""
+        return self.handle.call(roles.Engine.connect_environments, timeout_s, link)
+
     def health(self, timeout_s: float) -> Coroutine[Any, Any, WorkerHealth]:
         """Probes the engine."""
         return self.handle.call(roles.Engine.health, timeout_s)

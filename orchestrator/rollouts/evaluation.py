@@ -126,7 +126,7 @@ class Evaluator:
                 if tries >= _ATTEMPTS:
                     raise
             else:
-                lengths = [sample.response_tokens for sample in summary.samples]
+                lengths = [sample.sampled_tokens for sample in summary.samples]
                 return _Sampled(rewards, lengths, (rollouts, judged) if save else ())
 
     async def _generate(self, request: GroupRequest) -> tuple[GroupSummary, TableRef]:

@@ -22,6 +22,7 @@ from orchestrator.errors import BatchFailed, DataLost, WorkerError
 from orchestrator.rollouts.engine_pool import EnginePool, EngineState
 from orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
 from orchestrator.training.ledger import Ledger, OpenGroup
+from workers.contract.environments import OK
 from workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
 from workers.contract.roles import TableRef
 
@@ -330,7 +331,9 @@ class RolloutScheduler:
             self._replace(group, f"reward: {failures[0][1]}", failed=True)
             return
         for sample_index, status in failures:
-            self._ledger.mark_dropped(group.pick.prompt_uid, sample_index, f"reward: {status}")
+            failed_before = scored.summary.samples[sample_index].status != OK
+            reason = status if failed_before else f"reward: {status}"
+            self._ledger.mark_dropped(group.pick.prompt_uid, sample_index, reason)
         self._count_failures(len(failures))
         replaceable = self.settings.replaceable * self.settings.groups_per_step
         if self._without_signal < replaceable and (why := self.settings.signal.problem(scored)):

@@ -277,4 +277,4 @@ class Scorer:
 
 def row_lengths(summary: GroupSummary) -> list[int]:
     """Tokens of every row of the group's ROLLOUTS table, prompt included."""
-    return [row.prompt_tokens + row.response_tokens for row in (*summary.samples, *summary.candidates)]
+    return [length for sample in (*summary.samples, *summary.candidates) for length in sample.row_lengths]

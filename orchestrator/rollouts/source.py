@@ -25,6 +25,7 @@ from orchestrator.training.batch import Batch, unless_stopped
 from orchestrator.training.ledger import Ledger
 from orchestrator.training.micro_batches import plan_ranks
 from workers.contract.advantage_state import AdvantageState
+from workers.contract.environments import OK
 from workers.contract.messages import PrepareRequest
 from workers.contract.roles import TableRef
 
@@ -124,6 +125,7 @@ class RolloutSource:
     def metrics(self, version: int, seconds: float) -> dict[str, float]:
         """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
+        metrics |= episode_metrics(self._groups)
         if self._settings.mask_truncated:
             metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))
         curriculum = self._components.curriculum
@@ -228,7 +230,7 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
     """
     rewards = [reward for group in groups for reward in group.rewards.rewards if reward is not None]
     counts = (
-        (one.prompt_tokens, one.response_tokens, one.oldest_version, one.finish_reason)
+        (one.engine_prompt_tokens, one.sampled_tokens, one.oldest_version, one.finish_reason)
         for group in groups
         for one in group.summary.samples
     )
@@ -255,6 +257,28 @@ def batch_metrics(groups: Sequence[ScoredGroup], version: int, seconds: float) -
         if values:
             metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": std(values)}
     return metrics
+
+
+def episode_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Turns, failures and waits of the episodes in an environment, and the means of the numbers that it reports."""
+    samples = [sample for group in groups for sample in group.summary.samples]
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    if not episodes:
+        return {}
+    reported: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.info.items():
+            reported.setdefault(name, []).append(value)
+    return {
+        "episodes/turns": fmean(episode.turns for episode in episodes),
+        "episodes/failed": float(sum(sample.status != OK for sample in samples)),
+        "episodes/restarted": float(sum(episode.restarts > 0 for episode in episodes)),
+        "episodes/forked": float(sum(len(sample.segments) > 1 for sample in samples)),
+        "episodes/max_turns": fmean(sample.finish_reason == "max_turns" for sample in samples),
+        "episodes/cut_observations": float(sum(episode.cut_observations for episode in episodes)),
+        "seconds/environment": fmean(episode.environment_s for episode in episodes),
+        **{f"environment/{name}": fmean(values) for name, values in reported.items()},
+    }
 
 
 def candidate_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

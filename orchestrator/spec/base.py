@@ -27,7 +27,9 @@ from orchestrator.spec.sections import (
 )
 from workers.contract.config import Device, Frozen, ModelConfig, ReferenceConfig
 
-WorkerKind = Literal["rollout", "policy", "critic", "reference", "reward", "example_policy", "reward_trainer"]
+WorkerKind = Literal[
+    "rollout", "policy", "critic", "reference", "reward", "environment", "example_policy", "reward_trainer"
+]
 """The worker classes that a spec can ask for."""
 
 T = TypeVar("T")

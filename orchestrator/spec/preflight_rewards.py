@@ -1,4 +1,4 @@
-"""Checks of the reward functions that a spec names: each is loaded, with its arguments, in another process."""
+"""Checks of the reward functions and the environment that a spec names: each is loaded in another process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ from collections.abc import Iterator, Sequence
 
 from orchestrator.spec.preflight import Finding
 from orchestrator.spec.probe import ProbeFailed, ask
-from workers.contract.config import RewardFunctionConfig
+from workers.contract.config import EnvironmentConfig, RewardFunctionConfig
 
 LOAD_TIMEOUT_S = 120.0
 """Longest import of the modules of all reward functions."""
+_ENVIRONMENT = "workers.environments.loading:find_problems"
 _ENTRY = "workers.rewards.loading:find_problems"
+
+
+def unusable_environment(environment: EnvironmentConfig | None) -> Iterator[Finding]:
+    """An environment that cannot be imported, or that does not take its arguments."""
+    if environment is None:
+        return
+    try:
+        ((field, problem),) = ask(_ENVIRONMENT, [{"name": environment.name, "args": environment.args}], LOAD_TIMEOUT_S)
+    except ProbeFailed as error:
+        field, problem = "name", f"{environment.name}: cannot be loaded: {error}"
+    if problem:
+        yield f"roles.environment.{field}", problem
 
 
 def unusable_functions(functions: Sequence[RewardFunctionConfig]) -> Iterator[Finding]:

@@ -31,6 +31,8 @@ from workers.contract.config import (
     CriticConfig,
     Device,
     EngineConfig,
+    EnvironmentConfig,
+    EpisodeConfig,
     ModelConfig,
     PolicyConfig,
     RewardConfig,
@@ -125,7 +127,8 @@ class RolloutSpec(RunSpec, frozen=True):
         """See `RunSpec.missing`; and what is wrong for the engines, with reward functions and with own algorithms."""
         heads = preflight_models.unsupported_head_size(Path(self.model.path)) if self.device == "cpu" else ()
         functions = preflight_rewards.unusable_functions(self.roles.reward.functions)
-        return [*super().missing(), *heads, *functions, *self._algorithm_problems()]
+        environment = preflight_rewards.unusable_environment(self.roles.environment)
+        return [*super().missing(), *heads, *functions, *environment, *self._algorithm_problems()]
 
     def _algorithm_problems(self) -> Iterator[Finding]:
         if section.is_custom(self.algorithm.name):
@@ -151,7 +154,22 @@ class RolloutSpec(RunSpec, frozen=True):
             seed=self.seed,
             transfer_backend=self.resolved_backend(),
             device=self.device,
+            episode=self.episode_config(),
         )
+
+    def episode_config(self) -> EpisodeConfig | None:
+        """Bounds of an episode; None without an environment."""
+        role = self.roles.environment
+        return (
+            None if role is None else EpisodeConfig(**{name: dict(role)[name] for name in EpisodeConfig.model_fields})
+        )
+
+    def environment_config(self) -> EnvironmentConfig | None:
+        """Configuration of each environment worker; None without an environment."""
+        role = self.roles.environment
+        if role is None:
+            return None
+        return EnvironmentConfig(**{name: dict(role)[name] for name in EnvironmentConfig.model_fields})
 
     def policy_config(self) -> PolicyConfig:
         """Configuration of each policy rank."""
@@ -228,6 +246,11 @@ class RolloutSpec(RunSpec, frozen=True):
             return WorkerSettings("critic", (config,), config.trainer.threads, config.device)
         if role == "reference":
             return self.reference_settings()
+        if role == "environment":
+            environment = self.environment_config()
+            if environment is None:
+                raise KeyError(role)
+            return WorkerSettings("environment", (environment,), 1, "cpu", concurrent=True)
         config, device = self.reward_config(), self.roles.reward.device
         return WorkerSettings("reward", (config,), config.threads, device, extra=(device, self.model))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from orchestrator.algorithms import section as algorithms
 from orchestrator.errors import nearest
 from orchestrator.spec.checks import INSIDE_ANOTHER, changed, evaluation_problems, template_problems, trainer_problems
+from orchestrator.spec.environment_checks import environment_problems
 from orchestrator.spec.preflight import Finding
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.spec.sections import ReasoningGymSource, RolloutRole
@@ -391,4 +392,5 @@ _CHECKS = (
     _evaluation,
     _alarm,
     _optimizers,
+    environment_problems,
 )

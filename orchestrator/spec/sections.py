@@ -10,11 +10,20 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from workers.contract.config import Device, EngineConfig, EvalSampling, Frozen, ModelConfig, RewardConfig, TrainerConfig
+from workers.contract.config import (
+    Device,
+    EngineConfig,
+    EnvironmentConfig,
+    EvalSampling,
+    Frozen,
+    ModelConfig,
+    RewardConfig,
+    TrainerConfig,
+)
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)
 
-RoleName = Literal["rollout", "policy", "critic", "reference", "reward"]
+RoleName = Literal["rollout", "policy", "critic", "reference", "reward", "environment"]
 _LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
 LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
 LabelValue = Annotated[str, Field(pattern=_LABEL)]
@@ -124,6 +133,10 @@ class RewardRole(RewardConfig, ScaledRole):
     """Workers that score responses with functions, a reward model or both."""
 
 
+class EnvironmentRole(EnvironmentConfig, ScaledRole):
+    """Workers that hold the episodes of an environment."""
+
+
 class RolesConfig(Frozen):
     """The worker roles."""
 
@@ -137,6 +150,8 @@ class RolesConfig(Frozen):
     """The frozen reference; needed where `algorithm.kl.coef` is above 0."""
     reward: RewardRole
     """Workers that score responses."""
+    environment: EnvironmentRole | None = None
+    """The environment that the policy acts in over several turns; null: a sample is one response to its prompt."""
 
     def present(self) -> dict[RoleName, RoleResources]:
         """The roles this spec has, by name."""
@@ -146,6 +161,7 @@ class RolesConfig(Frozen):
             "critic": self.critic,
             "reference": self.reference,
             "reward": self.reward,
+            "environment": self.environment,
         }
         return {name: role for name, role in roles.items() if role is not None}
 
@@ -155,6 +171,7 @@ class RolesConfig(Frozen):
             "rollout": self.rollout,
             "reference": self.reference,
             "reward": self.reward,
+            "environment": self.environment,
         }
         return {name: role for name, role in roles.items() if role is not None and role.colocate_with is None}
 
@@ -483,6 +500,8 @@ class FailureConfig(BaseFailures):
 
     engine_restarts: int = Field(default=3, ge=0)
     """Restarts of rollout engines that are tolerated over the whole run."""
+    environment_restarts: int = Field(default=10, ge=0)
+    """Restarts of environment workers that are tolerated over the whole run."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts at a group before it is dropped."""
     max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0)

@@ -59,7 +59,8 @@ def test_unknown_algorithms_are_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert algorithm_curves.parse([]).names == [*ALGORITHMS, *OFFLINE_ALGORITHMS]
 
 
-def test_every_recorded_run_learns() -> None:
+def test_every_algorithm_has_a_recorded_run_that_learns() -> None:
+    assert list(recorded()) == [*ALGORITHMS, *OFFLINE_ALGORITHMS]
     for name, run in recorded().items():
         (_, first), (_, last) = run.ends
         assert last < first if run.metric in FALLS else last > first + 0.05, name

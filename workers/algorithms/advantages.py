@@ -126,6 +126,24 @@ def shaped_rewards(
     return token_rewards
 
 
+def step_rewards(
+    rewards: torch.Tensor,
+    ends: torch.Tensor,
+    samples: torch.Tensor,
+    lengths: torch.Tensor,
+    kl: torch.Tensor | None,
+    kl_coef: float,
+) -> torch.Tensor:
+    """float64 [sum(lengths)]: as `shaped_rewards`, with the reward of every step at its last token.
+
+    `rewards`: [m]; `ends`: int64 [m], the number of tokens of the sample up to the end of the step; `samples`: int64
+    [m]; `lengths`: int64 [n].
+    """
+    token_rewards = shaped_rewards(torch.zeros(len(lengths)), lengths, kl, kl_coef)
+    first = lengths.cumsum(0) - lengths
+    return token_rewards.index_add(0, first[samples] + ends - 1, rewards.double())
+
+
 def gae(
     token_rewards: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, gamma: float, gae_lambda: float
 ) -> torch.Tensor:

@@ -22,6 +22,7 @@ from workers.algorithms.advantages import (
     returns_to_go,
     shaped_rewards,
     smoothed_advantages,
+    step_rewards,
     whiten,
 )
 from workers.algorithms.custom import custom_advantages
@@ -237,8 +238,14 @@ def _shape(config: AdvantageConfig, batch: SampledTokens, state: AdvantageState)
     rewards, own_rewards = shaped(batch.rewards), None
     if kl is not None and not config.kl_to_go:
         own_rewards, kl = -coef * kl, None
+    if batch.steps is None:
+        token_rewards = shaped_rewards(rewards, batch.lengths, kl, coef)
+    else:
+        if config.reward_scale != "none" or config.reward_clip is not None:
+            raise ValueError("process rewards cannot be scaled or clipped: they are rewards of steps, not of samples")
+        token_rewards = step_rewards(*batch.steps, batch.lengths, kl, coef)
     return _Shaped(
-        token_rewards=shaped_rewards(rewards, batch.lengths, kl, coef),
+        token_rewards=token_rewards,
         rewards=rewards,
         own_rewards=own_rewards,
         greedy_rewards=None if batch.greedy_rewards is None else shaped(batch.greedy_rewards),

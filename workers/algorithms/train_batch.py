@@ -15,10 +15,11 @@ from workers.algorithms.policy_loss import kl_penalty
 from workers.contract.advantage_state import AdvantageState
 from workers.contract.config import AdvantageConfig
 from workers.contract.messages import TRAIN, PrepareRequest, TrainRow, TrainSummary, identities
-from workers.models.token_batch import Ragged, list_column, ragged
+from workers.models.token_batch import Ragged, list_column, prompt_numbers, ragged
 
 SCORES = ("old_logprobs", "ref_logprobs", "values")
 Keep = Sequence[tuple[str, int]]
+"""(prompt_uid, sample_index) of samples, or of the rows of samples."""
 
 
 def prepare(
@@ -50,21 +51,21 @@ def prepare(
     if request.candidates and config.estimator != "best_of_group":
         raise ValueError(f"the {config.estimator} estimator needs samples of the policy, not candidates")
     parts = _Join(keep, tables)
-    rollouts = parts.rows("rollouts")
-    rewards_table = parts.rows("rewards")
+    rollouts = parts.segments("rollouts")
+    rewards_table = parts.samples("rewards")
     _require_ok(keep, rewards_table)
-    scores = {name: parts.rows(name) for name in SCORES if parts.has(name)}
+    scores = {name: parts.segments(name) for name in SCORES if parts.has(name)}
     batch = _Batch(request, rollouts, rewards_table, scores)
     estimated = estimate(config, batch.sampled(), request.state)
     advantages = batch.spread(estimated.advantages)
     returns = None if estimated.returns is None else batch.spread(estimated.returns)
-    _require_finite(keep, "advantages", advantages, batch.lengths)
+    _require_finite(batch.rows, "advantages", advantages, batch.lengths)
     metrics = _kl_metrics(batch) | _text_metrics(batch) | dict(estimated.metrics)
     summary = _summary(batch, advantages, metrics, estimated.state)
     table = _train_table(batch, rollouts, advantages, returns)
     if not request.masked:
         return summary, table
-    rows = (~batch.masked).tolist()
+    rows = (~batch.masked[batch.sample]).tolist()
     return replace(summary, rows=tuple(compress(summary.rows, rows))), table.filter(pa.array(rows))
 
 
@@ -77,33 +78,59 @@ class _Join:
         for table in tables:
             self._kinds.setdefault(_kind(table), []).append(table)
         self._attempts: dict[tuple[str, int], int] = {}
+        self._segments: dict[tuple[str, int], int] = {}
+        """Rows of each sample, as the first table that was asked for has them."""
 
     def has(self, kind: str) -> bool:
         return kind in self._kinds
 
-    def rows(self, kind: str) -> pa.Table:
-        """One table of the kind with exactly the kept rows, in order. Checks identities and attempts."""
+    def samples(self, kind: str) -> pa.Table:
+        """One table of the kind with one row for each kept sample, in order. Checks identities and attempts."""
+        table, found = self._found(kind)
+        for (uid, index), rows in found.items():
+            if len(rows) > 1:
+                raise ValueError(f"sample {uid}[{index}] appears twice in {kind}")
+        return table.take(pa.array([rows[0] for rows in found.values()], pa.int64()))
+
+    def segments(self, kind: str) -> pa.Table:
+        """One table of the kind with the segments of each kept sample, in order."""
+        table, found = self._found(kind)
+        numbers = table.column("segment").to_pylist()
+        taken: list[int] = []
+        for (uid, index), rows in found.items():
+            by_segment = {numbers[row]: row for row in rows}
+            if len(by_segment) != len(rows):
+                raise ValueError(f"sample {uid}[{index}] appears twice in {kind}")
+            expected = self._segments.setdefault((uid, index), len(rows))
+            if set(by_segment) != set(range(expected)):
+                raise ValueError(f"sample {uid}[{index}]: {kind} has segments {sorted(by_segment)} of {expected}")
+            taken += [by_segment[number] for number in range(expected)]
+        return table.take(pa.array(taken, pa.int64()))
+
+    def _found(self, kind: str) -> tuple[pa.Table, dict[tuple[str, int], list[int]]]:
+        """All rows of the kind, and the numbers of those of each kept sample, in order of the samples."""
         if kind not in self._kinds:
             raise ValueError(f"no table of {kind} was given")
         table = pa.concat_tables(self._kinds[kind])
-        found: dict[tuple[str, int], tuple[int, int]] = {}
-        wanted = set(self._keep)
+        found: dict[tuple[str, int], list[int]] = {key: [] for key in self._keep}
         for row, (uid, index, attempt) in enumerate(identities(table)):
-            if (uid, index) in wanted and found.setdefault((uid, index), (row, attempt)) != (row, attempt):
-                raise ValueError(f"sample {uid}[{index}] appears twice in {kind}")
-        for key in self._keep:
-            if key not in found:
-                raise ValueError(f"sample {key[0]}[{key[1]}] is missing from {kind}")
-            attempt = found[key][1]
-            if self._attempts.setdefault(key, attempt) != attempt:
-                raise ValueError(
-                    f"sample {key[0]}[{key[1]}]: {kind} is of attempt {attempt}, rollouts of {self._attempts[key]}"
-                )
-        return table.take(pa.array([found[key][0] for key in self._keep], pa.int64()))
+            if (uid, index) in found:
+                found[uid, index].append(row)
+                if self._attempts.setdefault((uid, index), attempt) != attempt:
+                    was = self._attempts[uid, index]
+                    raise ValueError(f"sample {uid}[{index}]: {kind} is of attempt {attempt}, rollouts of {was}")
+        for (uid, index), rows in found.items():
+            if not rows:
+                raise ValueError(f"sample {uid}[{index}] is missing from {kind}")
+        return table, found
 
 
 class _Batch:
-    """The kept rows as tensors, flat per token and per sample."""
+    """The kept samples as tensors: flat per token, per row, and per sample.
+
+    The rows of a sample, its segments, follow each other, so that the tokens that the policy sampled are those of one
+    sequence: estimators know samples and no rows.
+    """
 
     def __init__(
         self, request: PrepareRequest, rollouts: pa.Table, rewards: pa.Table, scores: dict[str, pa.Table]
@@ -118,11 +145,16 @@ class _Batch:
         self.keep = keep
         self.request = request
         self.masked = torch.tensor([key in masked for key in keep])
-        self.prompt_lengths = ragged(rollouts.column("prompt_ids")).lengths
+        numbers = {key: number for number, key in enumerate(keep)}
+        self.rows = [(uid, index) for uid, index, _ in identities(rollouts)]
+        self.sample = torch.tensor([numbers[key] for key in self.rows])
+        """[rows]: number of the row's sample."""
+        self.prompts = ragged(rollouts.column("prompt_ids"))
+        self.prompt_lengths = self.prompts.lengths
         self.responses = ragged(rollouts.column("response_ids"))
         self.lengths = self.responses.lengths
         candidates = set(request.candidates)
-        self.candidates = torch.tensor([key in candidates for key in keep])
+        self.candidates = torch.tensor([key in candidates for key in self.rows])
         self.loss_mask = self._column("loss_mask", rollouts).values
         self.rollout_logprobs = self._column("rollout_logprobs", rollouts).values
         self.scores = {name: self._column(name, table).values for name, table in scores.items()}
@@ -140,7 +172,7 @@ class _Batch:
         return SampledTokens(
             rewards=self.reward,
             groups=self.groups,
-            lengths=self.loss_lengths,
+            lengths=self.per_sample(self.loss_lengths),
             rollout_logprobs=self.rollout_logprobs[mask],
             old_logprobs=own.get("old_logprobs"),
             ref_logprobs=own.get("ref_logprobs"),
@@ -162,10 +194,11 @@ class _Batch:
         if not any(self.reward_spans):
             return None
         own = self.loss_mask.long().cumsum(0)
-        first = self.lengths.cumsum(0) - self.lengths
+        lengths = self.per_sample(self.lengths)
+        first = lengths.cumsum(0) - lengths
         rewards, ends, samples = [], [], []
         for sample, spans in enumerate(self.reward_spans):
-            start, length = int(first[sample]), int(self.lengths[sample])
+            start, length = int(first[sample]), int(lengths[sample])
             if not spans and length:
                 # Rewarded as a whole: one step to the end of the response.
                 spans = [{"end": float(length), "reward": float(self.reward[sample])}]
@@ -181,8 +214,13 @@ class _Batch:
                 samples.append(sample)
         return torch.tensor(rewards, dtype=torch.double), torch.tensor(ends), torch.tensor(samples)
 
+    def per_sample(self, of_rows: torch.Tensor) -> torch.Tensor:
+        """[samples]: the sum of a value over the rows of each sample."""
+        return torch.zeros(len(self.keep), dtype=of_rows.dtype).index_add(0, self.sample, of_rows)
+
     @property
     def sequence(self) -> torch.Tensor:
+        """Number of the row of every response token."""
         return torch.repeat_interleave(torch.arange(len(self.lengths)), self.lengths)
 
     @property
@@ -191,19 +229,24 @@ class _Batch:
         return self.loss_mask & ~self.candidates[self.sequence]
 
     @property
+    def shared_prompts(self) -> list[int]:
+        """Number of the prompt of every row: equal where rows of one group have the same prompt."""
+        return prompt_numbers([self.uids[sample] for sample in self.sample.tolist()], self.prompts)
+
+    @property
     def loss_lengths(self) -> torch.Tensor:
-        """Loss tokens of each sample."""
+        """Loss tokens of each row."""
         return torch.zeros_like(self.lengths).index_add(0, self.sequence, self.loss_mask.long())
 
     def _column(self, name: str, table: pa.Table) -> Ragged:
         column = ragged(table.column(name))
-        for key, have, need in zip(self.keep, column.lengths.tolist(), self.lengths.tolist(), strict=True):
+        for key, have, need in zip(self.rows, column.lengths.tolist(), self.lengths.tolist(), strict=True):
             if have != need:
                 raise ValueError(f"sample {key[0]}[{key[1]}]: {name} has {have} entries for {need} response tokens")
         if column.values.is_floating_point():
             # No engine sampled a candidate, so its rollout_logprobs are NaN.
             unknown = self.candidates[self.sequence] & torch.tensor(name == "rollout_logprobs")
-            _require_finite(self.keep, name, column.values.masked_fill(unknown, 0.0), self.lengths)
+            _require_finite(self.rows, name, column.values.masked_fill(unknown, 0.0), self.lengths)
         return column
 
 
@@ -243,7 +286,7 @@ def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float],
         batch.loss_lengths.tolist(),
         signal.tolist(),
         batch.prompt_lengths.tolist(),
-        batch.groups.tolist(),
+        batch.shared_prompts,
         strict=True,
     )
     return TrainSummary(rows=tuple(TrainRow(*row) for row in rows), metrics=metrics, state=state)
@@ -256,7 +299,7 @@ def _train_table(batch: _Batch, rollouts: pa.Table, advantages: torch.Tensor, re
     columns = []
     for field in TRAIN:
         if field.name == "reward":
-            columns.append(pa.array(batch.reward.numpy()))
+            columns.append(pa.array(batch.reward[batch.sample].numpy()))
         elif field.name in floats:
             columns.append(list_column(floats[field.name].float(), batch.lengths, pa.float32()))
         elif field.name in rollouts.column_names:

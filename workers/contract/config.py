@@ -176,7 +176,11 @@ class TrainerConfig(OptimizerConfig):
         return 0 if alone and self.zero_stage < 3 else self.zero_stage
 
 
+ENVIRONMENT_REWARD = "environment"
+"""Name of the reward component that the environment gives, the sum over an episode's turns."""
+
 REWARD_FUNCTIONS = (
+    ENVIRONMENT_REWARD,
     "exact_match",
     "last_number",
     "numeric",
@@ -187,9 +191,9 @@ REWARD_FUNCTIONS = (
     "letter_share",
     "equations",
 )
-"""Names of the built-in reward functions; each is implemented in `workers/rewards/`."""
+"""Names of the built-in reward functions; each but `environment` is implemented in `workers/rewards/`."""
 
-STEP_FUNCTIONS = ("letter_share", "equations")
+STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
 """Built-in reward functions that can return process rewards."""
 
 RIGHT_OR_WRONG = ("exact_match", "last_number", "numeric", "regex", "reasoning_gym")
@@ -235,6 +239,38 @@ class RewardConfig(Frozen):
     """Maximum memory that the process of one reward function may allocate, in MiB."""
     threads: int = Field(default=0, ge=0)
     """Compute threads of the reward model (CPU only). 0: as many as the role's `cpus`, at least one."""
+
+
+ENVIRONMENTS = ("guess_number", "retry", "single_turn", "tools")
+"""Names of the built-in environments; each is implemented in `workers/environments/`."""
+
+
+class EpisodeConfig(Frozen):
+    """Bounds of an episode, and how its turns are read."""
+
+    max_turns: int = Field(default=8, ge=1)
+    """Most turns of the policy in an episode; then it ends as it is, with the finish reason `max_turns`."""
+    turn_timeout_s: float = Field(default=30.0, gt=0.0)
+    """Longest answer of the environment; a longer one fails the sample."""
+    episode_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Longest episode, the policy's turns included; a longer one fails the sample."""
+    max_observation_chars: int = Field(default=20_000, ge=1)
+    """A longer message of the environment is cut here, and says so."""
+    tool_parser: str | None = Field(default=None, min_length=1)
+    """vLLM's parser for the tool calls in a turn, such as `hermes` or `llama3_json`; null: turns are plain text."""
+
+
+class EnvironmentConfig(EpisodeConfig):
+    """The environment that the policy acts in."""
+
+    name: str = Field(min_length=1)
+    """A built-in environment (guess_number, retry, tools, single_turn) or `package.module:Class`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+    episodes: int = Field(default=32, ge=1)
+    """Most episodes under way in one worker, each in a process of its own."""
+    memory_limit_mib: int = Field(default=1024, ge=64)
+    """Maximum memory that the process of one episode may allocate, in MiB."""
 
 
 class ImportanceConfig(Frozen):
@@ -315,7 +351,7 @@ class CriticLossConfig(Frozen):
     """New values are clipped to the old values plus or minus this; none: plain squared error."""
 
 
-STEP_ESTIMATORS = frozenset({"group"})
+STEP_ESTIMATORS = frozenset({"group", "returns", "gae", "n_step"})
 """Advantage estimators that use process rewards; the others take one reward per response."""
 
 
@@ -371,6 +407,8 @@ class RolloutConfig(Frozen):
     seed: int
     transfer_backend: TransferBackend
     device: Device
+    episode: EpisodeConfig | None = None
+    """Bounds of an episode in an environment; None: a sample is one response to its prompt."""
 
 
 class PolicyConfig(Frozen):

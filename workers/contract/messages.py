@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from workers.contract.advantage_state import AdvantageState
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 SCHEMA_METADATA: dict[bytes | str, bytes | str] = {"troupe_schema": SCHEMA_VERSION}
 
 IDENTITY = (
@@ -26,6 +26,9 @@ IDENTITY = (
     pa.field("sample_index", pa.int32(), nullable=False),
     pa.field("attempt", pa.int32(), nullable=False),
 )
+SEGMENT = pa.field("segment", pa.int32(), nullable=False)
+"""Number of a row among the rows of its sample. An episode has several where the chat template rewrote its history:
+then each row is exactly what the engine saw."""
 
 IDENTITY_NAMES = tuple(field.name for field in IDENTITY)
 
@@ -34,7 +37,7 @@ Identity = tuple[str, int, int]
 
 _SPAN = pa.struct([("name", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
 _VERSION_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
-_REWARD_SPAN = pa.struct([("end", pa.int32()), ("reward", pa.float64())])  # end: in response tokens
+_REWARD_SPAN = pa.struct([("end", pa.int32()), ("reward", pa.float64())])  # end: in the sample's response tokens
 _COMPONENT = pa.struct([("name", pa.string()), ("value", pa.float64())])
 
 PROMPTS = pa.schema(
@@ -53,15 +56,19 @@ PROMPTS = pa.schema(
 ROLLOUTS = pa.schema(
     [
         *IDENTITY,
+        SEGMENT,
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # per response token; NaN: candidates
+        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),  # everything after the prompt, observations too
+        pa.field("rollout_logprobs", pa.list_(pa.float32()), nullable=False),  # 0: not sampled; NaN: candidates
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),  # False: not sampled by the policy
         pa.field("weight_versions", pa.list_(_VERSION_SPAN), nullable=False),  # over response tokens; candidates: none
         pa.field("turns", pa.list_(_SPAN), nullable=False),  # spans over response tokens, by speaker
-        pa.field("finish_reason", pa.string(), nullable=False),  # stop | length
-        pa.field("response", pa.string(), nullable=False),
-        pa.field("messages", pa.string(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),  # stop | length | max_turns
+        pa.field("status", pa.string(), nullable=False),  # "ok" or why the episode has failed
+        pa.field("response", pa.string(), nullable=False),  # text of the last turn
+        pa.field("messages", pa.string(), nullable=False),  # JSON: the prompt
+        pa.field("conversation", pa.string(), nullable=False),  # JSON: all messages of an episode; empty: no episode
+        pa.field("turn_rewards", pa.list_(_REWARD_SPAN), nullable=False),  # from the environment, in the last segment
         pa.field("answer", pa.string(), nullable=False),
         pa.field("metadata", pa.string(), nullable=False),
         pa.field("engine", pa.string(), nullable=False),
@@ -87,12 +94,15 @@ REWARDS = pa.schema(
 
 def token_scores(column: Literal["ref_logprobs", "values", "old_logprobs"]) -> pa.Schema:
     """Schema of a table with one float per response token, under the name `column`."""
-    return pa.schema([*IDENTITY, pa.field(column, pa.list_(pa.float32()), nullable=False)], metadata=SCHEMA_METADATA)
+    return pa.schema(
+        [*IDENTITY, SEGMENT, pa.field(column, pa.list_(pa.float32()), nullable=False)], metadata=SCHEMA_METADATA
+    )
 
 
 TRAIN = pa.schema(
     [
         *IDENTITY,
+        SEGMENT,
         pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
@@ -171,15 +181,57 @@ class GroupRequest:
 
 
 @dataclass(frozen=True)
+class EpisodeSummary:
+    """Scalars of one episode."""
+
+    turns: int
+    sampled_tokens: int
+    engine_prompt_tokens: int
+    """Tokens of the prompts of all turns: what an engine without a prefix cache computes before it samples."""
+    cached_tokens: int
+    """Those of them that the engine read from its cache."""
+    environment_s: float
+    """Time spent waiting for the environment."""
+    cut_observations: int = 0
+    """Messages that were longer than the bound."""
+    restarts: int = 0
+    """How often the episode started again because its environment worker died."""
+    info: Mapping[str, float] = field(default_factory=dict)
+    """Numbers from the environment; the last value of each."""
+
+
+@dataclass(frozen=True)
 class SampleSummary:
     """Scalars of one sample."""
 
     sample_index: int
     prompt_tokens: int
     response_tokens: int
+    """Everything after the prompt; in an episode also what the environment added."""
     finish_reason: str
     oldest_version: int
     newest_version: int
+    status: str = "ok"
+    """`ok`, or why the episode has failed."""
+    segments: tuple[int, ...] = ()
+    """Tokens of each row of the sample, prompt included; empty: it has one row."""
+    episode: EpisodeSummary | None = None
+    """None: the sample is one response to its prompt."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return self.response_tokens if self.episode is None else self.episode.sampled_tokens
+
+    @property
+    def engine_prompt_tokens(self) -> int:
+        """Tokens of the prompts that the engine got: of every turn of an episode."""
+        return self.prompt_tokens if self.episode is None else self.episode.engine_prompt_tokens
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Tokens of each row of the sample, prompt included."""
+        return self.segments or (self.prompt_tokens + self.response_tokens,)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from workers.contract.config import Rendezvous
+from workers.contract.environments import EpisodeReply, Message, Row
 from workers.contract.messages import (
     GroupRequest,
     GroupSummary,
@@ -86,8 +87,52 @@ class EngineLink(Protocol):
         ...
 
 
+class EnvironmentLink(Protocol):
+    """Reaches the environment workers from a rollout worker. Replaced whenever workers come or go."""
+
+    async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+        """Starts an episode on the worker with the fewest; returns the worker's name and the first observation.
+
+        Raises:
+            EnvironmentGone: The worker died, or there is none.
+        """
+        ...
+
+    async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
+        """The environment's answer to a turn. Raises EnvironmentGone."""
+        ...
+
+    def end(self, worker: str, episode: str) -> None:
+        """Closes an episode that the environment has not ended; waits for nothing."""
+        ...
+
+
+class Environment(Replica, Protocol):
+    """An environment worker: episodes of one environment."""
+
+    def begin(self, episode: str, row: Row) -> Reply[EpisodeReply]:
+        """Starts an episode; the first observation."""
+        ...
+
+    def step(self, episode: str, message: Message) -> Reply[EpisodeReply]:
+        """The environment's answer to a turn of the policy."""
+        ...
+
+    def end(self, episode: str) -> Reply[None]:
+        """Closes an episode."""
+        ...
+
+    def watch(self, seconds: float) -> Reply[bool]:
+        """Whether the worker can still start episodes; answers as soon as it cannot, else after `seconds`."""
+        ...
+
+
 class Engine(Replica, Protocol):
     """A rollout worker: one vLLM engine."""
+
+    def connect_environments(self, link: EnvironmentLink) -> Reply[None]:
+        """Uses these environment workers for new episodes."""
+        ...
 
     def generate(self, request: GroupRequest, prompts: TableRef) -> Reply[tuple[GroupSummary, TableRef]]:
         """Samples one group; returns its summary and a ROLLOUTS table."""

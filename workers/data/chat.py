@@ -55,3 +55,9 @@ def sample_seed(seed: int, index: int) -> int:
     """Seed of sample `index` of a group, 63 bits. Hashed, because vLLM's seed + index overlaps between groups."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def turn_seed(seed: int, index: int, turn: int) -> int:
+    """Seed of one turn of sample `index` of a group; that of the first turn is the sample's."""
+    own = sample_seed(seed, index)
+    return own if turn == 0 else sample_seed(own, turn)

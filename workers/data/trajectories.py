@@ -9,18 +9,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from workers.contract.messages import IDENTITY_NAMES, REWARDS, ROLLOUTS, Identity, identities
+from workers.contract.messages import IDENTITY_NAMES, REWARDS, ROLLOUTS, SEGMENT, Identity, identities
 
 _JUDGEMENT = tuple(name for name in REWARDS.names if name not in IDENTITY_NAMES)
 READABLE = (
-    *("prompt_uid", "sample_index", "messages", "response", "answer", "finish_reason"),
+    *("prompt_uid", "sample_index", "messages", "conversation", "response", "answer", "finish_reason"),
     *("status", "reward", "components"),
 )
 """Columns of the samples of an evaluation."""
 
 
 def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
-    """Join ROLLOUTS and REWARDS tables, in any order and number, by (prompt_uid, sample_index, attempt).
+    """Join ROLLOUTS and REWARDS tables, in any order and number, by (prompt_uid, sample_index, attempt);
+    every segment of an episode gets the rewards of its sample.
 
     Returns one row per row of the ROLLOUTS tables, in their order: their columns, then status, reward, components
     and reward_spans.
@@ -40,7 +41,8 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
     judged = pa.concat_tables(rewards) if rewards else REWARDS.empty_table()
     rows: dict[Identity, int] = {identity: row for row, identity in enumerate(identities(judged))}
     wanted = identities(samples)
-    if len(rows) != judged.num_rows or len(set(wanted)) != len(wanted):
+    segments = samples.column(SEGMENT.name).to_pylist()
+    if len(rows) != judged.num_rows or len(set(zip(wanted, segments, strict=True))) != len(wanted):
         raise ValueError("a sample occurs twice")
     if missing := [identity for identity in wanted if identity not in rows]:
         raise ValueError(f"{len(missing)} samples have no reward row; the first is {missing[0]}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from workers.contract.messages import GroupRequest, SampleSummary
+from workers.contract.environments import OK
+from workers.contract.messages import EpisodeSummary, GroupRequest, SampleSummary
+from workers.episodes.episode import Played
+from workers.episodes.turns import Segment, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,17 +31,42 @@ class RowBuilder:
 
     def sampled(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """The row of a response that the engine sampled. Raises RuntimeError if vLLM left something out."""
-        completion = output.outputs[0]
-        timing = output.metrics
-        if timing is None:
-            raise RuntimeError(f"{self.engine}: vLLM returned no timings")
-        return self._response(index, list(completion.token_ids)) | {
-            "rollout_logprobs": _sampled_logprobs(completion),
-            "weight_versions": _version_spans(completion),
-            "finish_reason": completion.finish_reason,
-            "generate_s": max(0.0, timing.last_token_ts - timing.queued_ts),
-            "first_token_s": max(0.0, timing.first_token_ts - timing.queued_ts),
+        turn = sampled_turn(output)
+        return self._response(index, list(turn.ids)) | {
+            "rollout_logprobs": turn.logprobs,
+            "weight_versions": turn.versions,
+            "finish_reason": turn.finish_reason,
+            "generate_s": turn.generate_s,
+            "first_token_s": turn.first_token_s,
         }
+
+    def episode(self, index: int, played: Played) -> list[dict[str, Any]]:
+        """The rows of an episode: one, unless the chat template rewrote its history."""
+        # An episode that failed before its first prompt has a row too: the sample is accounted for.
+        segments = played.segments or [Segment([0])]
+        last = len(segments) - 1
+        shared = {
+            "finish_reason": played.finish_reason,
+            "status": played.status,
+            "response": played.response,
+            "conversation": json.dumps(played.messages, ensure_ascii=False),
+            "generate_s": sum(turn.generate_s for turn in played.turns),
+            "first_token_s": played.turns[0].first_token_s if played.turns else 0.0,
+        }
+        return [
+            self._response(index, segment.response_ids)
+            | shared
+            | {
+                "segment": number,
+                "prompt_ids": segment.prompt_ids,
+                "rollout_logprobs": segment.logprobs,
+                "loss_mask": segment.loss_mask,
+                "weight_versions": segment.versions,
+                "turns": segment.turns,
+                "turn_rewards": [{"end": end, "reward": r} for end, r in played.rewards] if number == last else [],
+            }
+            for number, segment in enumerate(segments)
+        ]
 
     def candidate(self, index: int, ids: list[int]) -> dict[str, Any]:
         """The row of an answer from another source: no engine sampled it, so it has no log-probs and no versions."""
@@ -54,17 +83,38 @@ class RowBuilder:
         return {
             "prompt_uid": self.request.prompt_uid,
             "sample_index": index,
+            "segment": 0,
             "attempt": self.request.attempt,
             "prompt_ids": self.prompt_ids,
             "response_ids": ids,
             "loss_mask": [True] * len(ids),
             "turns": [{"name": "assistant", "start": 0, "end": len(ids)}] if ids else [],
+            "status": OK,
             "response": self.tokenizer.decode(ids, skip_special_tokens=True),
             "messages": self.prompt["messages"],
+            "conversation": "",
+            "turn_rewards": [],
             "answer": self.prompt["answer"],
             "metadata": self.prompt["metadata"],
             "engine": self.engine,
         }
+
+
+def sampled_turn(output: RequestOutput) -> Turn:
+    """What the engine sampled for one prompt. Raises RuntimeError if vLLM left something out."""
+    completion = output.outputs[0]
+    timing = output.metrics
+    if timing is None or completion.finish_reason is None:
+        raise RuntimeError("vLLM returned no timings, or an unfinished response")
+    return Turn(
+        ids=list(completion.token_ids),
+        logprobs=_sampled_logprobs(completion),
+        versions=_version_spans(completion),
+        finish_reason=completion.finish_reason,
+        cached_tokens=output.num_cached_tokens or 0,
+        generate_s=max(0.0, timing.last_token_ts - timing.queued_ts),
+        first_token_s=max(0.0, timing.first_token_ts - timing.queued_ts),
+    )
 
 
 def _sampled_logprobs(completion: CompletionOutput) -> list[float]:
@@ -82,6 +132,32 @@ def _version_spans(completion: CompletionOutput) -> list[dict[str, int]]:
     if spans is None:
         raise RuntimeError("vLLM did not report the weight versions of a response")
     return [{"version": int(span.version), "start": span.start, "end": span.end} for span in spans]
+
+
+def episode_summary(rows: list[dict[str, Any]], played: Played, version: int) -> SampleSummary:
+    """Summary of an episode from its rows. `version`: current version of the engine, for one without tokens."""
+    versions = [span["version"] for row in rows for span in row["weight_versions"]] or [version]
+    lengths = tuple(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
+    return SampleSummary(
+        sample_index=rows[0]["sample_index"],
+        prompt_tokens=len(rows[0]["prompt_ids"]),
+        response_tokens=played.response_tokens,
+        finish_reason=played.finish_reason,
+        oldest_version=min(versions),
+        newest_version=max(versions),
+        status=played.status,
+        segments=lengths if len(lengths) > 1 else (),
+        episode=EpisodeSummary(
+            turns=len(played.turns),
+            sampled_tokens=sum(len(turn.ids) for turn in played.turns),
+            engine_prompt_tokens=played.prompt_tokens,
+            cached_tokens=sum(turn.cached_tokens for turn in played.turns),
+            environment_s=played.environment_s,
+            cut_observations=played.cut_observations,
+            restarts=played.restarts,
+            info=dict(played.info),
+        ),
+    )
 
 
 def sample_summary(row: dict[str, Any], version: int) -> SampleSummary:

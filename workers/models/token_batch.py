@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from workers.contract.messages import IDENTITY, IDENTITY_NAMES, SCHEMA_METADATA, TRAIN
+from workers.contract.messages import IDENTITY, SCHEMA_METADATA, SEGMENT, TRAIN
 
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 _PROMPT, _PADDING = -1, -2
@@ -74,10 +74,14 @@ def list_column(values: torch.Tensor, lengths: torch.Tensor, dtype: pa.DataType)
 
 
 def score_table(column: str, rows: pa.Table, values: torch.Tensor, lengths: torch.Tensor) -> pa.Table:
-    """A `messages.token_scores` table: the identity of `rows` and, under `column`, their flat float values."""
+    """A `messages.token_scores` table: the identity of `rows` and, under `column`, their flat float values.
+
+    Rows of offline data have no segments.
+    """
     floats = list_column(values.float(), lengths, pa.float32())
-    schema = pa.schema([*IDENTITY, pa.field(column, floats.type, nullable=False)], metadata=SCHEMA_METADATA)
-    identity = [rows.column(name).combine_chunks() for name in IDENTITY_NAMES]
+    fields = [field for field in (*IDENTITY, SEGMENT) if field.name in rows.column_names]
+    schema = pa.schema([*fields, pa.field(column, floats.type, nullable=False)], metadata=SCHEMA_METADATA)
+    identity = [rows.column(field.name).combine_chunks() for field in fields]
     return pa.Table.from_arrays([*identity, floats], schema=schema)
 
 
@@ -238,11 +242,10 @@ class TokenTable:
         return self.shared_batch(rows) if shared else self.batch(rows)
 
     def _prompt_numbers(self) -> torch.Tensor:
-        """int64, one per row: equal for rows of one group."""
+        """int64, one per row: equal for rows of one group with the same prompt."""
         if self._prompts is None:
-            uids = self.table.column("prompt_uid").to_pylist()
-            number = {uid: place for place, uid in enumerate(dict.fromkeys(uids))}
-            self._prompts = torch.tensor([number[uid] for uid in uids], dtype=torch.int64)
+            numbers = prompt_numbers(self.table.column("prompt_uid").to_pylist(), self.prompts)
+            self._prompts = torch.tensor(numbers, dtype=torch.int64)
         return self._prompts
 
     def floats(self, name: str, batch: TokenBatch) -> torch.Tensor | None:
@@ -250,6 +253,20 @@ class TokenTable:
         if name not in self._floats:
             return None
         return self._floats[name].take(batch.rows.cpu()).values.to(batch.targets.device)
+
+
+def prompt_numbers(uids: Sequence[str], prompts: Ragged) -> list[int]:
+    """A number for each row, equal for rows of one group (`uids`) with the same prompt.
+
+    The samples of a group have the same prompt, unless an environment starts them differently, or a chat template has
+    rewritten the history of one.
+    """
+    ends = prompts.lengths.cumsum(0).tolist()
+    starts = [0, *ends[:-1]] if ends else []
+    values = prompts.values.numpy()
+    keys = [(uid, values[start:end].tobytes()) for uid, start, end in zip(uids, starts, ends, strict=True)]
+    number = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    return [number[key] for key in keys]
 
 
 def _name(table: pa.Table, row: int) -> str:

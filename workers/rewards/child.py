@@ -41,7 +41,7 @@ def main() -> None:
     control, lifeline = int(sys.argv[1]), int(sys.argv[2])
     for descriptor in (control, lifeline):  # or processes that user code starts would keep the connection open
         os.set_inheritable(descriptor, False)
-    _die_with(lifeline)
+    die_with(lifeline)
     os.dup2(2, 1)  # user code prints to the log, line by line: a killed process flushes nothing
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
@@ -55,7 +55,7 @@ def main() -> None:
         except RewardFunctionError as error:
             _reply(connection, {"failure": str(error)})
             return
-        _limit_memory(order["memory_limit_mib"])
+        limit_memory(order["memory_limit_mib"])
         _reply(connection, {"ready": True, "concurrent": judging.concurrent})
         _serve(connection, requests, judging, order["memory_limit_mib"])
 
@@ -171,14 +171,15 @@ def read_metadata(sample: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(metadata, dict):
         raise TypeError(f"metadata is not a JSON object: {reprlib.repr(metadata)}")
     facts = sample["sample"]
-    return {**metadata, "sample": {**facts, "messages": json.loads(facts["messages"])}}
+    texts = {name: json.loads(facts[name]) for name in ("messages", "conversation") if facts.get(name)}
+    return {**metadata, "sample": {**{k: v for k, v in facts.items() if k != "conversation"}, **texts}}
 
 
 def _reply(connection: socket.socket, reply: dict[str, Any]) -> None:
     connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def _die_with(lifeline: int) -> None:
+def die_with(lifeline: int) -> None:
     """Let the kernel end this process group when the other end of the pipe closes, which it does when the parent dies.
 
     The default action of SIGIO ends the process. A thread that waits for the end of file is not enough: code that holds
@@ -192,7 +193,7 @@ def _die_with(lifeline: int) -> None:
         os._exit(1)
 
 
-def _limit_memory(limit_mib: int) -> None:
+def limit_memory(limit_mib: int) -> None:
     """Limit the address space to its current size plus `limit_mib`, and disable core files."""
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

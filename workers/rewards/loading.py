@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from workers.contract.config import ENVIRONMENT_REWARD
+
 SHIPPED = {
     "equations": "workers.rewards.equations:equations",
     "exact_match": "workers.rewards.functions:exact_match",
@@ -35,6 +37,8 @@ def locate(name: str) -> tuple[str, str]:
     Raises:
         RewardFunctionError: it is neither.
     """
+    if name == ENVIRONMENT_REWARD:
+        raise RewardFunctionError("environment: the sum of an environment's rewards is no function of a response")
     module, colon, attribute = SHIPPED.get(name, name).partition(":")
     if colon and all(part.isidentifier() for part in [*module.split("."), attribute]):
         return module, attribute
@@ -81,6 +85,9 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
         (field, message) for each function: `name` or `args`; both empty where nothing is wrong.
     """
     for function in functions:
+        if function["name"] == ENVIRONMENT_REWARD:  # a column of the rollouts, no function
+            yield ("args", "environment takes no arguments") if function["args"] else ("", "")
+            continue
         try:
             load(function["name"], function["args"])
         except RewardArgumentsError as error:

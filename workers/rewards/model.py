@@ -72,12 +72,12 @@ class RewardModel:
         """Token ids of prompt plus response for this model.
 
         If this model's tokenizer and chat template give the same prompt ids for the messages, the sampled ids are used;
-        otherwise the conversation is rendered again from its text.
+        otherwise, and for the conversation of an episode, it is rendered again from its text.
 
         Raises:
             ValueError: the vocabulary differs, and there is no chat template to render the conversation.
         """
-        columns = ("messages", "response", "prompt_ids", "response_ids")
+        columns = ("messages", "conversation", "response", "prompt_ids", "response_ids")
         rendered: dict[str, list[int]] = {}
         sequences = []
         for row in rollouts.select(columns).to_pylist():
@@ -89,6 +89,9 @@ class RewardModel:
                         "set roles.reward.model.chat_template"
                     )
                 sequences.append(prompt_ids + response_ids)
+                continue
+            if row["conversation"]:
+                sequences.append(self._render(json.loads(row["conversation"]), open_turn=False))
                 continue
             if messages not in rendered:
                 rendered[messages] = self._render(json.loads(messages), open_turn=True)

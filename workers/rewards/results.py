@@ -19,9 +19,9 @@ Reply = dict[str, Any]
 """``{"value"}``, for process rewards with ``"steps": [[end, reward], ...]``; or ``{"failure", "cause"}``: why there is
 no number, and what failures of the same cause have in common."""
 
-_MACHINERY = (str(Path(__file__).with_name("child.py")), __file__)
-"""Files whose frames precede those of the reward function in a traceback."""
 _SHIPPED = str(Path(__file__).parents[1])
+_MACHINERY = (f"{_SHIPPED}/rewards/child.py", f"{_SHIPPED}/environments/child.py", __file__)
+"""Files whose frames precede those of user code in a traceback."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 

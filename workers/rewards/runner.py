@@ -47,6 +47,10 @@ class Sample:
     finish_reason: str
     messages: str = "[]"
     """JSON list: the prompt."""
+    conversation: str = ""
+    """JSON list: all messages of an episode; empty: the sample is one response."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """(tokens up to the end of the turn, reward) from the environment."""
 
     def request(self) -> dict[str, Any]:
         """The sample as it is sent to the child."""
@@ -58,6 +62,7 @@ class Sample:
                 "response_tokens": self.response_tokens,
                 "finish_reason": self.finish_reason,
                 "messages": self.messages,
+                "conversation": self.conversation,
             },
         }
 

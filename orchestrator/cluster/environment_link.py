@@ -1,0 +1,70 @@
+"""The way from a rollout worker to the environment workers: made here, used there, without Ray in the workers' code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from orchestrator.cluster.event_loop import within
+from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row, failed
+from workers.contract.roles import Environment
+
+
+class ActorEnvironments:
+    """The `EnvironmentLink` of a run. Pickled to every rollout worker, which counts its own episodes."""
+
+    def __init__(self, actors: Mapping[str, Any], lost: str = "") -> None:
+        """`lost`: why there will be no worker again; empty: one can still start."""
+        self._actors = dict(actors)
+        self._open = dict.fromkeys(self._actors, 0)
+        self._lost = lost
+
+    async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+        """See `EnvironmentLink.begin`."""
+        if not self._open:
+            if self._lost:
+                return "", failed(self._lost)
+            raise EnvironmentGone("no environment worker is running")
+        worker = min(self._open, key=self._open.__getitem__)
+        self._open[worker] += 1
+        try:
+            return worker, await self._call(worker, Environment.begin.__name__, timeout_s, episode, row)
+        except BaseException:
+            self._closed(worker)
+            raise
+
+    async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
+        """See `EnvironmentLink.step`."""
+        return await self._call(worker, Environment.step.__name__, timeout_s, episode, message)
+
+    def end(self, worker: str, episode: str) -> None:
+        """See `EnvironmentLink.end`."""
+        self._closed(worker)
+        if worker in self._actors:
+            getattr(self._actors[worker], Environment.end.__name__).remote(episode)
+
+    async def _call(self, worker: str, method: str, timeout_s: float, *args: Any) -> EpisodeReply:
+        """The reply of a worker; one that has died gets no further episodes."""
+        if worker not in self._actors:
+            raise EnvironmentGone(f"{worker} has died")
+        try:
+            reply = await within(timeout_s, getattr(self._actors[worker], method).remote(*args))
+        except TimeoutError:
+            return failed(f"{method}: {worker} did not answer in {timeout_s:g} s")
+        except RayTaskError as error:
+            if isinstance(error.cause, EnvironmentGone):
+                raise EnvironmentGone(str(error.cause)) from None
+            raise
+        except RayActorError as error:
+            self._actors.pop(worker, None)
+            self._open.pop(worker, None)
+            raise EnvironmentGone(f"{worker} has died") from error
+        if reply.observation.done:
+            self._closed(worker)
+        return reply
+
+    def _closed(self, worker: str) -> None:
+        if worker in self._open:
+            self._open[worker] = max(0, self._open[worker] - 1)

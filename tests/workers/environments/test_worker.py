@@ -1,0 +1,176 @@
+"""The environment worker: episodes, faults and what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from workers.contract.config import EnvironmentConfig
+from workers.contract.environments import EnvironmentGone, Row
+from workers.contract.messages import WorkerGone
+from workers.environment import EnvironmentWorker
+
+HERE = "tests.workers.environments.misbehaving"
+ROW = Row(({"role": "user", "content": "hello"},), "5", {"level": 2}, seed=11)
+SAY: dict[str, Any] = {"role": "assistant", "content": "hi"}
+
+
+def play(test: Callable[[EnvironmentWorker], Awaitable[None]], name: str = f"{HERE}:Echo", **settings: Any) -> None:
+    """Run a test on a started worker, and check that no process of it is left."""
+    values = {"turn_timeout_s": 1.0, "episodes": 2, "memory_limit_mib": 512} | settings
+    config = EnvironmentConfig(name=name, **values)
+
+    async def run() -> None:
+        worker = EnvironmentWorker(config, "environment-0")
+        await worker.start()
+        try:
+            await test(worker)
+        finally:
+            children = psutil.Process().children(recursive=True)
+            await worker.close()
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive, alive
+
+    asyncio.run(run())
+
+
+def test_an_episode_ends_with_its_reward() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        first = await worker.begin("a", ROW)
+        assert (first.status, list(first.observation.messages)) == ("ok", [{"role": "user", "content": "hello"}])
+        second = await worker.step("a", SAY)
+        assert second.observation.reward == 0.25 and not second.observation.done
+        await worker.step("a", SAY)
+        last = await worker.step("a", SAY)
+        assert last.observation.done and last.observation.reward == 1.0
+        with pytest.raises(EnvironmentGone, match="no episode a"):
+            await worker.step("a", SAY)
+
+    play(test)
+    play(test, f"{HERE}:AsyncEcho")
+
+
+def test_a_process_serves_one_episode_after_another() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        pids = set()
+        for number in range(5):
+            await worker.begin(str(number), ROW)
+            pids.add((await worker.step(str(number), SAY)).observation.info["pid"])
+            await asyncio.sleep(0.05)
+        assert len(pids) == 1
+
+    play(test, args={"turns": 1})
+
+
+def test_an_episode_waits_for_a_free_place() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        await worker.begin("a", ROW)
+        await worker.begin("b", ROW)
+        third = asyncio.create_task(worker.begin("c", ROW))
+        await asyncio.sleep(0.2)
+        assert not third.done()
+        await worker.end("a")
+        assert (await third).status == "ok"
+
+    play(test)
+
+
+FAULTS = {
+    "raises": "step: error: KeyError: 'treasure' (misbehaving.py:",
+    "hangs": "step: timeout after 1 s",
+    "spins": "step: timeout after 1 s",
+    "exits": "step: its process died",
+    "leaves": "step: error: SystemExit: 3",
+    "crashes": "step: its process died",
+    "eats": "step: out of memory",
+    "child": "step: timeout after 1 s",
+    "nothing": "step: error: TypeError: expected an Observation, got NoneType",
+    "number": "step: error: TypeError: expected an Observation, got int",
+    "role": "step: error: TypeError: messages.0: expected a message with a role",
+    "content": "step: error: TypeError: messages.0.content: expected text, got int",
+    "surrogate": "step: error: ValueError: messages.0.content: a lone surrogate",
+    "nan": "step: error: ValueError: reward: not a finite number",
+    "long": "step: error: ",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_a_status_and_costs_nobody_else(fault: str) -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        await worker.begin("a", ROW)
+        await worker.begin("b", ROW)
+        assert (await worker.step("a", SAY)).status == "ok"
+        failed, other = await asyncio.gather(worker.step("a", SAY), worker.step("b", SAY))
+        assert failed.status.startswith(FAULTS[fault]) and failed.observation.done
+        assert other.status == "ok"
+        assert (await worker.begin("c", ROW)).status == "ok", "the place of the failed episode is free"
+        assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "3600.25"]]
+
+    play(test, f"{HERE}:Faulty", args={"fault": fault})
+
+
+def test_a_failed_start_is_a_status() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        reply = await worker.begin("a", ROW)
+        assert reply.status.startswith("start: error: RuntimeError: no start today")
+
+    play(test, f"{HERE}:Faulty", args={"fault": "start"})
+
+
+def test_a_close_that_hangs_gives_its_place_back() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        for number in range(3):
+            await worker.begin(str(number), ROW)
+            await worker.end(str(number))
+        assert (await worker.begin("last", ROW)).status == "ok"
+
+    play(test, f"{HERE}:Faulty", args={"fault": "close"}, episodes=1)
+
+
+def test_an_abandoned_episode_ends() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        await worker.begin("a", ROW)
+        assert (await worker.begin("b", ROW)).status == "ok"
+        assert (await worker.health()).in_flight == 1
+
+    play(test, episodes=1, turn_timeout_s=0.2, episode_timeout_s=0.3)
+
+
+def test_a_worker_whose_loading_process_died_says_so() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        watching = asyncio.create_task(worker.watch(30.0))
+        await worker.begin("a", ROW)
+        pid = worker._processes.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert await watching is False
+        with pytest.raises(WorkerGone, match="the process that loaded the environment has died"):
+            await worker.health()
+        with pytest.raises(EnvironmentGone):
+            await worker.begin("b", ROW)
+
+    play(test)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("gues_number", {}, "did you mean 'guess_number'"),
+        ("no.such.module:Game", {}, "cannot import no.such.module"),
+        (f"{HERE}:FAULTS", {}, "not a class"),
+        (f"{HERE}:Nobody", {}, "has no 'Nobody'"),
+        ("guess_number", {"low": 5, "high": 1}, "low must not be above high"),
+        ("guess_number", {"floor": 5}, "unexpected keyword argument 'floor'"),
+        ("builtins:dict", {}, "has no method start, step, close"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused_at_start(name: str, args: dict[str, Any], message: str) -> None:
+    worker = EnvironmentWorker(EnvironmentConfig(name=name, args=args), "environment-0")
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(worker.start())

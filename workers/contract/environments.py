@@ -1,0 +1,103 @@
+"""What an environment and an episode say to each other. Plain data, which also crosses process boundaries as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+"""One message of a conversation: `role`, `content` (text), and for tools `tool_calls`, `tool_call_id` and `name`."""
+
+OK = "ok"
+"""Status of an episode that came to its end."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the data, as an environment sees it."""
+
+    messages: tuple[Message, ...]
+    """The prompt."""
+    answer: str = ""
+    """The correct answer, in the form of the data; empty: there is none."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns."""
+    seed: int = 0
+    """Seed of this episode, the same in every run of a spec; use it for everything random."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment answers."""
+
+    messages: Sequence[Message] = ()
+    """Messages to add to the conversation."""
+    reward: float | None = None
+    """Reward of the policy's last turn; None: none. It counts from the last token that the policy sampled."""
+    done: bool = False
+    """Whether the episode ends here. The messages of the last observation are recorded and not shown to the policy."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Tools that the chat template offers, as JSON schemas of functions; read from the first observation."""
+    info: Mapping[str, float] = field(default_factory=dict)
+    """Numbers for the metrics: their means are reported as `environment/NAME`."""
+
+
+@dataclass(frozen=True)
+class EpisodeReply:
+    """Answer of an environment worker."""
+
+    observation: Observation
+    status: str = OK
+    """`ok`, or why the episode has failed."""
+    seconds: float = 0.0
+    """Time that the environment took."""
+
+
+class EnvironmentGone(RuntimeError):
+    """The worker that held the episode has died, or was replaced: the episode starts again on another one."""
+
+
+def failed(status: str) -> EpisodeReply:
+    """The reply for an episode that has failed."""
+    return EpisodeReply(Observation(done=True), status)
+
+
+def read_observation(value: Any) -> Observation:
+    """An observation from what an environment returned, or from its JSON.
+
+    Raises:
+        TypeError, ValueError: it is not an observation; the message names the field.
+    """
+    if isinstance(value, Observation):
+        value = vars(value)
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected an Observation, got {type(value).__name__}")
+    reward, tools = value.get("reward"), value.get("tools")
+    if reward is not None:
+        reward = float(reward)
+        if not math.isfinite(reward):
+            raise ValueError(f"reward: not a finite number: {reward}")
+    if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
+        raise TypeError("tools: expected JSON schemas")
+    info = {str(name): float(number) for name, number in dict(value.get("info") or {}).items()}
+    return Observation(
+        messages=tuple(_message(number, message) for number, message in enumerate(value.get("messages") or ())),
+        reward=reward,
+        done=bool(value.get("done", False)),
+        tools=None if tools is None else tuple(dict(tool) for tool in tools),
+        info=info,
+    )
+
+
+def _message(number: int, message: Any) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise TypeError(f"messages.{number}: expected a message with a role, got {type(message).__name__}")
+    if not isinstance(message.get("content"), str):
+        raise TypeError(f"messages.{number}.content: expected text, got {type(message.get('content')).__name__}")
+    try:
+        message["content"].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"messages.{number}.content: a lone surrogate, which is not valid text") from error
+    return dict(message)

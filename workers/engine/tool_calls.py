@@ -1,0 +1,43 @@
+"""Tool calls in the text of a turn, by vLLM's own parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from workers.episodes.reader import ParseCalls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCalls | None:
+    """vLLM's parser of this name (`vllm serve --tool-call-parser`); None without a name.
+
+    Raises:
+        ValueError: vLLM has no such parser, or it refuses the tokenizer.
+    """
+    if name is None:
+        return None
+    from vllm.tool_parsers import ToolParserManager
+
+    try:
+        parser_class = ToolParserManager.get_tool_parser(name)
+    except KeyError:
+        known = ", ".join(sorted(ToolParserManager.list_registered()))
+        raise ValueError(f"vLLM has no tool parser {name!r}; it has: {known}") from None
+    try:
+        parser_class(tokenizer)
+    except Exception as error:  # a parser can raise anything
+        raise ValueError(f"the tool parser {name} refuses the tokenizer: {error}") from error
+
+    def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        request = ChatCompletionRequest.model_validate({"messages": [], "model": "", "tools": list(tools)})
+        # A parser keeps state of one response.
+        found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
+        calls = [call.model_dump(include={"id", "type", "function"}) for call in found.tool_calls]
+        return (found.content or "", calls) if found.tools_called else (text, [])
+
+    return parse

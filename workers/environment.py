@@ -1,0 +1,153 @@
+"""The environment worker: episodes of one environment, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from typing import Any
+
+from workers.contract.config import EnvironmentConfig
+from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row, failed, read_observation
+from workers.contract.memory import resident_peak
+from workers.contract.messages import Peak, WorkerGone, WorkerHealth
+from workers.environments.processes import EnvironmentProcesses, SeatFailed, SeatProcess
+
+_CLOSE_TIMEOUT_S = 2.0
+_WATCH_S = 0.5
+
+
+class EnvironmentWorker:
+    """Holds up to `episodes` episodes. Those of one worker wait for nothing but a free seat.
+
+    Every method names the episode by a key that the caller chose. An episode that nobody asks for within
+    `episode_timeout_s` ends: its engine may have died.
+    """
+
+    def __init__(self, config: EnvironmentConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._processes = EnvironmentProcesses(config.name, config.args, config.memory_limit_mib)
+        self._free: list[SeatProcess] = []
+        self._taken: dict[str, SeatProcess] = {}
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._places = asyncio.Semaphore(config.episodes)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> WorkerHealth:
+        """Load the environment.
+
+        Raises:
+            ValueError: it cannot be loaded, or refuses its arguments.
+        """
+        await self._processes.start()
+        return await self.health()
+
+    async def begin(self, episode: str, row: Row) -> EpisodeReply:
+        """Start an episode, once there is a free seat; the first observation.
+
+        Raises:
+            EnvironmentGone: the worker can start no more episodes.
+        """
+        await self._places.acquire()
+        try:
+            seat = self._free.pop() if self._free else await self._processes.seat()
+        except SeatFailed as error:
+            self._places.release()
+            raise EnvironmentGone(f"{self._name}: {error}") from None
+        except BaseException:
+            self._places.release()
+            raise
+        self._taken[episode] = seat
+        loop = asyncio.get_running_loop()
+        self._deadlines[episode] = loop.call_later(self._config.episode_timeout_s, self._abandon, episode)
+        return await self._ask(episode, {"op": "start", "row": vars(row)})
+
+    async def step(self, episode: str, message: Message) -> EpisodeReply:
+        """The environment's answer to a turn of the policy.
+
+        Raises:
+            EnvironmentGone: there is no such episode (any more).
+        """
+        if episode not in self._taken:
+            raise EnvironmentGone(f"{self._name} has no episode {episode}")
+        return await self._ask(episode, {"op": "step", "message": message})
+
+    async def end(self, episode: str) -> None:
+        """Close an episode that the environment has not ended; does nothing if there is none."""
+        self._release(episode, broken=False)
+
+    async def health(self) -> WorkerHealth:
+        """Health of the worker; an environment worker has no policy version.
+
+        Raises:
+            WorkerGone: the process that loaded the environment has died, so that no episode can start.
+        """
+        if not self._processes.alive:
+            raise WorkerGone(f"{self._name}: the process that loaded the environment has died")
+        seats = [seat.pid for seat in (*self._free, *self._taken.values())]
+        pids = [pid for pid in (self._processes.pid, *seats) if pid is not None]
+        peak = Peak(resident_peak(pids))
+        return WorkerHealth(self._name, socket.gethostname(), os.getpid(), 0, len(self._taken), peak=peak)
+
+    async def watch(self, seconds: float) -> bool:
+        """Whether the worker can still start episodes; answers as soon as it cannot, else after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self._processes.alive and (left := deadline - time.monotonic()) > 0:
+            await asyncio.sleep(min(_WATCH_S, left))
+        return self._processes.alive
+
+    async def close(self) -> None:
+        """End all episodes and processes."""
+        for deadline in self._deadlines.values():
+            deadline.cancel()
+        for seat in (*self._free, *self._taken.values()):
+            seat.kill()
+        self._free, self._taken, self._deadlines = [], {}, {}
+        self._processes.close()
+
+    async def _ask(self, episode: str, request: dict[str, Any]) -> EpisodeReply:
+        """Ask the episode's process; an episode that has failed or is done gives its seat back."""
+        started = time.monotonic()
+        try:
+            reply = await self._taken[episode].ask(request, self._config.turn_timeout_s)
+        except SeatFailed as error:
+            self._release(episode, broken=True)
+            return failed(f"{request['op']}: {error}")
+        except BaseException:
+            self._release(episode, broken=True)
+            raise
+        if "failure" in reply:
+            self._release(episode, broken=False)
+            return failed(f"{request['op']}: {reply['failure']}")
+        observation = read_observation(reply["observation"])
+        if observation.done:
+            self._release(episode, broken=False)
+        return EpisodeReply(observation, seconds=time.monotonic() - started)
+
+    def _abandon(self, episode: str) -> None:
+        self._release(episode, broken=True)
+
+    def _release(self, episode: str, broken: bool) -> None:
+        """Take the episode's seat back: killed if it is broken, else closed in the background and used again."""
+        seat = self._taken.pop(episode, None)
+        if seat is None:
+            return
+        self._deadlines.pop(episode).cancel()
+        if broken:
+            seat.kill()
+            self._places.release()
+            return
+        task = asyncio.ensure_future(self._close_episode(seat))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close_episode(self, seat: SeatProcess) -> None:
+        try:
+            await seat.ask({"op": "close"}, _CLOSE_TIMEOUT_S)
+            self._free.append(seat)
+        except SeatFailed:
+            pass
+        finally:
+            self._places.release()

@@ -1,0 +1,31 @@
+"""The class that an environment implements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable
+
+from workers.contract.environments import Message, Observation, Row
+
+
+class Environment(ABC):
+    """One episode. Every sample has an instance of its own, in a process that no other episode uses meanwhile.
+
+    `start` and `step` may be coroutines. What they raise fails the episode's sample; it never becomes a reward.
+    """
+
+    @abstractmethod
+    def start(self, row: Row) -> Observation | Awaitable[Observation]:
+        """The beginning of the conversation, usually `Observation(row.messages)`, and the tools that it offers."""
+
+    @abstractmethod
+    def step(self, message: Message) -> Observation | Awaitable[Observation]:
+        """The answer to one turn of the policy.
+
+        Args:
+            message: The turn: `role` is `assistant`, `content` its text and `tool_calls`, if a parser is configured,
+                the calls in it, each `{"id", "type": "function", "function": {"name", "arguments"}}`.
+        """
+
+    def close(self) -> None:  # noqa: B027  most environments hold nothing
+        """Free what the episode holds. Called once at the end of every episode, unless its process was killed."""

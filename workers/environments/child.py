@@ -1,0 +1,154 @@
+"""The processes that environments run in, controlled by `workers.environments.processes`.
+
+The first process loads the environment's class and then only forks: one process for each seat, in which one episode
+runs at a time. A seat that hangs or dies is killed alone, and its successor needs no import.
+
+The loading process gets ``{"name", "args", "memory_limit_mib"}`` as one line of JSON over its socket, and answers
+``{"ready": true}`` or ``{"failure": why}``. After that, every byte on the socket comes with the descriptor of a socket
+for a new seat. A seat gets ``{"op": "start" | "step" | "close", ...}`` and answers ``{"observation"}`` or
+``{"failure"}``, one line of JSON each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from workers.contract.environments import Row, read_observation
+from workers.environments.base import Environment
+from workers.environments.loading import EnvironmentLoadError, load
+from workers.rewards.child import die_with, limit_memory
+from workers.rewards.results import describe, user_traceback
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Load the environment and fork a seat for every request, until the socket closes.
+
+    The first argument is the descriptor of the socket, the second that of a pipe. The process ends when the other end
+    of the pipe closes.
+    """
+    control, lifeline = int(sys.argv[1]), int(sys.argv[2])
+    for descriptor in (control, lifeline):
+        os.set_inheritable(descriptor, False)
+    die_with(lifeline)
+    os.dup2(2, 1)  # user code prints to the log
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the seats
+    with socket.socket(fileno=control) as connection:
+        order = json.loads(_read_line(connection))
+        try:
+            create = load(order["name"], order["args"])
+        except EnvironmentLoadError as error:
+            connection.sendall(json.dumps({"failure": str(error)}).encode() + b"\n")
+            return
+        connection.sendall(b'{"ready": true}\n')
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+            if not data:
+                return
+            seat = socket.socket(fileno=descriptors[0])
+            if os.fork() == 0:
+                connection.close()
+                os.close(lifeline)
+                _become_seat(seat, create, order["memory_limit_mib"])
+            seat.close()
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = connection.recv(2**16)
+        if not chunk:
+            os._exit(0)
+        line += chunk
+    return line
+
+
+def _become_seat(connection: socket.socket, create: Callable[[], Environment], memory_limit_mib: int) -> None:
+    """Serve episodes in this forked process; does not return."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a seat does not outlive the loading process
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()  # processes that user code starts end with the seat's group
+        limit_memory(memory_limit_mib)
+        connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+        Seat(create).serve(connection)
+        code = 0
+    except MemoryError:
+        with contextlib.suppress(OSError):
+            connection.sendall(b'{"failure": "out of memory", "last": true}\n')
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+class Seat:
+    """Runs one episode after another."""
+
+    def __init__(self, create: Callable[[], Environment]) -> None:
+        self._create = create
+        self._environment: Environment | None = None
+        self._runner: asyncio.Runner | None = None
+        self._shown: set[str] = set()
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer requests until the connection closes. Raises MemoryError where user code used up its memory."""
+        with connection.makefile("rb") as requests:
+            for line in requests:
+                connection.sendall(json.dumps(self.answer(json.loads(line))).encode() + b"\n")
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to one request. Whatever user code raises but MemoryError becomes a failure."""
+        try:
+            return self._run(request)
+        except MemoryError:
+            raise
+        except BaseException as error:
+            reply = describe(error)
+            if reply["cause"] not in self._shown:  # one traceback for each cause
+                self._shown.add(reply["cause"])
+                traceback.print_exception(type(error), error, user_traceback(error))
+            return {"failure": reply["failure"]}
+
+    def _run(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["op"] == "close":
+            environment, self._environment = self._environment, None
+            if environment is not None:
+                environment.close()
+            return {}
+        if request["op"] == "start":
+            self._environment = self._create()
+            row = request["row"]
+            returned = self._environment.start(Row(tuple(row["messages"]), row["answer"], row["metadata"], row["seed"]))
+        else:
+            if self._environment is None:
+                raise RuntimeError("the episode was not started")
+            returned = self._environment.step(request["message"])
+        if inspect.isawaitable(returned):
+            returned = self._wait(returned)
+        return {"observation": vars(read_observation(returned))}
+
+    def _wait(self, awaitable: Any) -> Any:
+        """Run to the end, always in the same event loop: clients that an environment keeps belong to it."""
+
+        async def wait() -> Any:
+            return await awaitable
+
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(wait())

@@ -1,0 +1,172 @@
+"""Runs the episodes of one environment, each in a process of its own, so that a fault costs one episode.
+
+This isolates faults (hangs, exits, memory), not attacks: an environment is the user's own code. Code that a model wrote
+belongs in a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+LOAD_TIMEOUT_S = 120.0
+"""Longest import of an environment's module."""
+MAX_REPLY = 2**24
+"""Longest reply of an environment, in bytes."""
+_SEAT_TIMEOUT_S = 30.0
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from workers.environments.child import main; main()"
+)
+
+
+class SeatFailed(Exception):
+    """The process of an episode hung, died or replied nonsense; it has been killed. The message is the reason."""
+
+
+class SeatProcess:
+    """One process, in which one episode runs at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+        self._reader = reader
+        self._writer = writer
+        self.pid = pid
+
+    async def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The reply to a request.
+
+        Raises:
+            SeatFailed: there is none.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(json.dumps(request).encode() + b"\n")
+                line = await self._reader.readline()
+            reply = json.loads(line) if line else None
+        except TimeoutError:
+            self.kill()
+            raise SeatFailed(f"timeout after {timeout_s:g} s") from None
+        except (ValueError, OSError) as error:
+            self.kill()
+            raise SeatFailed(f"error: {error}") from None
+        except BaseException:
+            self.kill()  # nobody waits for the reply, which would be taken for that to the next request
+            raise
+        if reply is None:
+            self.kill()
+            raise SeatFailed("its process died")
+        if reply.get("last"):
+            self.kill()
+            raise SeatFailed(str(reply["failure"]))
+        return reply
+
+    def kill(self) -> None:
+        """End the process and those that it started."""
+        if not self._writer.is_closing():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._writer.close()
+
+
+class EnvironmentProcesses:
+    """The loading process of one environment, and the seats that it forks."""
+
+    def __init__(self, name: str, args: Mapping[str, Any], memory_limit_mib: int) -> None:
+        self._order = {"name": name, "args": dict(args), "memory_limit_mib": memory_limit_mib}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._lifeline = -1
+        self._forking = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the loading process; None before `start`."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loading process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    async def start(self) -> None:
+        """Start the loading process.
+
+        Raises:
+            ValueError: the environment cannot be loaded.
+        """
+        reply = await asyncio.to_thread(self._start)
+        if "ready" not in reply:
+            self.close()
+            raise ValueError(str(reply.get("failure", "the process that loads the environment died")))
+
+    def _start(self) -> dict[str, Any]:
+        ours, theirs = socket.socketpair()
+        lifeline_read, self._lifeline = os.pipe()
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno()), str(lifeline_read), path],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), lifeline_read),
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            os.close(lifeline_read)
+        self._control = ours
+        ours.settimeout(LOAD_TIMEOUT_S)
+        line = b""
+        try:
+            ours.sendall(json.dumps(self._order).encode() + b"\n")
+            while not line.endswith(b"\n") and (chunk := ours.recv(2**16)):
+                line += chunk
+            return json.loads(line) if line else {}
+        except TimeoutError:
+            return {"failure": f"{self._order['name']}: not loaded after {LOAD_TIMEOUT_S:g} s"}
+        except OSError:
+            return {}
+
+    async def seat(self) -> SeatProcess:
+        """Fork a process for one episode after another.
+
+        Raises:
+            SeatFailed: the loading process has died, or cannot fork.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            async with self._forking:
+                if self._control is None:
+                    raise SeatFailed("the environment's processes are closed")
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise SeatFailed(f"the process that loads the environment has died: {error}") from None
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPLY)
+        try:
+            async with asyncio.timeout(_SEAT_TIMEOUT_S):
+                line = await reader.readline()
+            return SeatProcess(reader, writer, int(json.loads(line)["pid"]))
+        except (TimeoutError, ValueError, OSError) as error:
+            writer.close()
+            raise SeatFailed(f"no process could be started for the episode: {error or 'no answer'}") from None
+
+    def close(self) -> None:
+        """End the loading process; its seats end with it."""
+        process, self._process = self._process, None
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            os.close(self._lifeline)

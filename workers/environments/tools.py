@@ -1,0 +1,119 @@
+"""Tools: the policy calls typed Python functions, and ends the episode with a turn that calls none."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from workers.contract.environments import Message, Observation, Row
+from workers.environments.base import Environment
+from workers.environments.functions import Tool, ToolCallError, load_tools
+from workers.rewards.loading import load
+from workers.rewards.results import judge
+
+MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
+"""Text with which models begin a call. A turn with one of them and no call that the parser could read is malformed."""
+MALFORMED = "The tool call could not be read. Write it as JSON with a name and arguments."
+
+
+class Tools(Environment):
+    """Offers tools, runs the calls of every turn, and answers with their results.
+
+    An episode ends with the first turn without a call. Its text is the answer: `function` judges it, or, without one,
+    the reward functions of `roles.reward`. What a tool raises, an unknown tool and wrong arguments are answered as
+    the tool's error, so that the policy can try again.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str] = (),
+        mcp: Sequence[Mapping[str, Any]] = (),
+        function: str | None = None,
+        args: Mapping[str, Any] | None = None,
+        system: str = "",
+        call_reward: float = 0.0,
+        max_result_chars: int = 4000,
+    ) -> None:
+        """Load the tools.
+
+        Args:
+            tools: Built-in tools (calculator, python) or `package.module:function`.
+            mcp: MCP servers over stdio, each `{command: [...], env: {...}}`.
+            function: Reward function of the last turn, as in `roles.reward`; None: the environment gives no end reward.
+            args: Its keyword arguments.
+            system: System message put before the prompt; empty: none.
+            call_reward: Reward of every turn all of whose calls succeeded.
+            max_result_chars: A longer result is cut.
+        """
+        self._tools: dict[str, Tool] = {tool.name: tool for tool in load_tools(tools)}
+        if not self._tools and not mcp:
+            raise ValueError("no tools are given: set tools or mcp")
+        self._servers = list(mcp)
+        self._args = dict(args or {})
+        self._function = None if function is None else load(function, self._args)
+        self._system, self._call_reward, self._longest = system, call_reward, max_result_chars
+        self._row = Row(())
+        self._calls = self._failed = 0
+
+    async def start(self, row: Row) -> Observation:
+        """The prompt and the tools."""
+        self._row = row
+        if self._servers:
+            from workers.environments.mcp_tools import connect
+
+            self._tools |= {tool.name: tool for tool in await connect(self._servers)}
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        return Observation([*system, *row.messages], tools=[tool.schema for tool in self._tools.values()])
+
+    async def step(self, message: Message) -> Observation:
+        """The results of the calls, or the end."""
+        calls: list[dict[str, Any]] = message.get("tool_calls") or []
+        if calls:
+            before = self._failed
+            results = [await self._result(call) for call in calls]
+            self._calls += len(calls)
+            fine = self._failed == before
+            return Observation(results, reward=self._call_reward if fine and self._call_reward else None)
+        if any(marker in message["content"] for marker in MARKERS):
+            self._failed += 1
+            self._calls += 1
+            return Observation([{"role": "user", "content": MALFORMED}])
+        info = {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
+        return Observation(reward=await self._judged(message["content"]), done=True, info=info)
+
+    async def _judged(self, text: str) -> float | None:
+        if self._function is None:
+            return None
+        value = self._function(text, self._row.answer, dict(self._row.metadata), **self._args)
+        reply = judge(await value if inspect.isawaitable(value) else value, text)
+        if "failure" in reply:
+            raise ValueError(reply["failure"])
+        return float(reply["value"])
+
+    async def _result(self, call: Mapping[str, Any]) -> Message:
+        """The answer to one call: the tool's result or its error."""
+        function = call.get("function") or {}
+        name = str(function.get("name", ""))
+        try:
+            text = await self._call(name, function.get("arguments"))
+        except ToolCallError as error:
+            self._failed += 1
+            text = f"error: {error}"
+        if len(text) > self._longest:
+            text = text[: self._longest] + "\n[... cut]"
+        return {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": name, "content": text}
+
+    async def _call(self, name: str, arguments: Any) -> str:
+        tool = self._tools.get(name)
+        if tool is None:
+            raise ToolCallError(f"there is no tool {name!r}; there are: {', '.join(self._tools)}")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError as error:
+                raise ToolCallError(f"the arguments are not JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise ToolCallError("the arguments are not a JSON object")
+        return await tool.call(arguments)

@@ -1,0 +1,54 @@
+"""Between tokens and messages: what an episode needs of the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from workers.contract.environments import Message, Row
+from workers.episodes.conversation import Conversation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ParseCalls = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[dict[str, Any]]]]
+"""From the text of a turn and the tools offered to the text without calls, and the calls."""
+
+
+def read_row(prompt: Mapping[str, Any], seed: int) -> Row:
+    """A row of the PROMPTS pool, as an environment sees it."""
+    messages = tuple(json.loads(prompt["messages"]))
+    return Row(messages, prompt["answer"], json.loads(prompt["metadata"]), seed)
+
+
+@dataclass(frozen=True)
+class TurnReader:
+    """Starts conversations and reads turns, on the thread that owns the tokenizer."""
+
+    tokenizer: PreTrainedTokenizerBase
+    parse: ParseCalls | None = None
+    """Parser of tool calls; None: turns are plain text."""
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Conversation:
+        """The conversation with its first prompt. Raises ConversationError."""
+        return Conversation(self.tokenizer, messages, tools)
+
+    def read(self, ids: Sequence[int], tools: Sequence[Any] | None) -> tuple[Message, Message]:
+        """From the tokens of a turn to the message for the environment and the one for the history.
+
+        The environment gets the text without special tokens. The history shows what was sampled, special tokens
+        included, up to the token that ends the turn.
+        """
+        text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        own = list(ids[:-1]) if ids and ids[-1] == self.tokenizer.eos_token_id else list(ids)
+        raw = str(self.tokenizer.decode(own, skip_special_tokens=False))
+        message: Message = {"role": "assistant", "content": text}
+        history: Message = {"role": "assistant", "content": raw}
+        if self.parse is not None and tools:
+            rest, calls = self.parse(raw, tools)
+            if calls:
+                message |= {"content": rest, "tool_calls": calls}
+                history["tool_calls"] = calls
+        return message, history

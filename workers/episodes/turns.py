@@ -1,0 +1,62 @@
+"""What an engine returns for one turn, and the rows that turns become. Plain data, without vLLM and tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The tokens that the policy sampled in one turn."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Of the sampled tokens, in nats."""
+    versions: Sequence[dict[str, int]]
+    """Spans `{version, start, end}` over the tokens of the turn."""
+    finish_reason: str
+    """`stop` or `length`."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the engine read from its cache."""
+    generate_s: float = 0.0
+    first_token_s: float = 0.0
+
+
+@dataclass
+class Segment:
+    """A row of an episode: a prompt, then sampled and added tokens in turn, exactly as the engine saw them."""
+
+    prompt_ids: list[int]
+    response_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    versions: list[dict[str, int]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    def sampled(self, turn: Turn) -> None:
+        """Append a turn of the policy."""
+        start = len(self.response_ids)
+        self._append(list(turn.ids), list(turn.logprobs), True, "assistant")
+        self.versions += [
+            {"version": span["version"], "start": start + span["start"], "end": start + span["end"]}
+            for span in turn.versions
+        ]
+
+    def added(self, ids: Sequence[int]) -> None:
+        """Append tokens that nobody sampled: they have no loss, and their log-prob is recorded as 0."""
+        self._append(list(ids), [0.0] * len(ids), False, "environment")
+
+    def _append(self, ids: list[int], logprobs: list[float], loss: bool, speaker: str) -> None:
+        start = len(self.response_ids)
+        self.response_ids += ids
+        self.logprobs += logprobs
+        self.loss_mask += [loss] * len(ids)
+        if ids:
+            self.turns.append({"name": speaker, "start": start, "end": start + len(ids)})
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
