@@ -244,6 +244,7 @@ def batch(rows: int) -> Any:
             "prompt_uid": f"p{number}",
             "sample_index": 0,
             "attempt": 0,
+            "segment": 0,
             "prompt_ids": list(range(3, 3 + PROMPT_TOKENS)),
             "response_ids": [3 + (7 * number + 11 * place) % 4000 for place in range(response)],
             "loss_mask": [True] * response,

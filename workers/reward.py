@@ -190,7 +190,7 @@ class RewardWorker:
         components = self._components(rollouts)
         per_sample = list(zip(*components, strict=True))
         rewards = [combine(self.labels, self.weights, outcomes) for outcomes in per_sample]
-        statuses = rollouts["status"].to_pylist()
+        statuses = rollouts["episode_status"].to_pylist()
         rewards = [r if status == OK else Reward(status, None) for r, status in zip(rewards, statuses, strict=True)]
         if self._gives_steps:
             texts = rollouts.select(["response", "response_ids", "conversation", "tokens"]).to_pylist()

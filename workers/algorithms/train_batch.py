@@ -73,6 +73,8 @@ class _Join:
     """The given tables by kind, joined on the kept samples."""
 
     def __init__(self, keep: Keep, tables: Sequence[pa.Table]) -> None:
+        if len(set(keep)) != len(keep):
+            raise ValueError("a sample is kept twice")
         self._keep = keep
         self._kinds: dict[str, list[pa.Table]] = {}
         for table in tables:
@@ -136,8 +138,6 @@ class _Batch:
         self, request: PrepareRequest, rollouts: pa.Table, rewards: pa.Table, scores: dict[str, pa.Table]
     ) -> None:
         keep = request.keep
-        if len(set(keep)) != len(keep):
-            raise ValueError("a sample is kept twice")
         masked = set(request.masked)
         if unknown := masked - set(keep):
             uid, index = min(unknown)

@@ -219,7 +219,7 @@ class RewardFunctionConfig(Frozen):
     label: str = ""
     """Name in the metrics; empty: the function's own name."""
     process: bool = False
-    """True: the function returns steps, and each is rewarded where it ends (process supervision, GRPO family); a
+    """True: the function returns steps, and each is rewarded where it ends (process supervision); a
     function that returns a number makes the sample fail. False: one number counts for the whole response; for a
     function that returns steps it is their outcome (by default their mean)."""
 
@@ -256,6 +256,9 @@ class EpisodeConfig(Frozen):
     """Longest episode, the policy's turns included; a longer one fails the sample."""
     max_observation_chars: int = Field(default=20_000, ge=1)
     """A longer message of the environment is cut here, and says so."""
+    truncated_turns: Literal["end", "continue"] = "end"
+    """After a turn that was cut at `sampling.max_tokens`. `end`: the environment gets it, and the episode ends with
+    the finish reason `length`; `continue`: the episode goes on, behind an end of turn that the policy did not sample."""
     tool_parser: str | None = Field(default=None, min_length=1)
     """vLLM's parser for the tool calls in a turn, such as `hermes` or `llama3_json`; null: turns are plain text."""
 

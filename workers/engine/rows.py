@@ -47,7 +47,7 @@ class RowBuilder:
         last = len(segments) - 1
         shared = {
             "finish_reason": played.finish_reason,
-            "status": played.status,
+            "episode_status": played.status,
             "response": played.response,
             "conversation": json.dumps(played.messages, ensure_ascii=False),
             "generate_s": sum(turn.generate_s for turn in played.turns),
@@ -89,7 +89,7 @@ class RowBuilder:
             "response_ids": ids,
             "loss_mask": [True] * len(ids),
             "turns": [{"name": "assistant", "start": 0, "end": len(ids)}] if ids else [],
-            "status": OK,
+            "episode_status": OK,
             "response": self.tokenizer.decode(ids, skip_special_tokens=True),
             "messages": self.prompt["messages"],
             "conversation": "",

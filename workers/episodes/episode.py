@@ -157,7 +157,7 @@ class EpisodeRunner:
             played.rewards.append((played.response_tokens, observation.reward))
         if observation.done:
             state.done = state.over = True
-        elif played.turns[-1].finish_reason == "length":
+        elif played.turns[-1].finish_reason == "length" and self.config.truncated_turns == "end":
             state.end("length")
         elif len(played.turns) >= self.config.max_turns:
             state.end("max_turns")

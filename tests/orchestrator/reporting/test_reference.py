@@ -49,6 +49,13 @@ data/eval_removed_rows
 data/ptx_bad_rows
 data/ptx_rows
 data/train_refused_rows
+environment/solved
+episodes/cut_observations
+episodes/failed
+episodes/forked
+episodes/max_turns
+episodes/restarted
+episodes/turns
 eval/center_loss
 eval/lm_loss
 eval/nll
@@ -84,6 +91,7 @@ policy/step_length
 reward/my_package.rewards:politeness/mean
 reward_model/center_loss
 reward_model/lm_loss
+seconds/environment
 """
 CONFIGURED = _CONFIGURED.split()
 """Names that need an option those runs did not set."""

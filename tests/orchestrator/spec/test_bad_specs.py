@@ -348,7 +348,7 @@ CPU_CASES = [
     case(
         "reward_unknown",
         (
-            "16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: exact_match, "
+            "16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: environment, exact_match, "
             "last_number, numeric, regex, length, overlong, reasoning_gym, letter_share, equations; your own: "
             "package.module:function)"
         ),
@@ -362,17 +362,18 @@ CPU_CASES = [
     case(
         "process_of_one_reward",
         (
-            "17: roles.reward.functions.0.process: reinforce takes one reward for a response; remove it or use one of "
-            "grpo, dr_grpo, dapo, gspo, gspo_token, cispo"
+            "17: roles.reward.functions.0.process: dcpo takes one reward for a response; remove it or use one of "
+            "reinforce, actor_critic, actor_critic_gae, ppo, ppo_penalty, trpo, ppo_max, grpo, dr_grpo, rloo, remax, "
+            "reinforce_pp, reinforce_pp_baseline, dapo, gspo, gspo_token, cispo"
         ),
         ("      - name: exact_match\n        weight: 1.0", "      - name: mine.rewards:judge\n        process: true"),
-        ("  name: grpo", "  name: reinforce"),
+        ("  name: grpo", "  name: dcpo"),
     ),
     case(
         "process_without_steps",
         (
             "17: roles.reward.functions.0.process: exact_match returns no steps; shipped functions that do: "
-            "letter_share, equations"
+            "environment, letter_share, equations"
         ),
         ("        weight: 1.0", "        process: true"),
     ),
@@ -551,8 +552,8 @@ CPU_CASES = [
     case(
         "unknown_role",
         (
-            "12: roles.policy.colocate_with: expected 'rollout', 'policy', 'critic', 'reference' or "
-            "'reward', got 'referee' (did you mean 'reference'?)"
+            "12: roles.policy.colocate_with: expected 'rollout', 'policy', 'critic', 'reference', 'reward' or "
+            "'environment', got 'referee' (did you mean 'reference'?)"
         ),
         ("    learning_rate: 1e-5", "    colocate_with: referee"),
     ),

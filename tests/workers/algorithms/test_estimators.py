@@ -89,6 +89,7 @@ def tables_of(samples: Sequence[Sample]) -> list[pa.Table]:
         "prompt_uid": [sample.uid for sample in samples],
         "sample_index": [sample.index for sample in samples],
         "attempt": [0] * len(samples),
+        "segment": [0] * len(samples),
     }
     empty: list[list[object]] = [[] for _ in samples]
     rollouts: dict[str, list[Any]] = {
@@ -100,11 +101,12 @@ def tables_of(samples: Sequence[Sample]) -> list[pa.Table]:
         "loss_mask": [sample.mask for sample in samples],
         "weight_versions": empty,
         "turns": empty,
+        "turn_rewards": empty,
         "generate_s": [0.0] * len(samples),
         "first_token_s": [0.0] * len(samples),
     }
     rewards: dict[str, list[Any]] = {
-        **identity,
+        **{name: values for name, values in identity.items() if name != "segment"},
         "status": ["ok"] * len(samples),
         "reward": [sample.reward for sample in samples],
         "components": empty,

@@ -22,12 +22,14 @@ def rollout_table(keys: list[Key], lengths: list[int], attempt: int = 0, **colum
         "prompt_uid": [uid for uid, _ in keys],
         "sample_index": [index for _, index in keys],
         "attempt": [attempt] * len(keys),
+        "segment": [0] * len(keys),
         "prompt_ids": [[1, 2] for _ in keys],
         "response_ids": [list(range(length)) for length in lengths],
         "rollout_logprobs": [[-1.0] * length for length in lengths],
         "loss_mask": [[True] * length for length in lengths],
         "weight_versions": [[] for _ in keys],
         "turns": [[] for _ in keys],
+        "turn_rewards": [[] for _ in keys],
         "generate_s": [0.0] * len(keys),
         "first_token_s": [0.0] * len(keys),
     } | columns
@@ -51,7 +53,7 @@ def reward_table(keys: list[Key], rewards: list[float | None], attempt: int = 0)
 def scores(column: str, keys: list[Key], values: list[list[float]]) -> pa.Table:
     schema = token_scores(column)  # pyright: ignore[reportArgumentType]
     data = {"prompt_uid": [u for u, _ in keys], "sample_index": [i for _, i in keys], "attempt": [0] * len(keys)}
-    return pa.Table.from_pydict(data | {column: values}, schema=schema)
+    return pa.Table.from_pydict(data | {"segment": [0] * len(keys), column: values}, schema=schema)
 
 
 KEYS: list[Key] = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
@@ -190,6 +192,5 @@ def test_process_rewards_are_refused_not_ignored() -> None:
     rewards = reward_table(KEYS, [1.0] * 4)
     spans = pa.array([[{"end": 1, "reward": 1.0}], [], [], []], REWARDS.field("reward_spans").type)
     rewards = rewards.set_column(REWARDS.get_field_index("reward_spans"), REWARDS.field("reward_spans"), spans)
-    values = scores("values", KEYS, [[0.0] * n for n in LENGTHS])
     with pytest.raises(ValueError, match="process rewards"):
-        prepare(AdvantageConfig(estimator="gae"), PrepareRequest(tuple(KEYS)), [group_tables()[0], rewards, values])
+        prepare(AdvantageConfig(estimator="best_of_group"), PrepareRequest(tuple(KEYS)), [group_tables()[0], rewards])

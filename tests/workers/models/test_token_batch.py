@@ -22,6 +22,7 @@ def train_table(samples: list[tuple[list[int], list[int]]], **columns: list[list
         "prompt_uid": [f"p{row}" for row in range(len(samples))],
         "sample_index": [row % 2 for row in range(len(samples))],
         "attempt": [0] * len(samples),
+        "segment": [0] * len(samples),
         "prompt_ids": [prompt for prompt, _ in samples],
         "response_ids": [response for _, response in samples],
         "loss_mask": [[True] * length for length in lengths],
