@@ -456,7 +456,7 @@ class RolloutWorker:
         from vllm.inputs.engine import tokens_input
 
         request_id = f"{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
-        params = self._sampling_params(request, turn_seed(request.seed, index, turn), max_tokens)
+        params = self._sampling_params(request, index, turn, max_tokens)
         final: RequestOutput | None = None
         try:
             async for output in engine.generate(tokens_input(prompt_ids), params, request_id):
@@ -469,7 +469,7 @@ class RolloutWorker:
             raise RuntimeError(f"{self._name}: vLLM ended {request_id} without a complete response")
         return final
 
-    def _sampling_params(self, request: GroupRequest, seed: int, max_tokens: int | None) -> SamplingParams:
+    def _sampling_params(self, request: GroupRequest, index: int, turn: int, max_tokens: int | None) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -480,7 +480,7 @@ class RolloutWorker:
             top_p=request.top_p,
             max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
             stop=list(sampling.stop),
-            seed=seed,
+            seed=turn_seed(request.seed, index, turn),
             logprobs=0,  # log-prob of the sampled token only
             flat_logprobs=True,
             detokenize=bool(sampling.stop),

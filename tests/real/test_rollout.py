@@ -86,8 +86,8 @@ async def test_a_summary_counts_the_finished_samples_of_running_groups(
     tokens = {"long": (1, 1, 1, 400), "short": (8,)}
     params = worker._sampling_params
 
-    def limited(request: GroupRequest, index: int) -> Any:
-        found = params(request, index)
+    def limited(request: GroupRequest, index: int, turn: int, max_tokens: int | None) -> Any:
+        found = params(request, index, turn, max_tokens)
         found.max_tokens = tokens[request.prompt_uid][index]
         return found
 

@@ -313,6 +313,7 @@ def test_the_samples_of_an_evaluation_are_written_for_reading(worker: RewardWork
         "response": "xx 5",
         "answer": "5",
         "finish_reason": "stop",
+        "conversation": "",
         "status": "ok",
         "reward": 1.75,
         "components": [{"name": "last_number", "value": 1.0}, {"name": "x", "value": 0.5}],

@@ -258,7 +258,8 @@ class EpisodeConfig(Frozen):
     """A longer message of the environment is cut here, and says so."""
     truncated_turns: Literal["end", "continue"] = "end"
     """After a turn that was cut at `sampling.max_tokens`. `end`: the environment gets it, and the episode ends with
-    the finish reason `length`; `continue`: the episode goes on, behind an end of turn that the policy did not sample."""
+    the finish reason `length`; `continue`: the episode goes on, behind an end of turn that the policy did not
+    sample."""
     tool_parser: str | None = Field(default=None, min_length=1)
     """vLLM's parser for the tool calls in a turn, such as `hermes` or `llama3_json`; null: turns are plain text."""
 

@@ -1,6 +1,9 @@
 """TEMPORARY"""
 from __future__ import annotations
+
 from dataclasses import dataclass
+
+
 class ConversationError(ValueError): ...
 @dataclass(frozen=True)
 class Added:

@@ -155,10 +155,11 @@ class EpisodeRunner:
         played.info |= observation.info
         if observation.reward is not None:
             played.rewards.append((played.response_tokens, observation.reward))
-        if observation.done:
-            state.done = state.over = True
-        elif played.turns[-1].finish_reason == "length" and self.config.truncated_turns == "end":
+        state.done = observation.done
+        if played.turns[-1].finish_reason == "length" and self.config.truncated_turns == "end":
             state.end("length")
+        elif observation.done:
+            state.end("stop")
         elif len(played.turns) >= self.config.max_turns:
             state.end("max_turns")
         else:

@@ -1,0 +1,177 @@
+"""Episodes on a real engine and real environment processes: exact tokens, one turn against the plain path, updates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+
+from tests.real.rollout_helpers import chat, load_model, prompt_table, reference_logprobs, rollout_config
+from workers.contract.config import EnvironmentConfig, EpisodeConfig
+from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
+from workers.contract.messages import ROLLOUTS, GroupRequest
+from workers.environment import EnvironmentWorker
+from workers.rollout import RolloutWorker
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPTS = prompt_table(chat("Name a colour."), chat("What is 2 + 3?"), chat("Count to ten, slowly."))
+REQUEST = GroupRequest(prompt_uid="p0", row=0, attempt=2, samples=4, seed=11)
+HERE = "tests.workers.environments.misbehaving"
+BOUNDS = EpisodeConfig(max_turns=4, truncated_turns="continue", turn_timeout_s=5.0, episode_timeout_s=60.0)
+
+
+class LocalLink:
+    """The link to one environment worker in this process, which may be replaced."""
+
+    def __init__(self, worker: EnvironmentWorker) -> None:
+        self.worker = worker
+        self.open: set[asyncio.Task[None]] = set()
+
+    async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+        return "environment-0", await self.worker.begin(episode, row)
+
+    async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
+        return await self.worker.step(episode, message)
+
+    def end(self, worker: str, episode: str) -> None:
+        task = asyncio.ensure_future(self.worker.end(episode))
+        self.open.add(task)
+        task.add_done_callback(self.open.discard)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def worker(tiny_model: Path) -> AsyncIterator[RolloutWorker]:
+    """One engine for all tests of this file."""
+    worker = RolloutWorker(rollout_config(tiny_model, 12).model_copy(update={"episode": BOUNDS}), "rollout-0")
+    await worker.start()
+    yield worker
+    await worker.close()
+
+
+async def rows(
+    worker: RolloutWorker,
+    environment: str,
+    bounds: EpisodeConfig = BOUNDS,
+    request: GroupRequest = REQUEST,
+    **args: Any,
+) -> list[dict[str, Any]]:
+    """The rows of a group played in an environment; checks that the environment's processes end."""
+    shared = bounds.model_dump()
+    environments = EnvironmentWorker(
+        EnvironmentConfig(name=environment, args=args, episodes=3, **shared), "environment-0"
+    )
+    await environments.start()
+    before = worker._config
+    worker._config = before.model_copy(update={"episode": bounds})
+    try:
+        await worker.connect_environments(LocalLink(environments))
+        summary, table = await worker.generate(request, PROMPTS)
+        assert table.schema.equals(ROLLOUTS, check_metadata=True)
+        assert [length for sample in summary.samples for length in sample.row_lengths] == [
+            len(row["prompt_ids"]) + len(row["response_ids"]) for row in table.to_pylist()
+        ]
+        return table.to_pylist()
+    finally:
+        worker._config = before
+        pid = environments._processes.pid
+        await environments.close()
+        assert pid is not None and not psutil.pid_exists(pid)
+
+
+async def test_one_turn_is_the_plain_path_bit_by_bit(worker: RolloutWorker) -> None:
+    played = await rows(worker, "single_turn", EpisodeConfig())
+    config, worker._config = worker._config, worker._config.model_copy(update={"episode": None})
+    try:
+        _, table = await worker.generate(REQUEST, PROMPTS)
+    finally:
+        worker._config = config
+    for own, plain in zip(played, table.to_pylist(), strict=True):
+        assert json.loads(own.pop("conversation"))[-1] == {"role": "assistant", "content": plain["response"]}
+        assert plain.pop("conversation") == ""
+        for timing in ("generate_s", "first_token_s"):
+            del own[timing], plain[timing]
+        assert own == plain
+
+
+async def test_the_tokens_of_every_turn_are_those_that_the_engine_sampled(
+    worker: RolloutWorker, tiny_model: Path
+) -> None:
+    """The whole row, rendered for transformers at once, gives the log-probs that vLLM gave turn by turn."""
+    played = await rows(worker, f"{HERE}:Echo")
+    model = load_model(tiny_model)
+    for row in played:
+        mask = torch.tensor(row["loss_mask"])
+        assert [turn["name"] for turn in row["turns"]] == ["assistant", "environment"] * 2 + ["assistant"]
+        assert mask.sum() == 36 and (~mask).sum() > 10
+        expected = reference_logprobs(model, row, 0.7)
+        assert torch.allclose(torch.tensor(row["rollout_logprobs"])[mask], expected[mask], atol=2e-4)
+        assert torch.tensor(row["rollout_logprobs"])[~mask].count_nonzero() == 0
+        assert [span["reward"] for span in row["turn_rewards"]] == [0.25, 0.25, 1.0]
+        ends = [turn["end"] for turn in row["turns"] if turn["name"] == "assistant"]
+        assert [span["end"] for span in row["turn_rewards"]] == ends
+        covered = sorted(place for span in row["weight_versions"] for place in range(span["start"], span["end"]))
+        assert covered == mask.nonzero().flatten().tolist()
+    assert len({tuple(row["response_ids"]) for row in played}) == REQUEST.samples
+    again = await rows(worker, f"{HERE}:Echo")
+    assert [row["response_ids"] for row in again] == [row["response_ids"] for row in played], (
+        "a seed gives the same turns"
+    )
+
+
+async def test_later_turns_compute_only_what_is_new(worker: RolloutWorker) -> None:
+    summary = None
+    environments = EnvironmentWorker(EnvironmentConfig(name=f"{HERE}:Echo", args={"turns": 4}), "environment-0")
+    await environments.start()
+    try:
+        await worker.connect_environments(LocalLink(environments))
+        summary, _ = await worker.generate(replace(REQUEST, samples=1, seed=5), PROMPTS)
+    finally:
+        await environments.close()
+    episode = summary.samples[0].episode
+    assert episode is not None and episode.turns == 4
+    # Blocks of 32 tokens: of every later prompt, all whole blocks of the turn before are in the cache.
+    assert episode.cached_tokens > episode.engine_prompt_tokens / 2
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs", "exits", "crashes", "eats", "nothing", "nan"])
+async def test_a_fault_costs_its_samples_and_says_where(worker: RolloutWorker, fault: str) -> None:
+    bounds = BOUNDS.model_copy(update={"turn_timeout_s": 1.0})
+    for row in await rows(worker, f"{HERE}:Faulty", bounds, replace(REQUEST, samples=2), fault=fault):
+        assert row["episode_status"].startswith("environment: turn 2: step: ")
+        assert "the last turn: " in row["episode_status"]
+        assert len(row["response_ids"]) == len(row["loss_mask"]) > 24, "what was sampled is in the table"
+
+
+async def test_episodes_start_again_when_their_worker_dies(worker: RolloutWorker) -> None:
+    """All episodes of a worker that dies in their middle are played again on another one; none is lost."""
+    config = EnvironmentConfig(name=f"{HERE}:Echo", args={"turns": 4}, **BOUNDS.model_dump())
+    first, second = (EnvironmentWorker(config, f"environment-{i}") for i in range(2))
+    await asyncio.gather(first.start(), second.start())
+    link = LocalLink(first)
+
+    class Dying(LocalLink):
+        async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
+            if self.worker is first:
+                await first.close()
+                link.worker = self.worker = second
+                raise EnvironmentGone("environment-0 has died")
+            return await super().step(worker, episode, message, timeout_s)
+
+    link = Dying(first)
+    try:
+        await worker.connect_environments(link)
+        summary, table = await worker.generate(REQUEST, PROMPTS)
+    finally:
+        await second.close()
+    assert [sample.status for sample in summary.samples] == ["ok"] * REQUEST.samples
+    restarts = [sample.episode.restarts for sample in summary.samples if sample.episode is not None]
+    assert sum(restarts) >= 1 and table.num_rows == REQUEST.samples

@@ -1,0 +1,118 @@
+"""Advantages over the turns of an episode: rewards of turns, text that nobody sampled, and rows of one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from workers.algorithms.train_batch import prepare
+from workers.contract.config import AdvantageConfig
+from workers.contract.messages import REWARDS, ROLLOUTS, PrepareRequest, TrainSummary, token_scores
+
+GAMMA, LAMBDA = 0.9, 0.8
+MASK = [True, True, False, False, True, False, True, True]
+"""Two tokens, an observation of two, one token, an observation of one, two tokens."""
+VALUES = [0.5, 0.25, 9.0, 9.0, -0.5, 9.0, 1.0, 0.125]
+"""The critic's value of what nobody sampled must not matter."""
+TURNS = [(2, 0.25), (5, -1.0), (8, 2.0)]
+
+
+def table(segments: Sequence[slice], prompt: int = 2) -> list[pa.Table]:
+    """One sample, cut into rows; each row's prompt has another length."""
+    rows, values = [], []
+    for number, part in enumerate(segments):
+        mask = MASK[part]
+        identity = {"prompt_uid": "p", "sample_index": 0, "attempt": 0, "segment": number}
+        row: dict[str, Any] = dict.fromkeys(ROLLOUTS.names, "") | identity
+        rows.append(
+            row
+            | {
+                "prompt_ids": [1] * (prompt + number),
+                "response_ids": list(range(len(mask))),
+                "rollout_logprobs": [-1.0 if own else 0.0 for own in mask],
+                "loss_mask": mask,
+                "weight_versions": [],
+                "turns": [],
+                "turn_rewards": [],
+                "generate_s": 0.0,
+                "first_token_s": 0.0,
+            }
+        )
+        values.append(identity | {"values": VALUES[part]})
+    spans = [{"end": end, "reward": reward} for end, reward in TURNS]
+    reward = {"prompt_uid": "p", "sample_index": 0, "attempt": 0, "status": "ok", "reward": 1.25}
+    reward |= {"components": [], "reward_spans": spans}
+    return [
+        pa.Table.from_pylist(rows, schema=ROLLOUTS),
+        pa.Table.from_pylist([reward], schema=REWARDS),
+        pa.Table.from_pylist(values[::-1], schema=token_scores("values")),
+    ]
+
+
+def prepared(segments: Sequence[slice]) -> tuple[TrainSummary, pa.Table]:
+    config = AdvantageConfig(estimator="gae", gamma=GAMMA, gae_lambda=LAMBDA)
+    return prepare(config, PrepareRequest((("p", 0),)), table(segments))
+
+
+def by_hand() -> list[float]:
+    """GAE over the five sampled tokens: a state follows the next sampled token's, whatever was added between them."""
+    values = [value for value, own in zip(VALUES, MASK, strict=True) if own]
+    rewards = [0.0, 0.25, -1.0, 0.0, 2.0]
+    advantages = [0.0] * 5
+    following = 0.0
+    for t in reversed(range(5)):
+        next_value = values[t + 1] if t < 4 else 0.0
+        following = rewards[t] + GAMMA * next_value - values[t] + GAMMA * LAMBDA * following
+        advantages[t] = following
+    return advantages
+
+
+def test_gae_with_a_critic_steps_over_what_nobody_sampled_and_credits_turns() -> None:
+    summary, batch = prepared([slice(0, 8)])
+    expected = iter(by_hand())
+    wanted = [next(expected) if own else 0.0 for own in MASK]
+    assert batch["advantages"].to_pylist()[0] == pytest.approx(wanted, abs=1e-6)
+    returns = [a + v if own else 0.0 for a, v, own in zip(wanted, VALUES, MASK, strict=True)]
+    assert batch["returns"].to_pylist()[0] == pytest.approx(returns, abs=1e-6)
+    assert [row.loss_tokens for row in summary.rows] == [5]
+    # The last turn by hand: 2 - 0.125 = 1.875; before it 0 + 0.9 * 0.125 - 1 + 0.72 * 1.875 = 0.4625.
+    assert batch["advantages"].to_pylist()[0][-2:] == pytest.approx([0.4625, 1.875], abs=1e-6)
+
+
+@pytest.mark.parametrize("cut", [2, 4, 5, 6])
+def test_rows_of_one_sample_have_the_advantages_of_the_sample(cut: int) -> None:
+    _, whole = prepared([slice(0, 8)])
+    summary, parts = prepared([slice(0, cut), slice(cut, 8)])
+    joined = [value for row in parts["advantages"].to_pylist() for value in row]
+    assert joined == whole["advantages"].to_pylist()[0]
+    assert parts["segment"].to_pylist() == [0, 1]
+    assert sum(row.loss_tokens for row in summary.rows) == 5
+    assert [row.tokens for row in summary.rows] == [2 + cut, 3 + 8 - cut]
+    assert len({row.group for row in summary.rows}) == 2, "rows with different prompts share none"
+
+
+def test_a_missing_row_of_a_sample_is_refused() -> None:
+    rollouts, rewards, values = table([slice(0, 4), slice(4, 8)])
+    with pytest.raises(ValueError, match=r"p\[0\]: values has segments \[1\] of 2"):
+        prepare(AdvantageConfig(estimator="gae"), PrepareRequest((("p", 0),)), [rollouts, rewards, values.slice(0, 1)])
+    with pytest.raises(ValueError, match="appears twice in values"):
+        prepare(AdvantageConfig(estimator="gae"), PrepareRequest((("p", 0),)), [rollouts, rewards, values, values])
+
+
+@pytest.mark.parametrize("estimator", ["n_step", "returns"])
+def test_other_estimators_of_returns_credit_turns_too(estimator: Any) -> None:
+    config = AdvantageConfig(estimator=estimator, gamma=1.0, n_steps=100)
+    _, batch = prepare(config, PrepareRequest((("p", 0),)), table([slice(0, 8)]))
+    to_go = [1.25, 1.25, 0.0, 0.0, 1.0, 0.0, 2.0, 2.0]
+    values = VALUES if estimator == "n_step" else [0.0] * 8
+    wanted = [r - v if own else 0.0 for r, v, own in zip(to_go, values, MASK, strict=True)]
+    assert batch["advantages"].to_pylist()[0] == pytest.approx(wanted, abs=1e-6)
+
+
+def test_rewards_of_steps_are_not_scaled() -> None:
+    config = AdvantageConfig(estimator="gae", reward_scale="batch")
+    with pytest.raises(ValueError, match="process rewards cannot be scaled"):
+        prepare(config, PrepareRequest((("p", 0),)), table([slice(0, 8)]))

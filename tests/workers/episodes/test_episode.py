@@ -1,0 +1,222 @@
+"""One episode against a scripted environment and a scripted engine: what is recorded, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from workers.contract.config import EpisodeConfig
+from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Observation, Row, failed
+from workers.episodes.conversation import Added, Conversation, ConversationError
+from workers.episodes.episode import RESTARTS, EpisodeRunner, Played
+from workers.episodes.turns import Turn
+
+ROW = Row(({"role": "user", "content": "go"},))
+USER: Message = {"role": "user", "content": "more"}
+
+
+@dataclass
+class Words:
+    """A conversation whose tokens are made up: [1, 2] begins it, and every message that is added is [8, 9]."""
+
+    messages: list[Message]
+    fork_at: int = -1
+    prompt_ids: list[int] = field(default_factory=lambda: [1, 2])
+    added: int = 0
+
+    def add_response(self, ids: Sequence[int], message: Message) -> None:
+        self.prompt_ids = [*self.prompt_ids, *ids]
+
+    def add_messages(self, messages: Sequence[Message]) -> Added:
+        self.added += 1
+        if any(message["content"] == "unrenderable" for message in messages):
+            raise ConversationError("the template raised")
+        if self.added == self.fork_at:
+            self.prompt_ids = [1, 2, 7]
+            return Added([], True)
+        ids = [8, 9] * len(messages)
+        self.prompt_ids = [*self.prompt_ids, *ids]
+        return Added(ids, False)
+
+
+@dataclass
+class Reader:
+    fork_at: int = -1
+
+    def start(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Conversation:
+        return cast(Conversation, Words(list(messages), self.fork_at))
+
+    def read(self, ids: Sequence[int], tools: Sequence[Any] | None) -> tuple[Message, Message]:
+        message = {"role": "assistant", "content": " ".join(map(str, ids))}
+        return message, message
+
+
+@dataclass
+class Script:
+    """An environment worker that answers what it was told, and records what it was asked."""
+
+    replies: list[EpisodeReply | Exception]
+    begins: list[EpisodeReply | Exception] = field(default_factory=lambda: [EpisodeReply(Observation(ROW.messages))])
+    heard: list[Message] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+
+    async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+        self.keys.append(episode)
+        reply = self.begins[min(len(self.keys), len(self.begins)) - 1]
+        if isinstance(reply, Exception):
+            raise reply
+        return "environment-0", reply
+
+    async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
+        self.heard.append(message)
+        reply = self.replies[min(len(self.heard), len(self.replies)) - 1]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def end(self, worker: str, episode: str) -> None:
+        self.ended.append(episode)
+
+
+def reply(*messages: Message, **fields: Any) -> EpisodeReply:
+    return EpisodeReply(Observation(messages, **fields))
+
+
+async def sampled(number: int, prompt_ids: Sequence[int], max_tokens: int) -> Turn:
+    ids = [10 * (number + 1) + place for place in range(min(3, max_tokens))]
+    spans = [{"version": number, "start": 0, "end": 1}, {"version": number + 1, "start": 1, "end": len(ids)}]
+    return Turn(ids, [-0.5] * len(ids), spans, "stop", cached_tokens=2)
+
+
+def play(script: Script, sample: Any = sampled, fork_at: int = -1, longest: int = 100, **bounds: Any) -> Played:
+    config = EpisodeConfig(**{"episode_timeout_s": 5.0, "turn_timeout_s": 1.0} | bounds)
+    with ThreadPoolExecutor(1) as tokenizing:
+        runner = EpisodeRunner(config, 3, longest, Reader(fork_at), tokenizing, lambda: script)
+        return asyncio.run(runner.play("key", ROW, sample))
+
+
+def test_sampled_and_added_tokens_alternate_and_only_sampled_ones_have_loss() -> None:
+    played = play(Script([reply(USER, reward=0.25), reply(done=True, reward=1.0, info={"solved": 1.0})]))
+    (segment,) = played.segments
+    assert segment.prompt_ids == [1, 2]
+    assert segment.response_ids == [10, 11, 12, 8, 9, 20, 21, 22]
+    assert segment.loss_mask == [True] * 3 + [False] * 2 + [True] * 3
+    assert segment.logprobs == [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3
+    assert [(span["version"], span["start"], span["end"]) for span in segment.versions] == [
+        (0, 0, 1),
+        (1, 1, 3),
+        (1, 5, 6),
+        (2, 6, 8),
+    ]
+    assert [(turn["name"], turn["start"], turn["end"]) for turn in segment.turns] == [
+        ("assistant", 0, 3),
+        ("environment", 3, 5),
+        ("assistant", 5, 8),
+    ]
+    assert played.rewards == [(3, 0.25), (8, 1.0)]
+    assert (played.status, played.finish_reason, played.response) == ("ok", "stop", "20 21 22")
+    assert (played.prompt_tokens, played.info) == (2 + 7, {"solved": 1.0})
+    assert [message["role"] for message in played.messages] == ["user", "assistant", "user", "assistant"]
+
+
+def test_a_rewritten_history_begins_a_new_segment_with_its_own_prompt() -> None:
+    played = play(Script([reply(USER), reply(USER, reward=0.5), reply(done=True, reward=1.0)]), fork_at=2)
+    first, second = played.segments
+    assert first.response_ids == [10, 11, 12, 8, 9, 20, 21, 22]
+    assert (second.prompt_ids, second.response_ids) == ([1, 2, 7], [30, 31, 32])
+    assert played.rewards == [(8, 0.5), (11, 1.0)], "ends count through the responses of all segments"
+
+
+def test_the_environment_gets_the_last_turn_when_turns_run_out() -> None:
+    script = Script([reply(USER), reply(USER, reward=0.5)])
+    played = play(script, max_turns=2)
+    assert (played.finish_reason, len(played.turns), played.rewards) == ("max_turns", 2, [(8, 0.5)])
+    assert played.segments[0].loss_mask[-1], "nothing follows the last sampled token"
+    assert script.ended == ["key/0"], "the environment had not ended the episode"
+
+
+def test_a_turn_that_is_cut_ends_the_episode_or_not() -> None:
+    async def cut(number: int, prompt_ids: Sequence[int], max_tokens: int) -> Turn:
+        return Turn([5], [-1.0], [{"version": 0, "start": 0, "end": 1}], "length")
+
+    script = Script([reply(USER, reward=0.5), reply(done=True)])
+    assert (play(script, cut).finish_reason, len(script.heard)) == ("length", 1)
+    again = Script([reply(USER), reply(done=True)])
+    played = play(again, cut, truncated_turns="continue")
+    assert (played.finish_reason, len(again.heard)) == ("stop", 2)
+
+
+def test_an_episode_ends_where_the_model_has_no_more_room() -> None:
+    played = play(Script([reply(USER)]), longest=12)  # 2 + 3 + 2 + 3 + 2 = 12
+    assert (played.finish_reason, len(played.turns)) == ("length", 2)
+    assert played.segments[0].tokens == 10
+    short = play(Script([reply(USER)]), longest=8)
+    assert [len(turn.ids) for turn in short.turns] == [3, 1], "the last turn gets the room that is left"
+
+
+def test_a_prompt_without_room_fails_the_sample() -> None:
+    played = play(Script([]), longest=2)
+    assert played.status == "environment: turn 0: the first prompt has 2 tokens, and max_model_len is 2"
+
+
+def test_a_failure_says_turn_and_last_message() -> None:
+    played = play(Script([reply(USER), failed("step: error: KeyError: 'x' (games.py:7)")]))
+    expected = "environment: turn 2: step: error: KeyError: 'x' (games.py:7); the last turn: '20 21 22'"
+    assert played.status == expected
+    assert len(played.turns) == 2, "what was sampled is recorded"
+
+
+def test_what_the_template_refuses_fails_the_sample() -> None:
+    played = play(Script([reply({"role": "user", "content": "unrenderable"})]))
+    assert played.status.startswith("environment: turn 1: chat template: the template raised")
+
+
+def test_a_long_observation_is_cut() -> None:
+    played = play(Script([reply(USER | {"content": "x" * 50}), reply(done=True)]), max_observation_chars=10)
+    assert played.cut_observations == 1
+    assert played.messages[2]["content"] == "x" * 10 + "\n[... cut]"
+
+
+def test_an_episode_that_takes_too_long_fails() -> None:
+    async def slow(number: int, prompt_ids: Sequence[int], max_tokens: int) -> Turn:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    script = Script([])
+    played = play(script, slow, episode_timeout_s=0.2)
+    assert played.status == "environment: turn 0: the episode is not done after 0.2 s"
+    assert script.ended == ["key/0"]
+
+
+def test_an_episode_starts_again_when_its_worker_dies() -> None:
+    played = play(Script([reply(USER), EnvironmentGone("environment-0 has died"), reply(done=True, reward=1.0)]))
+    assert (played.status, played.restarts, len(played.turns), played.rewards) == ("ok", 1, 1, [(3, 1.0)])
+
+
+def test_an_episode_waits_for_a_worker_and_does_not_count_that() -> None:
+    nobody = EnvironmentGone("no environment worker is running")
+    script = Script([reply(done=True)], [nobody, nobody, reply(*ROW.messages)])
+    assert (play(script).restarts, len(script.keys)) == (0, 3)
+
+
+def test_workers_that_keep_dying_fail_the_sample() -> None:
+    script = Script([EnvironmentGone("environment-0 has died")])
+    played = play(script)
+    assert played.status.startswith("environment: turn 1: its environment worker died: environment-0 has died")
+    assert len(script.keys) == RESTARTS + 1 == len(set(script.keys)), "every start has a key of its own"
+
+
+def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
+    async def broken(number: int, prompt_ids: Sequence[int], max_tokens: int) -> Turn:
+        raise RuntimeError("the engine died")
+
+    script = Script([])
+    with pytest.raises(RuntimeError, match="the engine died"):
+        play(script, broken)
+    assert script.ended == ["key/0"]
