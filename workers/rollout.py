@@ -41,7 +41,7 @@ from workers.engine.settings import engine_args, set_environment
 from workers.engine.tool_calls import tool_parser
 from workers.episodes.episode import EpisodeRunner, Played
 from workers.episodes.reader import TurnReader, read_row
-from workers.episodes.turns import Turn
+from workers.episodes.turns import Turn, TurnLimits
 from workers.weights.shared_memory import remove_at_death, retire
 
 if TYPE_CHECKING:
@@ -176,9 +176,9 @@ class RolloutWorker:
         runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link)
 
         async def play(index: int) -> Played:
-            async def sample(number: int, prompt_ids: Sequence[int], max_tokens: int) -> Turn:
-                output = await self._sample(engine, request, index, list(prompt_ids), number, max_tokens)
-                return sampled_turn(output)
+            async def sample(number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+                limits = TurnLimits(number, max_tokens, tuple(stop))
+                return sampled_turn(await self._sample(engine, request, index, list(ids), limits))
 
             row = read_row(prompt, sample_seed(request.seed, index))
             key = f"{self._name}/{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
@@ -446,17 +446,16 @@ class RolloutWorker:
         request: GroupRequest,
         index: int,
         prompt_ids: list[int],
-        turn: int = 0,
-        max_tokens: int | None = None,
+        limits: TurnLimits | None = None,
     ) -> RequestOutput:
         """One sample as its own request, with its own seed and timings. vLLM would split a larger request anyway.
 
-        `turn` is its number in an episode; `max_tokens`: its longest response, if shorter than the configured one.
+        `limits`: those of a turn of an episode.
         """
         from vllm.inputs.engine import tokens_input
 
         request_id = f"{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
-        params = self._sampling_params(request, index, turn, max_tokens)
+        params = self._sampling_params(request, index, limits or TurnLimits(0, self._config.sampling.max_tokens))
         final: RequestOutput | None = None
         try:
             async for output in engine.generate(tokens_input(prompt_ids), params, request_id):
@@ -469,20 +468,21 @@ class RolloutWorker:
             raise RuntimeError(f"{self._name}: vLLM ended {request_id} without a complete response")
         return final
 
-    def _sampling_params(self, request: GroupRequest, index: int, turn: int, max_tokens: int | None) -> SamplingParams:
+    def _sampling_params(self, request: GroupRequest, index: int, limits: TurnLimits) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._config.sampling
         temperature = sampling.temperature if request.temperature is None else request.temperature
+        stop = [*sampling.stop, *limits.stop]
         return SamplingParams(
             temperature=0.0 if request.greedy else temperature,
             top_p=request.top_p,
-            max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
-            stop=list(sampling.stop),
-            seed=turn_seed(request.seed, index, turn),
+            max_tokens=limits.max_tokens,
+            stop=stop,
+            seed=turn_seed(request.seed, index, limits.number),
             logprobs=0,  # log-prob of the sampled token only
             flat_logprobs=True,
-            detokenize=bool(sampling.stop),
+            detokenize=bool(stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

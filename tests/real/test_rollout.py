@@ -29,6 +29,7 @@ from tests.real.rollout_helpers import (
 from workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary
 from workers.data.chat import sample_seed
 from workers.engine.errors import EngineClosed, EngineDead
+from workers.episodes.turns import TurnLimits
 from workers.rollout import RolloutWorker
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
@@ -86,8 +87,8 @@ async def test_a_summary_counts_the_finished_samples_of_running_groups(
     tokens = {"long": (1, 1, 1, 400), "short": (8,)}
     params = worker._sampling_params
 
-    def limited(request: GroupRequest, index: int, turn: int, max_tokens: int | None) -> Any:
-        found = params(request, index, turn, max_tokens)
+    def limited(request: GroupRequest, index: int, limits: TurnLimits) -> Any:
+        found = params(request, index, limits)
         found.max_tokens = tokens[request.prompt_uid][index]
         return found
 

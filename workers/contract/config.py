@@ -241,7 +241,7 @@ class RewardConfig(Frozen):
     """Compute threads of the reward model (CPU only). 0: as many as the role's `cpus`, at least one."""
 
 
-ENVIRONMENTS = ("guess_number", "retry", "single_turn", "tools")
+ENVIRONMENTS = ("agent", "guess_number", "retry", "single_turn", "tools")
 """Names of the built-in environments; each is implemented in `workers/environments/`."""
 
 
@@ -268,7 +268,7 @@ class EnvironmentConfig(EpisodeConfig):
     """The environment that the policy acts in."""
 
     name: str = Field(min_length=1)
-    """A built-in environment (guess_number, retry, tools, single_turn) or `package.module:Class`."""
+    """A built-in environment (agent, guess_number, retry, single_turn, tools) or `package.module:Class`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     episodes: int = Field(default=32, ge=1)

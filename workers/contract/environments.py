@@ -39,7 +39,14 @@ class Observation:
     done: bool = False
     """Whether the episode ends here. The messages of the last observation are recorded and not shown to the policy."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Tools that the chat template offers, as JSON schemas of functions; read from the first observation."""
+    """Tools that the chat template offers, as JSON schemas of functions; read where a conversation begins."""
+    restart: bool = False
+    """Whether `messages` are a conversation of their own, instead of continuing the one so far. The sample then has
+    one more row, with its own prompt."""
+    stop: Sequence[str] = ()
+    """Strings that end the next turn, besides `sampling.stop`."""
+    max_tokens: int | None = None
+    """Longest next turn, if shorter than `sampling.max_tokens`."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the metrics: their means are reported as `environment/NAME`."""
 
@@ -82,11 +89,17 @@ def read_observation(value: Any) -> Observation:
     if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
         raise TypeError("tools: expected JSON schemas")
     info = {str(name): float(number) for name, number in dict(value.get("info") or {}).items()}
+    longest = value.get("max_tokens")
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
+        raise ValueError(f"max_tokens: expected a positive integer, got {longest!r}")
     return Observation(
         messages=tuple(_message(number, message) for number, message in enumerate(value.get("messages") or ())),
         reward=reward,
         done=bool(value.get("done", False)),
         tools=None if tools is None else tuple(dict(tool) for tool in tools),
+        restart=bool(value.get("restart", False)),
+        stop=tuple(map(str, value.get("stop") or ())),
+        max_tokens=longest,
         info=info,
     )
 

@@ -77,13 +77,20 @@ def read_template(path: str) -> str:
         raise ValueError(f"the chat template {path} cannot be read: {error}") from error
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, open_turn: bool) -> str:
-    """Text of a conversation, with the opening of the assistant's turn where `open_turn`.
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    *,
+    open_turn: bool,
+    tools: list[Any] | None = None,
+) -> str:
+    """Text of a conversation, with the opening of the assistant's turn where `open_turn`, and the `tools` it offers.
 
     Raises:
         Exception: A chat template can raise anything.
     """
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=open_turn, tokenize=False))
+    offered: dict[str, Any] = {} if tools is None else {"tools": tools}
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=open_turn, tokenize=False, **offered))
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 from workers.environments.base import Environment
 
 SHIPPED = {
+    "agent": "workers.environments.agent:Agent",
     "guess_number": "workers.environments.guess_number:GuessNumber",
     "retry": "workers.environments.retry:Retry",
     "single_turn": "workers.environments.single_turn:SingleTurn",

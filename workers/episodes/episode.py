@@ -22,8 +22,8 @@ _CALL_MARGIN_S = 10.0
 _NO_WORKER_PAUSE_S = 0.5
 _CUT = "\n[... cut]"
 
-SampleTurn = Callable[[int, Sequence[int], int], Awaitable[Turn]]
-"""Samples one turn: (number of the turn, prompt ids, most tokens)."""
+SampleTurn = Callable[[int, Sequence[int], int, Sequence[str]], Awaitable[Turn]]
+"""Samples one turn: (number of the turn, prompt ids, most tokens, further strings that end it)."""
 
 
 class EpisodeFailed(Exception):
@@ -123,22 +123,32 @@ class EpisodeRunner:
             if len(conversation.prompt_ids) >= self.max_model_len:
                 tokens = len(conversation.prompt_ids)
                 raise EpisodeFailed(f"the first prompt has {tokens} tokens, and max_model_len is {self.max_model_len}")
+            tools = observation.tools
             while not state.over:
-                message = await self._turn(state, conversation, observation.tools, sample)
+                message = await self._turn(state, conversation, tools, observation, sample)
                 timeout_s = self.config.turn_timeout_s + _CALL_MARGIN_S
                 reply = await self._timed(state, link.step(worker, key, message, timeout_s))
-                await self._take(state, conversation, self._observed(state, reply))
+                observation = self._observed(state, reply)
+                if observation.restart and not observation.done:
+                    tools = observation.tools
+                    conversation = await self._run(self.reader.start, observation.messages, tools)
+                await self._take(state, conversation, observation)
         finally:
             if not state.done:
                 link.end(worker, key)
 
     async def _turn(
-        self, state: _State, conversation: Conversation, tools: Sequence[Any] | None, sample: SampleTurn
+        self,
+        state: _State,
+        conversation: Conversation,
+        tools: Sequence[Any] | None,
+        asked: Observation,
+        sample: SampleTurn,
     ) -> Message:
         """Sample one turn and record it; returns the message for the environment."""
         played, prompt = state.played, conversation.prompt_ids
-        room = min(self.max_tokens, self.max_model_len - len(prompt))
-        turn = await sample(len(played.turns), prompt, room)
+        room = min(self.max_tokens, self.max_model_len - len(prompt), asked.max_tokens or self.max_tokens)
+        turn = await sample(len(played.turns), prompt, room, asked.stop)
         played.prompt_tokens += len(prompt)
         played.turns.append(turn)
         played.segments[-1].sampled(turn)
@@ -163,10 +173,12 @@ class EpisodeRunner:
         elif len(played.turns) >= self.config.max_turns:
             state.end("max_turns")
         else:
-            added = await self._run(conversation.add_messages, observation.messages)
+            added = None
+            if not observation.restart:
+                added = await self._run(conversation.add_messages, observation.messages)
             if len(conversation.prompt_ids) >= self.max_model_len:
                 state.end("length")
-            elif added.forked:
+            elif added is None or added.forked:
                 played.segments.append(Segment(list(conversation.prompt_ids)))
             else:
                 played.segments[-1].added(added.ids)

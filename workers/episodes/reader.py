@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workers.contract.environments import Message, Row
-from workers.episodes.conversation import Conversation
+from workers.episodes.conversation import Conversation, without_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class TurnReader:
         included, up to the token that ends the turn.
         """
         text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-        own = list(ids[:-1]) if ids and ids[-1] == self.tokenizer.eos_token_id else list(ids)
+        own = without_end(self.tokenizer, ids)
         raw = str(self.tokenizer.decode(own, skip_special_tokens=False))
         message: Message = {"role": "assistant", "content": text}
         history: Message = {"role": "assistant", "content": raw}

@@ -8,6 +8,17 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class TurnLimits:
+    """How one turn is sampled."""
+
+    number: int
+    """Its number in the episode; every turn has its own seed."""
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    """Strings that end it, besides those of the spec."""
+
+
+@dataclass(frozen=True)
 class Turn:
     """The tokens that the policy sampled in one turn."""
 

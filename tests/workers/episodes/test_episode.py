@@ -88,7 +88,7 @@ def reply(*messages: Message, **fields: Any) -> EpisodeReply:
     return EpisodeReply(Observation(messages, **fields))
 
 
-async def sampled(number: int, prompt_ids: Sequence[int], max_tokens: int) -> Turn:
+async def sampled(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
     ids = [10 * (number + 1) + place for place in range(min(3, max_tokens))]
     spans = [{"version": number, "start": 0, "end": 1}, {"version": number + 1, "start": 1, "end": len(ids)}]
     return Turn(ids, [-0.5] * len(ids), spans, "stop", cached_tokens=2)
@@ -142,7 +142,7 @@ def test_the_environment_gets_the_last_turn_when_turns_run_out() -> None:
 
 
 def test_a_turn_that_is_cut_ends_the_episode_or_not() -> None:
-    async def cut(number: int, prompt_ids: Sequence[int], max_tokens: int) -> Turn:
+    async def cut(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
         return Turn([5], [-1.0], [{"version": 0, "start": 0, "end": 1}], "length")
 
     script = Script([reply(USER, reward=0.5), reply(done=True)])
@@ -184,7 +184,7 @@ def test_a_long_observation_is_cut() -> None:
 
 
 def test_an_episode_that_takes_too_long_fails() -> None:
-    async def slow(number: int, prompt_ids: Sequence[int], max_tokens: int) -> Turn:
+    async def slow(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
         await asyncio.sleep(60)
         raise AssertionError
 
@@ -213,10 +213,24 @@ def test_workers_that_keep_dying_fail_the_sample() -> None:
 
 
 def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
-    async def broken(number: int, prompt_ids: Sequence[int], max_tokens: int) -> Turn:
+    async def broken(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
         raise RuntimeError("the engine died")
 
     script = Script([])
     with pytest.raises(RuntimeError, match="the engine died"):
         play(script, broken)
     assert script.ended == ["key/0"]
+
+
+def test_a_conversation_of_its_own_begins_a_row_with_its_own_limits() -> None:
+    asked: list[tuple[int, tuple[str, ...]]] = []
+
+    async def noted(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+        asked.append((max_tokens, tuple(stop)))
+        return await sampled(number, prompt_ids, max_tokens, stop)
+
+    branch = reply({"role": "user", "content": "another question"}, restart=True, max_tokens=2, stop=("END",))
+    played = play(Script([reply(USER), branch, reply(done=True, reward=1.0)]), noted)
+    assert [segment.response_ids for segment in played.segments] == [[10, 11, 12, 8, 9, 20, 21, 22], [30, 31]]
+    assert asked == [(3, ()), (3, ()), (2, ("END",))]
+    assert played.rewards == [(10, 1.0)]

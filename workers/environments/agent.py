@@ -1,0 +1,285 @@
+"""An agent of the user's own, in any framework: it talks to the policy over the OpenAI chat-completions protocol.
+
+The agent is the environment. Every request that it makes is an observation, and every turn of the policy is the
+response to one: what is trained are the tokens of the responses, exactly as they were sampled. A request that continues
+the conversation of the one before continues its tokens; any other (a branch, a rewritten history, other tools) begins
+a new row of the sample with its own prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from workers.contract.environments import Message, Observation, Row
+from workers.environments.base import Environment
+from workers.rewards.scalars import as_number
+
+HOST = "127.0.0.1"
+BASE_URL, API_KEY, MODEL = "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"
+"""Environment variables that a command reads; `MODEL` is any name, for there is one model."""
+MODEL_NAME = "policy"
+ROW_VARIABLE = "TROUPE_ROW"
+"""Environment variable of a command: the row, as JSON."""
+MAX_CHOICES = 16
+_REFUSED = {
+    "logprobs": "log-probs are recorded, not returned",
+    "response_format": "structured outputs are not supported",
+    "logit_bias": "it would change the distribution that is trained",
+    "presence_penalty": "it would change the distribution that is trained",
+    "frequency_penalty": "it would change the distribution that is trained",
+}
+
+
+@dataclass
+class Choice:
+    """One response that a request waits for."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    answer: asyncio.Future[Message] = field(repr=False)
+
+
+class Agent(Environment):
+    """Runs `function(row, client)`, or a command, against an endpoint of its own.
+
+    The function gets the `Row` and an `openai.OpenAI` client (`AsyncOpenAI` if it is a coroutine) and returns the
+    reward, or None where `roles.reward` judges. A command gets the endpoint and the row in environment variables; its
+    last line of output is the reward if it is a number. The endpoint listens on the loopback interface, with a key for
+    each episode. The temperature of a request is ignored: responses are sampled as the spec says.
+    """
+
+    def __init__(self, function: str | None = None, command: Sequence[str] = (), args: Mapping[str, Any] | None = None):
+        """`function`: `package.module:function`; `command`: program and arguments; `args`: the function's keywords."""
+        if (function is None) == (not command):
+            raise ValueError("set function or command, and not both")
+        self._function = None if function is None else _load(function)
+        self._command, self._args = list(command), dict(args or {})
+        self._key = secrets.token_urlsafe(24)
+        self._waiting: asyncio.Queue[Choice] = asyncio.Queue()
+        self._pending: Choice | None = None
+        self._known: list[Message] = []
+        self._tools: list[dict[str, Any]] | None = None
+        self._agent: asyncio.Task[float | None] | None = None
+        self._runner: web.AppRunner | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._requests = self._restarts = 0
+
+    async def start(self, row: Row) -> Observation:
+        """The agent's first request."""
+        app = web.Application(client_max_size=2**24)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, 0)
+        await site.start()
+        url = f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
+        self._agent = asyncio.create_task(self._run(row, url))
+        return await self._next()
+
+    async def step(self, message: Message) -> Observation:
+        """The response to the pending request; then the next request, or the end."""
+        if self._pending is not None and not self._pending.answer.done():
+            self._known = [*self._pending.messages, plain(message)]
+            self._pending.answer.set_result(message)
+        return await self._next()
+
+    def close(self) -> None:
+        """End a command; the process ends the rest."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._agent is not None:
+            self._agent.cancel()
+
+    async def _next(self) -> Observation:
+        """The next request as an observation; the end, if the agent returns first."""
+        if self._agent is None:
+            raise RuntimeError("the episode was not started")
+        request = asyncio.create_task(self._waiting.get())
+        await asyncio.wait({request, self._agent}, return_when=asyncio.FIRST_COMPLETED)
+        if not request.done():
+            request.cancel()
+            reward = self._agent.result()  # raises what the agent raised
+            if not self._requests:
+                raise ValueError("the agent ended without a request")
+            info = {"requests": float(self._requests), "restarted": float(self._restarts)}
+            return Observation(reward=reward, done=True, info=info)
+        choice = self._pending = request.result()
+        self._requests += 1
+        continues = bool(self._known) and choice.tools == self._tools
+        continues = continues and choice.messages[: len(self._known)] == self._known
+        added = choice.messages[len(self._known) :] if continues else choice.messages
+        self._restarts += bool(self._known) and not continues
+        self._tools = choice.tools
+        limits: dict[str, Any] = {"stop": choice.stop, "max_tokens": choice.max_tokens}
+        return Observation(added, tools=choice.tools, restart=not continues, **limits)
+
+    async def _run(self, row: Row, url: str) -> float | None:
+        """Run the agent to its end; its reward."""
+        if self._function is None:
+            return await self._run_command(row, url)
+        from openai import AsyncOpenAI, OpenAI
+
+        settings: dict[str, Any] = {"base_url": url, "api_key": self._key, "max_retries": 0, "timeout": None}
+        if inspect.iscoroutinefunction(self._function):
+            returned = await self._function(row, AsyncOpenAI(**settings), **self._args)
+        else:
+            returned = await asyncio.to_thread(self._function, row, OpenAI(**settings), **self._args)
+        if returned is None:
+            return None
+        reward = as_number(returned)
+        if reward is None:
+            raise TypeError(f"the agent returned no number, but {type(returned).__name__}")
+        return reward
+
+    async def _run_command(self, row: Row, url: str) -> float | None:
+        own = {BASE_URL: url, API_KEY: self._key, MODEL: MODEL_NAME, ROW_VARIABLE: json.dumps(vars(row))}
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._command,
+            env=os.environ | own,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        if process.stdout is None:
+            raise RuntimeError("the command has no output")
+        last = b""
+        async for line in process.stdout:
+            last = line.strip() or last
+        code = await process.wait()
+        if code:
+            raise RuntimeError(f"the command ended with exit code {code}")
+        with contextlib.suppress(ValueError):
+            return float(last)
+        return None
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        """The response to a request without the episode's key; None if it has it."""
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return None if secrets.compare_digest(given.encode(), self._key.encode()) else _error(401, "wrong API key")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        listed = {"object": "list", "data": [{"id": MODEL_NAME, "object": "model", "owned_by": "troupe"}]}
+        return self._refusal(request) or web.json_response(listed)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if refusal := self._refusal(request):
+            return refusal
+        try:
+            body = await request.json()
+            choices = read_request(body)
+        except (ValueError, TypeError, KeyError) as error:
+            return _error(400, str(error))
+        for choice in choices:
+            self._waiting.put_nowait(choice)
+        messages = [await choice.answer for choice in choices]
+        if not body.get("stream"):
+            return web.json_response(completion(messages))
+        return await _stream(request, completion(messages))
+
+
+def _load(name: str) -> Any:
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"function: expected package.module:function, got {name!r}")
+    try:
+        function = vars(importlib.import_module(module)).get(attribute)
+    except Exception as error:
+        raise ValueError(f"{name}: cannot import {module}: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{name}: module {module} has no function {attribute!r}")
+    return function
+
+
+def read_request(body: Any) -> list[Choice]:
+    """The responses that a request asks for. Raises ValueError, TypeError or KeyError for what is not supported."""
+    if not isinstance(body, dict):
+        raise TypeError("the request is not a JSON object")
+    for name, why in _REFUSED.items():
+        if body.get(name):
+            raise ValueError(f"{name}: {why}")
+    messages = [plain(message) for message in body["messages"]]
+    if not messages:
+        raise ValueError("messages: there are none")
+    stop = body.get("stop") or ()
+    stops = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
+    longest = body.get("max_completion_tokens") or body.get("max_tokens")
+    count = int(body.get("n") or 1)
+    if not 1 <= count <= MAX_CHOICES:
+        raise ValueError(f"n: must be 1 to {MAX_CHOICES}, got {count}")
+    tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
+    loop = asyncio.get_running_loop()
+    return [Choice(messages, tools, stops, longest, loop.create_future()) for _ in range(count)]
+
+
+def plain(message: Any) -> Message:
+    """A message with the fields that a chat template reads, so that equal messages compare equal."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise TypeError("messages: expected objects with a role")
+    content = message.get("content")
+    if isinstance(content, list):
+        if wrong := [part.get("type") for part in content if part.get("type") != "text"]:
+            raise ValueError(f"messages: content of type {wrong[0]} is not supported, only text")
+        content = "".join(part["text"] for part in content)
+    result: Message = {"role": message["role"], "content": content or ""}
+    for name in ("tool_calls", "tool_call_id", "name"):
+        if message.get(name):
+            result[name] = message[name]
+    return result
+
+
+def completion(messages: Sequence[Message]) -> dict[str, Any]:
+    """The body of a response."""
+    choices = [
+        {
+            "index": number,
+            "message": {**message, "content": message["content"] or None},
+            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
+        }
+        for number, message in enumerate(messages)
+    ]
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL_NAME,
+        "choices": choices,
+        "usage": None,
+    }
+
+
+async def _stream(request: web.Request, done: dict[str, Any]) -> web.StreamResponse:
+    """The response as server-sent events: the whole message, then its end."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for choice in done["choices"]:
+        message = choice["message"]
+        calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls") or ())]
+        delta = {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
+        for part, reason in ((delta, None), ({}, choice["finish_reason"])):
+            chunk = {**done, "object": "chat.completion.chunk"}
+            chunk["choices"] = [{"index": choice["index"], "delta": part, "finish_reason": reason}]
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
