@@ -1,0 +1,124 @@
+"""Agents as a user writes them, with the unmodified `openai` client."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from workers.environments import Row
+
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+def chat(row: Row, client: OpenAI, turns: int = 2) -> float:
+    """Continues one conversation, with the SDK's own message objects in its history."""
+    messages: list[Any] = list(row.messages)
+    for _ in range(turns):
+        answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
+        messages += [answer, {"role": "user", "content": f"you said {answer.content}"}]
+    return float(len(messages))
+
+
+async def chat_async(row: Row, client: AsyncOpenAI) -> None:
+    await client.chat.completions.create(model="any", messages=list(row.messages))  # pyright: ignore
+
+
+def streams(row: Row, client: OpenAI) -> float:
+    parts = client.chat.completions.create(model="any", messages=list(row.messages), stream=True)  # pyright: ignore
+    return float("".join(part.choices[0].delta.content or "" for part in parts) == "answer 0")
+
+
+def tools(row: Row, client: OpenAI) -> float:
+    messages: list[Any] = list(row.messages)
+    message = client.chat.completions.create(model="any", messages=messages, tools=[ADD]).choices[0].message
+    assert message.tool_calls is not None
+    call: Any = message.tool_calls[0]
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    last = client.chat.completions.create(model="any", messages=messages, tools=[ADD], stop=["END"], max_tokens=7)
+    return float(last.choices[0].message.content == "answer 1")
+
+
+def choices(row: Row, client: OpenAI) -> float:
+    done = client.chat.completions.create(model="any", messages=list(row.messages), n=3)  # pyright: ignore
+    return float([choice.message.content for choice in done.choices] == ["answer 0", "answer 1", "answer 2"])
+
+
+def branches(row: Row, client: OpenAI) -> float:
+    """Two conversations at the same time."""
+    said: list[str] = []
+
+    def ask(word: str) -> None:
+        messages: Any = [{"role": "user", "content": word}]
+        said.append(client.chat.completions.create(model="any", messages=messages).choices[0].message.content or "")
+
+    threads = [threading.Thread(target=ask, args=(word,)) for word in ("left", "right")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return float(sorted(said) == ["answer 0", "answer 1"])
+
+
+def refused(row: Row, client: OpenAI) -> float:
+    wrong = client.with_options(api_key="guess")
+    try:
+        wrong.chat.completions.create(model="any", messages=list(row.messages))  # pyright: ignore
+    except Exception as error:
+        assert "wrong API key" in str(error)
+    try:
+        client.chat.completions.create(model="any", messages=list(row.messages), logprobs=True)  # pyright: ignore
+    except BadRequestError as error:
+        assert "log-probs are recorded" in str(error)
+    try:
+        urllib.request.urlopen(f"{client.base_url}models", timeout=5)
+    except urllib.error.HTTPError as error:
+        assert error.code == 401
+    return chat(row, client, 1)
+
+
+def silent(row: Row, client: OpenAI) -> float:
+    return 1.0
+
+
+def broken(row: Row, client: OpenAI) -> float:
+    chat(row, client, 1)
+    raise RuntimeError("lost the plot")
+
+
+def word(row: Row, client: OpenAI) -> str:
+    chat(row, client, 1)
+    return "well done"
+
+
+def endless(row: Row, client: OpenAI) -> float:
+    chat(row, client, 1)
+    time.sleep(3600)
+    return 0.0
+
+
+def main() -> None:
+    """An agent as a program."""
+    import json
+
+    row = json.loads(os.environ["TROUPE_ROW"])
+    client = OpenAI()
+    done = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=row["messages"])
+    print("thinking")
+    print(0.5 if done.choices[0].message.content == "answer 0" else 0.0)
+
+
+if __name__ == "__main__":
+    main()

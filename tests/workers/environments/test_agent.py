@@ -1,0 +1,141 @@
+"""Agents with the unmodified `openai` client, against a scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import pytest
+
+from workers.contract.config import EnvironmentConfig
+from workers.contract.environments import EpisodeReply, Message, Observation, Row
+from workers.environment import EnvironmentWorker
+from workers.environments.agent import plain
+
+HERE = "tests.workers.environments.agents"
+ROW = Row(({"role": "user", "content": "hello"},), "5", {"level": 2}, seed=11)
+
+
+@dataclass
+class Played:
+    last: EpisodeReply
+    asked: list[Observation] = field(default_factory=list)
+
+
+def play(call: Message | None = None, **args: Any) -> Played:
+    """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given."""
+    config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=5.0, episodes=1, memory_limit_mib=1024)
+
+    async def run() -> Played:
+        worker = EnvironmentWorker(config, "environment-0")
+        await worker.start()
+        try:
+            played = Played(await worker.begin("a", ROW))
+            while not played.last.observation.done:
+                played.asked.append(played.last.observation)
+                number = len(played.asked) - 1
+                message: Message = {"role": "assistant", "content": f"answer {number}"}
+                if call is not None and number == 0:
+                    message |= {"content": "", "tool_calls": [call]}
+                played.last = await worker.step("a", message)
+            return played
+        finally:
+            children = psutil.Process().children(recursive=True)
+            await worker.close()
+            _, alive = psutil.wait_procs(children, timeout=5)
+            assert not alive, alive
+
+    return asyncio.run(run())
+
+
+def contents(observation: Observation) -> list[str]:
+    return [message["content"] for message in observation.messages]
+
+
+def test_a_conversation_is_continued_by_its_new_messages_alone() -> None:
+    played = play(function=f"{HERE}:chat", args={"turns": 3})
+    assert (played.last.status, played.last.observation.reward) == ("ok", 7.0)
+    assert [contents(asked) for asked in played.asked] == [["hello"], ["you said answer 0"], ["you said answer 1"]]
+    assert [asked.restart for asked in played.asked] == [True, False, False]
+    assert played.last.observation.info == {"requests": 3.0, "restarted": 0.0}
+
+
+def test_an_asynchronous_agent_may_leave_the_reward_to_others() -> None:
+    played = play(function=f"{HERE}:chat_async")
+    assert (played.last.status, played.last.observation.reward, len(played.asked)) == ("ok", None, 1)
+
+
+def test_streaming_gives_the_whole_message() -> None:
+    assert play(function=f"{HERE}:streams").last.observation.reward == 1.0
+
+
+def test_tool_calls_and_limits_of_a_request() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5}'}}
+    played = play(call, function=f"{HERE}:tools")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
+    first, second = played.asked
+    assert first.tools is not None and first.tools[0]["function"]["name"] == "add"
+    assert not second.restart, "the call in the history is the one that was answered"
+    assert [message["role"] for message in second.messages] == ["tool"]
+    assert (second.stop, second.max_tokens) == (("END",), 7)
+
+
+def test_several_choices_and_branches_are_rows_of_their_own() -> None:
+    played = play(function=f"{HERE}:choices")
+    assert played.last.observation.reward == 1.0
+    assert [asked.restart for asked in played.asked] == [True, True, True]
+    played = play(function=f"{HERE}:branches")
+    assert played.last.observation.reward == 1.0
+    assert sorted(contents(asked) for asked in played.asked) == [["left"], ["right"]]
+    assert [asked.restart for asked in played.asked] == [True, True]
+
+
+def test_wrong_keys_and_what_cannot_be_trained_are_refused() -> None:
+    assert play(function=f"{HERE}:refused").last.observation.reward == 3.0
+
+
+@pytest.mark.parametrize(
+    ("function", "status"),
+    [
+        ("silent", "start: error: ValueError: the agent ended without a request"),
+        ("broken", "step: error: RuntimeError: lost the plot (agents.py:"),
+        ("word", "step: error: TypeError: the agent returned no number, but str"),
+        ("endless", "step: timeout after 5 s"),
+    ],
+)
+def test_a_fault_of_the_agent_is_a_status(function: str, status: str) -> None:
+    assert play(function=f"{HERE}:{function}").last.status.startswith(status)
+
+
+def test_a_program_in_any_language_is_an_agent() -> None:
+    played = play(command=[sys.executable, "-m", HERE])
+    assert (played.last.status, played.last.observation.reward) == ("ok", 0.5)
+    played = play(command=["false"])
+    assert played.last.status.startswith("start: error: RuntimeError: the command ended with exit code 1")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "set function or command"),
+        ({"function": "agents"}, "expected package.module:function"),
+        ({"function": f"{HERE}:nobody"}, "has no function 'nobody'"),
+        ({"function": f"{HERE}:chat", "command": ["true"]}, "not both"),
+    ],
+)
+def test_wrong_settings_are_refused_at_start(args: dict[str, Any], message: str) -> None:
+    worker = EnvironmentWorker(EnvironmentConfig(name="agent", args=args), "environment-0")
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(worker.start())
+
+
+def test_messages_of_the_sdk_and_of_the_history_compare_equal() -> None:
+    full = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [{"id": "c"}]}
+    assert plain(full) == {"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert plain(parts) == {"role": "user", "content": "ab"}
+    with pytest.raises(ValueError, match="content of type image_url is not supported"):
+        plain({"role": "user", "content": [{"type": "image_url"}]})
