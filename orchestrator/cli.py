@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 import yaml
 
+from orchestrator.environment_command import env_app
 from orchestrator.errors import StopRequested, TroupeError, UsageError
 from orchestrator.platforms.flags import KubernetesFlags, SlurmFlags, with_flags
 from orchestrator.spec.errors import SpecError
@@ -35,6 +36,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train language models with reinforcement learning.",
 )
+
+app.add_typer(env_app, name="env")
 
 SpecArgument = Annotated[
     Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")

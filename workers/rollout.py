@@ -455,7 +455,7 @@ class RolloutWorker:
         from vllm.inputs.engine import tokens_input
 
         request_id = f"{request.prompt_uid}/{request.attempt}/{index}/{next(self._serial)}"
-        params = self._sampling_params(request, index, limits or TurnLimits(0, self._config.sampling.max_tokens))
+        params = self._sampling_params(request, index, limits)
         final: RequestOutput | None = None
         try:
             async for output in engine.generate(tokens_input(prompt_ids), params, request_id):
@@ -468,11 +468,12 @@ class RolloutWorker:
             raise RuntimeError(f"{self._name}: vLLM ended {request_id} without a complete response")
         return final
 
-    def _sampling_params(self, request: GroupRequest, index: int, limits: TurnLimits) -> SamplingParams:
+    def _sampling_params(self, request: GroupRequest, index: int, limits: TurnLimits | None = None) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._config.sampling
+        limits = limits or TurnLimits(0, sampling.max_tokens)
         temperature = sampling.temperature if request.temperature is None else request.temperature
         stop = [*sampling.stop, *limits.stop]
         return SamplingParams(

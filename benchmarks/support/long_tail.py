@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.support.workload import tail_length
 from workers.contract.messages import GroupRequest
+from workers.episodes.turns import TurnLimits
 from workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 class LongTailRollout(RolloutWorker):
     """The product's worker, except for the `max_tokens` of each sample."""
 
-    def _sampling_params(self, request: GroupRequest, index: int) -> SamplingParams:
-        params = super()._sampling_params(request, index)
+    def _sampling_params(self, request: GroupRequest, index: int, limits: TurnLimits | None = None) -> SamplingParams:
+        params = super()._sampling_params(request, index, limits)
         params.max_tokens = tail_length(request.seed, index, self._config.sampling.max_tokens)
         return params

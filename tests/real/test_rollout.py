@@ -87,7 +87,7 @@ async def test_a_summary_counts_the_finished_samples_of_running_groups(
     tokens = {"long": (1, 1, 1, 400), "short": (8,)}
     params = worker._sampling_params
 
-    def limited(request: GroupRequest, index: int, limits: TurnLimits) -> Any:
+    def limited(request: GroupRequest, index: int, limits: TurnLimits | None = None) -> Any:
         found = params(request, index, limits)
         found.max_tokens = tokens[request.prompt_uid][index]
         return found

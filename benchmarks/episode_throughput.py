@@ -1,0 +1,248 @@
+"""Tokens per second of episodes in an environment, against the same work without one, on the same engine.
+
+    python -m benchmarks.episode_throughput                  # one turn: against the plain path
+    python -m benchmarks.episode_throughput --episode-turns 8 --samples 4 --max-tokens 8   # against a bare loop
+
+One engine serves all contenders in turns. `plain` samples one response to every prompt, as without an environment.
+`bare` is what one would write by hand around vLLM's `AsyncLLM`: a coroutine for each sample that samples a turn and
+appends the fixed tokens of an observation, without a table, an environment process or anything else. `episodes` is the
+product: environment workers in Ray actors, each episode in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
+from benchmarks.support.processes import Meter
+from benchmarks.support.workload import Settings, add_settings, grpo_spec, without_eos
+from workers.contract.environments import Message, Observation, Row
+from workers.contract.messages import GroupRequest, GroupSummary
+from workers.environments.base import Environment
+from workers.rollout import RolloutWorker
+
+OBSERVATION = "Go on, please."
+TIMEOUT_S = 600.0
+
+
+class FixedTurns(Environment):
+    """Says the same after every turn."""
+
+    def __init__(self, turns: int) -> None:
+        self._left = turns
+
+    def start(self, row: Row) -> Observation:
+        """The prompt."""
+        return Observation(row.messages)
+
+    def step(self, message: Message) -> Observation:
+        """The observation, or the end."""
+        self._left -= 1
+        return Observation([{"role": "user", "content": OBSERVATION}], done=not self._left)
+
+
+class MeasuredRollout(RolloutWorker):
+    """The product's worker, which can also do the same work by hand on its engine."""
+
+    async def without_episodes(self, request: GroupRequest, prompts: Any) -> tuple[GroupSummary, Any]:
+        """Sample a group on the plain path."""
+        config, self._config = self._config, self._config.model_copy(update={"episode": None})
+        try:
+            generating = asyncio.ensure_future(self.generate(request, prompts))
+            await asyncio.sleep(0)  # it has read the configuration
+        finally:
+            self._config = config
+        return await generating
+
+    async def by_hand(self, request: GroupRequest, prompt_ids: list[int], between: list[int], turns: int) -> list[int]:
+        """Sample episodes with nothing around the engine; the number of tokens sampled and of those cached."""
+        from vllm.inputs.engine import tokens_input
+
+        engine = self._open_engine()
+
+        async def episode(index: int) -> tuple[int, int]:
+            ids, sampled, cached = list(prompt_ids), 0, 0
+            for turn in range(turns):
+                params = self._sampling_params(replace(request, seed=request.seed + turn), index)
+                final: Any = None
+                async for output in engine.generate(tokens_input(list(ids)), params, f"bare/{next(self._serial)}"):
+                    final = output
+                own = list(final.outputs[0].token_ids)
+                ids += [*own, *between]
+                sampled, cached = sampled + len(own), cached + (final.num_cached_tokens or 0)
+            return sampled, cached
+
+        done = await asyncio.gather(*(episode(index) for index in range(request.samples)))
+        return [sum(one) for one in zip(*done, strict=True)]
+
+
+class Contenders:
+    """The product's path and its baseline, each group by group on one engine."""
+
+    def __init__(self, settings: Settings, turns: int, engine: Any, prompts: Any, added: Sequence[Any]) -> None:
+        """`added`: of every prompt, its ids; and the ids between two turns."""
+        self._settings, self._turns, self._engine, self._prompts = settings, turns, engine, prompts
+        self._prompt_ids, self._between = added
+        self._serial = itertools.count()
+        self.shares: dict[str, float] = {}
+
+    def _requests(self, turn: int) -> list[GroupRequest]:
+        number, size = self._settings.groups, self._settings.samples
+        rows = range(turn * number, (turn + 1) * number)
+        return [GroupRequest(f"{next(self._serial)}", row, 0, size, seed=1000 * row) for row in rows]
+
+    async def _measured(self, name: str, work: Sequence[Any]) -> Turn:
+        """A turn from calls that each return (tokens sampled, cached tokens, tokens of prompts)."""
+        meter = Meter([os.getpid()])
+        began = asyncio.get_running_loop().time()
+        parts = await asyncio.gather(*work)
+        wall_s = asyncio.get_running_loop().time() - began
+        cpu_s, foreign = meter.read()
+        sampled, cached, prompts = (sum(part[place] for part in parts) for place in range(3))
+        settings = self._settings
+        wanted = settings.groups * settings.samples * settings.max_tokens * (1 if name == "plain" else self._turns)
+        if sampled != wanted:
+            raise NotCorrect(f"{name} sampled {sampled} tokens, expected {wanted}")
+        share = cached / prompts if prompts else 0.0
+        return Turn(wall_s, sampled, cpu_s, foreign, figures={"prompt tokens from the cache, share": share})
+
+    async def episodes(self, turn: int) -> Turn:
+        """The product."""
+
+        async def one(request: GroupRequest) -> tuple[int, int, int]:
+            return counts((await self._engine.generate.remote(request, self._prompts))[0])
+
+        return await self._measured("episodes", [one(request) for request in self._requests(turn)])
+
+    async def plain(self, turn: int) -> Turn:
+        """The path of a run without an environment."""
+
+        async def one(request: GroupRequest) -> tuple[int, int, int]:
+            return counts((await self._engine.without_episodes.remote(request, self._prompts))[0])
+
+        return await self._measured("plain", [one(request) for request in self._requests(turn)])
+
+    async def bare(self, turn: int) -> Turn:
+        """A loop by hand."""
+        length, between, size = self._settings.max_tokens, len(self._between), self._settings.samples
+
+        async def one(request: GroupRequest) -> tuple[int, int, int]:
+            prompt = self._prompt_ids[request.row]
+            sampled, cached = await self._engine.by_hand.remote(request, prompt, self._between, self._turns)
+            prompts = [len(prompt) + turn * (length + between) for turn in range(self._turns)]
+            return sampled, cached, size * sum(prompts)
+
+        return await self._measured("bare", [one(request) for request in self._requests(turn)])
+
+
+def counts(summary: GroupSummary) -> tuple[int, int, int]:
+    """(tokens sampled, tokens from the cache, tokens of prompts) of a group. Raises NotCorrect for a failed sample."""
+    for sample in summary.samples:
+        if sample.status != "ok":
+            raise NotCorrect(sample.status)
+    sampled = sum(sample.sampled_tokens for sample in summary.samples)
+    return sampled, summary.cached_tokens, sum(sample.engine_prompt_tokens for sample in summary.samples)
+
+
+async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
+    """Start engine and environment, and alternate the contenders.
+
+    Args:
+        settings: Size of the work of one turn.
+        turns: Number of measured turns.
+        episode_turns: Turns of the policy in an episode.
+
+    Raises:
+        NotCorrect: A contender did not do the same work.
+    """
+    from benchmarks.support.rollout_setup import CLASSES, CLOSE_TIMEOUT_S
+    from orchestrator.capacity.placement import demand, place, role_sizes
+    from orchestrator.cluster.ray_cluster import Cluster
+    from orchestrator.data.prompts import load_pools
+    from orchestrator.launcher import WorkerLauncher
+    from workers.data.tokenizer import load_chat_tokenizer, token_ids
+
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        needed = settings.groups * (turns + 1)
+        spec = grpo_spec(settings, without_eos(settings.model, folder / "model"), turns + 1, needed)
+        environment = {
+            "name": "benchmarks.episode_throughput:FixedTurns",
+            "args": {"turns": episode_turns},
+            "episodes": settings.groups * settings.samples,
+            "max_turns": episode_turns,
+            "truncated_turns": "continue",
+            "cpus": 0.1,
+        }
+        longest = spec.roles.rollout.max_model_len + episode_turns * (settings.max_tokens + 32)
+        spec = type(spec).model_validate(
+            merged(spec.model_dump(), {"roles": {"environment": environment, "rollout": {"max_model_len": longest}}})
+        )
+        cluster = Cluster.connect(demand(place(role_sizes(spec))))
+        stack.callback(cluster.abandon)
+        launcher = WorkerLauncher(spec, cluster, replace(CLASSES, rollout=MeasuredRollout))
+        workers = await launcher.open(frozenset({"rollout", "environment"}))
+        engine = workers.engines[0]
+        await engine.connect_environments(cluster.environment_link(workers.environments, ""), TIMEOUT_S)
+        pool, _ = load_pools(spec.data)
+        tokenizer: Any = load_chat_tokenizer(spec.model)
+        prompts = [token_ids(tokenizer, rendered(tokenizer, text)) for text in pool.table["messages"].to_pylist()]
+        between = f"<|im_end|>\n<|im_start|>user\n{OBSERVATION}<|im_end|>\n<|im_start|>assistant\n"
+        added = (prompts, token_ids(tokenizer, between))
+        actor = vars(engine.handle)["actor"]
+        own = Contenders(settings, episode_turns, actor, cluster.put(pool.table), added)
+        other, baseline = (own.plain, "plain") if episode_turns == 1 else (own.bare, "bare")
+        both: dict[str, Callable[[int], Any]] = {baseline: other, "episodes": own.episodes}
+        taken = await take_turns(both, turns)
+        await cluster.close(CLOSE_TIMEOUT_S)
+        arguments = vars(settings) | {"turns": turns, "episode_turns": episode_turns}
+        checks = {"tokens sampled": "as many as asked for in every turn of every contender"}
+        return Report("episode_throughput", arguments, taken, baseline, checks)
+
+
+def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The document with the changes, section by section."""
+    result = dict(document)
+    for name, value in changes.items():
+        nested = isinstance(value, dict) and isinstance(result.get(name), dict)
+        result[name] = merged(result[name], value) if nested else value
+    return result
+
+
+def rendered(tokenizer: Any, messages: str) -> str:
+    """The text of a prompt."""
+    from workers.data.tokenizer import render
+
+    return render(tokenizer, json.loads(messages), open_turn=True)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = command_parser("episode_throughput", __doc__)
+    defaults = {"groups": 8, "samples": 8, "max_tokens": 32, "concurrency": 64, "engines": 1, "threads": 2}
+    add_settings(parser, **defaults, turns=5, seed=17)
+    parser.add_argument("--episode-turns", type=int, default=1, help="turns of the policy in an episode (default: 1)")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, print the table and write the results file."""
+    given = vars(parse(sys.argv[1:]))
+    turns, path, episode_turns = (given.pop(name) for name in ("turns", "json", "episode_turns"))
+    settings = Settings(**given, lengths="fixed")
+    run_benchmark(lambda: asyncio.run(measure(settings, turns, episode_turns)), path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Runs with an environment: real Ray, vLLM and DeepSpeed, PPO over turns, and workers that are killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+from tests.real.commands import Run, ledger_balances, running, trajectories
+
+TINY = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
+ENDLESS = ("schedule.steps=1000", "checkpoint.every_steps=0", "sampling.max_tokens=24", "failures.health_interval_s=2")
+
+
+@pytest.mark.real
+def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
+    """A critic, rewards of turns, two environment workers; every number that the run writes agrees with its table."""
+    options = (
+        *("algorithm.name=ppo", "algorithm.group_size=2", "schedule.prompts_per_step=8"),
+        *("roles.critic={cpus: 0.25, threads: 1, learning_rate: 1e-3, micro_batch_tokens: 2048}",),
+        *("roles.reward.functions.0.process=true", "roles.environment.workers=2", "roles.environment.episodes=4"),
+        *("algorithm.kl.coef=0.0",),
+    )
+    with running(Run(tmp_path, TINY, *options, name="ppo-turns")) as run:
+        assert run.wait() == 0, run.output
+        assert run.leftover_processes() == []
+    for line in run.metrics:
+        assert ledger_balances(line) and line["ledger/dropped"] == 0
+        assert (line["workers/environment"], line["episodes/failed"], line["episodes/turns"]) == (2, 0, 3)
+        assert line["prompt_tokens/cached"] > 0.3, "later turns read their prompt from the cache"
+    table = trajectories(run.out, 1).to_pylist()
+    assert len(table) == 16
+    for row in table:
+        speakers = [turn["name"] for turn in row["turns"]]
+        assert speakers == ["assistant", "environment", "assistant", "environment", "assistant"]
+        inside = [place for turn in row["turns"][::2] for place in range(turn["start"], turn["end"])]
+        assert [place for place, own in enumerate(row["loss_mask"]) if own] == inside
+        said = json.loads(row["conversation"])
+        assert [message["role"] for message in said] == ["user", "assistant", "user", "assistant", "user", "assistant"]
+        assert row["reward"] == sum(span["reward"] for span in row["reward_spans"])
+    mean = sum(row["reward"] for row in table) / len(table)
+    assert run.metrics[0]["reward/mean"] == pytest.approx(mean)
+
+
+@pytest.mark.long
+def test_episodes_survive_their_environment_worker_and_their_engine(tmp_path: Path) -> None:
+    """SIGKILL of an environment worker, of all its processes and of the engine, each in the middle of episodes."""
+    with running(Run(tmp_path, TINY, *ENDLESS, name="killed")) as run:
+        run.wait_for_step(2)
+        kill(run, "EnvironmentWorker")
+        step = run.wait_until(lambda: restarted(run), "episodes that start again")
+        run.wait_for_step(step + 1)
+        kill(run, "EngineCore")
+        run.wait_until(lambda: run.metrics[-1]["ledger/retries"] > 0, "a retry on a new engine")
+        run.wait_for_step(run.metrics[-1]["step"] + 1)
+        for line in run.metrics:
+            assert ledger_balances(line) and line["ledger/dropped"] == 0
+            assert line["ledger/trained"] == 16 * line["step"]
+    assert run.leftover_processes() == []
+
+
+@pytest.mark.long
+def test_a_run_whose_environment_cannot_be_started_again_ends_and_says_so(tmp_path: Path) -> None:
+    with running(Run(tmp_path, TINY, *ENDLESS, "failures.environment_restarts=0", name="lost")) as run:
+        run.wait_for_step(1)
+        kill(run, "EnvironmentWorker")
+        assert run.wait() == 1
+        assert len(run.error_lines) == 1, run.output
+        assert "no environment worker is left (0 of 0 restarts used: failures.environment_restarts)" in run.output
+        assert run.leftover_processes() == []
+
+
+def restarted(run: Run) -> int:
+    """Step in which episodes started again; 0: none so far."""
+    return next((line["step"] for line in run.metrics if line["episodes/restarted"]), 0)
+
+
+def kill(run: Run, title: str) -> None:
+    """Send SIGKILL to the only process of the run whose title contains `title`."""
+    found = run.processes(title)
+    assert len(found) == 1, [process.cmdline() for process in found]
+    psutil.Process(found[0].pid).kill()

@@ -1,0 +1,143 @@
+"""Episodes without an engine, to check an environment: with turns from a script, or with random tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from workers.contract.config import EnvironmentConfig
+from workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
+from workers.environments.processes import EnvironmentProcesses, SeatFailed, SeatProcess
+from workers.episodes.episode import EpisodeRunner, Played, SampleTurn
+from workers.episodes.reader import ParseCalls, TurnReader
+from workers.episodes.turns import Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RANDOM_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the episodes are played with."""
+
+    config: EnvironmentConfig
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    max_model_len: int
+    parse: ParseCalls | None = None
+    """Parser of tool calls."""
+
+
+class _OneSeat:
+    """The link to one environment process."""
+
+    def __init__(self, config: EnvironmentConfig, seat: SeatProcess) -> None:
+        self._config, self._seat = config, seat
+
+    async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+        """Starts an episode."""
+        return "", await self._ask({"op": "start", "row": vars(row)})
+
+    async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
+        """The answer to a turn."""
+        return await self._ask({"op": "step", "message": message})
+
+    def end(self, worker: str, episode: str) -> None:
+        """Nothing: the process ends with the check."""
+
+    async def _ask(self, request: dict[str, Any]) -> EpisodeReply:
+        try:
+            reply = await self._seat.ask(request, self._config.turn_timeout_s)
+        except SeatFailed as error:
+            return failed(f"{request['op']}: {error}")
+        if "failure" in reply:
+            return failed(f"{request['op']}: {reply['failure']}")
+        return EpisodeReply(read_observation(reply["observation"]))
+
+
+async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str], seed: int = 0) -> list[Played]:
+    """Play one episode for every row.
+
+    Args:
+        rehearsal: Environment, tokenizer and bounds.
+        rows: Rows of the data.
+        said: Texts of the turns, the last one again and again; empty: turns of random tokens.
+        seed: Seed of the random tokens.
+
+    Raises:
+        ValueError: the environment cannot be loaded.
+        SeatFailed: its process does not start.
+    """
+    config = rehearsal.config
+    processes = EnvironmentProcesses(config.name, config.args, config.memory_limit_mib)
+    await processes.start()
+    reader = TurnReader(rehearsal.tokenizer, rehearsal.parse)
+    rng, played = random.Random(seed), list[Played]()
+    try:
+        with ThreadPoolExecutor(1) as tokenizing:
+            for number, row in enumerate(rows):
+                link = _OneSeat(config, await processes.seat())
+                sizes = (rehearsal.max_tokens, rehearsal.max_model_len)
+                runner = EpisodeRunner(config, *sizes, reader, tokenizing, lambda link=link: link)
+                turns = _scripted(rehearsal.tokenizer, said) if said else _random(rehearsal.tokenizer, rng)
+                played.append(await runner.play(f"check/{number}", row, _sampler(turns)))
+    finally:
+        processes.close()
+    return played
+
+
+def _sampler(turns: Iterator[list[int]]) -> SampleTurn:
+    async def sample(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+        ids = next(turns)
+        reason = "length" if len(ids) > max_tokens else "stop"
+        ids = ids[:max_tokens]
+        return Turn(ids, [0.0] * len(ids), [{"version": 0, "start": 0, "end": len(ids)}], reason)
+
+    return sample
+
+
+def _scripted(tokenizer: PreTrainedTokenizerBase, said: Sequence[str]) -> Iterator[list[int]]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    number = 0
+    while True:
+        ids: Any = tokenizer(said[min(number, len(said) - 1)], add_special_tokens=False)["input_ids"]
+        yield [*ids, *end]
+        number += 1
+
+
+def _random(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[list[int]]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    while True:
+        yield [*(rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, _RANDOM_TOKENS))), *end]
+
+
+def describe(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The episode as lines: every stretch of tokens with who wrote it and whether it has loss, rewards and status."""
+    lines = []
+    rewards = dict(played.rewards)
+    before = 0
+    for number, segment in enumerate(played.segments):
+        if len(played.segments) > 1:
+            lines.append(f"row {number + 1} of {len(played.segments)}")
+        lines.append(_stretch(tokenizer, "prompt", segment.prompt_ids, loss=False))
+        for turn in segment.turns:
+            own = segment.response_ids[turn["start"] : turn["end"]]
+            lines.append(_stretch(tokenizer, turn["name"], own, loss=turn["name"] == "assistant"))
+            if (reward := rewards.get(before + turn["end"])) is not None and turn["name"] == "assistant":
+                lines.append(f"  reward {reward:g}")
+        before += len(segment.response_ids)
+    info = "".join(f", {name} {value:g}" for name, value in played.info.items())
+    lines.append(f"end: {played.status}, {played.finish_reason}, {len(played.turns)} turns{info}")
+    return lines
+
+
+def _stretch(tokenizer: PreTrainedTokenizerBase, name: str, ids: Sequence[int], *, loss: bool) -> str:
+    text = str(tokenizer.decode(list(ids), skip_special_tokens=False))
+    shown = " ".join(map(str, ids[:12])) + (" ..." if len(ids) > 12 else "")
+    mask = "loss" if loss else "no loss"
+    return f"  {name:<11} {len(ids):>5} tokens, {mask:<7}  [{shown}]\n    {text!r}"
