@@ -1,14 +1,5 @@
-"""A sandbox for Python code that a model wrote. `docs/guides/sandbox.md` says what it isolates and what it does not."""
+"""A sandbox for Python code that a model wrote: `run_python` and `check_sandbox` of `workers.sandbox.run`.
 
-from workers.sandbox.limits import SandboxLimits, SandboxResult
-from workers.sandbox.run import SandboxError, SandboxUnavailable, check_sandbox, run_python, run_python_async
-
-__all__ = [
-    "SandboxError",
-    "SandboxLimits",
-    "SandboxResult",
-    "SandboxUnavailable",
-    "check_sandbox",
-    "run_python",
-    "run_python_async",
-]
+`docs/guides/sandbox.md` says what it isolates and what it does not. This file imports nothing, because the processes of
+the sandbox import it at every start.
+"""

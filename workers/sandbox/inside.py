@@ -302,15 +302,16 @@ def _private_memory() -> int:
 def _become_program(request: dict[str, Any], status: int, drops_user: bool) -> NoReturn:
     """Give up every right and start the interpreter."""
     try:
+        os.dup2(status, 3, inheritable=False)
         with _step("start the program"):
             os.setsid()
+            _call("prctl", _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0))  # or its own entry in /proc would be closed to it
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
                 file.write("1000")
             _limit(request["limits"], 0 if drops_user else 1)
             _drop_rights(drops_user)
-            os.dup2(status, 3, inheritable=False)
             os.closerange(4, 2**31 - 1)
             _filter_calls()
             os.execve(request["command"][0], request["command"], request["environment"])

@@ -186,6 +186,11 @@ def _request(sources: Mapping[str, str], limits: SandboxLimits) -> dict[str, Any
     }
 
 
+def _ends_with_memory_error(stderr: str) -> bool:
+    lines = stderr.splitlines()
+    return bool(lines) and lines[-1].startswith("MemoryError")
+
+
 @contextlib.contextmanager
 def _sandbox(request: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], int, list[int]]]:
     """Start the sandbox; yields its process, the status pipe and the lifeline. It is gone at the end of the block."""
@@ -201,7 +206,7 @@ def _sandbox(request: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes],
             os.lseek(descriptor, 0, os.SEEK_SET)
             given = (descriptor, status_write, lifeline_read)
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-c", _BOOTSTRAP, *map(str, given)],
+                [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *map(str, given)],
                 **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
                 **{"pass_fds": given, "env": {}, "cwd": "/"},
             )
