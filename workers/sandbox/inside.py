@@ -1,14 +1,14 @@
 """The process that builds a sandbox, in three steps that each have fewer rights than the one before.
 
-1. The *keeper* is a child of the process that called `run_python`. It clones a process into new namespaces and writes its
-   user map. When that process ends, or the lifeline closes, it kills what is left and ends.
-2. The *init* is process 1 of the new process namespace. It makes a root file system of its own and leaves the host's. When
-   it ends, the kernel kills every process in the namespace. It watches the memory of all of them.
+1. The *keeper* is a child of the process that called `run_python`. It clones a process into new namespaces and writes
+   its user map. When that process ends, or the lifeline closes, it kills what is left and ends.
+2. The *init* is process 1 of the new process namespace. It makes a root file system of its own and leaves the host's.
+   When it ends, the kernel kills every process in the namespace. It watches the memory of all of them.
 3. The *program* gives up every right and becomes the interpreter that runs the code.
 
-The request is JSON in a file descriptor (see `workers.sandbox.run`). The answer is one line of JSON: ``{"wait_status",
-"out_of_memory"}``, or ``{"failure", "step", "errno"}`` where the sandbox could not be made. This module imports only what
-it needs, because its start is part of every call. Nothing in it is imported from a place that the code could write to.
+The request is JSON in a file descriptor (see `workers.sandbox.run`). The answer is one line of JSON:
+``{"wait_status", "out_of_memory"}``, or ``{"failure", "step", "errno"}`` where the sandbox could not be made. This module
+imports only what it needs, because its start is part of every call.
 """
 
 from __future__ import annotations

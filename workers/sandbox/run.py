@@ -32,9 +32,17 @@ _CHUNK = 2**16
 _ROOT = str(Path(__file__).resolve().parents[2])
 _BOOTSTRAP = f"import sys; sys.path.insert(0, {_ROOT!r}); from workers.sandbox.inside import main; main()"
 _ENVIRONMENT = {
-    **{"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "TZ": "UTC"},
-    **{"PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"},
-    **{"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONUTF8": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
 }
 _PROBE = """
 import json, os
@@ -207,8 +215,12 @@ def _sandbox(request: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes],
             given = (descriptor, status_write, lifeline_read)
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *map(str, given)],
-                **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
-                **{"pass_fds": given, "env": {}, "cwd": "/"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=given,
+                env={},
+                cwd="/",
             )
         finally:
             for one in (descriptor, status_write, lifeline_read):

@@ -1,0 +1,1 @@
+"""Environments and tools: what the policy acts in over several turns."""
