@@ -7,8 +7,8 @@
 3. The *program* gives up every right and becomes the interpreter that runs the code.
 
 The request is JSON in a file descriptor (see `workers.sandbox.run`). The answer is one line of JSON:
-``{"wait_status", "out_of_memory"}``, or ``{"failure", "step", "errno"}`` where the sandbox could not be made. This module
-imports only what it needs, because its start is part of every call.
+``{"wait_status", "out_of_memory"}``, or ``{"failure", "step", "errno"}`` where the sandbox could not be made. This
+module imports only what it needs, because its start is part of every call.
 """
 
 from __future__ import annotations

@@ -44,6 +44,16 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+_NAMESPACE_ADVICE = (
+    "allow unprivileged user namespaces: `sysctl user.max_user_namespaces=15000`, on Debian also `sysctl "
+    "kernel.unprivileged_userns_clone=1`, on Ubuntu also `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; in a "
+    "container, also a seccomp and an AppArmor profile that permit clone, mount and pivot_root (Docker: `--security-opt "
+    "seccomp=unconfined --security-opt apparmor=unconfined`, Kubernetes: `seccompProfile: {type: Unconfined}`)"
+)
+_PROC_ADVICE = (
+    "the container hides parts of /proc: run it with `--security-opt systempaths=unconfined` (Docker) or `procMount: "
+    "Unmasked` (Kubernetes)"
+)
 _PROBE = """
 import json, os
 children = 0
@@ -370,15 +380,5 @@ def _explain(message: dict[str, Any]) -> SandboxError:
         )
     if step in ("fork", "start the program"):
         return SandboxError(f"the sandbox could not start a program: {failure}")
-    advice = {
-        "clone": "allow unprivileged user namespaces: `sysctl user.max_user_namespaces=15000`, on Debian also "
-        "`sysctl kernel.unprivileged_userns_clone=1`, on Ubuntu also `sysctl "
-        "kernel.apparmor_restrict_unprivileged_userns=0`; in a container, run it with a seccomp profile that permits "
-        "clone, mount and pivot_root (Docker: `--security-opt seccomp=unconfined`, Kubernetes: `seccompProfile: "
-        "{type: Unconfined}`)",
-        "mount proc on /new/proc": "the container hides parts of /proc: run it with `--security-opt "
-        "systempaths=unconfined` (Docker) or `procMount: Unmasked` (Kubernetes)",
-    }
-    fallback = "in a container, AppArmor or a seccomp profile may forbid it: `--security-opt apparmor=unconfined`"
-    hint = advice.get(step, advice["clone"] if step in ("map users",) else fallback)
+    hint = _PROC_ADVICE if step.startswith("mount proc") else _NAMESPACE_ADVICE
     return SandboxUnavailable(f"the sandbox is not permitted here: {failure}; {hint}")

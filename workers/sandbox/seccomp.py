@@ -1,9 +1,9 @@
 """The system calls that a sandboxed program may not make, as a seccomp filter.
 
-The filter is the second wall: namespaces, limits and missing capabilities stop the same calls already. It keeps code away
-from parts of the kernel that have a history of faults and that Python programs do not need, and closes what namespaces
-and limits leave open: memory that belongs to no process (memfd, System V segments), and sockets of other kinds than
-internet and Unix ones, such as vsock, which reaches the host of a virtual machine.
+The filter is the second wall: namespaces, limits and missing capabilities stop most of these calls already. It keeps
+code away from parts of the kernel that have a history of faults and that Python programs do not need, and closes what
+namespaces and limits leave open: memory that belongs to no process (memfd, System V segments), and sockets of other
+kinds than internet and Unix ones, such as vsock, which reaches the host of a virtual machine.
 """
 
 from __future__ import annotations
