@@ -136,7 +136,7 @@ def python_tests(
         raise ValueError(f"style must be auto, stdin or function, not {style!r}")
     if min(timeout_s, total_s) <= 0 or tolerance < 0 or max_cases < 0:
         raise ValueError("timeout_s and total_s must be positive, tolerance and max_cases not negative")
-    given = _read_tests(answer if tests == "answer" else metadata[tests])
+    given = _read_tests((metadata.get("right_answers") or answer) if tests == "answer" else metadata[tests])
     code = f"{prelude}\n{extract_code(response)}" if prelude else extract_code(response)
     limits = SandboxLimits(timeout_s, memory_mib, output_kib=_RESULTS_KIB, packages=packages)
     if _is_function_style(given, style):

@@ -218,7 +218,13 @@ def test_a_local_server_cannot_be_reached() -> None:
 
 @pytest.mark.parametrize("family", [16, 17, 38, 40], ids=["netlink", "packet", "alg", "vsock"])
 def test_sockets_of_other_kinds_are_refused(family: int) -> None:
-    code = f"import socket\ntry:\n    socket.socket({family}, socket.SOCK_DGRAM)\nexcept OSError as error:\n    print(error.errno)"
+    code = f"""
+    import socket
+    try:
+        socket.socket({family}, socket.SOCK_DGRAM)
+    except OSError as error:
+        print(error.errno)
+    """
     assert attack(code).stdout == "97\n"  # EAFNOSUPPORT
 
 
@@ -519,7 +525,8 @@ def test_no_right_can_be_gained() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     print(libc.setuid(0), libc.setresuid(0, 0, 0), libc.setgid(0))
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    print(*(int(status[key], 16) for key in ("CapEff", "CapPrm", "CapInh", "CapBnd", "CapAmb")), int(status["NoNewPrivs"]))
+    capabilities = [int(status[key], 16) for key in ("CapEff", "CapPrm", "CapInh", "CapBnd", "CapAmb")]
+    print(*capabilities, int(status["NoNewPrivs"]))
     """
     assert attack(code).stdout == "-1 -1 -1\n0 0 0 0 0 1\n"
 
@@ -539,9 +546,9 @@ def test_no_process_can_be_traced(bystander: subprocess.Popen[bytes]) -> None:
 def test_limits_cannot_be_raised() -> None:
     code = """
     import resource
-    for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_CPU):
+    for kind in ("AS", "NPROC", "FSIZE", "NOFILE", "CPU"):
         try:
-            resource.setrlimit(kind, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             print("raised", kind)
         except (OSError, ValueError):
             pass

@@ -173,7 +173,7 @@ def check(candidate):
 
 
 def test_objects_of_the_solution_can_be_arguments() -> None:
-    code = "class Pair:\n    def __init__(self, a, b): self.a, self.b = a, b\ndef total(pairs): return sum(p.a + p.b for p in pairs)"
+    code = "class Pair:\n    def __init__(self, a, b): self.sum = a + b\ndef total(pairs): return sum(p.sum for p in pairs)"
     assert score(code, ["assert total([Pair(1, 2), Pair(3, 4)]) == 10"]) == 1.0
     assert score(code, ["pairs = [Pair(1, 2)]", "assert total(pairs) == 3"]) == 1.0
 
@@ -263,37 +263,43 @@ class Always(int):
 def f(x): return Always(5)
 print(f(1))
 """
-FORGED = {
-    "exits_before_the_tests": "import os\nos._exit(0)",
-    "exits_politely": "raise SystemExit(0)",
-    "exits_in_the_function": "import os, sys\ndef f(x): os._exit(0)",
-    "prints_a_verdict": "print('PASSED')\nprint('1.0')\nprint(True)\nprint('[0, [true]]')\ndef f(x): return True",
-    "returns_an_object_that_equals_everything": ALWAYS_EQUAL,
-    "returns_not_a_number": "def f(x): return float('nan')\nprint(f(1))",
-    "replaces_builtins": (
-        "import builtins, json, sys\nbuiltins.print = lambda *a, **k: None\njson.dumps = lambda *a, **k: '[0, [true]]'\n"
-        "sys.exit = lambda *a: None\nbuiltins.all = builtins.any = lambda x: True\nint.__eq__ if 0 else None\n"
-        "def f(x): return x"
-    ),
-    "writes_to_every_descriptor": (
-        "import os\nfor fd in range(1, 64):\n    for text in (b'[0, [true]]\\n[1, [true]]\\n', b'{\"wait_status\": 0}\\n'):\n"
-        "        try:\n            os.write(fd, text)\n        except OSError:\n            pass\nos._exit(0)"
-    ),
-    "replaces_the_driver": (
-        "import sys\nmain = sys.modules['__main__']\nmain.plain = lambda value: True\n"
-        "sys.modules.get('cases') and setattr(sys.modules['cases'], 'CASES', ())\ndef f(x): return x"
-    ),
-    "searches_memory_and_files": """
-import gc, os, sys
+REPLACES_BUILTINS = """
+import builtins, json, sys
+builtins.print = lambda *a, **k: None
+json.dumps = lambda *a, **k: '[0, [true]]'
+sys.exit = lambda *a: None
+builtins.all = builtins.any = lambda x: True
+def f(x): return x
+"""
+WRITES_TO_EVERY_DESCRIPTOR = """
+import os
+for descriptor in range(1, 64):
+    for text in (b'[0, [true]]\\n[1, [true]]\\n', b'{"wait_status": 0}\\n'):
+        try:
+            os.write(descriptor, text)
+        except OSError:
+            pass
+os._exit(0)
+"""
+REPLACES_THE_DRIVER = """
+import sys
+main = sys.modules['__main__']
+main.plain = lambda value: True
+if 'cases' in sys.modules:
+    sys.modules['cases'].CASES = ()
+def f(x): return x
+"""
+SEARCHES_MEMORY_AND_FILES = """
+import os, re
 found = []
+def search(data):
+    found.extend(number for number in re.findall(rb'9824[0-9]{5}', data))
 for folder in ('/program', '/tmp', '/proc/self', '/dev/shm'):
     for name in os.listdir(folder):
         try:
-            text = open(os.path.join(folder, name), 'rb').read(10**6)
+            search(open(os.path.join(folder, name), 'rb').read(10**6))
         except OSError:
-            continue
-        if b'98245' + b'1653' in text:
-            found.append(name)
+            pass
 for line in open('/proc/self/maps'):
     area, rights = line.split()[:2]
     start, end = (int(part, 16) for part in area.split('-'))
@@ -301,25 +307,37 @@ for line in open('/proc/self/maps'):
         try:
             with open('/proc/self/mem', 'rb') as memory:
                 memory.seek(start)
-                data = memory.read(end - start)
+                search(memory.read(end - start))
         except (OSError, ValueError, OverflowError):
-            continue
-        if str(982451 * 1000 + 653).encode() in data.replace(str(int('982451653'[::-1])).encode(), b''):
-            found.append(area)
-def f(x): return 0
-print(0)
-""".replace("982451 * 1000 + 653", "491225826 * 2 + 1").replace("982451653'[::-1]", "356154289'"),
-    "reads_the_stack": """
+            pass
+guess = int(found[0]) if found else 0
+def f(x): return guess + x - 1
+print(guess + int(input()) - 1)
+"""
+READS_THE_STACK = """
 import sys
 def f(x):
     frame, seen = sys._getframe(), []
     while frame:
-        seen += [value for value in list(frame.f_locals.values()) + list(frame.f_globals.values()) if type(value) is int]
+        values = list(frame.f_locals.values()) + list(frame.f_globals.values())
+        seen += [value for value in values if type(value) is int]
         frame = frame.f_back
     return max(seen, default=0)
 print(f(1))
-""",
-    "deep_data": "def f(x):\n    value = []\n    for _ in range(9000): value = [value]\n    return value\nprint('[' * 9000)",
+"""
+FORGED = {
+    "exits_before_the_tests": "import os\nos._exit(0)",
+    "exits_politely": "raise SystemExit(0)",
+    "exits_in_the_function": "import os, sys\ndef f(x): os._exit(0)",
+    "prints_a_verdict": "print('PASSED')\nprint('1.0')\nprint(True)\nprint('[0, [true]]')\ndef f(x): return True",
+    "returns_an_object_that_equals_everything": ALWAYS_EQUAL,
+    "returns_not_a_number": "def f(x): return float('nan')\nprint(f(1))",
+    "replaces_builtins": REPLACES_BUILTINS,
+    "writes_to_every_descriptor": WRITES_TO_EVERY_DESCRIPTOR,
+    "replaces_the_driver": REPLACES_THE_DRIVER,
+    "searches_memory_and_files": SEARCHES_MEMORY_AND_FILES,
+    "reads_the_stack": READS_THE_STACK,
+    "deep_data": "def f(x):\n    v = []\n    for _ in range(9000): v = [v]\n    return v\nprint('[' * 9000)",
     "endless_data": "def f(x): return 'x' * 10**7\nprint('x' * 10**7)",
 }
 
@@ -394,5 +412,5 @@ def test_a_memory_limit_above_that_of_the_process_fails_the_sample_and_not_the_p
         [outcome] = child.score([Sample("print(2)", json.dumps(DOUBLE), "{}", 1, "stop")])
     finally:
         child.close()
-    assert outcome.value is None or outcome.value == 0.0
-    assert outcome.value is None or outcome.status == "ok"
+    # Root may raise the limit, with CAP_SYS_RESOURCE.
+    assert outcome.status == "ok" or (outcome.value is None and "roles.reward.memory_limit_mib" in outcome.status)

@@ -103,7 +103,8 @@ import json, multiprocessing, pathlib, subprocess, tempfile, threading
 pathlib.Path("a.txt").write_text("content")
 with tempfile.TemporaryDirectory() as folder:
     pathlib.Path(folder, "b").write_text("b")
-print(pathlib.Path("a.txt").read_text(), subprocess.run(["/bin/echo", "child"], capture_output=True, text=True).stdout.strip())
+child = subprocess.run(["/bin/echo", "child"], capture_output=True, text=True)
+print(pathlib.Path("a.txt").read_text(), child.stdout.strip())
 with multiprocessing.Pool(2) as pool:
     print(pool.map(abs, [-1, -2]))
 """
