@@ -50,10 +50,9 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_fork_bomb_stops_at_the_limit_and_leaves_nothing(marked: Marked) -> None:
     code = """
     import os, time
-    for _ in range(100):
+    for _ in range(6):  # 64 processes, were there no limit
         try:
-            if os.fork() == 0:
-                continue
+            os.fork()
         except OSError:
             pass
     time.sleep(0.5)

@@ -173,7 +173,7 @@ def check(candidate):
 
 
 def test_objects_of_the_solution_can_be_arguments() -> None:
-    code = "class Pair:\n    def __init__(self, a, b): self.sum = a + b\ndef total(pairs): return sum(p.sum for p in pairs)"
+    code = "class Pair:\n    def __init__(self, a, b): self.sum = a + b\ndef total(all): return sum(p.sum for p in all)"
     assert score(code, ["assert total([Pair(1, 2), Pair(3, 4)]) == 10"]) == 1.0
     assert score(code, ["pairs = [Pair(1, 2)]", "assert total(pairs) == 3"]) == 1.0
 

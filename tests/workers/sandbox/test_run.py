@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -141,8 +142,9 @@ def test_the_same_program_gives_the_same_output() -> None:
 
 @pytest.mark.parametrize("field", ["timeout_s", "disk_mib", "processes", "output_kib", "memory_mib"])
 def test_limits_must_be_positive(field: str) -> None:
+    wrong: dict[str, Any] = {field: 0}
     with pytest.raises(ValueError, match=field):
-        SandboxLimits(**{field: 0})
+        SandboxLimits(**wrong)
 
 
 async def test_programs_run_at_the_same_time() -> None:
