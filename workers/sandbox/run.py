@@ -46,9 +46,10 @@ _ENVIRONMENT = {
 }
 _NAMESPACE_ADVICE = (
     "allow unprivileged user namespaces: `sysctl user.max_user_namespaces=15000`, on Debian also "
-    "`sysctl kernel.unprivileged_userns_clone=1`, on Ubuntu also `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; in "
-    "a container, also a seccomp and an AppArmor profile that permit clone, mount and pivot_root (Docker: `--security-opt "
-    "seccomp=unconfined --security-opt apparmor=unconfined`, Kubernetes: `seccompProfile: {type: Unconfined}`)"
+    "`sysctl kernel.unprivileged_userns_clone=1`, on Ubuntu also "
+    "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`; in a container, also a seccomp and an AppArmor profile "
+    "that permit clone, mount and pivot_root (Docker: `--security-opt seccomp=unconfined --security-opt "
+    "apparmor=unconfined`, Kubernetes: `seccompProfile: {type: Unconfined}`)"
 )
 _PROC_ADVICE = (
     "the container hides parts of /proc: run it with `--security-opt systempaths=unconfined` (Docker) or `procMount: "

@@ -588,7 +588,7 @@ check_sandbox()
 sleeper = subprocess.Popen(["sleep", "60"])
 code = f'''
 import json, os, signal
-for pid in ({os.getpid()}, {sleeper.pid}, 0 if False else 1, os.getppid()):
+for pid in ({os.getpid()}, {sleeper.pid}, 1, os.getppid()):
     try:
         os.kill(pid, signal.SIGKILL)
     except OSError:
@@ -599,6 +599,13 @@ for path in ("/proc/1/environ", "/proc/1/mem", "/proc/1/fd/4", "/etc/passwd", "/
         readable.append([path, open(path).read(100)])
     except OSError:
         pass
+written = []
+for folder in ("/", "/program", "/etc", "/dev", "/usr", "/usr/lib"):
+    try:
+        open(folder + "/x", "w")
+        written.append(folder)
+    except OSError:
+        pass
 children = 0
 try:
     while children < 20:
@@ -607,7 +614,7 @@ try:
         children += 1
 except OSError:
     pass
-print(json.dumps([readable, children, os.getuid()]))
+print(json.dumps([readable, written, children, os.getuid()]))
 '''
 result = run_python(code, limits=SandboxLimits(processes=6))
 print(json.dumps([os.getuid(), sleeper.poll(), result.stdout, result.stderr]))
@@ -634,6 +641,6 @@ def test_a_normal_user_has_the_same_sandbox() -> None:
     assert done.returncode == 0, done.stderr
     user, sleeper, stdout, stderr = json.loads(done.stdout)
     assert (user, sleeper, stderr) == (54321, None, "")
-    readable, children, inside = json.loads(stdout)
+    readable, written, children, inside = json.loads(stdout)
     assert readable == [["/etc/passwd", "sandbox:x:1000:1000::/tmp:/bin/sh\n"]]
-    assert (children, inside) == (5, 1000)
+    assert (written, children, inside) == ([], 5, 1000)
