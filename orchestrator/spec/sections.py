@@ -454,7 +454,8 @@ class EvaluationConfig(BaseEvaluation):
     solved_at: float | None = None
     """A sample with at least this reward counts as solved: `eval/accuracy` is the share of such samples, and pass@k
     counts them. null: the weight of the only reward component with a weight, where that is `exact_match`,
-    `last_number`, `numeric`, `regex` or `reasoning_gym`; for any other reward there is neither metric."""
+    `last_number`, `numeric`, `regex`, `reasoning_gym` or `python_tests`; for any other reward there is neither
+    metric."""
 
 
 class WeightSyncConfig(Frozen):

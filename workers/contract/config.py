@@ -190,13 +190,14 @@ REWARD_FUNCTIONS = (
     "reasoning_gym",
     "letter_share",
     "equations",
+    "python_tests",
 )
 """Names of the built-in reward functions; each but `environment` is implemented in `workers/rewards/`."""
 
 STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
 """Built-in reward functions that can return process rewards."""
 
-RIGHT_OR_WRONG = ("exact_match", "last_number", "numeric", "regex", "reasoning_gym")
+RIGHT_OR_WRONG = ("exact_match", "last_number", "numeric", "regex", "reasoning_gym", "python_tests")
 """Built-in reward functions whose value is 1 where the response is right, and less where it is not."""
 
 
@@ -204,8 +205,8 @@ class RewardFunctionConfig(Frozen):
     """One reward component."""
 
     name: str = Field(min_length=1)
-    """A built-in function (exact_match, numeric, regex, length, reasoning_gym, equations, ...) or
-    `package.module:function`."""
+    """A built-in function (exact_match, numeric, regex, length, reasoning_gym, equations, python_tests,
+    ...) or `package.module:function`."""
     weight: float = 1.0
     """The sample's reward is the weighted sum of its components."""
     timeout_s: float = Field(default=5.0, gt=0.0)

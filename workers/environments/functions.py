@@ -14,6 +14,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_c
 
 SHIPPED = {
     "calculator": "workers.environments.calculator:calculator",
+    "python": "workers.environments.python_tool:python",
 }
 _ARGUMENT = re.compile(r"^ {4,8}(\w+)(?: \([^)]*\))?: (.*)$")
 

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workers.rewards.loading import RewardFunctionError, load
+from workers.rewards.loading import RewardFunctionError, check_machine, load
 from workers.rewards.results import Reply, describe, judge, judge_batch, user_traceback
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def main() -> None:
         order = json.loads(start)
         try:
             judging = Judging(load(order["function"], order["args"], order["batched"]), order)
+            check_machine(order["function"])
         except RewardFunctionError as error:
             _reply(connection, {"failure": str(error)})
             return

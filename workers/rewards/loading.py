@@ -18,9 +18,13 @@ SHIPPED = {
     "letter_share": "workers.rewards.functions:letter_share",
     "numeric": "workers.rewards.numeric:numeric",
     "overlong": "workers.rewards.functions:overlong",
+    "python_tests": "workers.rewards.python_tests:python_tests",
     "reasoning_gym": "workers.rewards.gym:reasoning_gym",
     "regex": "workers.rewards.functions:regex",
 }
+
+RUN_MODEL_CODE = ("python_tests",)
+"""Built-in functions that run code that a model wrote, in a sandbox."""
 
 
 class RewardFunctionError(ValueError):
@@ -76,6 +80,22 @@ def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[
     except ValueError:
         pass  # some callables implemented in C have no signature
     return function
+
+
+def check_machine(name: str) -> None:
+    """Verify that this machine can run a reward function: that it permits a sandbox, if the function needs one.
+
+    Raises:
+        RewardFunctionError: it does not; the message says what to change.
+    """
+    if name not in RUN_MODEL_CODE:
+        return
+    from workers.sandbox.run import SandboxError, check_sandbox
+
+    try:
+        check_sandbox()
+    except SandboxError as error:
+        raise RewardFunctionError(f"{name}: {error}") from error
 
 
 def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -349,8 +349,8 @@ CPU_CASES = [
         "reward_unknown",
         (
             "16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: environment, exact_match, "
-            "last_number, numeric, regex, length, overlong, reasoning_gym, letter_share, equations; your own: "
-            "package.module:function)"
+            "last_number, numeric, regex, length, overlong, reasoning_gym, letter_share, equations, python_tests; "
+            "your own: package.module:function)"
         ),
         ("      - name: exact_match", "      - name: zzz"),
     ),

@@ -1,0 +1,293 @@
+"""Test cases in the form of `assert` lines, split so that the expected results stay outside the sandbox.
+
+``assert add(2, 3) == 5`` becomes the call ``add(2, 3)``, which the sandbox runs, and the comparison of its result with
+5, which is evaluated here, on plain data and without running any code. What cannot be split that way is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.eq,
+    ast.IsNot: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+"""`is` compares as `==`: an identity does not survive the way out of the sandbox."""
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}
+_LOCAL: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "round": round,
+    "len": len,
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "sorted": sorted,
+    "set": set,
+    "list": list,
+    "tuple": tuple,
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "all": all,
+    "any": any,
+    "isclose": math.isclose,
+    "math.isclose": math.isclose,
+    "frozenset": frozenset,
+    "dict": dict,
+}
+"""Functions that are evaluated here, on results and expected results."""
+_RESULT = "\0result"
+"""Name that stands for a result of the sandbox in an expression."""
+_LARGEST_POWER = 2**16
+
+
+@dataclass(frozen=True)
+class Assertion:
+    """One `assert`."""
+
+    calls: tuple[str, ...]
+    """Expressions for the sandbox. Their results are what is compared."""
+    _test: ast.expr
+
+    def holds(self, results: Sequence[Any]) -> bool:
+        """Whether the assertion holds with these results of its calls; False if they cannot even be compared."""
+        try:
+            return bool(_evaluate(self._test, results))
+        except Exception:
+            return False
+
+
+@dataclass
+class Assertions:
+    """The assertions of a text."""
+
+    setup: list[str] = field(default_factory=list)
+    """Statements for the sandbox that come before the calls: imports, and objects that are made by calls."""
+    cases: list[Assertion] = field(default_factory=list)
+
+
+def parse_assertions(text: str, function: str = "") -> Assertions:
+    """Split the assertions of a text: `assert` lines, or a `check(candidate)` function as in HumanEval.
+
+    Args:
+        text: Python source.
+        function: Name of the function that is tested, which `candidate` stands for. Empty: what the text calls.
+
+    Raises:
+        ValueError: the text is not Python, contains anything but imports, assignments and assertions, or an assertion
+            whose expected result would have to enter the sandbox.
+    """
+    try:
+        body = ast.parse(text).body
+        return _Splitter(function).split(body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the tests are not Python: {error}") from None
+
+
+class _Splitter:
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self._literals: dict[str, ast.expr] = {}
+        self._imported: set[str] = set()
+        self._objects: set[str] = set()
+        self._found = Assertions()
+
+    def split(self, body: list[ast.stmt]) -> Assertions:
+        for statement in body:
+            match statement:
+                case ast.Expr(ast.Call(ast.Name("check"), [ast.Name(name)])):
+                    self._function = self._function or name
+        for statement in body:
+            self._add(statement)
+        if not self._found.cases:
+            raise ValueError("the tests contain no assertion that calls a function")
+        return self._found
+
+    def _add(self, statement: ast.stmt) -> None:
+        match statement:
+            case ast.Import(names) | ast.ImportFrom(names=names):
+                self._imported |= {(alias.asname or alias.name).partition(".")[0] for alias in names}
+                self._found.setup.append(ast.unparse(statement))
+            case ast.Assign([ast.Name(name)], value):
+                self._assign(name, value)
+            case ast.Assert(test):
+                self._assert(test)
+            case ast.FunctionDef("check", ast.arguments(args=[ast.arg("candidate")])):
+                if not self._function:
+                    raise ValueError("check(candidate): no name of the function that is tested (`entry_point`)")
+                for inner in statement.body:
+                    self._add(inner)
+            case ast.Expr(ast.Constant()) | ast.Expr(ast.Call(ast.Name("check"), [ast.Name()])) | ast.Pass():
+                pass
+            case _:
+                raise ValueError(f"line {statement.lineno} of the tests is not an import, an assignment or an assert")
+
+    def _assign(self, name: str, value: ast.expr) -> None:
+        value = self._insert(value)
+        calls: list[str] = []
+        local = self._split(value, calls)
+        if not calls:
+            self._literals[name] = local
+            return
+        self._objects.add(name)
+        self._found.setup.append(f"{name} = {ast.unparse(value)}")
+
+    def _assert(self, test: ast.expr) -> None:
+        calls: list[str] = []
+        local = self._split(self._insert(test), calls, truth=True)
+        if calls:  # `assert True` tests nothing
+            self._found.cases.append(Assertion(tuple(calls), local))
+
+    def _insert(self, node: ast.expr) -> ast.expr:
+        """The expression with the values of names that the tests assigned, and the name that `candidate` stands for."""
+        literals, function = self._literals, self._function
+
+        class Insert(ast.NodeTransformer):
+            def visit_Name(self, node: ast.Name) -> ast.expr:
+                if node.id == "candidate" and function:
+                    return ast.Name(function, ast.Load())
+                return literals.get(node.id, node)
+
+        return Insert().visit(node)
+
+    def _split(self, node: ast.expr, calls: list[str], truth: bool = False) -> ast.expr:
+        """The expression with a placeholder for every call that the sandbox makes; appends these calls.
+
+        Args:
+            truth: Whether only the truth value counts.
+        """
+
+        def part(child: ast.expr, truth: bool = False) -> ast.expr:
+            return self._split(child, calls, truth)
+
+        match node:
+            case ast.Constant():
+                return node
+            case ast.Name() if node.id in ("inf", "nan"):
+                return ast.Constant(float(node.id))
+            case ast.List(items):
+                return ast.List([part(item) for item in items], ast.Load())
+            case ast.Tuple(items):
+                return ast.Tuple([part(item) for item in items], ast.Load())
+            case ast.Set(items):
+                return ast.Set([part(item) for item in items])
+            case ast.Dict(keys, values) if None not in keys:
+                return ast.Dict([part(key) for key in keys if key], [part(value) for value in values])
+            case ast.UnaryOp(op, operand):
+                return ast.UnaryOp(op, part(operand, isinstance(op, ast.Not)))
+            case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
+                return ast.BinOp(part(left), op, part(right))
+            case ast.BoolOp(op, values):
+                return ast.BoolOp(op, [part(value, truth=True) for value in values])
+            case ast.Compare():
+                return self._split_comparison(node, calls)
+            case ast.Subscript(value, ast.Constant() | ast.UnaryOp() as index):
+                return ast.Subscript(part(value), part(index), ast.Load())
+            case ast.Call(func, args, keywords) if ast.unparse(func) in _LOCAL:
+                named = [ast.keyword(one.arg, part(one.value)) for one in keywords]
+                return ast.Call(func, [part(argument) for argument in args], named)
+            case ast.Call(func) if self._is_tested(func):
+                source = ast.unparse(node)
+                calls.append(f"bool({source})" if truth else source)
+                return ast.Name(f"{_RESULT}{len(calls) - 1}", ast.Load())
+        raise ValueError(f"the tests contain an expression that cannot be judged: {ast.unparse(node)[:80]}")
+
+    def _split_comparison(self, node: ast.Compare, calls: list[str]) -> ast.expr:
+        sides: list[ast.expr] = []
+        counts = []
+        for side in (node.left, *node.comparators):
+            before = len(calls)
+            sides.append(self._split(side, calls))
+            counts.append(len(calls) - before)
+        if sum(count > 0 for count in counts) > 1:
+            raise ValueError(f"the expected result would be computed in the sandbox: {ast.unparse(node)[:80]}")
+        return ast.Compare(sides[0], node.ops, sides[1:])
+
+    def _is_tested(self, function: ast.expr) -> bool:
+        """Whether a called function belongs to the code that is tested. Any other would receive an expected result."""
+        match function:
+            case ast.Name(name):
+                if self._function:
+                    return name == self._function
+                return name not in self._imported and not hasattr(builtins, name)
+            case ast.Attribute(ast.Call(inner)):
+                return self._is_tested(inner)
+            case ast.Attribute(ast.Name(name)):
+                return name in self._objects
+        return False
+
+
+def _evaluate(node: ast.expr, results: Sequence[Any]) -> Any:
+    """The value of an expression that `_Splitter` returned."""
+
+    def value(child: ast.expr) -> Any:
+        return _evaluate(child, results)
+
+    match node:
+        case ast.Constant(constant):
+            return constant
+        case ast.Name(name):
+            return results[int(name.removeprefix(_RESULT))]
+        case ast.List(items):
+            return [value(item) for item in items]
+        case ast.Tuple(items):
+            return tuple(value(item) for item in items)
+        case ast.Set(items):
+            return {value(item) for item in items}
+        case ast.Dict(keys, values):
+            return {value(key): value(item) for key, item in zip(keys, values, strict=True) if key}
+        case ast.UnaryOp(op, operand):
+            return _UNARY[type(op)](value(operand))
+        case ast.BinOp(left, op, right):
+            return _compute(op, value(left), value(right))
+        case ast.BoolOp(op, values):
+            return (all if isinstance(op, ast.And) else any)(value(item) for item in values)
+        case ast.Compare(left, ops, comparators):
+            sides = [value(side) for side in (left, *comparators)]
+            return all(_COMPARE[type(op)](a, b) for op, a, b in zip(ops, sides, sides[1:], strict=False))
+        case ast.Subscript(container, index):
+            return value(container)[value(index)]
+        case ast.Call(func, args, keywords):
+            named = {one.arg: value(one.value) for one in keywords if one.arg}
+            return _LOCAL[ast.unparse(func)](*map(value, args), **named)
+    raise ValueError(f"cannot evaluate {ast.unparse(node)[:80]}")
+
+
+def _compute(op: ast.operator, left: Any, right: Any) -> Any:
+    """Arithmetic on numbers; nothing that makes large data of small."""
+    if not all(isinstance(one, (int, float, complex)) for one in (left, right)):
+        if isinstance(op, ast.Add) and type(left) is type(right) and isinstance(left, (list, tuple, str)):
+            return left + right
+        raise ValueError("arithmetic on something other than numbers")
+    if isinstance(op, ast.Pow) and (abs(right) > _LARGEST_POWER or abs(left) > _LARGEST_POWER):
+        raise ValueError("a power that is too large")
+    return _ARITHMETIC[type(op)](left, right)

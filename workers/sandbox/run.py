@@ -1,0 +1,385 @@
+"""Runs Python code that a model wrote, isolated from the machine.
+
+`workers.sandbox.inside` makes the isolation. This module starts it, feeds it and bounds what it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import selectors
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from workers.sandbox.limits import SandboxLimits, SandboxResult
+from workers.sandbox.seccomp import is_supported
+
+_OLDEST_KERNEL = (5, 14)
+"""The first Linux that counts the processes of a user namespace by themselves."""
+_GRACE_S = 5.0
+"""Seconds that the sandbox's own processes get to end after the program was killed."""
+_CHUNK = 2**16
+_ROOT = str(Path(__file__).resolve().parents[2])
+_BOOTSTRAP = f"import sys; sys.path.insert(0, {_ROOT!r}); from workers.sandbox.inside import main; main()"
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONUTF8": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+_NAMESPACE_ADVICE = (
+    "allow unprivileged user namespaces: `sysctl user.max_user_namespaces=15000`, on Debian also "
+    "`sysctl kernel.unprivileged_userns_clone=1`, on Ubuntu also "
+    "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`; in a container, also a seccomp and an AppArmor profile "
+    "that permit clone, mount and pivot_root (Docker: `--security-opt seccomp=unconfined --security-opt "
+    "apparmor=unconfined`, Kubernetes: `seccompProfile: {type: Unconfined}`)"
+)
+_PROC_ADVICE = (
+    "the container hides parts of /proc: run it with `--security-opt systempaths=unconfined` (Docker) or `procMount: "
+    "Unmasked` (Kubernetes)"
+)
+_PROBE = """
+import json, os
+children = 0
+try:
+    while children < 8:
+        if os.fork() == 0:
+            os.read(0, 1)  # wait for the end of the sandbox's input
+            os._exit(0)
+        children += 1
+except BlockingIOError:
+    pass
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+facts = {key: status[key].strip() for key in ("Uid", "NoNewPrivs", "Seccomp", "CapEff", "CapBnd", "CapPrm")}
+facts |= {"children": children, "root": os.listdir("/")}
+facts["interfaces"] = [line.split(":")[0].strip() for line in open("/proc/self/net/dev").readlines()[2:]]
+print(json.dumps(facts))
+"""
+
+
+class SandboxError(RuntimeError):
+    """The sandbox failed, not the program in it."""
+
+
+class SandboxUnavailable(SandboxError):
+    """This machine does not permit a sandbox; the message says what to change."""
+
+
+def run_python(
+    code: str, stdin: str = "", *, limits: SandboxLimits | None = None, modules: Mapping[str, str] | None = None
+) -> SandboxResult:
+    """Run Python code in a sandbox of its own, and return when nothing of it is left.
+
+    Args:
+        code: The program.
+        stdin: What it reads from standard input.
+        limits: What it may use.
+        modules: Source of modules that it can import, by name.
+
+    Returns:
+        What the program did. No fault of the program raises.
+
+    Raises:
+        SandboxUnavailable: the machine does not permit a sandbox. The code was not run.
+        SandboxError: the sandbox failed. What the code did is unknown.
+    """
+    limits = limits or SandboxLimits()
+    sources = {**(modules or {}), "main": code}
+    if not all(name.isidentifier() and name.isascii() for name in sources):
+        raise ValueError(f"modules must have plain names, got {sorted(sources)}")
+    started = time.monotonic()
+    with _sandbox(_request(sources, limits)) as (process, status, lifeline):
+        transfer = _Transfer(process, status, stdin.encode("utf-8", "replace"), limits.output_kib * 1024)
+        timed_out = transfer.run(started + limits.timeout_s, lifeline)
+    end = _read_status(transfer.status, timed_out)
+    wait_status = end.get("wait_status")
+    code_or_signal = os.waitstatus_to_exitcode(wait_status) if wait_status is not None else -9
+    stderr = transfer.stderr.text()
+    return SandboxResult(
+        stdout=transfer.stdout.text(),
+        stderr=stderr,
+        exit_code=code_or_signal if code_or_signal >= 0 else None,
+        signal=-code_or_signal if code_or_signal < 0 else None,
+        timed_out=timed_out,
+        out_of_memory=bool(end.get("out_of_memory")) or (code_or_signal == 1 and _ends_with_memory_error(stderr)),
+        stdout_discarded=transfer.stdout.discarded,
+        stderr_discarded=transfer.stderr.discarded,
+        wall_s=time.monotonic() - started,
+    )
+
+
+async def run_python_async(
+    code: str, stdin: str = "", *, limits: SandboxLimits | None = None, modules: Mapping[str, str] | None = None
+) -> SandboxResult:
+    """`run_python` in a thread. Cancelling does not end the program; its own limit does."""
+    return await asyncio.to_thread(partial(run_python, code, stdin, limits=limits, modules=modules))
+
+
+@cache
+def check_sandbox() -> None:
+    """Verify that this machine permits a sandbox and that it isolates, by a program that tries.
+
+    Raises:
+        SandboxUnavailable: it does not; the message says what to change.
+    """
+    if sys.platform != "linux" or not is_supported():
+        raise SandboxUnavailable(f"the sandbox needs Linux on x86-64 or arm64, not {sys.platform} {platform.machine()}")
+    release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in platform.release().split(".")[:2])
+    if release < _OLDEST_KERNEL:
+        raise SandboxUnavailable(f"the sandbox needs Linux 5.14 or newer, not {platform.release()}")
+    result = run_python(_PROBE, limits=SandboxLimits(timeout_s=20.0, processes=4))
+    try:
+        facts = json.loads(result.stdout)
+    except ValueError:
+        raise SandboxUnavailable(f"a program in the sandbox failed: {result.stderr[-400:] or result}") from None
+    unsafe = _find_leaks(facts)
+    if unsafe:
+        raise SandboxUnavailable(f"the sandbox does not isolate on this machine: {'; '.join(unsafe)}")
+
+
+def _find_leaks(facts: dict[str, Any]) -> list[str]:
+    """What the probe found that it should not have found."""
+    shown = {"bin", "dev", "etc", "lib", "lib32", "lib64", "nix", "proc", "program", "sbin", "tmp", "usr"}
+    shown |= {Path(folder).parts[1] for folder in _interpreter(packages=False)[1]}
+    found = {
+        "it has capabilities": any(int(facts[key], 16) for key in ("CapEff", "CapBnd", "CapPrm")),
+        "it may gain privileges": facts["NoNewPrivs"] != "1",
+        "it has no seccomp filter": facts["Seccomp"] != "2",
+        "it is another user than intended": set(facts["Uid"].split()) != {"1000"},
+        "it sees a network": set(facts["interfaces"]) - {"lo"},
+        "the process limit does not bind": facts["children"] > 3,
+        f"it sees {set(facts['root']) - shown}": set(facts["root"]) - shown,
+    }
+    return [text for text, wrong in found.items() if wrong]
+
+
+@cache
+def _interpreter(packages: bool) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Path of the interpreter, the folders that it needs, and the folders with packages.
+
+    Raises:
+        SandboxUnavailable: one of the folders contains the home folder.
+    """
+    executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
+    if not any(Path(executable).is_relative_to(prefix) for prefix in prefixes):
+        prefixes.add(os.path.dirname(executable))
+    found = dict.fromkeys(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+    libraries = tuple(found) if packages else ()
+    folders = [folder for folder in (*sorted(prefixes), *libraries) if not Path(folder).is_relative_to("/usr")]
+    folders = [one for one in folders if not any(one != other and Path(one).is_relative_to(other) for other in folders)]
+    home = Path(os.path.realpath(Path.home()))
+    for folder in folders:
+        if home.is_relative_to(folder) or folder == "/":
+            raise SandboxUnavailable(f"the interpreter's folder {folder} contains the home folder {home}")
+    return executable, tuple(folders), libraries
+
+
+def _request(sources: Mapping[str, str], limits: SandboxLimits) -> dict[str, Any]:
+    """What `workers.sandbox.inside` is told."""
+    executable, folders, libraries = _interpreter(limits.packages)
+    path = os.pathsep.join(["/program", *libraries])
+    return {
+        "command": [executable, "-P", "-s", "-S", "/program/main.py"],
+        "environment": {**_ENVIRONMENT, "PYTHONPATH": path},
+        "folders": folders,
+        "modules": dict(sources),
+        "limits": asdict(limits),
+    }
+
+
+def _ends_with_memory_error(stderr: str) -> bool:
+    lines = stderr.splitlines()
+    return bool(lines) and lines[-1].startswith("MemoryError")
+
+
+@contextlib.contextmanager
+def _sandbox(request: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[bytes], int, list[int]]]:
+    """Start the sandbox; yields its process, the status pipe and the lifeline. It is gone at the end of the block."""
+    lifeline_read, lifeline_write = os.pipe()
+    status_read, status_write = os.pipe()
+    descriptor = os.memfd_create("request")
+    lifeline = [lifeline_write]
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(json.dumps(request).encode())
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            given = (descriptor, status_write, lifeline_read)
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *map(str, given)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=given,
+                env={},
+                cwd="/",
+            )
+        finally:
+            for one in (descriptor, status_write, lifeline_read):
+                os.close(one)
+        yield process, status_read, lifeline
+    finally:
+        _cut(lifeline)
+        os.close(status_read)
+        if process is not None:
+            _end(process)
+
+
+def _cut(lifeline: list[int]) -> None:
+    """Close the lifeline, if it is not closed: everything in the sandbox is killed."""
+    if lifeline:
+        os.close(lifeline.pop())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class _Kept:
+    """The part of an output that is kept: its start, or its end."""
+
+    def __init__(self, limit: int, end: bool) -> None:
+        self._limit, self._end = limit, end
+        self._kept = bytearray()
+        self.discarded = 0
+
+    def add(self, chunk: bytes) -> None:
+        excess = max(0, len(self._kept) + len(chunk) - self._limit)
+        self.discarded += excess
+        if self._end:
+            self._kept += chunk
+            del self._kept[:excess]
+        else:
+            self._kept += chunk[: len(chunk) - excess]
+
+    def text(self) -> str:
+        return self._kept.decode("utf-8", "replace")
+
+
+class _Transfer:
+    """Feeds a program and collects what it writes, until its sandbox has ended."""
+
+    def __init__(self, process: subprocess.Popen[bytes], status: int, stdin: bytes, limit: int) -> None:
+        self.stdout, self.stderr = _Kept(limit, end=False), _Kept(limit, end=True)
+        self.status = b""
+        self._stdin = memoryview(stdin)
+        self._selector = selectors.DefaultSelector()
+        streams = {process.stdin: self._feed, process.stdout: self.stdout.add, process.stderr: self.stderr.add}
+        self._fed = process.stdin
+        for stream, action in streams.items():
+            if stream is not None:
+                os.set_blocking(stream.fileno(), False)
+                kind = selectors.EVENT_WRITE if stream is process.stdin else selectors.EVENT_READ
+                self._selector.register(stream.fileno(), kind, action)
+        self._status_fd = status
+        self._selector.register(status, selectors.EVENT_READ, self._add_status)
+
+    def run(self, deadline: float, lifeline: list[int]) -> bool:
+        """Transfer until the sandbox has ended, which the end of the status pipe says.
+
+        Waits for the program, until the deadline; then for the end of the processes that were killed.
+
+        Returns:
+            Whether the deadline ended it.
+        """
+        timed_out = False
+        with self._selector:
+            while self._status_fd in self._selector.get_map():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    if timed_out:
+                        raise SandboxError("the sandbox did not end after it was killed")
+                    timed_out, deadline = True, time.monotonic() + _GRACE_S
+                    _cut(lifeline)
+                self._step(max(0.0, left))
+            while set(self._selector.get_map()) and self._step(0.0):  # what is left in the pipes
+                pass
+        return timed_out and not self.status
+
+    def _step(self, timeout_s: float) -> bool:
+        """Handle what is ready. Returns whether anything was."""
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            if key.data == self._feed:
+                self._feed(key.fd)
+                continue
+            try:
+                chunk = os.read(key.fd, _CHUNK)
+            except BlockingIOError:
+                continue
+            if chunk:
+                key.data(chunk)
+            else:
+                self._selector.unregister(key.fd)
+        return bool(ready)
+
+    def _feed(self, descriptor: int) -> None:
+        try:
+            self._stdin = self._stdin[os.write(descriptor, self._stdin[:_CHUNK]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._stdin = self._stdin[:0]
+        if not self._stdin and self._fed is not None:
+            self._selector.unregister(descriptor)
+            self._fed.close()
+
+    def _add_status(self, chunk: bytes) -> None:
+        self.status += chunk
+
+
+def _read_status(status: bytes, timed_out: bool) -> dict[str, Any]:
+    """The last message of the sandbox.
+
+    Raises:
+        SandboxUnavailable: the machine does not permit a step of the setup.
+        SandboxError: there is no message, though the program was not killed.
+    """
+    lines = [json.loads(line) for line in status.splitlines()]
+    for message in lines:
+        if "failure" in message:
+            raise _explain(message)
+    if not lines and not timed_out:
+        raise SandboxError("the sandbox ended without a result: a process of it was killed from outside")
+    return lines[-1] if lines else {}
+
+
+def _explain(message: dict[str, Any]) -> SandboxError:
+    """The error of a step that failed, with what to change."""
+    step, failure = str(message["step"]), str(message["failure"])
+    if step == "raise RLIMIT_AS":
+        return SandboxError(
+            "memory_mib is above the limit of the process that calls the sandbox (RLIMIT_AS): lower it, or raise "
+            "roles.reward.memory_limit_mib"
+        )
+    if step in ("fork", "start the program"):
+        return SandboxError(f"the sandbox could not start a program: {failure}")
+    hint = _PROC_ADVICE if step.startswith("mount proc") else _NAMESPACE_ADVICE
+    return SandboxUnavailable(f"the sandbox is not permitted here: {failure}; {hint}")
