@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from orchestrator.spec.rollout import RolloutSpec
     from workers.contract.config import ModelConfig
 
+_START_S = 120.0
 env_app = typer.Typer(no_args_is_help=True, help="Check environments.")
 
 
@@ -45,22 +45,22 @@ def _check(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int)
     if config is None:
         return
     from orchestrator.data.prompts import load_pools
-    from workers.data.chat import sample_seed
-    from workers.data.tokenizer import load_chat_tokenizer
-    from workers.engine.tool_calls import tool_parser
-    from workers.episodes.check import Rehearsal, describe, rehearse
-    from workers.episodes.reader import read_row
+    from orchestrator.spec.probe import ProbeFailed, ask
 
     pool, _ = load_pools(spec.data, spec.failures.on_bad_row, plain=spec.model.plain)
+    request = {
+        "config": config.model_dump(),
+        "model": model.model_dump(),
+        "max_tokens": spec.sampling.max_tokens,
+        "max_model_len": spec.roles.rollout.max_model_len,
+        "rows": pool.table.slice(0, episodes).select(["messages", "answer", "metadata"]).to_pylist(),
+        "said": say,
+        "seed": spec.seed,
+    }
     try:
-        tokenizer = load_chat_tokenizer(model)
-        sizes = (spec.sampling.max_tokens, spec.roles.rollout.max_model_len)
-        rehearsal = Rehearsal(config, tokenizer, *sizes, tool_parser(config.tool_parser, tokenizer))
-        table = pool.table.slice(0, episodes).to_pylist()
-        rows = [read_row(row, sample_seed(spec.seed, number)) for number, row in enumerate(table)]
-        for name, said in ((f"{config.name}, turns as given", say), (f"{config.name}, turns of random tokens", [])):
-            if said or not name.endswith("given"):
-                for played in asyncio.run(rehearse(rehearsal, rows, said, spec.seed)):
-                    typer.echo("\n".join([name, *describe(played, tokenizer)]))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+        for text in ask(
+            "workers.engine.episode_check:report", request, _START_S + episodes * 2 * config.episode_timeout_s
+        ):
+            typer.echo(text)
+    except ProbeFailed as error:
+        raise UsageError(error.raised or f"the check failed: {error}") from None

@@ -45,7 +45,7 @@ from workers.contract.messages import (
     WorkerGone,
     WorkerHealth,
 )
-from workers.contract.roles import EngineLink, Reply
+from workers.contract.roles import EngineLink, EnvironmentLink, Reply
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,6 +229,9 @@ class FakeEngine:
 
     async def close(self) -> None:
         """Nothing to close."""
+
+    async def connect_environments(self, link: EnvironmentLink) -> None:
+        """There is no environment."""
 
     async def transfer_init(self, init_info: dict[str, Any]) -> None:
         """Joins."""

@@ -26,11 +26,14 @@ PURE = (
     *("orchestrator.training.ledger", "orchestrator.training.micro_batches", "orchestrator.training.state"),
 )
 """Layer 0, as folders and modules. They import each other, the standard library and data libraries."""
-ROOTS = tuple(f"orchestrator.{name}" for name in ("controller", "run", "rollout_run", "offline_run", "launcher", "cli"))
+ROOTS = tuple(
+    f"orchestrator.{name}"
+    for name in ("controller", "run", "rollout_run", "offline_run", "launcher", "environment_command", "cli")
+)
 """Layer 3. All other modules of orchestrator/ are services, layer 2."""
 
 NAMES_WORKER_CLASSES = "orchestrator.cli"
-ROLES = {f"workers.{name}" for name in ("rollout", "policy", "critic", "reference", "reward", "offline")}
+ROLES = {f"workers.{name}" for name in ("rollout", "policy", "critic", "reference", "reward", "environment", "offline")}
 
 PURE_LIBRARIES = {"packaging", "pydantic", "pydantic_core", "yaml", "numpy", "pyarrow"}
 TENSORS_IN_PURE = ("workers.algorithms", "workers.models.token_batch")

@@ -285,6 +285,8 @@ def test_the_wheel_holds_the_two_packages_the_examples_and_nothing_else(tmp_path
         assert "License-Expression: Apache-2.0" in archive.read(metadata).decode()
     assert tops == {"orchestrator", "workers", "deploy", f"troupe_rl-{PROJECT['version']}.dist-info"}
     files = [path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")]
-    examples = {str(path.relative_to(ROOT)) for path in (ROOT / "deploy" / "specs").rglob("*") if path.is_file()}
+    folders = [ROOT / "deploy" / name for name in ("specs", "examples")]
+    examples = {str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*.*") if path.is_file()}
+    examples = {name for name in examples if "__pycache__" not in name}
     assert {str(path.relative_to(ROOT)) for path in files} <= set(names)
     assert {name for name in names if name.startswith("deploy/")} == examples

@@ -21,13 +21,14 @@ def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCa
         return None
     from vllm.tool_parsers import ToolParserManager
 
+    reader: Any = tokenizer
     try:
-        parser_class = ToolParserManager.get_tool_parser(name)
+        parser_class: Any = ToolParserManager.get_tool_parser(name)
     except KeyError:
         known = ", ".join(sorted(ToolParserManager.list_registered()))
         raise ValueError(f"vLLM has no tool parser {name!r}; it has: {known}") from None
     try:
-        parser_class(tokenizer)
+        parser_class(reader)
     except Exception as error:  # a parser can raise anything
         raise ValueError(f"the tool parser {name} refuses the tokenizer: {error}") from error
 
@@ -36,7 +37,7 @@ def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCa
 
         request = ChatCompletionRequest.model_validate({"messages": [], "model": "", "tools": list(tools)})
         # A parser keeps state of one response.
-        found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
+        found = parser_class(reader, request.tools).extract_tool_calls(text, request)
         calls = [call.model_dump(include={"id", "type", "function"}) for call in found.tool_calls]
         return (found.content or "", calls) if found.tools_called else (text, [])
 

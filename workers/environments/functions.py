@@ -91,7 +91,8 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
     if untyped:
         raise ValueError(f"the tool {name} needs a type for its argument {untyped[0]}")
     try:
-        parameters = TypeAdapter(function).json_schema()
+        target: Any = function
+        parameters = TypeAdapter(target).json_schema()
     except (PydanticUserError, TypeError) as error:
         raise ValueError(f"the tool {name} has arguments that JSON does not have: {error}") from error
     description, arguments = _docstring(function)

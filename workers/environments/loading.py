@@ -72,7 +72,8 @@ def load(name: str, args: Mapping[str, Any]) -> Callable[[], Environment]:
         found(**args)
     except (TypeError, ValueError) as error:
         raise EnvironmentArgumentsError(f"{name}: {error}") from error
-    return lambda: found(**args)
+    kind: Any = found
+    return lambda: kind(**args)
 
 
 def find_problems(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

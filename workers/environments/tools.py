@@ -29,7 +29,6 @@ class Tools(Environment):
     def __init__(
         self,
         tools: Sequence[str] = (),
-        mcp: Sequence[Mapping[str, Any]] = (),
         function: str | None = None,
         args: Mapping[str, Any] | None = None,
         system: str = "",
@@ -40,7 +39,6 @@ class Tools(Environment):
 
         Args:
             tools: Built-in tools (calculator, python) or `package.module:function`.
-            mcp: MCP servers over stdio, each `{command: [...], env: {...}}`.
             function: Reward function of the last turn, as in `roles.reward`; None: the environment gives no end reward.
             args: Its keyword arguments.
             system: System message put before the prompt; empty: none.
@@ -48,22 +46,17 @@ class Tools(Environment):
             max_result_chars: A longer result is cut.
         """
         self._tools: dict[str, Tool] = {tool.name: tool for tool in load_tools(tools)}
-        if not self._tools and not mcp:
-            raise ValueError("no tools are given: set tools or mcp")
-        self._servers = list(mcp)
+        if not self._tools:
+            raise ValueError("no tools are given: set tools")
         self._args = dict(args or {})
         self._function = None if function is None else load(function, self._args)
         self._system, self._call_reward, self._longest = system, call_reward, max_result_chars
         self._row = Row(())
         self._calls = self._failed = 0
 
-    async def start(self, row: Row) -> Observation:
+    def start(self, row: Row) -> Observation:
         """The prompt and the tools."""
         self._row = row
-        if self._servers:
-            from workers.environments.mcp_tools import connect
-
-            self._tools |= {tool.name: tool for tool in await connect(self._servers)}
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return Observation([*system, *row.messages], tools=[tool.schema for tool in self._tools.values()])
 

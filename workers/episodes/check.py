@@ -102,18 +102,24 @@ def _sampler(turns: Iterator[list[int]]) -> SampleTurn:
 
 
 def _scripted(tokenizer: PreTrainedTokenizerBase, said: Sequence[str]) -> Iterator[list[int]]:
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    end = _end(tokenizer)
     number = 0
     while True:
         ids: Any = tokenizer(said[min(number, len(said) - 1)], add_special_tokens=False)["input_ids"]
-        yield [*ids, *end]
+        yield list(ids) + end
         number += 1
 
 
 def _random(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[list[int]]:
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    end = _end(tokenizer)
     while True:
         yield [*(rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, _RANDOM_TOKENS))), *end]
+
+
+def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token that ends a turn, if there is one."""
+    end: Any = tokenizer.eos_token_id
+    return [] if end is None else [int(end)]
 
 
 def describe(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[str]:

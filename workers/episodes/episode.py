@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from workers.contract.config import EpisodeConfig
@@ -195,7 +195,7 @@ class EpisodeRunner:
                 state.played.cut_observations += 1
                 message = message | {"content": message["content"][:limit] + _CUT}
             messages.append(message)
-        return Observation(**vars(reply.observation) | {"messages": messages})
+        return replace(reply.observation, messages=messages)
 
     async def _timed(self, state: _State, call: Awaitable[Any]) -> Any:
         """Wait for the environment, and count the time."""

@@ -31,7 +31,7 @@ def test_every_spec_is_an_example_with_a_summary() -> None:
     assert set(known) == {str(path.relative_to(SPECS).with_suffix("")) for path in SPECS.rglob("*.yaml")}
     assert all(known.values())
     assert known["tiny-grpo"].startswith("GRPO on a random two-layer model")
-    assert next(iter(known)) == "laptop-grpo" and list(known)[-1].startswith("algorithms/")
+    assert next(iter(known)) == "laptop-agent" and list(known)[-1].startswith("algorithms/")
 
 
 @pytest.mark.parametrize("name", sorted(examples.examples()))

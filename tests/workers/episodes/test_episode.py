@@ -95,7 +95,8 @@ async def sampled(number: int, prompt_ids: Sequence[int], max_tokens: int, stop:
 
 
 def play(script: Script, sample: Any = sampled, fork_at: int = -1, longest: int = 100, **bounds: Any) -> Played:
-    config = EpisodeConfig(**{"episode_timeout_s": 5.0, "turn_timeout_s": 1.0} | bounds)
+    values: dict[str, Any] = {"episode_timeout_s": 5.0, "turn_timeout_s": 1.0} | bounds
+    config = EpisodeConfig(**values)
     with ThreadPoolExecutor(1) as tokenizing:
         runner = EpisodeRunner(config, 3, longest, Reader(fork_at), tokenizing, lambda: script)
         return asyncio.run(runner.play("key", ROW, sample))

@@ -1,0 +1,35 @@
+"""`troupe env check` in a process of its own: the tokenizer and vLLM's parser, and the episodes as text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from workers.contract.config import EnvironmentConfig, ModelConfig
+from workers.data.chat import sample_seed
+from workers.data.tokenizer import load_chat_tokenizer
+from workers.engine.tool_calls import tool_parser
+from workers.episodes.check import Rehearsal, describe, rehearse
+from workers.episodes.reader import read_row
+
+
+def report(request: Mapping[str, Any]) -> Iterator[str]:
+    """Episodes as text: with the given turns, if there are any, and with random tokens.
+
+    Args:
+        request: `config` and `model`, the fields of an `EnvironmentConfig` and a `ModelConfig`; `max_tokens`,
+            `max_model_len`; `rows` of the PROMPTS pool; `said`, the texts of the turns; `seed`.
+
+    Raises:
+        ValueError: the tokenizer, the parser or the environment cannot be loaded.
+    """
+    config = EnvironmentConfig(**request["config"])
+    tokenizer = load_chat_tokenizer(ModelConfig(**request["model"]))
+    sizes = (request["max_tokens"], request["max_model_len"])
+    rehearsal = Rehearsal(config, tokenizer, *sizes, tool_parser(config.tool_parser, tokenizer))
+    seed, said = request["seed"], request["said"]
+    rows = [read_row(row, sample_seed(seed, number)) for number, row in enumerate(request["rows"])]
+    for name, texts in [*([("turns as given", said)] if said else []), ("turns of random tokens", [])]:
+        for played in asyncio.run(rehearse(rehearsal, rows, texts, seed)):
+            yield "\n".join([f"{config.name}, {name}", *describe(played, tokenizer)])
