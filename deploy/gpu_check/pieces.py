@@ -31,13 +31,12 @@ class Piece:
     what: str
     kind: Kind
     on_gpu: tuple[Command, ...]
-    """Commands, in order. Empty: Troupe has nothing that this piece could check, see `not_built`."""
+    """Commands, in order."""
     on_cpu: tuple[Command, ...] = ()
     """Commands that exercise the check itself without a GPU; empty: none make sense."""
     gpus: int = 1
     bound_s: float = 540.0
     """The piece fails, and its processes end, after this time."""
-    not_built: str = ""
 
 
 def _run(spec: str, *overrides: str) -> Command:
@@ -98,10 +97,10 @@ PIECES: tuple[Piece, ...] = (
     ),
     Piece(
         "sleep",
-        "sleep and wake of the engine: memory given back, outputs identical",
+        "sleep and wake of vLLM with the engines' settings: memory given back, outputs identical",
         "probe",
-        on_gpu=(),
-        not_built="engines of Troupe have no sleep mode",
+        on_gpu=(("-m", "deploy.gpu_check.sleep", "--json", f"{{folder}}/{FIGURES}"),),
+        bound_s=300.0,
     ),
     Piece(
         "sync",
@@ -151,8 +150,6 @@ def decide(
 
 
 def _decide(piece: Piece, gpus: int, on_cpu: bool, keep: bool) -> Decision:
-    if piece.not_built:
-        return Decision(piece, skipped=f"not built: {piece.not_built}")
     if on_cpu and not piece.on_cpu:
         return Decision(piece, skipped="needs a GPU")
     if not on_cpu and gpus < piece.gpus:

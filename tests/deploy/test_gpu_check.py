@@ -13,6 +13,7 @@ import pytest
 from benchmarks.support.workload import on_device
 from benchmarks.weight_sync import parse as parse_weight_sync
 from deploy.gpu_check import __main__ as gpu_check
+from deploy.gpu_check import sleep
 from deploy.gpu_check.pieces import PIECES, Piece, decide
 from deploy.gpu_check.processes import run_commands
 from deploy.gpu_check.record import Record, Result, page, read
@@ -40,15 +41,21 @@ def skipped(gpus: int, on_cpu: bool = False) -> dict[str, str]:
 def test_pieces_end_within_ten_minutes_and_have_names_of_their_own() -> None:
     assert len(BY_NAME) == len(PIECES)
     assert all(piece.bound_s <= 560 for piece in PIECES)  # the rest is for the orderly shutdown
-    assert all(bool(piece.on_gpu) != bool(piece.not_built) for piece in PIECES)
+    assert all(piece.on_gpu for piece in PIECES)
 
 
 def test_what_a_machine_cannot_run_is_skipped_with_the_reason() -> None:
-    assert skipped(2) == {"sleep": "not built: engines of Troupe have no sleep mode"}
+    assert skipped(2) == {}
     assert skipped(1)["nccl"] == "needs 2 GPUs: 1 visible"
     assert skipped(0)["install"] == "needs 1 GPU: no NVIDIA GPU is visible"
     assert set(skipped(0)) == set(BY_NAME)
     assert set(skipped(0, on_cpu=True)) == {"ipc", "nccl", "sleep"}
+
+
+def test_the_sleep_piece_has_the_settings_of_an_engine(tiny_model: Path) -> None:
+    given = sleep.arguments(sleep.configuration(tiny_model))
+    assert (given["model"], given["enable_sleep_mode"], given["gpu_memory_utilization"]) == (str(tiny_model), True, 0.3)
+    assert given["logprobs_mode"] == "processed_logprobs" and given["enforce_eager"]
 
 
 def test_a_piece_that_passed_runs_again_only_when_asked() -> None:
