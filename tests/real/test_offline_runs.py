@@ -359,6 +359,9 @@ def accuracy(model: RewardModel) -> float:
         prompt = encode_prompt(model.tokenizer, messages, 96)
         for response in (pair["chosen"], pair["rejected"]):
             ids = encode_response(model.tokenizer, messages, prompt, response)
-            rows.append({"messages": messages, "response": response, "prompt_ids": prompt, "response_ids": ids})
+            rows.append(
+                {"messages": messages, "conversation": "", "response": response, "prompt_ids": prompt}
+                | {"response_ids": ids}
+            )
     scores = [outcome.value or 0.0 for outcome in model.score(pa.Table.from_pylist(rows))]
     return fmean(better > worse for better, worse in zip(scores[::2], scores[1::2], strict=True))

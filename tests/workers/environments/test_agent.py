@@ -30,6 +30,7 @@ def play(call: Message | None = None, **args: Any) -> Played:
     config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=5.0, episodes=1, memory_limit_mib=1024)
 
     async def run() -> Played:
+        others = set(psutil.Process().children(recursive=True))  # of other tests in this process
         worker = EnvironmentWorker(config, "environment-0")
         await worker.start()
         try:
@@ -43,7 +44,7 @@ def play(call: Message | None = None, **args: Any) -> Played:
                 played.last = await worker.step("a", message)
             return played
         finally:
-            children = psutil.Process().children(recursive=True)
+            children = [child for child in psutil.Process().children(recursive=True) if child not in others]
             await worker.close()
             _, alive = psutil.wait_procs(children, timeout=5)
             assert not alive, alive

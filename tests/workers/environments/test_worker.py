@@ -27,12 +27,13 @@ def play(test: Callable[[EnvironmentWorker], Awaitable[None]], name: str = f"{HE
     config = EnvironmentConfig(name=name, **values)
 
     async def run() -> None:
+        others = set(psutil.Process().children(recursive=True))  # of other tests in this process
         worker = EnvironmentWorker(config, "environment-0")
         await worker.start()
         try:
             await test(worker)
         finally:
-            children = psutil.Process().children(recursive=True)
+            children = [child for child in psutil.Process().children(recursive=True) if child not in others]
             await worker.close()
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive, alive
