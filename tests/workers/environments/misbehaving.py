@@ -48,7 +48,7 @@ class Faulty(Echo):
             raise RuntimeError("no start today")
         return super().start(row)
 
-    def step(self, message: Message) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, message: Message) -> Any:
         if self.left == 3:
             return super().step(message)
         return FAULTS[self.fault](message)
