@@ -101,7 +101,7 @@ def lookup(word: str, limit: int = 3) -> list[str]:
     return [word] * limit
 
 
-def untyped(word) -> str:  # pyright: ignore
+def untyped(word) -> str:
     return word
 
 
