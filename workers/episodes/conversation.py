@@ -81,19 +81,19 @@ class Conversation:
             ConversationError: the template raised.
         """
         *before, turn = self.messages
-        # What was sampled is the text of the turn. Templates that need the structure of its calls get that instead.
-        spoken = {name: value for name, value in turn.items() if name != "tool_calls"}
+        # What was sampled is the text of the turn. Templates that need the structure of its calls get that instead. The
+        # turn stays in that form: in both, its calls would be there twice.
+        shown = {name: value for name, value in turn.items() if name != "tool_calls"}
         try:
-            text = self._render([*before, spoken, *messages])
-            behind = self._behind(text, spoken["content"])
+            text = self._render([*before, shown, *messages])
+            behind = self._behind(text, shown["content"])
         except ConversationError:
             if "tool_calls" not in turn:
                 raise
-            structured = {**turn, "content": ""}
-            text = self._render([*before, structured, *messages])
-            behind = self._behind_calls(text, [*before, structured])
-            self.messages[-1] = structured
-        self.messages += messages
+            shown = {**turn, "content": ""}
+            text = self._render([*before, shown, *messages])
+            behind = self._behind_calls(text, [*before, shown])
+        self.messages = [*before, shown, *messages]
         self._text = text
         if behind is None:
             self.prompt_ids = token_ids(self._tokenizer, text)

@@ -190,6 +190,27 @@ def test_a_template_that_needs_the_structure_of_a_call_gets_it_and_the_sampled_t
     assert (tokenizer.decode(added.ids), added.forked) == ("[INST] and 3?[/INST]", False)
 
 
+@pytest.mark.parametrize("name", ["calls", "mistral"])
+def test_the_calls_of_earlier_turns_stay_in_the_prompt_once(name: str) -> None:
+    """With a template that writes the calls of a message behind its text, and with one that needs them."""
+    tokenizer = tokenizer_of("chatml" if name == "calls" else name)
+    marker, text = "[TOOL_CALLS]", '[TOOL_CALLS][{"name":"add",  "arguments":{"a":1}}]</s>'
+    template = tokenizer.chat_template
+    if name == "calls":
+        marker, text = "<tool_call>", '<tool_call>{"name":  "add"}</tool_call><|im_end|>'
+        written = "{{ message['content'] }}{% for call in message.tool_calls or [] %}<tool_call>{{ call }}{% endfor %}"
+        tokenizer.chat_template = template.replace("{{ message['content'] }}", written)
+    try:
+        conversation = Conversation(tokenizer, [{"role": "user", "content": "1+1"}])
+        for turn in range(1, 4):
+            ids = ids_of(tokenizer, text)
+            conversation.add_response(ids, {**spoken(tokenizer, ids), "tool_calls": [CALL]})
+            added = conversation.add_messages([{"role": "tool", "content": "2", "tool_call_id": "123456789"}])
+            assert (added.forked, tokenizer.decode(conversation.prompt_ids).count(marker)) == (False, turn)
+    finally:
+        tokenizer.chat_template = template
+
+
 def test_tools_are_offered_once_and_change_no_later_turn() -> None:
     tokenizer = tokenizer_of("qwen3")
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
