@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +25,8 @@ from typing import Any
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
-from benchmarks.support.workload import Settings, add_settings, grpo_spec, without_eos
-from workers.contract.environments import Message, Observation, Row
+from benchmarks.support.workload import Settings, add_settings, encode_prompts, grpo_spec, without_eos
+from workers.contract.environments import OK, Message, Observation, Row
 from workers.contract.messages import GroupRequest, GroupSummary
 from workers.environments.base import Environment
 from workers.rollout import RolloutWorker
@@ -54,6 +53,11 @@ class FixedTurns(Environment):
 
 class MeasuredRollout(RolloutWorker):
     """The product's worker, which can also do the same work by hand on its engine."""
+
+    async def forget_prompts(self) -> None:
+        """Empty the prefix cache: contenders share the engine and the prompts."""
+        if not await self._open_engine().reset_prefix_cache():
+            raise RuntimeError("the engine kept its prefix cache")
 
     async def without_episodes(self, request: GroupRequest, prompts: Any) -> tuple[GroupSummary, Any]:
         """Sample a group on the plain path."""
@@ -95,27 +99,28 @@ class Contenders:
         self._settings, self._turns, self._engine, self._prompts = settings, turns, engine, prompts
         self._prompt_ids, self._between = added
         self._serial = itertools.count()
-        self.shares: dict[str, float] = {}
 
     def _requests(self, turn: int) -> list[GroupRequest]:
         number, size = self._settings.groups, self._settings.samples
         rows = range(turn * number, (turn + 1) * number)
         return [GroupRequest(f"{next(self._serial)}", row, 0, size, seed=1000 * row) for row in rows]
 
-    async def _measured(self, name: str, work: Sequence[Any]) -> Turn:
-        """A turn from calls that each return (tokens sampled, cached tokens, tokens of prompts)."""
+    async def _measured(
+        self, turn: int, one: Callable[[GroupRequest], Coroutine[Any, Any, tuple[int, int, int]]], sampled_turns: int
+    ) -> Turn:
+        """A turn from a call for each group, which returns (tokens sampled, cached tokens, tokens of prompts)."""
+        await self._engine.forget_prompts.remote()
+        requests = self._requests(turn)
         meter = Meter([os.getpid()])
         began = asyncio.get_running_loop().time()
-        parts = await asyncio.gather(*work)
+        parts = await asyncio.gather(*map(one, requests))
         wall_s = asyncio.get_running_loop().time() - began
         cpu_s, foreign = meter.read()
         sampled, cached, prompts = (sum(part[place] for part in parts) for place in range(3))
         settings = self._settings
-        wanted = settings.groups * settings.samples * settings.max_tokens * (1 if name == "plain" else self._turns)
-        if sampled != wanted:
-            raise NotCorrect(f"{name} sampled {sampled} tokens, expected {wanted}")
-        share = cached / prompts if prompts else 0.0
-        return Turn(wall_s, sampled, cpu_s, foreign, figures={"prompt tokens from the cache, share": share})
+        if sampled != (wanted := settings.groups * settings.samples * settings.max_tokens * sampled_turns):
+            raise NotCorrect(f"sampled {sampled} tokens, expected {wanted}")
+        return Turn(wall_s, sampled, cpu_s, foreign, figures={"prompt tokens from the cache, share": cached / prompts})
 
     async def episodes(self, turn: int) -> Turn:
         """The product."""
@@ -123,7 +128,7 @@ class Contenders:
         async def one(request: GroupRequest) -> tuple[int, int, int]:
             return counts((await self._engine.generate.remote(request, self._prompts))[0])
 
-        return await self._measured("episodes", [one(request) for request in self._requests(turn)])
+        return await self._measured(turn, one, self._turns)
 
     async def plain(self, turn: int) -> Turn:
         """The path of a run without an environment."""
@@ -131,7 +136,7 @@ class Contenders:
         async def one(request: GroupRequest) -> tuple[int, int, int]:
             return counts((await self._engine.without_episodes.remote(request, self._prompts))[0])
 
-        return await self._measured("plain", [one(request) for request in self._requests(turn)])
+        return await self._measured(turn, one, 1)
 
     async def bare(self, turn: int) -> Turn:
         """A loop by hand."""
@@ -140,16 +145,16 @@ class Contenders:
         async def one(request: GroupRequest) -> tuple[int, int, int]:
             prompt = self._prompt_ids[request.row]
             sampled, cached = await self._engine.by_hand.remote(request, prompt, self._between, self._turns)
-            prompts = [len(prompt) + turn * (length + between) for turn in range(self._turns)]
-            return sampled, cached, size * sum(prompts)
+            lengths = [len(prompt) + turn * (length + between) for turn in range(self._turns)]
+            return sampled, cached, size * sum(lengths)
 
-        return await self._measured("bare", [one(request) for request in self._requests(turn)])
+        return await self._measured(turn, one, self._turns)
 
 
 def counts(summary: GroupSummary) -> tuple[int, int, int]:
     """(tokens sampled, tokens from the cache, tokens of prompts) of a group. Raises NotCorrect for a failed sample."""
     for sample in summary.samples:
-        if sample.status != "ok":
+        if sample.status != OK:
             raise NotCorrect(sample.status)
     sampled = sum(sample.sampled_tokens for sample in summary.samples)
     return sampled, summary.cached_tokens, sum(sample.engine_prompt_tokens for sample in summary.samples)
@@ -171,6 +176,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
     from orchestrator.cluster.ray_cluster import Cluster
     from orchestrator.data.prompts import load_pools
     from orchestrator.launcher import WorkerLauncher
+    from orchestrator.live.diff import changed
     from workers.data.tokenizer import load_chat_tokenizer, token_ids
 
     async with AsyncExitStack() as stack:
@@ -186,9 +192,8 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
             "cpus": 0.1,
         }
         longest = spec.roles.rollout.max_model_len + episode_turns * (settings.max_tokens + 32)
-        spec = type(spec).model_validate(
-            merged(spec.model_dump(), {"roles": {"environment": environment, "rollout": {"max_model_len": longest}}})
-        )
+        longer = {"roles.environment": environment, "roles.rollout.max_model_len": longest}
+        spec = changed(spec, longer, "episode_throughput")
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         stack.callback(cluster.abandon)
         launcher = WorkerLauncher(spec, cluster, replace(CLASSES, rollout=MeasuredRollout))
@@ -197,7 +202,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         await engine.connect_environments(cluster.environment_link(workers.environments, ""), TIMEOUT_S)
         pool, _ = load_pools(spec.data)
         tokenizer: Any = load_chat_tokenizer(spec.model)
-        prompts = [token_ids(tokenizer, rendered(tokenizer, text)) for text in pool.table["messages"].to_pylist()]
+        prompts = encode_prompts(Path(spec.model.path), pool.table, range(needed), longest)
         between = f"<|im_end|>\n<|im_start|>user\n{OBSERVATION}<|im_end|>\n<|im_start|>assistant\n"
         added = (prompts, token_ids(tokenizer, between))
         actor = vars(engine.handle)["actor"]
@@ -209,22 +214,6 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         arguments = vars(settings) | {"turns": turns, "episode_turns": episode_turns}
         checks = {"tokens sampled": "as many as asked for in every turn of every contender"}
         return Report("episode_throughput", arguments, taken, baseline, checks)
-
-
-def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The document with the changes, section by section."""
-    result = dict(document)
-    for name, value in changes.items():
-        nested = isinstance(value, dict) and isinstance(result.get(name), dict)
-        result[name] = merged(result[name], value) if nested else value
-    return result
-
-
-def rendered(tokenizer: Any, messages: str) -> str:
-    """The text of a prompt."""
-    from workers.data.tokenizer import render
-
-    return render(tokenizer, json.loads(messages), open_turn=True)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

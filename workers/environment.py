@@ -6,10 +6,10 @@ import asyncio
 import os
 import socket
 import time
-from typing import Any
+from collections.abc import Awaitable
 
 from workers.contract.config import EnvironmentConfig
-from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row, failed, read_observation
+from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
 from workers.contract.memory import resident_peak
 from workers.contract.messages import Peak, WorkerGone, WorkerHealth
 from workers.environments.processes import EnvironmentProcesses, SeatFailed, SeatProcess
@@ -62,7 +62,7 @@ class EnvironmentWorker:
         self._taken[episode] = seat
         loop = asyncio.get_running_loop()
         self._deadlines[episode] = loop.call_later(self._config.episode_timeout_s, self._abandon, episode)
-        return await self._ask(episode, {"op": "start", "row": vars(row)})
+        return await self._settled(episode, seat.start(row, self._config.turn_timeout_s))
 
     async def step(self, episode: str, message: Message) -> EpisodeReply:
         """The environment's answer to a turn of the policy.
@@ -70,13 +70,14 @@ class EnvironmentWorker:
         Raises:
             EnvironmentGone: there is no such episode (any more).
         """
-        if episode not in self._taken:
+        seat = self._taken.get(episode)
+        if seat is None:
             raise EnvironmentGone(f"{self._name} has no episode {episode}")
-        return await self._ask(episode, {"op": "step", "message": message})
+        return await self._settled(episode, seat.step(message, self._config.turn_timeout_s))
 
     async def end(self, episode: str) -> None:
         """Close an episode that the environment has not ended; does nothing if there is none."""
-        self._release(episode, broken=False)
+        self._release(episode)
 
     async def health(self) -> WorkerHealth:
         """Health of the worker; an environment worker has no policy version.
@@ -107,36 +108,28 @@ class EnvironmentWorker:
         self._free, self._taken, self._deadlines = [], {}, {}
         self._processes.close()
 
-    async def _ask(self, episode: str, request: dict[str, Any]) -> EpisodeReply:
-        """Ask the episode's process; an episode that has failed or is done gives its seat back."""
-        started = time.monotonic()
+    async def _settled(self, episode: str, asking: Awaitable[EpisodeReply]) -> EpisodeReply:
+        """The reply of the episode's process; an episode that has failed or is done gives its seat back."""
         try:
-            reply = await self._taken[episode].ask(request, self._config.turn_timeout_s)
-        except SeatFailed as error:
-            self._release(episode, broken=True)
-            return failed(f"{request['op']}: {error}")
+            reply = await asking
         except BaseException:
-            self._release(episode, broken=True)
+            self._release(episode)  # nobody waits for the reply: the process was killed
             raise
-        if "failure" in reply:
-            self._release(episode, broken=False)
-            return failed(f"{request['op']}: {reply['failure']}")
-        observation = read_observation(reply["observation"])
-        if observation.done:
-            self._release(episode, broken=False)
-        return EpisodeReply(observation, seconds=time.monotonic() - started)
+        if reply.observation.done:
+            self._release(episode)
+        return reply
 
     def _abandon(self, episode: str) -> None:
-        self._release(episode, broken=True)
+        self._taken[episode].kill()
+        self._release(episode)
 
-    def _release(self, episode: str, broken: bool) -> None:
-        """Take the episode's seat back: killed if it is broken, else closed in the background and used again."""
+    def _release(self, episode: str) -> None:
+        """Take the episode's seat back: closed in the background and used again, unless it was killed."""
         seat = self._taken.pop(episode, None)
         if seat is None:
             return
         self._deadlines.pop(episode).cancel()
-        if broken:
-            seat.kill()
+        if not seat.alive:
             self._places.release()
             return
         task = asyncio.ensure_future(self._close_episode(seat))
@@ -145,7 +138,7 @@ class EnvironmentWorker:
 
     async def _close_episode(self, seat: SeatProcess) -> None:
         try:
-            await seat.ask({"op": "close"}, _CLOSE_TIMEOUT_S)
+            await seat.end(_CLOSE_TIMEOUT_S)
             self._free.append(seat)
         except SeatFailed:
             pass

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from workers.contract.arrow import pickle_tables
 from workers.contract.config import ENVIRONMENT_REWARD, Device, ModelConfig, RewardConfig, RewardFunctionConfig
-from workers.contract.environments import OK
+from workers.contract.environments import OK, cause_of
 from workers.contract.memory import resident_peak
 from workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
 from workers.data.trajectories import write_evaluation, write_trajectories
@@ -106,13 +106,25 @@ def reward_spans(
 
 def find_faults(labels: Sequence[str], components: Sequence[Sequence[Outcome]]) -> tuple[Fault, ...]:
     """The causes for which samples failed, by component (outcomes by component, then by sample)."""
+    return _counted(
+        (f"{label}: {outcome.cause or outcome.status}", outcome.status)
+        for label, outcomes in zip(labels, components, strict=True)
+        for outcome in outcomes
+        if outcome.value is None
+    )
+
+
+def episode_faults(statuses: Sequence[str]) -> tuple[Fault, ...]:
+    """The causes for which episodes failed."""
+    return _counted((cause_of(status), status) for status in statuses if status != OK)
+
+
+def _counted(failures: Iterable[tuple[str, str]]) -> tuple[Fault, ...]:
+    """Failures by cause: (cause, status) of each."""
     faults: dict[str, Fault] = {}
-    for label, outcomes in zip(labels, components, strict=True):
-        for outcome in outcomes:
-            if outcome.value is None:
-                cause = f"{label}: {outcome.cause or outcome.status}"
-                before = faults.get(cause, Fault(cause, outcome.status, 0))
-                faults[cause] = replace(before, samples=before.samples + 1)
+    for cause, status in failures:
+        before = faults.get(cause, Fault(cause, status, 0))
+        faults[cause] = replace(before, samples=before.samples + 1)
     return tuple(faults.values())
 
 
@@ -151,6 +163,7 @@ class RewardWorker:
         self._processes = [function for function in self._functions if isinstance(function, RewardProcess)]
         self._model: RewardModel | None = None
         self._gives_steps = any(function.process for function in config.functions)
+        self._splits_text = any(f.process and f.name != ENVIRONMENT_REWARD for f in config.functions)
         self._tokenizer: Any = None
 
     def start(self) -> WorkerHealth:
@@ -161,7 +174,7 @@ class RewardWorker:
             ValueError, OSError: the reward model or the policy's tokenizer cannot be loaded.
         """
         try:
-            if self._gives_steps:
+            if self._splits_text:
                 self._tokenizer = _load_tokenizer(self.policy)
             for process in self._processes:
                 process.start()
@@ -187,11 +200,16 @@ class RewardWorker:
         """
         started = time.perf_counter()
         rollouts = _samples_of(_check_group(rollouts))
-        components = self._components(rollouts)
-        per_sample = list(zip(*components, strict=True))
-        rewards = [combine(self.labels, self.weights, outcomes) for outcomes in per_sample]
         statuses = rollouts["episode_status"].to_pylist()
-        rewards = [r if status == OK else Reward(status, None) for r, status in zip(rewards, statuses, strict=True)]
+        played = [status == OK for status in statuses]
+        # Episodes that have failed are not judged.
+        judged = self._components(rollouts.filter(pa.array(played))) if any(played) else [[] for _ in self.labels]
+        components = [_with_failed(outcomes, statuses) for outcomes in judged]
+        per_sample = list(zip(*components, strict=True))
+        rewards = [
+            combine(self.labels, self.weights, outcomes) if status == OK else Reward(status, None)
+            for outcomes, status in zip(per_sample, statuses, strict=True)
+        ]
         if self._gives_steps:
             texts = rollouts.select(["response", "response_ids", "conversation", "tokens"]).to_pylist()
             rewards = [self._with_spans(*parts) for parts in zip(rewards, per_sample, texts, strict=True)]
@@ -206,7 +224,7 @@ class RewardWorker:
                 for label, outcomes in zip(self.labels, components, strict=True)
             },
             steps_differ=len({reward for judged in rewards for _, reward in judged.spans}) > 1,
-            faults=find_faults(self.labels, components),
+            faults=(*find_faults(self.labels, judged), *episode_faults(statuses)),
             seconds=time.perf_counter() - started,
             peak=self._peak(),
         )
@@ -331,6 +349,12 @@ def _samples_of(rollouts: pa.Table) -> pa.Table:
         tokens[index] = tokens.get(index, 0) + int(length)
     table = rollouts.take(pa.array(rows.values(), pa.int64()))
     return table.append_column("tokens", pa.array(tokens.values(), pa.int64()))
+
+
+def _with_failed(outcomes: Sequence[Outcome], statuses: Sequence[str]) -> list[Outcome]:
+    """The outcomes of the episodes that were judged, in place among those that have failed."""
+    judged = iter(outcomes)
+    return [next(judged) if status == OK else Outcome(None, status) for status in statuses]
 
 
 def _samples(rollouts: pa.Table) -> list[Sample]:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from orchestrator.cluster.event_loop import gather_all
 from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
+from orchestrator.errors import WorkerError
 from orchestrator.rollouts.engine_pool import Engine, EnginePool
 from workers.contract.roles import Environment, EnvironmentLink
 
@@ -131,7 +131,7 @@ class EnvironmentPool:
                 while await worker.call(Environment.watch, self._watch_s + _MARGIN_S, self._watch_s):
                     pass
                 reason = "it can start no more episodes"
-            except (WorkerDied, WorkerTimeout) as error:
+            except WorkerError as error:
                 reason = str(error)
             if not await self._replace(name, reason):
                 return

@@ -10,7 +10,7 @@ from workers.contract.config import EnvironmentConfig, RewardFunctionConfig
 
 LOAD_TIMEOUT_S = 120.0
 """Longest import of the modules of all reward functions."""
-_ENVIRONMENT = "workers.environments.loading:find_problems"
+_ENVIRONMENT = "workers.environments.loading:find_problem"
 _ENTRY = "workers.rewards.loading:find_problems"
 
 
@@ -19,7 +19,7 @@ def unusable_environment(environment: EnvironmentConfig | None) -> Iterator[Find
     if environment is None:
         return
     try:
-        ((field, problem),) = ask(_ENVIRONMENT, [{"name": environment.name, "args": environment.args}], LOAD_TIMEOUT_S)
+        ((field, problem),) = ask(_ENVIRONMENT, {"name": environment.name, "args": environment.args}, LOAD_TIMEOUT_S)
     except ProbeFailed as error:
         field, problem = "name", f"{environment.name}: cannot be loaded: {error}"
     if problem:

@@ -160,16 +160,12 @@ class RolloutSpec(RunSpec, frozen=True):
     def episode_config(self) -> EpisodeConfig | None:
         """Bounds of an episode; None without an environment."""
         role = self.roles.environment
-        return (
-            None if role is None else EpisodeConfig(**{name: dict(role)[name] for name in EpisodeConfig.model_fields})
-        )
+        return None if role is None else role.part(EpisodeConfig)
 
     def environment_config(self) -> EnvironmentConfig | None:
         """Configuration of each environment worker; None without an environment."""
         role = self.roles.environment
-        if role is None:
-            return None
-        return EnvironmentConfig(**{name: dict(role)[name] for name in EnvironmentConfig.model_fields})
+        return None if role is None else role.part(EnvironmentConfig)
 
     def policy_config(self) -> PolicyConfig:
         """Configuration of each policy rank."""

@@ -136,6 +136,10 @@ class RewardRole(RewardConfig, ScaledRole):
 class EnvironmentRole(EnvironmentConfig, ScaledRole):
     """Workers that hold the episodes of an environment."""
 
+    def part(self, config: type[ConfigT]) -> ConfigT:
+        """The fields of this section that a worker's configuration has."""
+        return config(**{name: dict(self)[name] for name in config.model_fields})
+
 
 class RolesConfig(Frozen):
     """The worker roles."""

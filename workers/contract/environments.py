@@ -12,6 +12,8 @@ Message = dict[str, Any]
 
 OK = "ok"
 """Status of an episode that came to its end."""
+_LAST_TURN = "; the last turn: "
+_CUT = "\n[... cut]"
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,25 @@ class EpisodeReply:
     observation: Observation
     status: str = OK
     """`ok`, or why the episode has failed."""
-    seconds: float = 0.0
-    """Time that the environment took."""
 
 
 class EnvironmentGone(RuntimeError):
     """The worker that held the episode has died, or was replaced: the episode starts again on another one."""
+
+
+def failed_status(turns: int, reason: str, last_turn: str) -> str:
+    """Status of an episode that failed after so many turns of the policy; the last one is shown in part."""
+    return f"environment: turn {turns}: {reason}" + (f"{_LAST_TURN}{last_turn[:200]!r}" if turns else "")
+
+
+def cause_of(status: str) -> str:
+    """What statuses of the same cause have in common: the reason, without the turn and its text."""
+    return "environment: " + status.partition(_LAST_TURN)[0].split(": ", 2)[-1]
+
+
+def cut(text: str, longest: int) -> str:
+    """The text, cut at so many characters, and saying so."""
+    return text if len(text) <= longest else text[:longest] + _CUT
 
 
 def failed(status: str) -> EpisodeReply:

@@ -17,6 +17,7 @@ from typing import Literal
 import pyarrow as pa
 
 from workers.contract.advantage_state import AdvantageState
+from workers.contract.environments import OK
 
 SCHEMA_VERSION = "2"
 SCHEMA_METADATA: dict[bytes | str, bytes | str] = {"troupe_schema": SCHEMA_VERSION}
@@ -211,7 +212,7 @@ class SampleSummary:
     finish_reason: str
     oldest_version: int
     newest_version: int
-    status: str = "ok"
+    status: str = OK
     """`ok`, or why the episode has failed."""
     segments: tuple[int, ...] = ()
     """Tokens of each row of the sample, prompt included; empty: it has one row."""

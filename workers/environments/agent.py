@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import json
 import os
@@ -24,6 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from workers.contract.environments import Message, Observation, Row
+from workers.contract.naming import import_attribute, locate
 from workers.environments.base import Environment
 from workers.rewards.scalars import as_number
 
@@ -34,6 +34,7 @@ MODEL_NAME = "policy"
 ROW_VARIABLE = "TROUPE_ROW"
 """Environment variable of a command: the row, as JSON."""
 MAX_CHOICES = 16
+_SHUTDOWN_S = 0.5
 _REFUSED = {
     "logprobs": "log-probs are recorded, not returned",
     "response_format": "structured outputs are not supported",
@@ -84,7 +85,7 @@ class Agent(Environment):
         app = web.Application(client_max_size=2**24)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
         await site.start()
@@ -99,13 +100,22 @@ class Agent(Environment):
             self._pending.answer.set_result(message)
         return await self._next()
 
-    def close(self) -> None:
-        """End a command; the process ends the rest."""
+    async def close(self) -> None:
+        """End a command, close the endpoint and wait for the agent to end.
+
+        An agent that waits for a response gets an error instead. One that does not end then costs its process.
+        """
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+        if self._pending is not None:
+            self._pending.answer.cancel()
+        while not self._waiting.empty():
+            self._waiting.get_nowait().answer.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
         if self._agent is not None:
-            self._agent.cancel()
+            await asyncio.wait({self._agent})
 
     async def _next(self) -> Observation:
         """The next request as an observation; the end, if the agent returns first."""
@@ -188,22 +198,19 @@ class Agent(Environment):
             return _error(400, str(error))
         for choice in choices:
             self._waiting.put_nowait(choice)
-        messages = [await choice.answer for choice in choices]
+        try:
+            messages = [await choice.answer for choice in choices]
+        except asyncio.CancelledError:
+            return _error(503, "the episode has ended")
         if not body.get("stream"):
             return web.json_response(completion(messages))
         return await _stream(request, completion(messages))
 
 
 def _load(name: str) -> Any:
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise ValueError(f"function: expected package.module:function, got {name!r}")
-    try:
-        function = vars(importlib.import_module(module)).get(attribute)
-    except Exception as error:
-        raise ValueError(f"{name}: cannot import {module}: {type(error).__name__}: {error}") from error
+    function = import_attribute(name, *locate(name, {}, "agent", "package.module:function"))
     if not callable(function):
-        raise ValueError(f"{name}: module {module} has no function {attribute!r}")
+        raise ValueError(f"{name}: not a function, got {type(function).__name__}")
     return function
 
 

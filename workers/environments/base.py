@@ -11,7 +11,7 @@ from workers.contract.environments import Message, Observation, Row
 class Environment(ABC):
     """One episode. Every sample has an instance of its own, in a process that no other episode uses meanwhile.
 
-    `start` and `step` may be coroutines. What they raise fails the episode's sample; it never becomes a reward.
+    All methods may be coroutines. What `start` and `step` raise fails the episode's sample; it never becomes a reward.
     """
 
     @abstractmethod
@@ -27,5 +27,5 @@ class Environment(ABC):
                 the calls in it, each `{"id", "type": "function", "function": {"name", "arguments"}}`.
         """
 
-    def close(self) -> None:  # noqa: B027  most environments hold nothing
+    def close(self) -> Awaitable[None] | None:  # noqa: B027  most environments hold nothing
         """Free what the episode holds. Called once at the end of every episode, unless its process was killed."""

@@ -128,8 +128,9 @@ class Seat:
     def _run(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["op"] == "close":
             environment, self._environment = self._environment, None
-            if environment is not None:
-                environment.close()
+            closed = None if environment is None else environment.close()
+            if inspect.isawaitable(closed):
+                self._wait(closed)
             return {}
         if request["op"] == "start":
             self._environment = self._create()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
@@ -12,10 +11,15 @@ from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
+from workers.contract.naming import import_attribute, locate
+from workers.sandbox.run import SandboxError, check_sandbox
+
 SHIPPED = {
     "calculator": "workers.environments.calculator:calculator",
     "python": "workers.environments.python_tool:python",
 }
+RUN_MODEL_CODE = ("python",)
+"""Built-in tools that run code that a model wrote, in a sandbox."""
 _ARGUMENT = re.compile(r"^ {4,8}(\w+)(?: \([^)]*\))?: (.*)$")
 
 
@@ -39,7 +43,7 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
 
     Raises:
         ValueError: a name is neither built in nor `package.module:function`, or not a function with typed arguments,
-            or two tools have the same name.
+            two tools have the same name, or this machine permits no sandbox and a tool needs one.
     """
     tools = [function_tool(_load(name)) for name in names]
     if twice := sorted({t.name for t in tools if sum(other.name == t.name for other in tools) > 1}):
@@ -48,15 +52,14 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
 
 
 def _load(name: str) -> Callable[..., Any]:
-    module, colon, attribute = SHIPPED.get(name, name).partition(":")
-    if not colon:
-        raise ValueError(f"no tool {name!r}: use package.module:function, or one of {', '.join(SHIPPED)}")
-    try:
-        function = vars(importlib.import_module(module)).get(attribute)
-    except Exception as error:
-        raise ValueError(f"{name}: cannot import {module}: {type(error).__name__}: {error}") from error
+    if name in RUN_MODEL_CODE:
+        try:
+            check_sandbox()
+        except SandboxError as error:
+            raise ValueError(f"{name}: {error}") from error
+    function = import_attribute(name, *locate(name, SHIPPED, "tool", "package.module:function"))
     if not callable(function):
-        raise ValueError(f"{name}: module {module} has no function {attribute!r}")
+        raise ValueError(f"{name}: not a function, got {type(function).__name__}")
     return function
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from workers.contract import naming
 from workers.environments.base import Environment
 
 SHIPPED = {
@@ -28,20 +27,6 @@ class EnvironmentArgumentsError(EnvironmentLoadError):
     """An environment does not take its arguments."""
 
 
-def locate(name: str) -> tuple[str, str]:
-    """Module and class of a built-in name or of `package.module:Class`. Imports nothing.
-
-    Raises:
-        EnvironmentLoadError: it is neither.
-    """
-    module, colon, attribute = SHIPPED.get(name, name).partition(":")
-    if colon and all(part.isidentifier() for part in [*module.split("."), attribute]):
-        return module, attribute
-    near = difflib.get_close_matches(name, SHIPPED, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; built-in environments: {', '.join(SHIPPED)}"
-    raise EnvironmentLoadError(f"no environment {name!r}: use a built-in name or package.module:Class{hint}")
-
-
 def load(name: str, args: Mapping[str, Any]) -> Callable[[], Environment]:
     """Import an environment and check that it can be created with its arguments.
 
@@ -57,13 +42,11 @@ def load(name: str, args: Mapping[str, Any]) -> Callable[[], Environment]:
         EnvironmentLoadError: the import fails, or there is no such class, or it is not an environment.
         EnvironmentArgumentsError: it does not take the arguments, or refuses them with a ValueError or TypeError.
     """
-    module_name, attribute = locate(name)
     try:
-        found = vars(importlib.import_module(module_name)).get(attribute)
-    except Exception as error:
-        raise EnvironmentLoadError(f"{name}: cannot import {module_name}: {type(error).__name__}: {error}") from error
-    if found is None:
-        raise EnvironmentLoadError(f"{name}: module {module_name} has no {attribute!r}")
+        place = naming.locate(name, SHIPPED, "environment", "package.module:Class")
+        found = naming.import_attribute(name, *place)
+    except naming.NameProblem as error:
+        raise EnvironmentLoadError(str(error)) from error
     if not inspect.isclass(found):
         raise EnvironmentLoadError(f"{name}: not a class, got {type(found).__name__}")
     if missing := [method for method in METHODS if not callable(inspect.getattr_static(found, method, None))]:
@@ -76,20 +59,17 @@ def load(name: str, args: Mapping[str, Any]) -> Callable[[], Environment]:
     return lambda: kind(**args)
 
 
-def find_problems(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What is wrong with each of several environments (`name`, `args`), in order.
+def find_problem(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What is wrong with an environment (`name`, `args`).
 
-    Returns:
-        (field, message) for each: `name` or `args`; both empty where nothing is wrong.
+    Yields:
+        (field, message), once: `name` or `args`; both empty where nothing is wrong.
     """
-    return [_problem(environment) for environment in environments]
-
-
-def _problem(environment: Mapping[str, Any]) -> tuple[str, str]:
     try:
         load(environment["name"], environment["args"])
     except EnvironmentArgumentsError as error:
-        return "args", str(error)
+        yield "args", str(error)
     except EnvironmentLoadError as error:
-        return "name", str(error)
-    return "", ""
+        yield "name", str(error)
+    else:
+        yield "", ""

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
+
 LOAD_TIMEOUT_S = 120.0
 """Longest import of an environment's module."""
 MAX_REPLY = 2**24
@@ -39,7 +41,34 @@ class SeatProcess:
         self._writer = writer
         self.pid = pid
 
-    async def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    @property
+    def alive(self) -> bool:
+        """Whether it was not killed."""
+        return not self._writer.is_closing()
+
+    async def start(self, row: Row, timeout_s: float) -> EpisodeReply:
+        """Start an episode; the first observation."""
+        return await self._observe("start", timeout_s, row=vars(row))
+
+    async def step(self, message: Message, timeout_s: float) -> EpisodeReply:
+        """The environment's answer to a turn of the policy."""
+        return await self._observe("step", timeout_s, message=message)
+
+    async def end(self, timeout_s: float) -> None:
+        """Close the episode. Raises SeatFailed."""
+        await self._ask({"op": "close"}, timeout_s)
+
+    async def _observe(self, op: str, timeout_s: float, **fields: Any) -> EpisodeReply:
+        """The reply to a request; whatever goes wrong is its status."""
+        try:
+            reply = await self._ask({"op": op, **fields}, timeout_s)
+        except SeatFailed as error:
+            return failed(f"{op}: {error}")
+        if "failure" in reply:
+            return failed(f"{op}: {reply['failure']}")
+        return EpisodeReply(read_observation(reply["observation"]))
+
+    async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """The reply to a request.
 
         Raises:
@@ -69,7 +98,7 @@ class SeatProcess:
 
     def kill(self) -> None:
         """End the process and those that it started."""
-        if not self._writer.is_closing():
+        if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._writer.close()
@@ -83,7 +112,6 @@ class EnvironmentProcesses:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lifeline = -1
-        self._forking = asyncio.Lock()
 
     @property
     def pid(self) -> int | None:
@@ -141,10 +169,9 @@ class EnvironmentProcesses:
         """
         ours, theirs = socket.socketpair()
         try:
-            async with self._forking:
-                if self._control is None:
-                    raise SeatFailed("the environment's processes are closed")
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            if self._control is None:
+                raise SeatFailed("the environment's processes are closed")
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
         except OSError as error:
             ours.close()
             raise SeatFailed(f"the process that loads the environment has died: {error}") from None

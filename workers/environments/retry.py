@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from workers.contract.environments import Message, Observation, Row
 from workers.environments.base import Environment
-from workers.rewards.loading import load
-from workers.rewards.results import judge
+from workers.environments.judging import Judge
 
 
 class Retry(Environment):
@@ -31,8 +29,7 @@ class Retry(Environment):
         """`function`, `args`: a reward function, as in `roles.reward`; `attempts`: answers in all, at least 1."""
         if attempts < 1:
             raise ValueError(f"attempts must be at least 1, got {attempts}")
-        self._args = dict(args or {})
-        self._function = load(function, self._args)
+        self._judge = Judge(function, args)
         self._left, self._discount, self._solved_at, self._feedback = attempts, discount, solved_at, feedback
         self._scale = 1.0
         self._row = Row(())
@@ -44,11 +41,7 @@ class Retry(Environment):
 
     async def step(self, message: Message) -> Observation:
         """The reward of a right or of the last answer, or the feedback."""
-        judged = self._function(message["content"], self._row.answer, dict(self._row.metadata), **self._args)
-        reply = judge(await judged if inspect.isawaitable(judged) else judged, message["content"])
-        if "failure" in reply:
-            raise ValueError(reply["failure"])
-        value: float = reply["value"]
+        value = await self._judge.value(message["content"], self._row)
         self._left -= 1
         solved = value >= self._solved_at
         if solved or not self._left:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workers.contract.environments import Message, Observation, Row
+from workers.contract.environments import Message, Observation, Row, cut
 from workers.environments.base import Environment
 from workers.environments.functions import Tool, ToolCallError, load_tools
-from workers.rewards.loading import load
-from workers.rewards.results import judge
+from workers.environments.judging import Judge
 
 MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
 """Text with which models begin a call. A turn with one of them and no call that the parser could read is malformed."""
@@ -48,8 +46,7 @@ class Tools(Environment):
         self._tools: dict[str, Tool] = {tool.name: tool for tool in load_tools(tools)}
         if not self._tools:
             raise ValueError("no tools are given: set tools")
-        self._args = dict(args or {})
-        self._function = None if function is None else load(function, self._args)
+        self._judge = None if function is None else Judge(function, args)
         self._system, self._call_reward, self._longest = system, call_reward, max_result_chars
         self._row = Row(())
         self._calls = self._failed = 0
@@ -74,16 +71,8 @@ class Tools(Environment):
             self._calls += 1
             return Observation([{"role": "user", "content": MALFORMED}])
         info = {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
-        return Observation(reward=await self._judged(message["content"]), done=True, info=info)
-
-    async def _judged(self, text: str) -> float | None:
-        if self._function is None:
-            return None
-        value = self._function(text, self._row.answer, dict(self._row.metadata), **self._args)
-        reply = judge(await value if inspect.isawaitable(value) else value, text)
-        if "failure" in reply:
-            raise ValueError(reply["failure"])
-        return float(reply["value"])
+        reward = None if self._judge is None else await self._judge.value(message["content"], self._row)
+        return Observation(reward=reward, done=True, info=info)
 
     async def _result(self, call: Mapping[str, Any]) -> Message:
         """The answer to one call: the tool's result or its error."""
@@ -94,9 +83,8 @@ class Tools(Environment):
         except ToolCallError as error:
             self._failed += 1
             text = f"error: {error}"
-        if len(text) > self._longest:
-            text = text[: self._longest] + "\n[... cut]"
-        return {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": name, "content": text}
+        content = cut(text, self._longest)
+        return {"role": "tool", "tool_call_id": str(call.get("id", "")), "name": name, "content": content}
 
     async def _call(self, name: str, arguments: Any) -> str:
         tool = self._tools.get(name)

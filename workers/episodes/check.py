@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workers.contract.config import EnvironmentConfig
-from workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
-from workers.environments.processes import EnvironmentProcesses, SeatFailed, SeatProcess
+from workers.contract.environments import EpisodeReply, Message, Row
+from workers.environments.processes import EnvironmentProcesses, SeatProcess
 from workers.episodes.episode import EpisodeRunner, Played, SampleTurn
 from workers.episodes.reader import ParseCalls, TurnReader
 from workers.episodes.turns import Turn
@@ -36,28 +36,19 @@ class Rehearsal:
 class _OneSeat:
     """The link to one environment process."""
 
-    def __init__(self, config: EnvironmentConfig, seat: SeatProcess) -> None:
-        self._config, self._seat = config, seat
+    def __init__(self, seat: SeatProcess, timeout_s: float) -> None:
+        self._seat, self._timeout_s = seat, timeout_s
 
     async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
         """Starts an episode."""
-        return "", await self._ask({"op": "start", "row": vars(row)})
+        return "", await self._seat.start(row, self._timeout_s)
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
         """The answer to a turn."""
-        return await self._ask({"op": "step", "message": message})
+        return await self._seat.step(message, self._timeout_s)
 
     def end(self, worker: str, episode: str) -> None:
         """Nothing: the process ends with the check."""
-
-    async def _ask(self, request: dict[str, Any]) -> EpisodeReply:
-        try:
-            reply = await self._seat.ask(request, self._config.turn_timeout_s)
-        except SeatFailed as error:
-            return failed(f"{request['op']}: {error}")
-        if "failure" in reply:
-            return failed(f"{request['op']}: {reply['failure']}")
-        return EpisodeReply(read_observation(reply["observation"]))
 
 
 async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str], seed: int = 0) -> list[Played]:
@@ -81,7 +72,7 @@ async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str
     try:
         with ThreadPoolExecutor(1) as tokenizing:
             for number, row in enumerate(rows):
-                link = _OneSeat(config, await processes.seat())
+                link = _OneSeat(await processes.seat(), config.turn_timeout_s)
                 sizes = (rehearsal.max_tokens, rehearsal.max_model_len)
                 runner = EpisodeRunner(config, *sizes, reader, tokenizing, lambda link=link: link)
                 turns = _scripted(rehearsal.tokenizer, said) if said else _random(rehearsal.tokenizer, rng)

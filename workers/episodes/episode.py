@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from workers.contract.config import EpisodeConfig
-from workers.contract.environments import OK, EnvironmentGone, EpisodeReply, Message, Observation, Row
+from workers.contract.environments import (
+    OK,
+    EnvironmentGone,
+    EpisodeReply,
+    Message,
+    Observation,
+    Row,
+    cut,
+    failed_status,
+)
 from workers.contract.roles import EnvironmentLink
 from workers.episodes.conversation import Conversation, ConversationError
 from workers.episodes.turns import Segment, Turn
@@ -20,7 +29,6 @@ RESTARTS = 3
 _CALL_MARGIN_S = 10.0
 """Time that a call may take beyond the environment's own bound."""
 _NO_WORKER_PAUSE_S = 0.5
-_CUT = "\n[... cut]"
 
 SampleTurn = Callable[[int, Sequence[int], int, Sequence[str]], Awaitable[Turn]]
 """Samples one turn: (number of the turn, prompt ids, most tokens, further strings that end it)."""
@@ -188,13 +196,9 @@ class EpisodeRunner:
         if reply.status != OK:
             state.done = True  # the worker has closed it
             raise EpisodeFailed(reply.status)
-        limit = self.config.max_observation_chars
-        messages = []
-        for message in reply.observation.messages:
-            if len(message["content"]) > limit:
-                state.played.cut_observations += 1
-                message = message | {"content": message["content"][:limit] + _CUT}
-            messages.append(message)
+        given, limit = reply.observation.messages, self.config.max_observation_chars
+        state.played.cut_observations += sum(len(message["content"]) > limit for message in given)
+        messages = [message | {"content": cut(message["content"], limit)} for message in given]
         return replace(reply.observation, messages=messages)
 
     async def _timed(self, state: _State, call: Awaitable[Any]) -> Any:
@@ -234,6 +238,4 @@ class _State:
         self.over = True
 
     def fail(self, status: str) -> None:
-        turns = len(self.played.turns)
-        last = f"; the last turn: {self.played.response[:200]!r}" if turns else ""
-        self.played.status = f"environment: turn {turns}: {status}{last}"
+        self.played.status = failed_status(len(self.played.turns), status, self.played.response)

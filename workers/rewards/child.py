@@ -171,9 +171,10 @@ def read_metadata(sample: dict[str, Any]) -> dict[str, Any]:
     metadata = json.loads(sample["metadata"])
     if not isinstance(metadata, dict):
         raise TypeError(f"metadata is not a JSON object: {reprlib.repr(metadata)}")
-    facts = sample["sample"]
-    texts = {name: json.loads(facts[name]) for name in ("messages", "conversation") if facts.get(name)}
-    return {**metadata, "sample": {**{k: v for k, v in facts.items() if k != "conversation"}, **texts}}
+    facts = dict(sample["sample"])
+    conversation = facts.pop("conversation", "")
+    facts["messages"] = json.loads(facts["messages"])
+    return {**metadata, "sample": facts | ({"conversation": json.loads(conversation)} if conversation else {})}
 
 
 def _reply(connection: socket.socket, reply: dict[str, Any]) -> None:

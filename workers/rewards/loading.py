@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from workers.contract import naming
 from workers.contract.config import ENVIRONMENT_REWARD
 
 SHIPPED = {
@@ -43,12 +42,10 @@ def locate(name: str) -> tuple[str, str]:
     """
     if name == ENVIRONMENT_REWARD:
         raise RewardFunctionError("environment: the sum of an environment's rewards is no function of a response")
-    module, colon, attribute = SHIPPED.get(name, name).partition(":")
-    if colon and all(part.isidentifier() for part in [*module.split("."), attribute]):
-        return module, attribute
-    near = difflib.get_close_matches(name, SHIPPED, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; built-in functions: {', '.join(SHIPPED)}"
-    raise RewardFunctionError(f"no reward function {name!r}: use a built-in name or package.module:function{hint}")
+    try:
+        return naming.locate(name, SHIPPED, "reward function", "package.module:function")
+    except naming.NameProblem as error:
+        raise RewardFunctionError(str(error)) from error
 
 
 def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[..., Any]:
@@ -63,13 +60,10 @@ def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[
         RewardFunctionError: the import fails or there is no such function.
         RewardArgumentsError: it does not take the arguments.
     """
-    module_name, attribute = locate(name)
     try:
-        function = vars(importlib.import_module(module_name)).get(attribute)
-    except Exception as error:
-        raise RewardFunctionError(f"{name}: cannot import {module_name}: {type(error).__name__}: {error}") from error
-    if function is None:
-        raise RewardFunctionError(f"{name}: module {module_name} has no {attribute!r}")
+        function = naming.import_attribute(name, *locate(name))
+    except naming.NameProblem as error:
+        raise RewardFunctionError(str(error)) from error
     if not callable(function):
         raise RewardFunctionError(f"{name}: not callable, got {type(function).__name__}")
     try:

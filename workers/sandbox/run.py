@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -17,7 +16,7 @@ import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +122,6 @@ def run_python(
         stderr_discarded=transfer.stderr.discarded,
         wall_s=time.monotonic() - started,
     )
-
-
-async def run_python_async(
-    code: str, stdin: str = "", *, limits: SandboxLimits | None = None, modules: Mapping[str, str] | None = None
-) -> SandboxResult:
-    """`run_python` in a thread. Cancelling does not end the program; its own limit does."""
-    return await asyncio.to_thread(partial(run_python, code, stdin, limits=limits, modules=modules))
 
 
 @cache

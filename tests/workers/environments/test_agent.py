@@ -111,6 +111,30 @@ def test_a_fault_of_the_agent_is_a_status(function: str, status: str) -> None:
     assert play(function=f"{HERE}:{function}").last.status.startswith(status)
 
 
+def test_an_episode_that_is_cut_short_leaves_nothing_in_its_process() -> None:
+    """The agent waits for a response that never comes; it gets an error, and its endpoint and thread end."""
+    config = EnvironmentConfig(name="agent", args={"function": f"{HERE}:chat"}, episodes=1, turn_timeout_s=20.0)
+
+    async def run() -> list[tuple[int, int, int]]:
+        worker = EnvironmentWorker(config, "environment-0")
+        await worker.start()
+        used = []
+        try:
+            for number in range(4):
+                assert (await worker.begin(str(number), ROW)).status == "ok"
+                (seat,) = worker._taken.values()
+                process = psutil.Process(seat.pid)
+                used.append((seat.pid, process.num_fds(), process.num_threads()))
+                await worker.end(str(number))
+            return used
+        finally:
+            await worker.close()
+
+    pids, descriptors, threads = zip(*asyncio.run(run()), strict=True)
+    assert len(set(pids)) == 1, "the process serves all episodes"
+    assert len(set(descriptors[1:])) == 1 and len(set(threads[1:])) == 1, (descriptors, threads)
+
+
 def test_a_program_in_any_language_is_an_agent() -> None:
     played = play(command=[sys.executable, "-m", HERE])
     assert (played.last.status, played.last.observation.reward) == ("ok", 0.5)
@@ -122,8 +146,8 @@ def test_a_program_in_any_language_is_an_agent() -> None:
     ("args", "message"),
     [
         ({}, "set function or command"),
-        ({"function": "agents"}, "expected package.module:function"),
-        ({"function": f"{HERE}:nobody"}, "has no function 'nobody'"),
+        ({"function": "agents"}, "use package.module:function"),
+        ({"function": f"{HERE}:nobody"}, "has no 'nobody'"),
         ({"function": f"{HERE}:chat", "command": ["true"]}, "not both"),
     ],
 )

@@ -120,7 +120,7 @@ def test_a_schema_has_types_and_descriptions() -> None:
     [
         (["calcul"], "no tool 'calcul'"),
         (["calculator", "calculator"], "two tools have the name calculator"),
-        ([f"{__name__}:nothing"], "has no function 'nothing'"),
+        ([f"{__name__}:nothing"], "has no 'nothing'"),
         ([f"{__name__}:untyped"], "needs a type for its argument word"),
     ],
 )
