@@ -1,7 +1,8 @@
-"""Tools: the policy calls typed Python functions, and ends the episode with a turn that calls none."""
+"""Tools: the policy calls Python functions or MCP servers, and ends the episode with a turn that calls none."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from workers.contract.environments import Message, Observation, Row, cut
 from workers.environments.base import Environment
 from workers.environments.functions import Tool, ToolCallError, load_tools
 from workers.environments.judging import Judge
+from workers.environments.mcp_servers import McpServer, read_config, server_of
 
 MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
 """Text with which models begin a call. A turn with one of them and no call that the parser could read is malformed."""
@@ -27,6 +29,7 @@ class Tools(Environment):
     def __init__(
         self,
         tools: Sequence[str] = (),
+        servers: Sequence[Mapping[str, Any]] = (),
         function: str | None = None,
         args: Mapping[str, Any] | None = None,
         system: str = "",
@@ -37,6 +40,9 @@ class Tools(Environment):
 
         Args:
             tools: Built-in tools (calculator, python) or `package.module:function`.
+            servers: MCP servers, which run while the episode does: `command` (program and arguments), `tools` (names of
+                those to offer; all if left out), `environment_variables` (names of those to inherit), and `reuse` (keep
+                the server for later episodes of the same process).
             function: Reward function of the last turn, as in `roles.reward`; None: the environment gives no end reward.
             args: Its keyword arguments.
             system: System message put before the prompt; empty: none.
@@ -44,16 +50,22 @@ class Tools(Environment):
             max_result_chars: A longer result is cut.
         """
         self._tools: dict[str, Tool] = {tool.name: tool for tool in load_tools(tools)}
-        if not self._tools:
-            raise ValueError("no tools are given: set tools")
+        self._servers: list[McpServer] = [server_of(read_config(server)) for server in servers]
+        if not self._tools and not self._servers:
+            raise ValueError("no tools are given: set tools or servers")
         self._judge = None if function is None else Judge(function, args)
         self._system, self._call_reward, self._longest = system, call_reward, max_result_chars
         self._row = Row(())
         self._calls = self._failed = 0
 
-    def start(self, row: Row) -> Observation:
-        """The prompt and the tools."""
+    async def start(self, row: Row) -> Observation:
+        """The prompt and the tools. Starts the servers."""
         self._row = row
+        for found in await asyncio.gather(*(server.open() for server in self._servers)):
+            for tool in found:
+                if tool.name in self._tools:
+                    raise ValueError(f"two tools have the name {tool.name}: name the tools to offer in servers.tools")
+                self._tools[tool.name] = tool
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         return Observation([*system, *row.messages], tools=[tool.schema for tool in self._tools.values()])
 
@@ -62,7 +74,7 @@ class Tools(Environment):
         calls: list[dict[str, Any]] = message.get("tool_calls") or []
         if calls:
             before = self._failed
-            results = [await self._result(call) for call in calls]
+            results = await asyncio.gather(*map(self._result, calls))
             self._calls += len(calls)
             fine = self._failed == before
             return Observation(results, reward=self._call_reward if fine and self._call_reward else None)
@@ -73,6 +85,10 @@ class Tools(Environment):
         info = {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
         reward = None if self._judge is None else await self._judge.value(message["content"], self._row)
         return Observation(reward=reward, done=True, info=info)
+
+    async def close(self) -> None:
+        """End the servers."""
+        await asyncio.gather(*(server.close() for server in self._servers))
 
     async def _result(self, call: Mapping[str, Any]) -> Message:
         """The answer to one call: the tool's result or its error."""

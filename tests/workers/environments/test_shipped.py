@@ -64,7 +64,7 @@ def test_guesses_are_answered_with_the_direction() -> None:
 
 def test_calls_are_answered_together_and_failed_ones_say_why() -> None:
     environment = Tools(tools=["calculator"], function="last_number")
-    first = environment.start(ROW)
+    first: Observation = settled(environment.start(ROW))
     assert first.tools is not None and first.tools[0]["function"]["name"] == "calculator"
     calls = [
         ("calculator", '{"expression": "2+3"}'),

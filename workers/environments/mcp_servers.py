@@ -1,0 +1,178 @@
+"""Tools of MCP servers: programs that talk over their standard input and output.
+
+Protocol: https://modelcontextprotocol.io/specification, by its own Python SDK (`mcp`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from workers.environments.functions import Tool, ToolCallError
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp_types import CallToolResult
+
+_LAUNCH = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""Runs a program that ends with the process of its episode (`PR_SET_PDEATHSIG`), also where that is killed."""
+_kept: dict[str, McpServer] = {}
+"""Servers with `reuse`, by their configuration; of this process."""
+
+
+class McpServerConfig(BaseModel):
+    """How a server is started."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command: list[str] = Field(min_length=1)
+    """Program and arguments."""
+    tools: list[str] | None = None
+    """Names of the tools to offer; None: all that the server has."""
+    environment_variables: list[str] = Field(default_factory=list)
+    """Names of variables that the server inherits, besides HOME, LOGNAME, PATH, SHELL, TERM and USER."""
+    reuse: bool = False
+    """Keep the server for later episodes of the same process, which saves its start. Only for servers without state."""
+
+
+def read_config(server: Mapping[str, Any]) -> McpServerConfig:
+    """A server's configuration from a spec.
+
+    Raises:
+        ValueError: a field is wrong, or there is no such program.
+    """
+    try:
+        config = McpServerConfig.model_validate(server)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"servers: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if shutil.which(config.command[0]) is None:
+        raise ValueError(f"servers: command: no program {config.command[0]} is on the PATH")
+    return config
+
+
+class McpServer:
+    """A running server, and the connection to it."""
+
+    def __init__(self, config: McpServerConfig) -> None:
+        self._config = config
+        self._name = " ".join(config.command)[:100]
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._client: Client | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the connection is open."""
+        return self._task is not None and not self._task.done()
+
+    async def open(self) -> list[Tool]:
+        """Start the server, unless it runs; its tools.
+
+        Raises:
+            RuntimeError: the server cannot be started, or does not speak the protocol.
+            ValueError: it lacks a tool that the configuration names.
+        """
+        if not self.alive:
+            opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+            # The connection's task groups must be left by the task that entered them, and every call of an
+            # environment is a task of its own.
+            self._task = asyncio.create_task(self._hold(opened))
+            self._client = await opened
+        return await self._tools()
+
+    async def close(self) -> None:
+        """End the server, unless it is kept for later episodes."""
+        if self._task is not None and not self._config.reuse:
+            self._closing.set()
+            with suppress(Exception):  # errors of a server that is no longer needed
+                await self._task
+
+    async def _hold(self, opened: asyncio.Future[Client]) -> None:
+        from mcp import Client, StdioServerParameters
+
+        inherited = {name: os.environ[name] for name in self._config.environment_variables if name in os.environ}
+        launch = ["-S", "-c", _LAUNCH, *self._config.command]
+        try:
+            async with Client(StdioServerParameters(command=sys.executable, args=launch, env=inherited)) as client:
+                opened.set_result(client)
+                await self._closing.wait()
+        except Exception as error:
+            if opened.done():
+                raise
+            opened.set_exception(RuntimeError(f"the MCP server {self._name} does not answer: {error}"))
+
+    async def _tools(self) -> list[Tool]:
+        client, wanted = self._connected(), self._config.tools
+        found = {}
+        cursor: str | None = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found |= {tool.name: tool for tool in page.tools}
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        if missing := [name for name in wanted or () if name not in found]:
+            raise ValueError(f"the MCP server {self._name} has no tool {missing[0]}; it has: {', '.join(found)}")
+        return [
+            self._tool(name, tool.description or "", tool.input_schema)
+            for name, tool in found.items()
+            if wanted is None or name in wanted
+        ]
+
+    def _tool(self, name: str, description: str, parameters: Mapping[str, Any]) -> Tool:
+        async def call(arguments: dict[str, Any]) -> str:
+            return await self._call(name, arguments)
+
+        function = {"name": name, "description": description, "parameters": parameters}
+        return Tool(name, {"type": "function", "function": function}, call)
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call a tool. Raises ToolCallError for what the server answers, RuntimeError where it does not."""
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        try:
+            result = await self._connected().call_tool(name, arguments)
+        except MCPError as error:
+            if error.error.code == CONNECTION_CLOSED:
+                raise RuntimeError(f"the MCP server {self._name} has ended") from error
+            raise ToolCallError(error.error.message) from error
+        if result.is_error:
+            raise ToolCallError(_text(result))
+        return _text(result)
+
+    def _connected(self) -> Client:
+        if self._client is None:
+            raise RuntimeError(f"the MCP server {self._name} is not open")
+        return self._client
+
+
+def server_of(config: McpServerConfig) -> McpServer:
+    """The server of a configuration: a new one, or, with `reuse`, the one that this process keeps."""
+    if not config.reuse:
+        return McpServer(config)
+    key = config.model_dump_json()
+    if key not in _kept or not _kept[key].alive:
+        _kept[key] = McpServer(config)
+    return _kept[key]
+
+
+def _text(result: CallToolResult) -> str:
+    """What the policy reads of a result: its texts, and the kind of everything else."""
+    from mcp_types import TextContent
+
+    parts = [block.text if isinstance(block, TextContent) else f"[{block.type}]" for block in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content)
+    return "\n".join(parts)
