@@ -71,11 +71,6 @@ class McpServer:
         self._task: asyncio.Task[None] | None = None
         self._client: Client | None = None
 
-    @property
-    def alive(self) -> bool:
-        """Whether the connection is open."""
-        return self._task is not None and not self._task.done()
-
     async def open(self) -> list[Tool]:
         """Start the server, unless it runs; its tools.
 
@@ -83,22 +78,32 @@ class McpServer:
             RuntimeError: the server cannot be started, or does not speak the protocol.
             ValueError: it lacks a tool that the configuration names.
         """
-        if not self.alive:
-            opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-            # The connection's task groups must be left by the task that entered them, and every call of an
-            # environment is a task of its own.
-            self._task = asyncio.create_task(self._hold(opened))
-            self._client = await opened
+        from mcp import MCPError
+
+        if self._client is not None:
+            with suppress(MCPError):  # a kept server may have ended since the last episode
+                return await self._tools()
+            await self._end()
+        opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._closing = asyncio.Event()
+        # The connection's task groups must be left by the task that entered them, and every call of an environment is
+        # a task of its own.
+        self._task = asyncio.create_task(self._hold(opened, self._closing))
+        self._client = await opened
         return await self._tools()
 
     async def close(self) -> None:
         """End the server, unless it is kept for later episodes."""
-        if self._task is not None and not self._config.reuse:
-            self._closing.set()
+        if not self._config.reuse:
+            await self._end()
+
+    async def _end(self) -> None:
+        self._closing.set()
+        if self._task is not None:
             with suppress(Exception):  # errors of a server that is no longer needed
                 await self._task
 
-    async def _hold(self, opened: asyncio.Future[Client]) -> None:
+    async def _hold(self, opened: asyncio.Future[Client], closing: asyncio.Event) -> None:
         from mcp import Client, StdioServerParameters
 
         inherited = {name: os.environ[name] for name in self._config.environment_variables if name in os.environ}
@@ -106,7 +111,7 @@ class McpServer:
         try:
             async with Client(StdioServerParameters(command=sys.executable, args=launch, env=inherited)) as client:
                 opened.set_result(client)
-                await self._closing.wait()
+                await closing.wait()
         except Exception as error:
             if opened.done():
                 raise
@@ -163,9 +168,7 @@ def server_of(config: McpServerConfig) -> McpServer:
     if not config.reuse:
         return McpServer(config)
     key = config.model_dump_json()
-    if key not in _kept or not _kept[key].alive:
-        _kept[key] = McpServer(config)
-    return _kept[key]
+    return _kept.setdefault(key, McpServer(config))
 
 
 def _text(result: CallToolResult) -> str:
