@@ -646,6 +646,7 @@ def worker_classes() -> WorkerClasses:
     from orchestrator.launcher import WorkerClasses
     from workers.critic import CriticWorker
     from workers.environment import EnvironmentWorker
+    from workers.judge import JudgeWorker
     from workers.offline import ExamplePolicyWorker, RewardTrainer
     from workers.policy import PolicyWorker
     from workers.reference import ReferenceWorker
@@ -659,6 +660,7 @@ def worker_classes() -> WorkerClasses:
         ReferenceWorker,
         RewardWorker,
         EnvironmentWorker,
+        JudgeWorker,
         example_policy=ExamplePolicyWorker,
         reward_trainer=RewardTrainer,
     )

@@ -33,6 +33,7 @@ class WorkerClasses:
     reference: type[roles.Reference]
     reward: type[roles.Reward]
     environment: type[roles.Environment]
+    judge: type[roles.JudgeEngine]
     example_policy: type[roles.ExampleTrainer]
     reward_trainer: type[roles.ExampleTrainer]
 
@@ -45,6 +46,7 @@ class WorkerClasses:
             "reference": self.reference,
             "reward": self.reward,
             "environment": self.environment,
+            "judge": self.judge,
             "example_policy": self.example_policy,
             "reward_trainer": self.reward_trainer,
         }
@@ -63,6 +65,7 @@ class Workers:
     engines: tuple[Engine, ...]
     reward: tuple[ActorWorker[roles.Reward], ...]
     environments: tuple[ActorWorker[roles.Environment], ...] = ()
+    judges: tuple[ActorWorker[roles.JudgeEngine], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class WorkerLauncher:
             engines = [tasks.create_task(self.engine(name)) for name in self._names("rollout")]
             rewards = tasks.create_task(self._replicas("reward"))
             environments = tasks.create_task(self._replicas("environment"))
+            judges = tasks.create_task(self._replicas("judge"))
             policy = tasks.create_task(self._trainers(PolicyGroup, "policy", policy_names))
             examples = tasks.create_task(self._trainers(ExampleGroup, self._spec.trains, example_names))
             critic = tasks.create_task(self._trainers(CriticGroup, "critic", self._names("critic")))
@@ -137,6 +141,7 @@ class WorkerLauncher:
             tuple(task.result() for task in engines),
             rewards.result(),
             environments.result(),
+            judges.result(),
         )
 
     async def engine(self, name: str) -> Engine:
@@ -147,8 +152,8 @@ class WorkerLauncher:
         return Engine(worker, health.host)
 
     async def replica(self, name: str) -> ActorWorker[Any]:
-        """Starts the reward, reference or environment worker of this name."""
-        worker: ActorWorker[roles.Reward | roles.Reference | roles.Environment] = self._spawn(name)
+        """Starts the reward, reference, environment or judge worker of this name."""
+        worker: ActorWorker[roles.Replica] = self._spawn(name)
         await worker.call(roles.Replica.start, self._spec.schedule.start_timeout_s)
         return worker
 

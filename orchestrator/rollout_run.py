@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import yaml
 from orchestrator.algorithms import section as algorithms
 from orchestrator.algorithms.custom import group_filter
 from orchestrator.cluster.ray_cluster import Cluster
-from orchestrator.cluster.worker_group import PolicyGroup
+from orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
 from orchestrator.controller import Controller, RunComponents, TrainSettings
 from orchestrator.data.curriculum import Curriculum
 from orchestrator.data.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
@@ -23,7 +23,7 @@ from orchestrator.live.control import ControlServer
 from orchestrator.live.scaling import (
     RemovalTimeouts,
     ScaledEngines,
-    ScaledEnvironments,
+    ScaledLinked,
     ScaledRewardWorkers,
     ScaledScorers,
     ScaledWorkers,
@@ -31,8 +31,8 @@ from orchestrator.live.scaling import (
 )
 from orchestrator.reporting.metrics import MetricSinks
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
-from orchestrator.rollouts.environments import EnvironmentPool
 from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
+from orchestrator.rollouts.linked_pool import Callers, LinkedPool, PoolLimits
 from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
 from orchestrator.rollouts.scoring import RewardPool, Scorer, SignalTest, TokenScorer
 from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
@@ -45,10 +45,14 @@ from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_c
 from orchestrator.training.ledger import Ledger
 from orchestrator.training.state import ControllerState
 from orchestrator.training.updates import RolloutUpdates, UpdateSettings
+from workers.contract import roles
 from workers.contract.advantage_state import AdvantageState
+from workers.contract.judges import Judge
 
 CLOSE_TIMEOUT_S = 10.0
 """Timeout for closing one worker."""
+_CONNECT_TIMEOUT_S = 60.0
+"""Timeout for giving an engine the link to the environment."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +88,18 @@ class RolloutRun:
         self._workers = context.workers
         self._data = data
         self._pool = EnginePool(context.workers.engines, self._start_engine, pool_bounds(spec))
-        self._environments = self._environment_pool()
         self._rewards = RewardPool(context.workers.reward, spec.schedule.score_timeout_s)
+        self._environments = self._environment_pool()
+        self._judges = self._judge_pool()
         self._reference = self._reference_scorer()
         self._scaler = self._worker_scaler()
         self._control = ControlServer(out, self._scaler)
 
     async def start(self) -> None:
-        """Connects the engines to the environment, if there is one."""
-        if self._environments is not None:
-            await self._environments.start()
+        """Connects the engines to the environment and the reward workers to the judge, where there are some."""
+        for pool in (self._environments, self._judges):
+            if pool is not None:
+                await pool.start()
 
     async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
@@ -139,8 +145,9 @@ class RolloutRun:
         """Accepts no more changes and starts no more workers."""
         await self._control.close()
         await self._scaler.close()
-        if self._environments is not None:
-            await self._environments.close()
+        for pool in (self._environments, self._judges):
+            if pool is not None:
+                await pool.close()
         await self._pool.close()
 
     def evaluator(self, responses: Path | None = None) -> Evaluator | None:
@@ -200,13 +207,35 @@ class RolloutRun:
             await self._environments.connect(engine)
         return engine
 
-    def _environment_pool(self) -> EnvironmentPool | None:
-        spec, context = self._spec, self._context
-        if spec.roles.environment is None:
+    def _environment_pool(self) -> LinkedPool[roles.Environment, Engine, roles.EnvironmentLink] | None:
+        failures, context = self._spec.failures, self._context
+        if self._spec.roles.environment is None:
             return None
-        bounds = (spec.failures.health_interval_s, spec.failures.environment_restarts)
+
+        async def connect(engine: Engine, link: roles.EnvironmentLink) -> None:
+            await engine.connect_environments(link, _CONNECT_TIMEOUT_S)
+
+        callers = Callers(lambda: self._pool.engines, connect)
+        limits = PoolLimits(failures.health_interval_s, failures.environment_restarts, "environment")
         link, launch = context.cluster.environment_link, context.launcher.replica
-        return EnvironmentPool(self._workers.environments, self._pool, link, launch, *bounds)
+        return LinkedPool(self._workers.environments, callers, link, launch, limits)
+
+    def _judge_pool(self) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge] | None:
+        failures, context, config = self._spec.failures, self._context, self._spec.judge_config()
+        if config is None:
+            return None
+        name = f"{config.model.path} {config.temperature} {config.max_tokens}"
+
+        async def connect(worker: WorkerHandle[roles.Reward], judge: Judge) -> None:
+            # A worker that scores a group answers when it has finished.
+            await worker.call(roles.Reward.connect_judge, self._spec.schedule.score_timeout_s, judge)
+
+        def link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> Judge:
+            return context.cluster.judge_link(name, workers, lost)
+
+        callers = Callers(lambda: self._rewards.workers, connect)
+        limits = PoolLimits(failures.health_interval_s, failures.judge_restarts, "judge")
+        return LinkedPool(self._workers.judges, callers, link, context.launcher.replica, limits)
 
     def _reference_scorer(self) -> TokenScorer | None:
         reference, timeout_s = self._workers.reference, self._spec.schedule.score_timeout_s
@@ -216,15 +245,19 @@ class RolloutRun:
         """The roles of the run that can be scaled."""
         spec, launcher = self._spec, self._context.launcher
         timeouts = RemovalTimeouts(finish_s=spec.schedule.generate_timeout_s, close_s=CLOSE_TIMEOUT_S)
-        roles: dict[RoleName, ScaledWorkers] = {"reward": ScaledRewardWorkers(self._rewards, launcher, timeouts)}
+        scaled: dict[RoleName, ScaledWorkers] = {
+            "reward": ScaledRewardWorkers(self._rewards, launcher, timeouts, self._judges)
+        }
         if "rollout" in spec.roles.scaled():
-            roles["rollout"] = ScaledEngines(self._pool, launcher, timeouts)
+            scaled["rollout"] = ScaledEngines(self._pool, launcher, timeouts)
         if self._reference is not None:
-            roles["reference"] = ScaledScorers(self._reference, launcher, timeouts)
+            scaled["reference"] = ScaledScorers(self._reference, launcher, timeouts)
         if self._environments is not None:
-            roles["environment"] = ScaledEnvironments(self._environments, launcher, timeouts)
+            scaled["environment"] = ScaledLinked(self._environments, launcher, timeouts)
+        if self._judges is not None:
+            scaled["judge"] = ScaledLinked(self._judges, launcher, timeouts)
         file = self._out / RESOLVED_SPEC
-        return WorkerScaler(spec, roles, self._context.console, lambda changed: write_spec(changed, file), str(file))
+        return WorkerScaler(spec, scaled, self._context.console, lambda changed: write_spec(changed, file), str(file))
 
     def _token_scorers(self) -> list[TokenScorer]:
         """The models that score tokens of every group during generation."""

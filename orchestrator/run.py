@@ -33,7 +33,7 @@ from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 
 logger = logging.getLogger(__name__)
 
-_EVALUATION_ROLES = frozenset({"rollout", "reward", "environment"})
+_EVALUATION_ROLES = frozenset({"rollout", "reward", "environment", "judge"})
 """Roles that evaluate on prompts."""
 
 

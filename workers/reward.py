@@ -16,11 +16,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from workers.contract.arrow import pickle_tables
-from workers.contract.config import ENVIRONMENT_REWARD, Device, ModelConfig, RewardConfig, RewardFunctionConfig
+from workers.contract.config import (
+    ENVIRONMENT_REWARD,
+    JUDGE_REWARD,
+    Device,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+)
 from workers.contract.environments import OK, cause_of
+from workers.contract.judges import Judge
 from workers.contract.memory import resident_peak
 from workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
 from workers.data.trajectories import write_evaluation, write_trajectories
+from workers.judges.reward import JudgeReward
 from workers.rewards.environment import EnvironmentReward
 from workers.rewards.runner import Outcome, RewardProcess, Sample
 from workers.rewards.steps import Step, token_counts
@@ -154,13 +163,9 @@ class RewardWorker:
         self.labels = component_labels(config)
         model_weight = (config.model_weight,) if config.model else ()
         self.weights = (*(function.weight for function in config.functions), *model_weight)
-        self._functions = [
-            EnvironmentReward(function)
-            if function.name == ENVIRONMENT_REWARD
-            else RewardProcess(function, config.memory_limit_mib)
-            for function in config.functions
-        ]
+        self._functions = [_component(function, config.memory_limit_mib) for function in config.functions]
         self._processes = [function for function in self._functions if isinstance(function, RewardProcess)]
+        self._judges = [function for function in self._functions if isinstance(function, JudgeReward)]
         self._model: RewardModel | None = None
         self._gives_steps = any(function.process for function in config.functions)
         self._splits_text = any(f.process and f.name != ENVIRONMENT_REWARD for f in config.functions)
@@ -171,12 +176,12 @@ class RewardWorker:
 
         Raises:
             RewardFunctionError: a function cannot be loaded.
-            ValueError, OSError: the reward model or the policy's tokenizer cannot be loaded.
+            ValueError, OSError: the reward model or the policy's tokenizer cannot be loaded, or a judge's cache or key.
         """
         try:
             if self._splits_text:
                 self._tokenizer = _load_tokenizer(self.policy)
-            for process in self._processes:
+            for process in (*self._processes, *self._judges):
                 process.start()
             if self.config.model is not None and self._model is None:
                 import torch
@@ -190,6 +195,11 @@ class RewardWorker:
             self.close()
             raise
         return self.health()
+
+    def connect_judge(self, judge: Judge) -> None:
+        """Ask this judge from now on, where a function names no endpoint."""
+        for function in self._judges:
+            function.connect(judge)
 
     def score(self, rollouts: pa.Table) -> tuple[RewardSummary, pa.Table]:
         """Score one group: from a ROLLOUTS table to a REWARDS table with one row per sample, in order of sample_index.
@@ -244,7 +254,7 @@ class RewardWorker:
 
     def close(self) -> None:
         """End the functions' processes and release the model."""
-        for process in self._processes:
+        for process in (*self._processes, *self._judges):
             process.close()
         self._model = None
         self._tokenizer = None
@@ -291,6 +301,16 @@ class RewardWorker:
         if self._model is None:
             raise RuntimeError(f"{self.name}: the reward model is not loaded; call start() first")
         return self._model
+
+
+def _component(
+    function: RewardFunctionConfig, memory_limit_mib: int
+) -> EnvironmentReward | JudgeReward | RewardProcess:
+    if function.name == ENVIRONMENT_REWARD:
+        return EnvironmentReward(function)
+    if function.name == JUDGE_REWARD:
+        return JudgeReward(function)
+    return RewardProcess(function, memory_limit_mib)
 
 
 def _load_tokenizer(policy: ModelConfig | None) -> Any:

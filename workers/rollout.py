@@ -37,7 +37,7 @@ from workers.data.tokenizer import load_chat_tokenizer
 from workers.engine.errors import EngineClosed, EngineDead, engine_dead
 from workers.engine.process import forked_engines
 from workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
-from workers.engine.settings import engine_args, set_environment
+from workers.engine.settings import engine_args, set_environment, structured_outputs
 from workers.engine.tool_calls import tool_parser
 from workers.episodes.episode import EpisodeRunner, Played
 from workers.episodes.reader import TurnReader, read_row
@@ -486,4 +486,5 @@ class RolloutWorker:
             flat_logprobs=True,
             detokenize=bool(stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=structured_outputs(sampling.structured),
         )

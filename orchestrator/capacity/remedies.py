@@ -28,9 +28,9 @@ def remedy(spec: RunSpec, role: str, room: int, where: str, sizes: Sizes) -> str
     if rank is not None and where == "gpu":
         found = list(remedies(role, rank, room))
         return ", or ".join(found[:2]) if found else "no setting makes it fit; use larger GPUs or a smaller model"
-    if role == "rollout":
+    if role in ("rollout", "judge"):
         # On a GPU the setting decides what an engine takes; a buffer for new weights is added to that.
-        return f"lower roles.rollout.{'gpu_memory_utilization' if where == 'gpu' else 'kv_cache_gib, or its workers'}"
+        return f"lower roles.{role}.{'gpu_memory_utilization' if where == 'gpu' else 'kv_cache_gib, or its workers'}"
     if rank is not None and rank.gpu:
         return f"place fewer of roles.{role}.workers on a node, or use nodes with more memory"
     if role in ("policy", "critic", "reference", "reward"):

@@ -92,7 +92,11 @@ def worker_memory(spec: RunSpec, seat: Seated, gpu: int, sizes: Sizes) -> tuple[
         return _of_reference(spec, seat, sizes), None
 
     def on_rollouts(spec: RolloutSpec) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
-        return _of_engine(spec, seat, gpu, sizes) if seat.role == "rollout" else (_of_reward(spec, seat, sizes), None)
+        if seat.role == "rollout":
+            return _of_engine(spec, seat, gpu, sizes)
+        if seat.role == "judge":
+            return _of_judge(spec, seat, gpu, sizes)
+        return _of_environment(seat) if seat.role == "environment" else _of_reward(spec, seat, sizes), None
 
     return spec.dispatch(on_rollouts, lambda _: ((), None))
 
@@ -123,6 +127,21 @@ def _of_engine(
     transfer = 2 * TRANSFER_BUFFER if config.transfer_backend == "nccl" else 0
     on_gpu = gpu if config.device == "cuda" else None
     return engine(seat.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS, transfer)
+
+
+def _of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
+    config = spec.judge_config()
+    size = None if config is None else sizes.of(config.model)
+    if config is None or size is None:
+        return (), None
+    on_gpu = gpu if config.device == "cuda" else None
+    return engine(seat.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS)
+
+
+def _of_environment(seat: Seated) -> tuple[WorkerMemory, ...]:
+    """Memory of an environment worker, without what its episodes allocate."""
+    parts = (Part("functions", FUNCTION_PROCESS), Part("process", REWARD_PROCESS))
+    return (WorkerMemory(seat.worker, "host", parts),)
 
 
 def _of_reward(spec: RolloutSpec, seat: Seated, sizes: Sizes) -> tuple[WorkerMemory, ...]:

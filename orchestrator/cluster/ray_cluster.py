@@ -21,11 +21,12 @@ from orchestrator.capacity.placement import Node, Placement, Seat, fit, misfit
 from orchestrator.cluster import ray_nodes
 from orchestrator.cluster.environment_link import ActorEnvironments
 from orchestrator.cluster.event_loop import within
+from orchestrator.cluster.judge_link import ActorJudges
 from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import DataLost, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from orchestrator.reporting.metrics import PeakMemory
 from workers.contract.messages import WorkerGone
-from workers.contract.roles import Engine, Environment, Reply, TableRef, Worker
+from workers.contract.roles import Engine, Environment, JudgeEngine, Reply, TableRef, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +228,11 @@ class Cluster:
     def environment_link(workers: Sequence[WorkerHandle[Environment]], lost: str) -> ActorEnvironments:
         """The engines' link to environment workers; `lost`: why there will be none again, or empty."""
         return ActorEnvironments({w.name: w.actor for w in workers if isinstance(w, ActorWorker)}, lost)
+
+    @staticmethod
+    def judge_link(name: str, workers: Sequence[WorkerHandle[JudgeEngine]], lost: str) -> ActorJudges:
+        """The reward workers' link to judge workers; `name`: the model and its settings."""
+        return ActorJudges(name, {w.name: w.actor for w in workers if isinstance(w, ActorWorker)}, lost)
 
     async def prepare_nodes(
         self, function: Callable[P, object], timeout_s: float, *args: P.args, **_: P.kwargs

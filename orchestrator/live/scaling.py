@@ -20,7 +20,7 @@ from orchestrator.errors import TroupeError, UsageError
 from orchestrator.live.diff import changed, differences
 from orchestrator.reporting.console import Console
 from orchestrator.rollouts.engine_pool import EnginePool
-from orchestrator.rollouts.environments import EnvironmentPool
+from orchestrator.rollouts.linked_pool import LinkedPool
 from orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.spec.sections import AutoscaleConfig, RoleName
@@ -39,7 +39,7 @@ class ReplicaLauncher(Protocol):
         ...
 
     async def replica(self, name: str) -> WorkerHandle:
-        """Start a reward, reference or environment worker on its reserved resources. Raises WorkerError."""
+        """Start a reward, reference, environment or judge worker on its reserved resources. Raises WorkerError."""
         ...
 
     async def dismiss(self, name: str, timeout_s: float) -> None:
@@ -130,9 +130,17 @@ class ScaledEngines(ScaledWorkers):
 class ScaledRewardWorkers(ScaledWorkers):
     """Reward workers. Groups that a removed worker does not score in time are rescheduled on the others."""
 
-    def __init__(self, pool: RewardPool, launcher: ReplicaLauncher, timeouts: RemovalTimeouts) -> None:
+    def __init__(
+        self,
+        pool: RewardPool,
+        launcher: ReplicaLauncher,
+        timeouts: RemovalTimeouts,
+        judges: LinkedPool[Any, Any, Any] | None = None,
+    ) -> None:
+        """`judges`: connected to every new worker."""
         super().__init__(launcher, timeouts)
         self._pool = pool
+        self._judges = judges
 
     @property
     def names(self) -> list[str]:
@@ -140,7 +148,10 @@ class ScaledRewardWorkers(ScaledWorkers):
         return self._pool.names
 
     async def _join(self, name: str) -> None:
-        self._pool.join(await self._launcher.replica(name))
+        worker = await self._launcher.replica(name)
+        if self._judges is not None:
+            await self._judges.connect(worker)
+        self._pool.join(worker)
 
     async def _drain(self, name: str) -> None:
         try:
@@ -149,10 +160,10 @@ class ScaledRewardWorkers(ScaledWorkers):
             logger.warning("%s is removed with unfinished work after %g s", name, self._timeouts.finish_s)
 
 
-class ScaledEnvironments(ScaledWorkers):
-    """Environment workers. Episodes that a removed worker does not end in time start again on the others."""
+class ScaledLinked(ScaledWorkers):
+    """Environment or judge workers. What a removed worker does not end in time starts again on the others."""
 
-    def __init__(self, pool: EnvironmentPool, launcher: ReplicaLauncher, timeouts: RemovalTimeouts) -> None:
+    def __init__(self, pool: LinkedPool[Any, Any, Any], launcher: ReplicaLauncher, timeouts: RemovalTimeouts) -> None:
         super().__init__(launcher, timeouts)
         self._pool = pool
 

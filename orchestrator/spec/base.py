@@ -28,7 +28,7 @@ from orchestrator.spec.sections import (
 from workers.contract.config import Device, Frozen, ModelConfig, ReferenceConfig
 
 WorkerKind = Literal[
-    "rollout", "policy", "critic", "reference", "reward", "environment", "example_policy", "reward_trainer"
+    "rollout", "policy", "critic", "reference", "reward", "environment", "judge", "example_policy", "reward_trainer"
 ]
 """The worker classes that a spec can ask for."""
 

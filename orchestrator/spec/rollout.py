@@ -33,6 +33,7 @@ from workers.contract.config import (
     EngineConfig,
     EnvironmentConfig,
     EpisodeConfig,
+    JudgeConfig,
     ModelConfig,
     PolicyConfig,
     RewardConfig,
@@ -167,6 +168,21 @@ class RolloutSpec(RunSpec, frozen=True):
         role = self.roles.environment
         return None if role is None else role.part(EnvironmentConfig)
 
+    def judge_config(self) -> JudgeConfig | None:
+        """Configuration of each judge worker; None without a judge."""
+        role = self.roles.judge
+        if role is None:
+            return None
+        engine = role.worker_config(EngineConfig)
+        return JudgeConfig(
+            model=role.model,
+            engine=engine,
+            max_tokens=role.max_tokens,
+            temperature=role.temperature,
+            structured=role.structured,
+            device=role.device,
+        )
+
     def policy_config(self) -> PolicyConfig:
         """Configuration of each policy rank."""
         role = self.roles.policy
@@ -247,6 +263,11 @@ class RolloutSpec(RunSpec, frozen=True):
             if environment is None:
                 raise KeyError(role)
             return WorkerSettings("environment", (environment,), 1, "cpu", concurrent=True)
+        if role == "judge":
+            judge = self.judge_config()
+            if judge is None:
+                raise KeyError(role)
+            return WorkerSettings("judge", (judge,), judge.engine.threads, judge.device, concurrent=True)
         config, device = self.reward_config(), self.roles.reward.device
         return WorkerSettings("reward", (config,), config.threads, device, extra=(device, self.model))
 
@@ -258,6 +279,7 @@ class RolloutSpec(RunSpec, frozen=True):
             "roles.critic.model": roles.critic.model if roles.critic is not None else None,
             "roles.reference.model": roles.reference.model if roles.reference is not None else None,
             "roles.reward.model": roles.reward.model,
+            "roles.judge.model": roles.judge.model if roles.judge is not None else None,
         }
         return {path: model for path, model in sections.items() if model is not None}
 

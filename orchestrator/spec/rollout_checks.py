@@ -11,8 +11,15 @@ from orchestrator.spec.checks import INSIDE_ANOTHER, changed, evaluation_problem
 from orchestrator.spec.environment_checks import environment_problems
 from orchestrator.spec.preflight import Finding
 from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.sections import ReasoningGymSource, RolloutRole
-from workers.contract.config import REWARD_FUNCTIONS, STEP_ESTIMATORS, STEP_FUNCTIONS, RewardFunctionConfig
+from orchestrator.spec.sections import JudgeRole, ReasoningGymSource, RolloutRole
+from workers.contract.config import (
+    JUDGE_REWARD,
+    MIN_TEMPERATURE,
+    REWARD_FUNCTIONS,
+    STEP_ESTIMATORS,
+    STEP_FUNCTIONS,
+    RewardFunctionConfig,
+)
 
 COLOCATIONS = {"reference": "policy", "rollout": "policy"}
 """Which role can be colocated with which."""
@@ -206,21 +213,23 @@ def _devices(spec: RolloutSpec) -> Iterator[Finding]:
     for name, role in spec.roles.present().items():
         if name in ("rollout", "critic") and (role.gpus > 0) != on_gpu:
             yield f"roles.{name}.gpus", f"{name} and policy must both run on GPUs or both on the CPU"
-        if name != "rollout" and role.gpus > 1:
+        if name not in ("rollout", "judge") and role.gpus > 1:
             yield f"roles.{name}.gpus", f"a {name} worker uses one GPU; raise workers instead"
     if spec.roles.reward.gpus > 0 and spec.roles.reward.model is None:
         yield "roles.reward.gpus", "reward functions run on the CPU; only a reward model uses a GPU"
-    yield from _engine_devices(spec.roles.rollout)
+    yield from _engine_devices("rollout", spec.roles.rollout)
+    if spec.roles.judge is not None:
+        yield from _engine_devices("judge", spec.roles.judge)
 
 
-def _engine_devices(rollout: RolloutRole) -> Iterator[Finding]:
-    ranks = rollout.tensor_parallel_size
-    if rollout.gpus == 0 and ranks > 1 and rollout.cpus < ranks:
-        yield "roles.rollout.cpus", f"tensor_parallel_size {ranks} on the CPU needs at least {ranks} cores"
-    if rollout.gpus > 0 and ranks > 1 and rollout.gpus != ranks:
-        yield "roles.rollout.gpus", f"must equal tensor_parallel_size, {ranks}, got {rollout.gpus:g}"
-    if rollout.gpus > 1 and ranks == 1:
-        yield "roles.rollout.gpus", "an engine with tensor_parallel_size 1 uses one GPU; raise workers or that"
+def _engine_devices(name: str, role: RolloutRole | JudgeRole) -> Iterator[Finding]:
+    ranks = role.tensor_parallel_size
+    if role.gpus == 0 and ranks > 1 and role.cpus < ranks:
+        yield f"roles.{name}.cpus", f"tensor_parallel_size {ranks} on the CPU needs at least {ranks} cores"
+    if role.gpus > 0 and ranks > 1 and role.gpus != ranks:
+        yield f"roles.{name}.gpus", f"must equal tensor_parallel_size, {ranks}, got {role.gpus:g}"
+    if role.gpus > 1 and ranks == 1:
+        yield f"roles.{name}.gpus", "an engine with tensor_parallel_size 1 uses one GPU; raise workers or that"
 
 
 def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
@@ -259,6 +268,26 @@ def _reward(spec: RolloutSpec) -> Iterator[Finding]:
             yield f"{path}.batched", f"{function.name} takes one response at a time; remove it"
         if function.process:
             yield from _process(spec, f"{path}.process", function)
+    yield from _judge(spec)
+
+
+def _judge(spec: RolloutSpec) -> Iterator[Finding]:
+    """The function `judge` without a judge, or a judge without the function."""
+    functions = spec.roles.reward.functions
+    asking = [n for n, f in enumerate(functions) if f.name == JUDGE_REWARD and not f.args.get("endpoint")]
+    judge = spec.roles.judge
+    if judge is None:
+        for index in asking:
+            why = "needs a role `judge`, or args.endpoint with the url and the model of one"
+            yield f"roles.reward.functions.{index}.name", why
+        return
+    if not asking:
+        yield "roles.judge", "no reward function asks it: add the function `judge`, or remove the role"
+    if judge.max_tokens >= judge.max_model_len:
+        limit = f"roles.judge.max_model_len, {judge.max_model_len}"
+        yield "roles.judge.max_tokens", f"leaves no room for a question: must be less than {limit}"
+    if 0.0 < judge.temperature < MIN_TEMPERATURE:
+        yield "roles.judge.temperature", f"must be 0 (greedy) or at least {MIN_TEMPERATURE}: vLLM has none between"
 
 
 def _label(function: RewardFunctionConfig) -> str:

@@ -18,12 +18,13 @@ from workers.contract.config import (
     Frozen,
     ModelConfig,
     RewardConfig,
+    StructuredConfig,
     TrainerConfig,
 )
 
 ConfigT = TypeVar("ConfigT", bound=Frozen)
 
-RoleName = Literal["rollout", "policy", "critic", "reference", "reward", "environment"]
+RoleName = Literal["rollout", "policy", "critic", "reference", "reward", "environment", "judge"]
 _LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
 LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
 LabelValue = Annotated[str, Field(pattern=_LABEL)]
@@ -141,6 +142,19 @@ class EnvironmentRole(EnvironmentConfig, ScaledRole):
         return config(**{name: dict(self)[name] for name in config.model_fields})
 
 
+class JudgeRole(EngineConfig, ScaledRole):
+    """Workers that answer the reward function `judge`: one vLLM engine with a frozen model each."""
+
+    model: ModelConfig
+    """The model, with a chat template."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Longest answer, in tokens. It must fit `max_model_len` beside the question."""
+    temperature: float = Field(default=0.0, ge=0.0)
+    """Softmax temperature; 0: greedy."""
+    structured: StructuredConfig | None = None
+    """A form that every answer has, such as `regex: "Score: (10|[0-9])"` for a small model; null: any text."""
+
+
 class RolesConfig(Frozen):
     """The worker roles."""
 
@@ -157,6 +171,10 @@ class RolesConfig(Frozen):
     environment: EnvironmentRole | None = None
     """The environment that the policy acts in over several turns; null: a sample is one response to its prompt."""
 
+    judge: JudgeRole | None = None
+    """A language model that scores responses for the reward function `judge`; null: it has an endpoint, or is not
+    used."""
+
     def present(self) -> dict[RoleName, RoleResources]:
         """The roles this spec has, by name."""
         roles: dict[RoleName, RoleResources | None] = {
@@ -166,6 +184,7 @@ class RolesConfig(Frozen):
             "reference": self.reference,
             "reward": self.reward,
             "environment": self.environment,
+            "judge": self.judge,
         }
         return {name: role for name, role in roles.items() if role is not None}
 
@@ -176,6 +195,7 @@ class RolesConfig(Frozen):
             "reference": self.reference,
             "reward": self.reward,
             "environment": self.environment,
+            "judge": self.judge,
         }
         return {name: role for name, role in roles.items() if role is not None and role.colocate_with is None}
 
@@ -507,6 +527,8 @@ class FailureConfig(BaseFailures):
     """Restarts of rollout engines that are tolerated over the whole run."""
     environment_restarts: int = Field(default=10, ge=0)
     """Restarts of environment workers that are tolerated over the whole run."""
+    judge_restarts: int = Field(default=3, ge=0)
+    """Restarts of judge workers that are tolerated over the whole run."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts at a group before it is dropped."""
     max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0)

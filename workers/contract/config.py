@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 CPU_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment variables of a process that computes on the CPU. With them, a waiting OpenMP thread sleeps. By default it
@@ -69,6 +69,25 @@ class ModelConfig(Frozen):
         return self.float32_head and self.dtype == "bfloat16"
 
 
+class StructuredConfig(Frozen):
+    """A form that every response has: tokens that would leave it are not sampled (vLLM's structured outputs)."""
+
+    regex: str | None = Field(default=None, min_length=1)
+    """A regular expression that the whole response matches."""
+    choice: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """The response is one of these texts."""
+    json_schema: dict[str, Any] | None = None
+    """The response is JSON that conforms to this schema."""
+    grammar: str | None = Field(default=None, min_length=1)
+    """A context-free grammar in EBNF that the response conforms to."""
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> StructuredConfig:
+        if sum(value is not None for _, value in self) != 1:
+            raise ValueError(f"set one of {', '.join(type(self).model_fields)}")
+        return self
+
+
 class SamplingConfig(Frozen):
     """Sampling for training. Truncated sampling (top-p, top-k) is available in evaluation only, because it would make
     the sampled distribution differ from the one that is trained."""
@@ -80,6 +99,10 @@ class SamplingConfig(Frozen):
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the model's end-of-sequence token. The response includes them: they are
     scored and trained."""
+    structured: StructuredConfig | None = None
+    """A form that every response (of an episode: every turn) has; null: any text. Log-probs of samples are then those
+    among the permitted tokens, and the importance weight of a token is the probability that the policy gives to all
+    permitted ones."""
 
 
 class EvalSampling(Frozen):
@@ -179,8 +202,12 @@ class TrainerConfig(OptimizerConfig):
 ENVIRONMENT_REWARD = "environment"
 """Name of the reward component that the environment gives, the sum over an episode's turns."""
 
+JUDGE_REWARD = "judge"
+"""Name of the reward component that a language model gives."""
+
 REWARD_FUNCTIONS = (
     ENVIRONMENT_REWARD,
+    JUDGE_REWARD,
     "exact_match",
     "last_number",
     "numeric",
@@ -192,7 +219,7 @@ REWARD_FUNCTIONS = (
     "equations",
     "python_tests",
 )
-"""Names of the built-in reward functions; each but `environment` is implemented in `workers/rewards/`."""
+"""Built-in reward functions. `judge` is in `workers/judges/`, those of a response in `workers/rewards/`."""
 
 STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
 """Built-in reward functions that can return process rewards."""
@@ -206,11 +233,12 @@ class RewardFunctionConfig(Frozen):
 
     name: str = Field(min_length=1)
     """A built-in function (exact_match, numeric, regex, length, reasoning_gym, equations, python_tests,
-    ...) or `package.module:function`."""
+    judge, ...) or `package.module:function`."""
     weight: float = 1.0
     """The sample's reward is the weighted sum of its components."""
     timeout_s: float = Field(default=5.0, gt=0.0)
-    """A call that takes longer makes the sample fail; it never becomes a reward."""
+    """A call that takes longer makes the sample fail; it never becomes a reward. For `judge`: the time in which all
+    samples of a group are judged."""
     batched: bool = False
     """True: the function is called once for a group, with lists of responses, answers and metadata, and returns a list
     with one result per response; None in it fails that sample. False: it is called for each response, and for all of
@@ -240,6 +268,20 @@ class RewardConfig(Frozen):
     """Maximum memory that the process of one reward function may allocate, in MiB."""
     threads: int = Field(default=0, ge=0)
     """Compute threads of the reward model (CPU only). 0: as many as the role's `cpus`, at least one."""
+
+
+class JudgeConfig(Frozen):
+    """Configuration of one judge worker."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    max_tokens: int
+    """Longest answer, in tokens."""
+    temperature: float
+    """0: greedy."""
+    structured: StructuredConfig | None
+    """A form that every answer has."""
+    device: Device
 
 
 ENVIRONMENTS = ("agent", "guess_number", "retry", "single_turn", "tools")

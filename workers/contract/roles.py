@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from workers.contract.config import Rendezvous
 from workers.contract.environments import EpisodeReply, Message, Row
+from workers.contract.judges import Judge, JudgeAnswer
 from workers.contract.messages import (
     GroupRequest,
     GroupSummary,
@@ -107,7 +108,23 @@ class EnvironmentLink(Protocol):
         ...
 
 
-class Environment(Replica, Protocol):
+class Watched(Replica, Protocol):
+    """A worker that other workers call, and that the controller watches."""
+
+    def watch(self, seconds: float) -> Reply[bool]:
+        """Whether the worker still serves; answers as soon as it does not, else after `seconds`."""
+        ...
+
+
+class JudgeEngine(Watched, Protocol):
+    """A judge worker: one vLLM engine with a frozen model."""
+
+    def answer(self, questions: Sequence[list[Message]]) -> Reply[list[JudgeAnswer]]:
+        """Answers questions, each a conversation."""
+        ...
+
+
+class Environment(Watched, Protocol):
     """An environment worker: episodes of one environment."""
 
     def begin(self, episode: str, row: Row) -> Reply[EpisodeReply]:
@@ -120,10 +137,6 @@ class Environment(Replica, Protocol):
 
     def end(self, episode: str) -> Reply[None]:
         """Closes an episode."""
-        ...
-
-    def watch(self, seconds: float) -> Reply[bool]:
-        """Whether the worker can still start episodes; answers as soon as it cannot, else after `seconds`."""
         ...
 
 
@@ -165,6 +178,10 @@ class Engine(Replica, Protocol):
 
 class Reward(Replica, Protocol):
     """A reward worker: reward functions, a reward model or both."""
+
+    def connect_judge(self, judge: Judge) -> Reply[None]:
+        """Asks this judge from now on."""
+        ...
 
     def score(self, rollouts: TableRef) -> Reply[tuple[RewardSummary, TableRef]]:
         """Scores one group; returns its rewards by sample and a REWARDS table."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from workers.contract.config import RolloutConfig, TransferBackend
+from workers.contract.config import RolloutConfig, StructuredConfig, TransferBackend
 from workers.engine.process import import_ahead
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import StructuredOutputsParams
 
 SHM_BACKEND = "troupe_shm"
 """vLLM's name for the shared-memory transfer engine of `workers.weights.vllm_transfer`."""
@@ -79,6 +80,16 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         disable_log_stats=False,  # the timings of each sample come from them
         **_device_args(config),
     )
+
+
+def structured_outputs(config: StructuredConfig | None) -> StructuredOutputsParams | None:
+    """vLLM's constraint of one request, which keeps state; None: any text."""
+    if config is None:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    choice = None if config.choice is None else list(config.choice)
+    return StructuredOutputsParams(json=config.json_schema, regex=config.regex, choice=choice, grammar=config.grammar)
 
 
 def _device_args(config: RolloutConfig) -> dict[str, Any]:

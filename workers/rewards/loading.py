@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from workers.contract import naming
-from workers.contract.config import ENVIRONMENT_REWARD
+from workers.contract.config import ENVIRONMENT_REWARD, JUDGE_REWARD
+from workers.judges.rubric import JudgeError, read_args
 
 SHIPPED = {
     "equations": "workers.rewards.equations:equations",
@@ -42,6 +43,8 @@ def locate(name: str) -> tuple[str, str]:
     """
     if name == ENVIRONMENT_REWARD:
         raise RewardFunctionError("environment: the sum of an environment's rewards is no function of a response")
+    if name == JUDGE_REWARD:
+        raise RewardFunctionError("judge: a judge is asked by roles.reward only")
     try:
         return naming.locate(name, SHIPPED, "reward function", "package.module:function")
     except naming.NameProblem as error:
@@ -102,6 +105,9 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
         if function["name"] == ENVIRONMENT_REWARD:  # a column of the rollouts, no function
             yield ("args", "environment takes no arguments") if function["args"] else ("", "")
             continue
+        if function["name"] == JUDGE_REWARD:
+            yield _judge_problem(function["args"])
+            continue
         try:
             load(function["name"], function["args"])
         except RewardArgumentsError as error:
@@ -110,3 +116,11 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
             yield "name", str(error)
         else:
             yield "", ""
+
+
+def _judge_problem(args: Mapping[str, Any]) -> tuple[str, str]:
+    try:
+        read_args(args)
+    except JudgeError as error:
+        return "args", f"judge: {error}"
+    return "", ""

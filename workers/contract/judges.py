@@ -1,0 +1,31 @@
+"""What reward workers and judges say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from workers.contract.environments import Message
+
+
+@dataclass(frozen=True)
+class JudgeAnswer:
+    """Answer to one question."""
+
+    text: str = ""
+    failure: str = ""
+    """Why there is no answer; empty: there is one."""
+
+
+class Judge(Protocol):
+    """Something that answers questions about responses."""
+
+    @property
+    def name(self) -> str:
+        """The model and its settings: answers of judges with the same name are the same."""
+        ...
+
+    def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
+        """One answer to each question, each within the timeout. Raises nothing but what ends the worker."""
+        ...

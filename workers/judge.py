@@ -1,0 +1,86 @@
+"""The judge worker: one vLLM engine with a frozen model that answers questions about responses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from workers.contract.config import MIN_TEMPERATURE, JudgeConfig, RolloutConfig, SamplingConfig
+from workers.contract.environments import Message
+from workers.contract.judges import JudgeAnswer
+from workers.contract.messages import PROMPTS, GroupRequest, WorkerHealth
+from workers.engine.errors import EngineClosed, EngineDead
+from workers.rollout import RolloutWorker
+
+_WATCH_S = 1.0
+
+
+class JudgeWorker:
+    """Answers questions with the model of the role `judge`, which stays as it is."""
+
+    def __init__(self, config: JudgeConfig, name: str) -> None:
+        self._config = config
+        sampling = SamplingConfig(
+            temperature=config.temperature or MIN_TEMPERATURE,
+            max_tokens=config.max_tokens,
+            structured=config.structured,
+        )
+        rollout = RolloutConfig(
+            model=config.model,
+            engine=config.engine,
+            sampling=sampling,
+            seed=0,
+            transfer_backend="shm",
+            device=config.device,
+        )
+        self._engine = RolloutWorker(rollout, name)
+
+    async def start(self) -> WorkerHealth:
+        """Load the model. Raises what `RolloutWorker.start` raises."""
+        return await self._engine.start()
+
+    async def answer(self, questions: Sequence[list[Message]]) -> list[JudgeAnswer]:
+        """Answer questions; one that does not fit the model is a failure.
+
+        Raises:
+            EngineClosed: the engine does not serve.
+            EngineDead: the engine's process has ended.
+        """
+        rows = [
+            {"row": row, "messages": json.dumps(question), "answer": "", "metadata": "{}", "origin": "question"}
+            for row, question in enumerate(questions)
+        ]
+        table = pa.Table.from_pylist(rows, schema=PROMPTS)
+        return list(await asyncio.gather(*(self._answer(row, table) for row in range(len(rows)))))
+
+    async def _answer(self, row: int, questions: pa.Table) -> JudgeAnswer:
+        # The seed is the same for all: an answer depends on its question alone.
+        request = GroupRequest("judge", row, 0, 1, seed=0, greedy=self._config.temperature == 0)
+        summary, table = await self._engine.generate(request, questions)
+        if summary.refused:
+            return JudgeAnswer(failure=summary.refused)
+        text = str(table["response"][0].as_py())
+        return JudgeAnswer(text) if text.strip() else JudgeAnswer(failure="an empty answer")
+
+    async def health(self) -> WorkerHealth:
+        """Health of the engine. Raises EngineClosed, EngineDead."""
+        return await self._engine.health()
+
+    async def watch(self, seconds: float) -> bool:
+        """Whether the engine serves; answers as soon as it does not, else after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                await self._engine.health()
+            except (EngineClosed, EngineDead):
+                return False
+            await asyncio.sleep(min(_WATCH_S, left))
+        return True
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        await self._engine.close()

@@ -1,0 +1,1 @@
+"""Judges: language models that score responses by a rubric."""

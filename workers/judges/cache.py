@@ -1,0 +1,49 @@
+"""Answers of judges, kept so that the same question is asked once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+
+from workers.contract.environments import Message
+
+_BUSY_S = 30.0
+
+
+class AnswerCache:
+    """Answers by question, in an SQLite file that several workers and runs can share."""
+
+    def __init__(self, path: str = "") -> None:
+        """`path`: the file, which is created; empty: in memory. Raises OSError."""
+        try:
+            # Groups are scored on a thread of their own, one after another.
+            self._database = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, check_same_thread=False)
+            with self._database:
+                self._database.execute("CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, answer TEXT)")
+        except sqlite3.Error as error:
+            raise OSError(f"the cache of judges' answers {path} cannot be opened: {error}") from error
+
+    def find(self, questions: Iterable[str]) -> dict[str, str]:
+        """The answers that are known, by question."""
+        found = {}
+        for question in questions:
+            row = self._database.execute("SELECT answer FROM answers WHERE question = ?", (question,)).fetchone()
+            if row is not None:
+                found[question] = row[0]
+        return found
+
+    def add(self, answers: Mapping[str, str]) -> None:
+        """Keep answers; those that are there already stay."""
+        with self._database:
+            self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", answers.items())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+
+def question_key(judge: str, question: Sequence[Message]) -> str:
+    """Name of a question to a judge: equal for equal questions."""
+    return hashlib.sha256(json.dumps([judge, *question], sort_keys=True).encode()).hexdigest()

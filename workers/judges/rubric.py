@@ -1,0 +1,134 @@
+"""What a judge is asked, and how its score is read."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError, field_validator, model_validator
+
+from workers.contract.config import Frozen
+from workers.contract.environments import Message
+
+if TYPE_CHECKING:
+    from workers.rewards.runner import Sample
+
+FIELDS = ("prompt", "response", "answer")
+"""What a template can contain."""
+_TEMPLATE = "<task>\n{prompt}\n</task>\n\n<response>\n{response}\n</response>"
+_TEMPLATE_WITH_ANSWER = _TEMPLATE + "\n\n<reference_answer>\n{answer}\n</reference_answer>"
+_SCORE = re.compile(r"score\W{0,5}[:=]\W{0,5}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+
+
+class JudgeError(ValueError):
+    """The arguments of a judge cannot be used, or it gave no score."""
+
+
+class HttpJudgeConfig(Frozen):
+    """A model behind an endpoint that speaks OpenAI's chat-completions protocol."""
+
+    url: str
+    """Address of the endpoint, such as `https://api.openai.com/v1`."""
+    model: str
+    """Name of the model."""
+    api_key_variable: str = ""
+    """Environment variable of the reward workers with the key; empty: the endpoint needs none."""
+    temperature: float | None = 0.0
+    """Sampling temperature; None: the endpoint's own."""
+    max_tokens: int = 512
+    """Longest answer."""
+    concurrency: int = 16
+    """Most requests of one reward worker at the same time."""
+    retries: int = 4
+    """Repetitions of a request that was refused for load (429), failed (5xx) or lost, with exponential back-off."""
+
+
+class JudgeArgs(Frozen):
+    """Arguments of the reward function `judge`."""
+
+    rubric: str
+    """What to judge by. How to write the score is added to it."""
+    scale: tuple[float, float] = (0.0, 10.0)
+    """Lowest and highest score; the reward is the score's position between them, from 0 to 1."""
+    template: str = ""
+    """What the judge reads, with `{prompt}`, `{response}` and `{answer}`. Empty: the task, the response, and the
+    reference answer where the data has one."""
+    endpoint: HttpJudgeConfig | None = None
+    """The model to ask; None: the role `judge`."""
+    cache: str = ""
+    """SQLite file with answers, which are used again for the same question; empty: a memory of each worker."""
+    max_requests: int | None = None
+    """Most questions that one reward worker asks; None: no bound."""
+
+    @field_validator("rubric")
+    @classmethod
+    def _has_text(cls, rubric: str) -> str:
+        if not rubric.strip():
+            raise ValueError("is empty")
+        return rubric
+
+    @field_validator("template")
+    @classmethod
+    def _names_fields(cls, template: str) -> str:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        if unknown := [name for name in names if name not in FIELDS]:
+            raise ValueError(f"has no field {{{unknown[0]}}}; it can have {', '.join(FIELDS)}; write {{{{ for a brace")
+        if template and "response" not in names:
+            raise ValueError("needs {response}")
+        return template
+
+    @model_validator(mode="after")
+    def _has_scale(self) -> JudgeArgs:
+        if not self.scale[0] < self.scale[1]:
+            raise ValueError(f"scale: the lowest score must come first, got {self.scale}")
+        return self
+
+    def conversation(self, sample: Sample) -> list[Message]:
+        """The question about a sample."""
+        low, high = self.scale
+        how = f"End your answer with a line `Score: N`, where N is a number from {low:g} to {high:g}."
+        template = self.template or (_TEMPLATE_WITH_ANSWER if sample.answer else _TEMPLATE)
+        fields = {"prompt": _said(sample.messages), "response": _response(sample), "answer": sample.answer}
+        system = {"role": "system", "content": f"{self.rubric.strip()}\n\n{how}"}
+        return [system, {"role": "user", "content": template.format_map(fields)}]
+
+    def reward(self, answer: str) -> float:
+        """The reward in a judge's answer, from 0 to 1. Raises JudgeError where there is no score, or one off scale."""
+        found = _SCORE.findall(answer)
+        if not found:
+            raise JudgeError("no score in its answer")
+        low, high = self.scale
+        score = float(found[-1])
+        if not low <= score <= high:
+            raise JudgeError(f"a score of {score:g} is not on the scale from {low:g} to {high:g}")
+        return (score - low) / (high - low)
+
+
+def read_args(args: Mapping[str, Any]) -> JudgeArgs:
+    """Arguments of the function in a spec. Raises JudgeError."""
+    try:
+        return JudgeArgs.model_validate(args)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        text = str(first["msg"]).removeprefix("Value error, ")
+        raise JudgeError(f"{place}: {text}" if place else text) from error
+
+
+def _said(messages: str) -> str:
+    """The prompt as text; a single message stands alone."""
+    turns = json.loads(messages)
+    if len(turns) == 1:
+        return str(turns[0]["content"])
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+
+def _response(sample: Sample) -> str:
+    """The response, or all that was said after the prompt of an episode."""
+    if not sample.conversation:
+        return sample.response
+    turns, asked = json.loads(sample.conversation), len(json.loads(sample.messages))
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns[asked:])
