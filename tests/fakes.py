@@ -29,6 +29,7 @@ from orchestrator.training.ledger import Ledger
 from orchestrator.training.updates import UpdateSettings
 from workers.contract import roles
 from workers.contract.config import Rendezvous
+from workers.contract.judges import Judge
 from workers.contract.messages import (
     GroupRequest,
     GroupSummary,
@@ -306,6 +307,9 @@ class FakeReward:
     async def start(self) -> WorkerHealth:
         """Starts."""
         return await self.health()
+
+    async def connect_judge(self, judge: Judge) -> None:
+        """Uses no judge."""
 
     async def score(self, rollouts: FakeTable) -> tuple[RewardSummary, FakeTable]:
         """One group."""

@@ -29,8 +29,8 @@ from workers.contract.judges import Judge
 from workers.contract.memory import resident_peak
 from workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
 from workers.data.trajectories import write_evaluation, write_trajectories
-from workers.judges.reward import JudgeReward
 from workers.rewards.environment import EnvironmentReward
+from workers.rewards.judge import JudgeReward
 from workers.rewards.runner import Outcome, RewardProcess, Sample
 from workers.rewards.steps import Step, token_counts
 

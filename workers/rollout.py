@@ -37,7 +37,7 @@ from workers.data.tokenizer import load_chat_tokenizer
 from workers.engine.errors import EngineClosed, EngineDead, engine_dead
 from workers.engine.process import forked_engines
 from workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
-from workers.engine.settings import engine_args, set_environment, structured_outputs
+from workers.engine.settings import check_structured, engine_args, set_environment, structured_outputs
 from workers.engine.tool_calls import tool_parser
 from workers.episodes.episode import EpisodeRunner, Played
 from workers.episodes.reader import TurnReader, read_row
@@ -97,13 +97,15 @@ class RolloutWorker:
         """Load the model. This takes minutes and blocks the event loop.
 
         Raises:
-            ValueError: the tokenizer cannot be loaded or has no chat template, or vLLM has no such tool parser.
+            ValueError: the tokenizer cannot be loaded or has no chat template, vLLM has no such tool parser, or cannot
+                read the form of `sampling.structured`.
             EngineDead: the engine's process failed.
             Exception: vLLM cannot load the model.
         """
         set_environment(self._config)
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        check_structured(self._config.sampling.structured)
         self._tokenizer = load_chat_tokenizer(self._config.model)
         if self._config.episode is not None:
             self._reader = TurnReader(self._tokenizer, tool_parser(self._config.episode.tool_parser, self._tokenizer))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pytest
 import pytest_asyncio
 import torch
+from transformers import AutoTokenizer
 
 from tests.real.rollout_helpers import (
     MAX_TOKENS,
@@ -26,6 +28,7 @@ from tests.real.rollout_helpers import (
     rollout_config,
     sampling_config,
 )
+from workers.contract.config import StructuredConfig
 from workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary
 from workers.data.chat import sample_seed
 from workers.engine.errors import EngineClosed, EngineDead
@@ -158,6 +161,47 @@ async def test_logprobs_with_top_p_are_renormalised_over_the_nucleus(worker: Rol
         gain = torch.tensor(row["rollout_logprobs"]) - plain
         assert (gain > -1e-4).all()
         assert math.log(1.5) < gain.max() <= math.log(2.0) + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        (StructuredConfig(regex="Score: (10|[0-9])"), r"Score: (10|[0-9])"),
+        (StructuredConfig(choice=("yes", "no way")), "yes|no way"),
+        (
+            StructuredConfig(json_schema={"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}),
+            r'\{\s*"n"\s*:\s*[12]\s*\}',
+        ),
+        (StructuredConfig(grammar='root ::= "a" | "b" root'), "b*a"),
+    ],
+    ids=["regex", "choice", "json", "grammar"],
+)
+async def test_structured_responses_have_their_form(
+    worker: RolloutWorker, form: StructuredConfig, pattern: str
+) -> None:
+    with sampling_config(worker, structured=form):
+        found = await rows(worker, replace(REQUEST, temperature=1.0, samples=8))
+    finished = [row["response"] for row in found if row["finish_reason"] == "stop"]
+    assert finished and all(re.fullmatch(pattern, text) for text in finished), finished
+
+
+async def test_logprobs_of_structured_responses_are_those_among_the_permitted_tokens(
+    worker: RolloutWorker, tiny_model: Path
+) -> None:
+    """The importance weight, exp(trainer's log-prob - sampler's), is the mass of the permitted tokens."""
+    texts = ("yes", "no way")
+    with sampling_config(worker, structured=StructuredConfig(choice=texts)):
+        found = await rows(worker, replace(REQUEST, temperature=1.0, samples=8))
+    model, tokenizer = load_model(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    shown = [tokenizer.decode([token]) for token in range(model.config.vocab_size)]
+    permitted = [token for token, text in enumerate(shown) if text and any(whole.startswith(text) for whole in texts)]
+    for row in found:
+        logits = model(torch.tensor([row["prompt_ids"]])).logits[0, -1].float()
+        among = torch.log_softmax(logits[permitted], dim=-1)[permitted.index(row["response_ids"][0])]
+        assert row["rollout_logprobs"][0] == pytest.approx(float(among), abs=1e-4)
+        mass = torch.softmax(logits, dim=-1)[permitted].sum()
+        weight = reference_logprobs(model, row, 1.0)[0] - row["rollout_logprobs"][0]
+        assert float(weight.exp()) == pytest.approx(float(mass), rel=1e-3)
 
 
 async def test_the_text_decodes_all_response_tokens_but_special_ones(worker: RolloutWorker) -> None:

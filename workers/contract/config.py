@@ -219,7 +219,7 @@ REWARD_FUNCTIONS = (
     "equations",
     "python_tests",
 )
-"""Built-in reward functions. `judge` is in `workers/judges/`, those of a response in `workers/rewards/`."""
+"""Names of the built-in reward functions; each but `environment` is implemented in `workers/rewards/`."""
 
 STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
 """Built-in reward functions that can return process rewards."""

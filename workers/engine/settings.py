@@ -57,6 +57,7 @@ def set_environment(config: RolloutConfig) -> None:
 
 def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     """Arguments of vLLM's asynchronous engine for this rollout worker."""
+    from vllm.config import StructuredOutputsConfig
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -75,6 +76,8 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after temperature and top-p
         weight_transfer_config=WeightTransferConfig(backend=_TRANSFER_BACKENDS[config.transfer_backend]),
         worker_extension_cls=_EXTENSION,
+        # Without white space between the parts of JSON: a response could be nothing else.
+        structured_outputs_config=StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
         enable_log_requests=False,
         use_tqdm_on_load=False,
         disable_log_stats=False,  # the timings of each sample come from them
@@ -89,7 +92,27 @@ def structured_outputs(config: StructuredConfig | None) -> StructuredOutputsPara
     from vllm.sampling_params import StructuredOutputsParams
 
     choice = None if config.choice is None else list(config.choice)
-    return StructuredOutputsParams(json=config.json_schema, regex=config.regex, choice=choice, grammar=config.grammar)
+    return StructuredOutputsParams(
+        json=config.json_schema,
+        regex=config.regex,
+        choice=choice,
+        grammar=config.grammar,
+    )
+
+
+def check_structured(config: StructuredConfig | None) -> None:
+    """Verify that vLLM understands the form. Raises ValueError."""
+    params = structured_outputs(config)
+    if params is None:
+        return
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+    try:
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=params))
+    except (ValueError, VLLMValidationError) as error:
+        raise ValueError(f"sampling.structured: {error}") from error
 
 
 def _device_args(config: RolloutConfig) -> dict[str, Any]:

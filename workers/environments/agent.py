@@ -37,7 +37,6 @@ MAX_CHOICES = 16
 _SHUTDOWN_S = 0.5
 _REFUSED = {
     "logprobs": "log-probs are recorded, not returned",
-    "response_format": "structured outputs are not supported",
     "logit_bias": "it would change the distribution that is trained",
     "presence_penalty": "it would change the distribution that is trained",
     "frequency_penalty": "it would change the distribution that is trained",
@@ -115,7 +114,7 @@ class Agent(Environment):
         if self._runner is not None:
             await self._runner.cleanup()
         if self._agent is not None:
-            await asyncio.wait({self._agent})
+            await asyncio.gather(self._agent, return_exceptions=True)
 
     async def _next(self) -> Observation:
         """The next request as an observation; the end, if the agent returns first."""
@@ -148,9 +147,11 @@ class Agent(Environment):
 
         settings: dict[str, Any] = {"base_url": url, "api_key": self._key, "max_retries": 0, "timeout": None}
         if inspect.iscoroutinefunction(self._function):
-            returned = await self._function(row, AsyncOpenAI(**settings), **self._args)
+            async with AsyncOpenAI(**settings) as client:
+                returned = await self._function(row, client, **self._args)
         else:
-            returned = await asyncio.to_thread(self._function, row, OpenAI(**settings), **self._args)
+            with OpenAI(**settings) as client:
+                returned = await asyncio.to_thread(self._function, row, client, **self._args)
         if returned is None:
             return None
         reward = as_number(returned)
@@ -221,6 +222,8 @@ def read_request(body: Any) -> list[Choice]:
     for name, why in _REFUSED.items():
         if body.get(name):
             raise ValueError(f"{name}: {why}")
+    if body.get("response_format") not in (None, {"type": "text"}):
+        raise ValueError("response_format: the form of responses is the spec's, sampling.structured")
     messages = [plain(message) for message in body["messages"]]
     if not messages:
         raise ValueError("messages: there are none")
@@ -230,9 +233,17 @@ def read_request(body: Any) -> list[Choice]:
     count = int(body.get("n") or 1)
     if not 1 <= count <= MAX_CHOICES:
         raise ValueError(f"n: must be 1 to {MAX_CHOICES}, got {count}")
-    tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
+    tools = _offered(body.get("tools") or None, body.get("tool_choice") or "auto")
     loop = asyncio.get_running_loop()
     return [Choice(messages, tools, stops, longest, loop.create_future()) for _ in range(count)]
+
+
+def _offered(tools: Any, choice: Any) -> Any:
+    """The tools of a request. Raises ValueError for a choice that would force a call."""
+    if choice not in ("auto", "none"):
+        shown = choice if isinstance(choice, str) else "a named tool"
+        raise ValueError(f"tool_choice: {shown} would force tokens that the policy did not choose; use auto or none")
+    return None if choice == "none" else tools
 
 
 def plain(message: Any) -> Message:
@@ -256,8 +267,8 @@ def completion(messages: Sequence[Message]) -> dict[str, Any]:
     choices = [
         {
             "index": number,
-            "message": {**message, "content": message["content"] or None},
-            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
+            "message": {**_told(message), "content": message["content"] or None},
+            "finish_reason": "tool_calls" if message.get("tool_calls") else message.get("finish_reason", "stop"),
         }
         for number, message in enumerate(messages)
     ]
@@ -267,8 +278,20 @@ def completion(messages: Sequence[Message]) -> dict[str, Any]:
         "created": int(time.time()),
         "model": MODEL_NAME,
         "choices": choices,
-        "usage": None,
+        "usage": _usage([message["usage"] for message in messages if "usage" in message]),
     }
+
+
+def _told(message: Message) -> Message:
+    """The fields of a turn that belong to the message."""
+    return {name: value for name, value in message.items() if name not in ("finish_reason", "usage")}
+
+
+def _usage(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Tokens of a request: its prompt once, and all responses."""
+    prompt = max((count["prompt_tokens"] for count in counts), default=0)
+    completion = sum(count["completion_tokens"] for count in counts)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 async def _stream(request: web.Request, done: dict[str, Any]) -> web.StreamResponse:

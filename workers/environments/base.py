@@ -24,7 +24,8 @@ class Environment(ABC):
 
         Args:
             message: The turn: `role` is `assistant`, `content` its text and `tool_calls`, if a parser is configured,
-                the calls in it, each `{"id", "type": "function", "function": {"name", "arguments"}}`.
+                the calls in it, each `{"id", "type": "function", "function": {"name", "arguments"}}`;
+                `finish_reason` is `stop` or `length`, and `usage` has `prompt_tokens` and `completion_tokens`.
         """
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027  most environments hold nothing

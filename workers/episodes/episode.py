@@ -164,7 +164,8 @@ class EpisodeRunner:
         conversation.add_response(turn.ids, history)
         played.response = message["content"]
         played.messages.append(message)
-        return message
+        counts = {"prompt_tokens": len(prompt), "completion_tokens": len(turn.ids)}
+        return message | {"finish_reason": turn.finish_reason, "usage": counts}
 
     async def _take(self, state: _State, conversation: Conversation, observation: Observation) -> None:
         """Record the environment's answer to a turn, and whether the episode ends with it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from workers.contract import naming
 from workers.contract.config import ENVIRONMENT_REWARD, JUDGE_REWARD
-from workers.judges.rubric import JudgeError, read_args
+from workers.rewards.judge_rubric import JudgeError, read_args
 
 SHIPPED = {
     "equations": "workers.rewards.equations:equations",

@@ -139,7 +139,7 @@ CPU_CASES = [
     ),
     case(
         "nowhere",
-        "26: sampling.frobnicate: unknown field (fields of sampling: temperature, max_tokens, stop)",
+        "26: sampling.frobnicate: unknown field (fields of sampling: temperature, max_tokens, stop, structured)",
         ("  max_tokens: 32", "  max_tokens: 32\n  frobnicate: 1"),
     ),
     case(
@@ -348,7 +348,7 @@ CPU_CASES = [
     case(
         "reward_unknown",
         (
-            "16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: environment, exact_match, "
+            "16: roles.reward.functions.0.name: no reward function 'zzz' (shipped: environment, judge, exact_match, "
             "last_number, numeric, regex, length, overlong, reasoning_gym, letter_share, equations, python_tests; "
             "your own: package.module:function)"
         ),
@@ -552,8 +552,8 @@ CPU_CASES = [
     case(
         "unknown_role",
         (
-            "12: roles.policy.colocate_with: expected 'rollout', 'policy', 'critic', 'reference', 'reward' or "
-            "'environment', got 'referee' (did you mean 'reference'?)"
+            "12: roles.policy.colocate_with: expected 'rollout', 'policy', 'critic', 'reference', 'reward', "
+            "'environment' or 'judge', got 'referee' (did you mean 'reference'?)"
         ),
         ("    learning_rate: 1e-5", "    colocate_with: referee"),
     ),

@@ -21,7 +21,13 @@ from orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, spec_s
 from orchestrator.spec.reference import spec_reference
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.spec.stages import plan_runs, read_document
-from workers.contract.config import ENVIRONMENT_REWARD, REWARD_FUNCTIONS, RIGHT_OR_WRONG, CriticLossConfig
+from workers.contract.config import (
+    ENVIRONMENT_REWARD,
+    JUDGE_REWARD,
+    REWARD_FUNCTIONS,
+    RIGHT_OR_WRONG,
+    CriticLossConfig,
+)
 from workers.rewards.loading import SHIPPED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -333,7 +339,7 @@ def test_the_schema_is_valid_and_refuses_unknown_fields(tmp_path: Path) -> None:
 
 
 def test_the_spec_knows_every_shipped_reward_function() -> None:
-    assert set(REWARD_FUNCTIONS) == {*SHIPPED, ENVIRONMENT_REWARD}
+    assert set(REWARD_FUNCTIONS) == {*SHIPPED, ENVIRONMENT_REWARD, JUDGE_REWARD}
     assert set(RIGHT_OR_WRONG) < set(SHIPPED)
 
 

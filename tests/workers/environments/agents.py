@@ -82,11 +82,31 @@ def refused(row: Row, client: OpenAI) -> float:
         client.chat.completions.create(model="any", messages=list(row.messages), logprobs=True)  # pyright: ignore
     except BadRequestError as error:
         assert "log-probs are recorded" in str(error)
+    for option in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        try:
+            client.chat.completions.create(model="any", messages=list(row.messages), **option)  # pyright: ignore
+        except BadRequestError as error:
+            assert next(iter(option)) in str(error)
+        else:
+            raise AssertionError(option)
     try:
         urllib.request.urlopen(f"{client.base_url}models", timeout=5)
     except urllib.error.HTTPError as error:
         assert error.code == 401
     return chat(row, client, 1)
+
+
+def counted(row: Row, client: OpenAI) -> float:
+    done = client.chat.completions.create(
+        model="any",
+        messages=list(row.messages),  # pyright: ignore
+        n=2,
+        tool_choice="none",
+        response_format={"type": "text"},
+    )
+    assert [choice.finish_reason for choice in done.choices] == ["length", "length"]
+    assert done.usage is not None
+    return float((done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (7, 6, 13))
 
 
 def silent(row: Row, client: OpenAI) -> float:

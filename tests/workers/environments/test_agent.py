@@ -25,7 +25,7 @@ class Played:
     asked: list[Observation] = field(default_factory=list)
 
 
-def play(call: Message | None = None, **args: Any) -> Played:
+def play(call: Message | None = None, extra: Message | None = None, **args: Any) -> Played:
     """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given."""
     config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=5.0, episodes=1, memory_limit_mib=1024)
 
@@ -39,6 +39,7 @@ def play(call: Message | None = None, **args: Any) -> Played:
                 played.asked.append(played.last.observation)
                 number = len(played.asked) - 1
                 message: Message = {"role": "assistant", "content": f"answer {number}"}
+                message |= extra or {}
                 if call is not None and number == 0:
                     message |= {"content": "", "tool_calls": [call]}
                 played.last = await worker.step("a", message)
@@ -94,6 +95,11 @@ def test_several_choices_and_branches_are_rows_of_their_own() -> None:
     assert [asked.restart for asked in played.asked] == [True, True]
 
 
+def test_a_response_says_how_it_ended_and_what_it_cost() -> None:
+    limits = {"finish_reason": "length", "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+    assert play(extra=limits, function=f"{HERE}:counted").last.observation.reward == 1.0
+
+
 def test_wrong_keys_and_what_cannot_be_trained_are_refused() -> None:
     assert play(function=f"{HERE}:refused").last.observation.reward == 3.0
 
@@ -122,10 +128,11 @@ def test_an_episode_that_is_cut_short_leaves_nothing_in_its_process() -> None:
         try:
             for number in range(4):
                 assert (await worker.begin(str(number), ROW)).status == "ok"
-                (seat,) = worker._taken.values()
-                process = psutil.Process(seat.pid)
-                used.append((seat.pid, process.num_fds(), process.num_threads()))
                 await worker.end(str(number))
+                while not worker._free:  # the episode is being closed
+                    await asyncio.sleep(0.01)
+                process = psutil.Process(worker._free[0].pid)
+                used.append((process.pid, process.num_fds(), process.num_threads()))
             return used
         finally:
             await worker.close()

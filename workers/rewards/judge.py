@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from workers.contract.config import RewardFunctionConfig
 from workers.contract.judges import Judge, JudgeAnswer
-from workers.judges.cache import AnswerCache, question_key
-from workers.judges.http import HttpJudge
-from workers.judges.rubric import JudgeError, read_args
+from workers.rewards.judge_cache import AnswerCache, question_key
+from workers.rewards.judge_http import HttpJudge
+from workers.rewards.judge_rubric import JudgeError, read_args
 from workers.rewards.runner import Outcome, Sample
 
 
@@ -47,7 +47,7 @@ class JudgeReward:
         """One outcome per sample. Equal questions are asked once."""
         if self._judge is None or self._cache is None:
             return [_failed("no judge is connected")] * len(samples)
-        conversations = [self._args.conversation(sample) for sample in samples]
+        conversations = [self._args.question(s.messages, s.response, s.answer, s.conversation) for s in samples]
         keys = [question_key(self._judge.name, conversation) for conversation in conversations]
         known = self._cache.find(keys)
         new = {key: question for key, question in zip(keys, conversations, strict=True) if key not in known}

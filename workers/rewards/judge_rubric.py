@@ -6,15 +6,12 @@ import json
 import re
 import string
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError, field_validator, model_validator
 
 from workers.contract.config import Frozen
 from workers.contract.environments import Message
-
-if TYPE_CHECKING:
-    from workers.rewards.runner import Sample
 
 FIELDS = ("prompt", "response", "answer")
 """What a template can contain."""
@@ -86,12 +83,23 @@ class JudgeArgs(Frozen):
             raise ValueError(f"scale: the lowest score must come first, got {self.scale}")
         return self
 
-    def conversation(self, sample: Sample) -> list[Message]:
-        """The question about a sample."""
+    def question(self, messages: str, response: str, answer: str, conversation: str) -> list[Message]:
+        """The question about a response, as a conversation.
+
+        Args:
+            messages: The prompt, a JSON list of messages.
+            response: Text of the response.
+            answer: The reference answer; empty: there is none.
+            conversation: All messages of an episode, which are then shown instead of the response; else empty.
+        """
         low, high = self.scale
         how = f"End your answer with a line `Score: N`, where N is a number from {low:g} to {high:g}."
-        template = self.template or (_TEMPLATE_WITH_ANSWER if sample.answer else _TEMPLATE)
-        fields = {"prompt": _said(sample.messages), "response": _response(sample), "answer": sample.answer}
+        template = self.template or (_TEMPLATE_WITH_ANSWER if answer else _TEMPLATE)
+        fields = {
+            "prompt": _said(messages),
+            "response": _played(messages, conversation) if conversation else response,
+            "answer": answer,
+        }
         system = {"role": "system", "content": f"{self.rubric.strip()}\n\n{how}"}
         return [system, {"role": "user", "content": template.format_map(fields)}]
 
@@ -126,9 +134,7 @@ def _said(messages: str) -> str:
     return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
 
 
-def _response(sample: Sample) -> str:
-    """The response, or all that was said after the prompt of an episode."""
-    if not sample.conversation:
-        return sample.response
-    turns, asked = json.loads(sample.conversation), len(json.loads(sample.messages))
+def _played(messages: str, conversation: str) -> str:
+    """All that was said after the prompt of an episode."""
+    turns, asked = json.loads(conversation), len(json.loads(messages))
     return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns[asked:])

@@ -9,7 +9,7 @@ from typing import Any
 
 from workers.contract.environments import Message
 from workers.contract.judges import JudgeAnswer
-from workers.judges.rubric import HttpJudgeConfig, JudgeError
+from workers.rewards.judge_rubric import HttpJudgeConfig, JudgeError
 
 
 class HttpJudge:

@@ -1,0 +1,196 @@
+"""Judges: what they are asked, how their scores are read, and what happens when they do not answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.workers.rewards.judge_endpoint import endpoint, error
+from workers.contract.config import RewardFunctionConfig
+from workers.contract.environments import Message
+from workers.contract.judges import JudgeAnswer
+from workers.rewards.judge import JudgeReward
+from workers.rewards.judge_rubric import JudgeArgs, JudgeError, read_args
+from workers.rewards.loading import find_problems
+from workers.rewards.runner import Outcome, Sample
+
+RUBRIC = "Is it polite?"
+
+
+def sample(response: str, answer: str = "") -> Sample:
+    messages = json.dumps([{"role": "user", "content": "Greet me."}])
+    return Sample(response, answer, "{}", 3, "stop", messages)
+
+
+def asked(args: JudgeArgs, sample: Sample) -> list[Message]:
+    return args.question(sample.messages, sample.response, sample.answer, sample.conversation)
+
+
+def judge(timeout_s: float = 10.0, **args: Any) -> JudgeReward:
+    reward = JudgeReward(RewardFunctionConfig(name="judge", args={"rubric": RUBRIC, **args}, timeout_s=timeout_s))
+    reward.start()
+    return reward
+
+
+def statuses(outcomes: Sequence[Outcome]) -> list[str]:
+    return [outcome.status for outcome in outcomes]
+
+
+class Scripted:
+    """A judge that gives the answers of a table, and counts the questions."""
+
+    name = "scripted"
+
+    def __init__(self, **answers: str) -> None:
+        self._answers = answers
+        self.asked: list[str] = []
+
+    def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
+        texts = [question[-1]["content"].split("<response>\n")[1].split("\n")[0] for question in questions]
+        self.asked += texts
+        return [JudgeAnswer(self._answers[t]) if t in self._answers else JudgeAnswer(failure="lost") for t in texts]
+
+
+def test_the_question_has_the_rubric_the_task_and_the_response() -> None:
+    system, user = asked(read_args({"rubric": f" {RUBRIC} ", "scale": [1, 5]}), sample("Hello {you}."))
+    assert (
+        system["content"] == "Is it polite?\n\nEnd your answer with a line `Score: N`, where N is a number from 1 to 5."
+    )
+    assert user["content"] == "<task>\nGreet me.\n</task>\n\n<response>\nHello {you}.\n</response>"
+    _, user = asked(read_args({"rubric": RUBRIC}), sample("Hello.", answer="Hi!"))
+    assert user["content"].endswith("<reference_answer>\nHi!\n</reference_answer>")
+    _, user = asked(read_args({"rubric": RUBRIC, "template": "{{{response}}} to {prompt}"}), sample("Hi"))
+    assert user["content"] == "{Hi} to Greet me."
+
+
+def test_an_episode_is_shown_turn_by_turn() -> None:
+    said = [("user", "Greet me."), ("assistant", "Hm."), ("user", "Again."), ("assistant", "Hello.")]
+    conversation = json.dumps([{"role": role, "content": text} for role, text in said])
+    messages = json.dumps([{"role": "user", "content": "Greet me."}])
+    played = Sample("Hello.", "", "{}", 3, "stop", messages, conversation)
+    _, user = asked(read_args({"rubric": RUBRIC, "template": "{response}"}), played)
+    assert user["content"] == "assistant: Hm.\n\nuser: Again.\n\nassistant: Hello."
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("Score: 10", 1.0),
+        ("Quite polite.\nScore: 7.5", 0.75),
+        ("Score: 2 at first.\n**Score:** 4", 0.4),
+        ("final score = 0", 0.0),
+        ("SCORE: `3`/10", 0.3),
+    ],
+)
+def test_the_last_score_counts(answer: str, reward: float) -> None:
+    assert JudgeArgs(rubric=RUBRIC).reward(answer) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [("It is fine.", "no score"), ("Score: 11", "a score of 11 is not on the scale from 0 to 10"), ("Score: -1", "-1")],
+)
+def test_an_answer_without_a_score_on_the_scale_is_none(answer: str, problem: str) -> None:
+    with pytest.raises(JudgeError, match=problem):
+        JudgeArgs(rubric=RUBRIC).reward(answer)
+
+
+@given(low=st.integers(-20, 20), width=st.integers(1, 40), place=st.floats(0, 1))
+def test_a_reward_is_the_position_on_the_scale(low: int, width: int, place: float) -> None:
+    score = round(low + place * width, 6)
+    args = JudgeArgs(rubric=RUBRIC, scale=(low, low + width))
+    assert args.reward(f"Score: {score:.6f}") == pytest.approx((score - low) / width)
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({}, "judge: rubric: Field required"),
+        ({"rubric": "  "}, "judge: rubric: is empty"),
+        ({"rubric": RUBRIC, "scale": [5, 5]}, "judge: scale: the lowest score must come first, got (5.0, 5.0)"),
+        ({"rubric": RUBRIC, "template": "{answer}"}, "judge: template: needs {response}"),
+        ({"rubric": RUBRIC, "template": "{text}"}, "judge: template: has no field {text}; it can have prompt, "),
+        ({"rubric": RUBRIC, "endpoint": {"url": "http://x"}}, "judge: endpoint.model: Field required"),
+        ({"rubrik": RUBRIC}, "judge: rubric: Field required"),
+    ],
+)
+def test_wrong_arguments_are_found_before_the_run(args: dict[str, Any], problem: str) -> None:
+    ((field, found),) = find_problems([{"name": "judge", "args": args}])
+    assert field == "args" and found.startswith(problem), found
+
+
+def test_equal_questions_are_asked_once_and_answers_are_kept(tmp_path: Path) -> None:
+    file = str(tmp_path / "answers.sqlite")
+    first, asked = judge(cache=file), Scripted(a="Score: 5", b="Score: 10")
+    first.connect(asked)
+    assert first.score([sample(text) for text in "abba"]) == [Outcome(0.5), Outcome(1.0), Outcome(1.0), Outcome(0.5)]
+    assert asked.asked == ["a", "b"]
+    first.close()
+    again, silent = judge(cache=file), Scripted()
+    again.connect(silent)
+    assert [outcome.value for outcome in again.score([sample("b"), sample("c")])] == [1.0, None]
+    assert silent.asked == ["c"], "a failure is not kept, and an answer is not asked for again"
+    other = judge(cache=file, rubric="Is it short?")
+    other.connect(silent)
+    assert statuses(other.score([sample("b")])) == ["judge: lost"], "another rubric is another question"
+
+
+def test_a_spent_budget_is_a_status() -> None:
+    reward, asked = judge(max_requests=3), Scripted(a="Score: 1", b="Score: 2", c="no", d="Score: 4")
+    reward.connect(asked)
+    assert statuses(reward.score([sample("a"), sample("b")])) == ["ok", "ok"]
+    third, fourth = statuses(reward.score([sample("c"), sample("d")]))
+    assert third == "judge: no score in its answer: 'no'"
+    assert fourth == "judge: the budget of 3 questions of this worker is used up"
+    assert statuses(reward.score([sample("a")])) == ["ok"], "a known answer costs nothing"
+
+
+def test_without_a_judge_every_sample_says_so() -> None:
+    assert statuses(judge().score([sample("a")])) == ["judge: no judge is connected"]
+
+
+def test_an_endpoint_is_asked_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "open sesame")
+    with endpoint(lambda number, body: "Score: 8", pause_s=0.05) as served:
+        asked = {"url": served.url, "model": "big", "api_key_variable": "JUDGE_KEY", "max_tokens": 9, "concurrency": 2}
+        outcomes = judge(endpoint=asked).score([sample(text) for text in "abcdef"])
+    assert outcomes == [Outcome(0.8)] * 6
+    assert served.busiest == 2 and set(served.keys) == {"Bearer open sesame"}
+    body = served.bodies[0]
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("big", 9, 0.0)
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+
+
+def test_requests_are_repeated_and_what_stays_refused_is_a_status() -> None:
+    def script(number: int, body: dict[str, Any]) -> Any:
+        if "bad" in body["messages"][1]["content"]:
+            return error(500)
+        return error(429) if number <= 2 else "Score: 5"
+
+    with endpoint(script) as served:
+        asked = {"url": served.url, "model": "m", "retries": 3, "concurrency": 1}
+        outcomes = judge(endpoint=asked, timeout_s=30.0).score([sample("good"), sample("bad")])
+    assert outcomes[0] == Outcome(0.5)
+    assert outcomes[1].status.startswith("judge: InternalServerError: Error code: 500")
+    assert len(served.bodies) == 7, "three for the one, and four for the other"
+
+
+def test_an_outage_and_a_silent_endpoint_are_statuses() -> None:
+    with endpoint(lambda number, body: None) as served:
+        asked = {"url": served.url, "model": "m", "retries": 0}
+        assert statuses(judge(0.5, endpoint=asked).score([sample("a")])) == ["judge: timeout after 0.5 s"]
+    gone = judge(endpoint=asked).score([sample("a"), sample("b")])
+    assert statuses(gone) == ["judge: APIConnectionError: Connection error."] * 2
+
+
+def test_a_missing_key_and_a_cache_that_cannot_be_opened_are_found_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(JudgeError, match="the environment variable NO_SUCH_KEY is not set"):
+        judge(endpoint={"url": "http://localhost", "model": "m", "api_key_variable": "NO_SUCH_KEY"})
+    with pytest.raises(OSError, match="the cache of judges' answers"):
+        judge(cache=str(tmp_path / "missing" / "file"))

@@ -1,1 +1,0 @@
-"""Judges: language models that score responses by a rubric."""
