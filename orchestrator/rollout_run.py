@@ -88,7 +88,7 @@ class RolloutRun:
         self._workers = context.workers
         self._data = data
         self._pool = EnginePool(context.workers.engines, self._start_engine, pool_bounds(spec))
-        self._rewards = RewardPool(context.workers.reward, spec.schedule.score_timeout_s)
+        self._rewards = RewardPool(context.workers.reward, spec.schedule.score_timeout_s, spec.schedule.start_timeout_s)
         self._environments = self._environment_pool()
         self._judges = self._judge_pool()
         self._reference = self._reference_scorer()

@@ -12,7 +12,7 @@ import pyarrow as pa
 from workers.contract.config import MIN_TEMPERATURE, JudgeConfig, RolloutConfig, SamplingConfig
 from workers.contract.environments import Message
 from workers.contract.judges import JudgeAnswer
-from workers.contract.messages import PROMPTS, GroupRequest, WorkerHealth
+from workers.contract.messages import PROMPTS, GroupRequest, WorkerGone, WorkerHealth
 from workers.engine.errors import EngineClosed, EngineDead
 from workers.rollout import RolloutWorker
 
@@ -47,15 +47,17 @@ class JudgeWorker:
         """Answer questions; one that does not fit the model is a failure.
 
         Raises:
-            EngineClosed: the engine does not serve.
-            EngineDead: the engine's process has ended.
+            WorkerGone: the engine does not serve.
         """
         rows = [
             {"row": row, "messages": json.dumps(question), "answer": "", "metadata": "{}", "origin": "question"}
             for row, question in enumerate(questions)
         ]
         table = pa.Table.from_pylist(rows, schema=PROMPTS)
-        return list(await asyncio.gather(*(self._answer(row, table) for row in range(len(rows)))))
+        try:
+            return list(await asyncio.gather(*(self._answer(row, table) for row in range(len(rows)))))
+        except EngineClosed as error:
+            raise WorkerGone(str(error)) from error
 
     async def _answer(self, row: int, questions: pa.Table) -> JudgeAnswer:
         # The seed is the same for all: an answer depends on its question alone.

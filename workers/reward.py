@@ -207,6 +207,7 @@ class RewardWorker:
         Raises:
             ValueError: it is not a rollouts table, or not of exactly one group and attempt.
             RuntimeError: there is a reward model, or there are process rewards, and `start` was not called.
+            JudgeGone: the judge is being replaced.
         """
         started = time.perf_counter()
         rollouts = _samples_of(_check_group(rollouts))

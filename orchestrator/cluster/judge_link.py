@@ -10,7 +10,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from workers.contract.environments import Message
-from workers.contract.judges import JudgeAnswer
+from workers.contract.judges import JudgeAnswer, JudgeGone
+from workers.contract.messages import WorkerGone
 from workers.contract.roles import JudgeEngine
 
 
@@ -24,14 +25,19 @@ class ActorJudges:
         self._lost = lost
 
     def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
-        """One answer to each question. The workers share the questions; those of a lost worker go to the others."""
+        """One answer to each question. The workers share the questions; those of a lost worker go to the others.
+
+        Raises:
+            JudgeGone: There is no worker, and one can still start.
+        """
         deadline = time.monotonic() + timeout_s
         answers: dict[int, JudgeAnswer] = {}
         while len(answers) < len(questions):
             left = [place for place in range(len(questions)) if place not in answers]
             if not self._actors:
-                why = self._lost or "no judge worker is running"
-                return [answers.get(place, JudgeAnswer(failure=why)) for place in range(len(questions))]
+                if not self._lost:
+                    raise JudgeGone("no judge worker is running")
+                return [answers.get(place, JudgeAnswer(failure=self._lost)) for place in range(len(questions))]
             answers |= self._ask_all(questions, left, deadline, timeout_s)
         return [answers[place] for place in range(len(questions))]
 
@@ -53,8 +59,10 @@ class ActorJudges:
             except GetTimeoutError:
                 ray.cancel(call)
                 given = [JudgeAnswer(failure=f"{worker} did not answer in {timeout_s:g} s")] * len(shares[worker])
-            except (RayActorError, RayTaskError):  # its process or its engine has ended
-                self._actors.pop(worker)
+            except (RayActorError, RayTaskError) as error:
+                if isinstance(error, RayTaskError) and not isinstance(error.cause, WorkerGone):
+                    raise
+                self._actors.pop(worker)  # its process or its engine has ended
                 continue
             answers |= dict(zip(shares[worker], given, strict=True))
         return answers

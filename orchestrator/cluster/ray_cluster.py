@@ -23,8 +23,9 @@ from orchestrator.cluster.environment_link import ActorEnvironments
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.judge_link import ActorJudges
 from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import DataLost, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
+from orchestrator.errors import DataLost, DoesNotFit, JudgeLost, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from orchestrator.reporting.metrics import PeakMemory
+from workers.contract.judges import JudgeGone
 from workers.contract.messages import WorkerGone
 from workers.contract.roles import Engine, Environment, JudgeEngine, Reply, TableRef, Worker
 
@@ -103,6 +104,8 @@ class ActorWorker(Generic[W_co]):
 
 def _kind(cause: BaseException) -> type[WorkerError]:
     """The class of error with which a call fails for this cause."""
+    if isinstance(cause, JudgeGone):
+        return JudgeLost
     return DataLost if isinstance(cause, ObjectLostError) else WorkerRaised
 
 

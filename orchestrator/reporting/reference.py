@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 TRAINERS = ("policy", "critic", "reward_model")
 """What `TRAINER` in a pattern stands for."""
-ROLES = ("rollout", "policy", "critic", "reference", "reward")
+ROLES = ("rollout", "policy", "critic", "reference", "reward", "environment", "judge")
 """What `ROLE` in a pattern stands for."""
 PHASES = ("generate", "prepare", "update", "sync", "evaluate", "checkpoint")
 """What `PHASE` in a pattern stands for: the phases of `seconds/PHASE` and `utilisation/PHASE`."""

@@ -17,13 +17,15 @@ from typing import Any
 
 from orchestrator.cluster.event_loop import gather_all
 from orchestrator.cluster.worker_group import ScoreTokens, WorkerGroup, WorkerHandle
-from orchestrator.errors import WorkerDied, WorkerError
+from orchestrator.errors import JudgeLost, WorkerDied, WorkerError
 from orchestrator.reporting.faults import FaultLog
 from orchestrator.training.micro_batches import plan_ranks
 from workers.contract.messages import GroupSummary, RewardSummary
 from workers.contract.roles import Reward, TableRef
 
 logger = logging.getLogger(__name__)
+
+_JUDGE_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ class SignalTest:
 class RewardPool:
     """The reward workers; dispatches each group to the least-loaded one."""
 
-    def __init__(self, workers: Sequence[WorkerHandle[Reward]], timeout_s: float) -> None:
+    def __init__(self, workers: Sequence[WorkerHandle[Reward]], timeout_s: float, judge_start_s: float = 0.0) -> None:
+        """`timeout_s`: of a call; `judge_start_s`: longest time in which a judge that has died is replaced."""
+        self._judge_start_s = judge_start_s
         self.workers = tuple(workers)
         self._timeout_s = timeout_s
         self._busy = dict.fromkeys(self.workers, 0)
@@ -123,6 +127,22 @@ class RewardPool:
             await self._call_ended.wait()
 
     async def score(self, rollouts: TableRef) -> tuple[RewardSummary, TableRef]:
+        """Scores one group on the least-loaded worker. Without a judge the group waits until there is one again.
+
+        Raises:
+            WorkerError: The call failed for another reason than a death, every worker died, or there is no judge for
+                too long.
+        """
+        deadline = asyncio.get_running_loop().time() + self._judge_start_s + self._timeout_s
+        while True:
+            try:
+                return await self._score(rollouts)
+            except JudgeLost:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(_JUDGE_PAUSE_S)
+
+    async def _score(self, rollouts: TableRef) -> tuple[RewardSummary, TableRef]:
         """Scores one group on the least-loaded worker.
 
         A worker that dies receives no more groups, and another one scores the group. The last worker stays in the pool
@@ -132,6 +152,7 @@ class RewardPool:
             Rewards by sample, and a reference to the REWARDS table.
 
         Raises:
+            JudgeLost: Its judge is being replaced.
             WorkerError: The call failed for another reason than a death, or every worker died.
         """
         tried: set[WorkerHandle[Reward]] = set()

@@ -170,7 +170,6 @@ class RolesConfig(Frozen):
     """Workers that score responses."""
     environment: EnvironmentRole | None = None
     """The environment that the policy acts in over several turns; null: a sample is one response to its prompt."""
-
     judge: JudgeRole | None = None
     """A language model that scores responses for the reward function `judge`; null: it has an endpoint, or is not
     used."""

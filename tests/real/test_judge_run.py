@@ -27,18 +27,19 @@ def test_a_judge_scores_every_sample(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_judge_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    """SIGKILL of the worker, then of its engine. Samples that were being judged have a status; the run goes on."""
-    endless = ("schedule.steps=1000", "failures.health_interval_s=2", "failures.max_failed_fraction=1.0")
+    """SIGKILL of the worker, then of its engine. Groups wait for the new one, and nothing is dropped."""
+    endless = ("schedule.steps=1000", "failures.health_interval_s=2")
     with running(Run(tmp_path, TINY, *endless, "schedule.prompts_per_step=8", name="killed")) as run:
         run.wait_for_step(1)
         (judge,) = run.processes("JudgeWorker")
-        for kill in (judge.kill, lambda: engine_of(run).kill()):
-            kill()
-            step = run.metrics[-1]["step"]
-            run.wait_until(lambda: "judge-0 is lost" in run.output, "the loss to be noticed")
-            run.wait_for_step(step + 2)
+        judge.kill()
+        run.wait_until(lambda: run.output.count("judge-0 is lost") == 1, "the loss to be noticed")
+        run.wait_for_step(run.metrics[-1]["step"] + 2)
+        engine_of(run).kill()
+        run.wait_until(lambda: run.output.count("judge-0 is lost") == 2, "the loss to be noticed")
+        run.wait_for_step(run.metrics[-1]["step"] + 2)
         for line in run.metrics:
-            assert ledger_balances(line)
+            assert ledger_balances(line) and line["ledger/dropped"] == 0
     assert run.leftover_processes() == []
 
 

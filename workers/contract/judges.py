@@ -9,6 +9,10 @@ from typing import Protocol
 from workers.contract.environments import Message
 
 
+class JudgeGone(RuntimeError):
+    """No judge worker runs at the moment, and one can start again: ask later."""
+
+
 @dataclass(frozen=True)
 class JudgeAnswer:
     """Answer to one question."""
@@ -27,5 +31,5 @@ class Judge(Protocol):
         ...
 
     def ask(self, questions: Sequence[list[Message]], timeout_s: float) -> list[JudgeAnswer]:
-        """One answer to each question, each within the timeout. Raises nothing but what ends the worker."""
+        """One answer to each question, each within the timeout. Raises JudgeGone."""
         ...

@@ -44,7 +44,7 @@ class JudgeReward:
             self._judge = judge
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """One outcome per sample. Equal questions are asked once."""
+        """One outcome per sample. Equal questions are asked once. Raises JudgeGone."""
         if self._judge is None or self._cache is None:
             return [_failed("no judge is connected")] * len(samples)
         conversations = [self._args.question(s.messages, s.response, s.answer, s.conversation) for s in samples]

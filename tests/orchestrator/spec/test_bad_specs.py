@@ -355,6 +355,33 @@ CPU_CASES = [
         ("      - name: exact_match", "      - name: zzz"),
     ),
     case(
+        "judge_without_a_judge",
+        ("16: roles.reward.functions.0.name: needs a role `judge`, or args.endpoint with the url and the model of one"),
+        ("      - name: exact_match", "      - name: judge"),
+    ),
+    case(
+        "judge_that_nobody_asks",
+        "14: roles.judge: no reward function asks it: add the function `judge`, or remove the role",
+        ("  reward:\n", "  judge: {model: {path: models/j}}\n  reward:\n"),
+    ),
+    case(
+        "judge_without_room",
+        "14: roles.judge.max_tokens: leaves no room for a question: must be less than roles.judge.max_model_len, 64",
+        ("  reward:\n", "  judge: {model: {path: models/j}, max_model_len: 64, max_tokens: 64}\n  reward:\n"),
+        ("      - name: exact_match", "      - name: judge"),
+    ),
+    case(
+        "judge_on_two_gpus",
+        "14: roles.judge.gpus: an engine with tensor_parallel_size 1 uses one GPU; raise workers or that",
+        ("  reward:\n", "  judge: {model: {path: models/j}, gpus: 2}\n  reward:\n"),
+        ("      - name: exact_match", "      - name: judge"),
+    ),
+    case(
+        "structured_twice",
+        "26: sampling.structured: set one of regex, choice, json_schema, grammar",
+        ("  max_tokens: 32", "  max_tokens: 32\n  structured: {regex: a, choice: [b]}"),
+    ),
+    case(
         "batched_shipped_function",
         "17: roles.reward.functions.0.batched: exact_match takes one response at a time; remove it",
         ("        weight: 1.0", "        batched: true"),
