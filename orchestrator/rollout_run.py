@@ -33,6 +33,7 @@ from orchestrator.reporting.metrics import MetricSinks
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
 from orchestrator.rollouts.linked_pool import Callers, LinkedPool, PoolLimits
+from orchestrator.rollouts.replacement import Replacer
 from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
 from orchestrator.rollouts.scoring import RewardPool, Scorer, SignalTest, TokenScorer
 from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
@@ -88,7 +89,12 @@ class RolloutRun:
         self._workers = context.workers
         self._data = data
         self._pool = EnginePool(context.workers.engines, self._start_engine, pool_bounds(spec))
-        self._rewards = RewardPool(context.workers.reward, spec.schedule.score_timeout_s, spec.schedule.start_timeout_s)
+        self._rewards = RewardPool(
+            context.workers.reward,
+            spec.schedule.score_timeout_s,
+            Replacer(self._start_reward_worker, spec.failures.reward_restarts, "reward"),
+            spec.schedule.start_timeout_s,
+        )
         self._environments = self._environment_pool()
         self._judges = self._judge_pool()
         self._reference = self._reference_scorer()
@@ -148,6 +154,7 @@ class RolloutRun:
         for pool in (self._environments, self._judges):
             if pool is not None:
                 await pool.close()
+        await self._rewards.close()
         await self._pool.close()
 
     def evaluator(self, responses: Path | None = None) -> Evaluator | None:
@@ -207,6 +214,13 @@ class RolloutRun:
             await self._environments.connect(engine)
         return engine
 
+    async def _start_reward_worker(self, name: str) -> WorkerHandle[roles.Reward]:
+        """Starts a reward worker, to replace one."""
+        worker: WorkerHandle[roles.Reward] = await self._context.launcher.replica(name)
+        if self._judges is not None:
+            await self._judges.connect(worker)
+        return worker
+
     def _environment_pool(self) -> LinkedPool[roles.Environment, Engine, roles.EnvironmentLink] | None:
         failures, context = self._spec.failures, self._context
         if self._spec.roles.environment is None:
@@ -239,7 +253,10 @@ class RolloutRun:
 
     def _reference_scorer(self) -> TokenScorer | None:
         reference, timeout_s = self._workers.reference, self._spec.schedule.score_timeout_s
-        return None if reference is None else TokenScorer(reference, reference.score, timeout_s)
+        if reference is None:
+            return None
+        replacer = Replacer(self._context.launcher.replica, self._spec.failures.reference_restarts, "reference")
+        return TokenScorer(reference, reference.score, timeout_s, replacer)
 
     def _worker_scaler(self) -> WorkerScaler:
         """The roles of the run that can be scaled."""

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.cluster.event_loop import gather_all
-from orchestrator.cluster.worker_group import ScoreTokens, WorkerGroup, WorkerHandle
-from orchestrator.errors import JudgeLost, WorkerDied, WorkerError
+from orchestrator.cluster.worker_group import Scores, ScoreTokens, WorkerGroup, WorkerHandle
+from orchestrator.errors import JudgeLost, WorkerDied, WorkerError, WorkerTimeout
 from orchestrator.reporting.faults import FaultLog
+from orchestrator.rollouts.replacement import Replacer
 from orchestrator.training.micro_batches import plan_ranks
-from workers.contract.messages import GroupSummary, RewardSummary
+from workers.contract.messages import GroupSummary, RankPlan, RewardSummary
 from workers.contract.roles import Reward, TableRef
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _JUDGE_PAUSE_S = 1.0
 
@@ -97,21 +100,38 @@ class SignalTest:
 
 
 class RewardPool:
-    """The reward workers; dispatches each group to the least-loaded one."""
+    """The reward workers; dispatches each group to the least-loaded one, and replaces those that are lost."""
 
-    def __init__(self, workers: Sequence[WorkerHandle[Reward]], timeout_s: float, judge_start_s: float = 0.0) -> None:
-        """`timeout_s`: of a call; `judge_start_s`: longest time in which a judge that has died is replaced."""
-        self._judge_start_s = judge_start_s
+    def __init__(
+        self,
+        workers: Sequence[WorkerHandle[Reward]],
+        timeout_s: float,
+        replacer: Replacer[Reward] | None = None,
+        judge_start_s: float = 0.0,
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            workers: Those that have started.
+            timeout_s: Bound on a call.
+            replacer: Starts lost workers again; None: the others score their groups.
+            judge_start_s: Longest time in which a judge that has died is replaced.
+        """
         self.workers = tuple(workers)
         self._timeout_s = timeout_s
+        self._replacer = replacer
+        self._judge_start_s = judge_start_s
+        self._replacing: dict[str, asyncio.Task[None]] = {}
+        self._lost: WorkerError | None = None
+        """Why the last worker was not replaced."""
         self._busy = dict.fromkeys(self.workers, 0)
         self._call_ended = asyncio.Event()
         self._faults = FaultLog()
 
     @property
     def names(self) -> list[str]:
-        """Workers that receive groups."""
-        return [worker.name for worker in self.workers]
+        """Workers that receive groups, or are being replaced."""
+        return [*(worker.name for worker in self.workers), *self._replacing]
 
     def join(self, worker: WorkerHandle[Reward]) -> None:
         """Adds a started worker."""
@@ -126,62 +146,94 @@ class RewardPool:
             self._call_ended.clear()
             await self._call_ended.wait()
 
+    async def close(self) -> None:
+        """Starts no more workers."""
+        for task in self._replacing.values():
+            task.cancel()
+        await asyncio.gather(*self._replacing.values(), return_exceptions=True)
+
     async def score(self, rollouts: TableRef) -> tuple[RewardSummary, TableRef]:
         """Scores one group on the least-loaded worker. Without a judge the group waits until there is one again.
 
-        Raises:
-            WorkerError: The call failed for another reason than a death, every worker died, or there is no judge for
-                too long.
-        """
-        deadline = asyncio.get_running_loop().time() + self._judge_start_s + self._timeout_s
-        while True:
-            try:
-                return await self._score(rollouts)
-            except JudgeLost:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise
-                await asyncio.sleep(_JUDGE_PAUSE_S)
-
-    async def _score(self, rollouts: TableRef) -> tuple[RewardSummary, TableRef]:
-        """Scores one group on the least-loaded worker.
-
-        A worker that dies receives no more groups, and another one scores the group. The last worker stays in the pool
-        and gets a second attempt.
+        A worker that is lost receives no more groups, and another one, or its replacement, scores the group.
 
         Returns:
             Rewards by sample, and a reference to the REWARDS table.
 
         Raises:
-            JudgeLost: Its judge is being replaced.
-            WorkerError: The call failed for another reason than a death, or every worker died.
+            WorkerError: The call failed, every worker was lost and none can be replaced, or there is no judge for too
+                long.
+        """
+        deadline = asyncio.get_running_loop().time() + self._judge_start_s + self._timeout_s
+        while True:
+            try:
+                summary, table = await self._on_a_worker(
+                    lambda worker: worker.call_for_table(Reward.score, self._timeout_s, rollouts)
+                )
+            except JudgeLost:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(_JUDGE_PAUSE_S)
+            else:
+                self._faults.note(summary.faults)
+                return summary, table
+
+    async def write(self, path: str, tables: Sequence[TableRef], timeout_s: float) -> None:
+        """Writes the samples of a step as Parquet, on the least-loaded worker; raises WorkerError if that fails."""
+        await self._on_a_worker(lambda worker: worker.call(Reward.write_trajectories, timeout_s, path, *tables))
+
+    async def write_evaluation(self, path: str, step: int, tables: Sequence[TableRef]) -> None:
+        """Writes the samples of an evaluation as Parquet, on the least-loaded worker; raises WorkerError."""
+        await self._on_a_worker(
+            lambda worker: worker.call(Reward.write_evaluation, self._timeout_s, path, step, *tables)
+        )
+
+    async def _on_a_worker(self, call: Callable[[WorkerHandle[Reward]], Awaitable[T]]) -> T:
+        """The result of a call on the least-loaded worker; a lost worker's call is repeated on another one.
+
+        Without a replacer the last worker stays in the pool and gets a second attempt.
         """
         tried: set[WorkerHandle[Reward]] = set()
         while True:
-            worker = min(self.workers, key=lambda w: (w in tried, self._busy[w]))
+            worker = await self._least_loaded(tried)
             try:
                 with self._busy_during(worker):
-                    summary, table = await worker.call_for_table(Reward.score, self._timeout_s, rollouts)
-                self._faults.note(summary.faults)
-                return summary, table
-            except WorkerDied as error:
-                if worker in tried:
+                    return await call(worker)
+            except (WorkerDied, WorkerTimeout) as error:
+                if self._replacer is not None:
+                    self._replace(self._replacer, worker, error)
+                    continue
+                if worker in tried or isinstance(error, WorkerTimeout):
                     raise
                 tried.add(worker)
                 if len(self.workers) > 1 and worker in self.workers:
                     logger.warning("%s receives no more groups: %s", worker.name, error)
                     self.workers = tuple(other for other in self.workers if other is not worker)
 
-    async def write(self, path: str, tables: Sequence[TableRef], timeout_s: float) -> None:
-        """Writes the samples of a step as Parquet, on the least-loaded worker; raises WorkerError if that fails."""
-        worker = min(self.workers, key=lambda w: self._busy[w])
-        with self._busy_during(worker):
-            await worker.call(Reward.write_trajectories, timeout_s, path, *tables)
+    async def _least_loaded(self, tried: Set[WorkerHandle[Reward]]) -> WorkerHandle[Reward]:
+        """The worker with the fewest calls; waits for a replacement where there is none. Raises WorkerError."""
+        while not self.workers:
+            if not self._replacing:
+                raise self._lost or WorkerError("reward", "score", "there is no worker")
+            await asyncio.wait(self._replacing.values(), return_when=asyncio.FIRST_COMPLETED)
+        return min(self.workers, key=lambda w: (w in tried, self._busy[w]))
 
-    async def write_evaluation(self, path: str, step: int, tables: Sequence[TableRef]) -> None:
-        """Writes the samples of an evaluation as Parquet, on the least-loaded worker; raises WorkerError."""
-        worker = min(self.workers, key=lambda w: self._busy[w])
-        with self._busy_during(worker):
-            await worker.call(Reward.write_evaluation, self._timeout_s, path, step, *tables)
+    def _replace(self, replacer: Replacer[Reward], worker: WorkerHandle[Reward], lost: WorkerError) -> None:
+        """Begins to replace a worker, unless that has begun."""
+        if worker not in self.workers:
+            return
+        self.workers = tuple(other for other in self.workers if other is not worker)
+
+        async def start() -> None:
+            try:
+                self.join(await replacer.replace(worker, lost))
+            except WorkerError as error:
+                logger.error("%s", error)
+                self._lost = error
+            finally:
+                del self._replacing[worker.name]
+
+        self._replacing[worker.name] = asyncio.create_task(start(), name=f"replace {worker.name}")
 
     @contextmanager
     def _busy_during(self, worker: WorkerHandle[Reward]) -> Iterator[None]:
@@ -205,8 +257,22 @@ class TokenScorer:
     when no group is waiting; the next call of `score` starts it again.
     """
 
-    def __init__(self, group: WorkerGroup[Any], score: ScoreTokens, timeout_s: float) -> None:
-        """`score` is a method of `group`; `timeout_s` applies to each wave."""
+    def __init__(
+        self,
+        group: WorkerGroup[Any],
+        score: ScoreTokens,
+        timeout_s: float,
+        replacer: Replacer[Any] | None = None,
+    ) -> None:
+        """Scores nothing yet.
+
+        Args:
+            group: The ranks.
+            score: A method of the group.
+            timeout_s: Bound on a wave.
+            replacer: Starts lost workers again, if they are independent of each other; None: their loss is an error.
+        """
+        self._replacer = replacer
         self.group = group
         self._score_tokens = score
         self._timeout_s = timeout_s
@@ -253,7 +319,7 @@ class TokenScorer:
         lengths = [length for group, _, _ in wave for length in group]
         plans = plan_ranks(lengths, range(len(lengths)), self.group.ranks, self.group.micro_batch_tokens)
         try:
-            results = await self._score_tokens(plans, *(ref for _, ref, _ in wave), timeout_s=self._timeout_s)
+            results = await self._on_all_ranks(plans, [ref for _, ref, _ in wave])
         except WorkerError as error:
             for _, _, future in wave:
                 if not future.done():
@@ -263,6 +329,19 @@ class TokenScorer:
         for _, _, future in wave:
             if not future.done():
                 future.set_result(tables)
+
+    async def _on_all_ranks(self, plans: Sequence[RankPlan], tables: Sequence[TableRef]) -> Scores:
+        """The scores of a wave; it is scored again where a lost worker has been replaced. Raises WorkerError."""
+        while True:
+            try:
+                return await self._score_tokens(plans, *tables, timeout_s=self._timeout_s)
+            except (WorkerDied, WorkerTimeout) as error:
+                if self._replacer is None:
+                    raise
+                workers = self.group.workers
+                (lost,) = [worker for worker in workers if worker.name == error.worker]
+                new = await self._replacer.replace(lost, error)
+                self.group.workers = tuple(new if worker is lost else worker for worker in workers)
 
 
 class Scorer:

@@ -528,6 +528,10 @@ class FailureConfig(BaseFailures):
     """Restarts of environment workers that are tolerated over the whole run."""
     judge_restarts: int = Field(default=3, ge=0)
     """Restarts of judge workers that are tolerated over the whole run."""
+    reward_restarts: int = Field(default=3, ge=0)
+    """Restarts of reward workers that are tolerated over the whole run."""
+    reference_restarts: int = Field(default=3, ge=0)
+    """Restarts of reference workers that are tolerated over the whole run."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts at a group before it is dropped."""
     max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0)

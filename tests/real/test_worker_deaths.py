@@ -1,4 +1,4 @@
-"""Engines and policy ranks of a real run are killed with SIGKILL."""
+"""Workers of a real run are killed with SIGKILL."""
 
 from __future__ import annotations
 
@@ -30,6 +30,25 @@ def test_a_dead_engine_is_replaced_until_no_restart_is_left(tmp_path: Path) -> N
         assert "rollout-0" in run.error_lines[0]
         assert run.leftover_processes() == []
     assert run.weight_files == []
+
+
+def test_dead_reward_and_reference_workers_are_replaced(tmp_path: Path) -> None:
+    reference = ("roles.reference={cpus: 0.25, threads: 1, micro_batch_tokens: 2048}", "algorithm.kl.coef=0.01")
+    with running(Run(tmp_path, GRPO, *ENDLESS, *reference, "failures.reference_restarts=1", name="scorers")) as run:
+        run.wait_for_step(1)
+        for role in ("RewardWorker", "ReferenceWorker"):
+            kill(run, role)
+            run.wait_until(lambda role=role: f"{role.removesuffix('Worker').lower()}-0 is lost" in run.output, role)
+            run.wait_for_step(run.metrics[-1]["step"] + 2)
+        for line in run.metrics:
+            assert ledger_balances(line)
+            assert (line["ledger/dropped"], line["ledger/retries"]) == (0, 0)
+            assert line["ledger/trained"] == ENDLESS_SAMPLES_PER_STEP * line["step"]
+        kill(run, "ReferenceWorker")
+        assert run.wait() == 1
+        assert len(run.error_lines) == 1, run.output
+        assert "(1 of 1 restarts used: failures.reference_restarts)" in run.error_lines[0]
+        assert run.leftover_processes() == []
 
 
 def test_a_dead_policy_rank_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""Lost reward and reference workers are replaced, and what they were asked is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from orchestrator.cluster.worker_group import PolicyGroup
+from orchestrator.errors import JudgeLost, WorkerDied, WorkerError
+from orchestrator.rollouts.replacement import Replacer
+from orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from tests.fakes import FakePolicy, FakeReward, FakeTable, FaultyWorker
+
+TABLE = FakeTable("rollouts", ("p0",), samples=4)
+
+
+class Started:
+    """Starts workers, and remembers them."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.workers: list[FaultyWorker[Any]] = []
+        self.fail = 0
+
+    async def launch(self, name: str) -> FaultyWorker[Any]:
+        await asyncio.sleep(0.01)
+        if self.fail:
+            self.fail -= 1
+            raise WorkerDied(name, "start", "out of memory")
+        self.workers.append(FaultyWorker(name, self._make()))
+        return self.workers[-1]
+
+
+def with_pool(test: Callable[[RewardPool, Started], Awaitable[None]], workers: int = 1, restarts: int = 2) -> None:
+    async def run() -> None:
+        started = Started(FakeReward)
+        first = [await started.launch(f"reward-{number}") for number in range(workers)]
+        pool = RewardPool(first, 0.2, Replacer(started.launch, restarts, "reward"), judge_start_s=5.0)
+        try:
+            await test(pool, started)
+        finally:
+            await pool.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
+def test_a_lost_reward_worker_is_replaced_and_scores_its_groups_again(frozen: bool) -> None:
+    async def test(pool: RewardPool, started: Started) -> None:
+        if frozen:
+            started.workers[0].frozen = True
+        else:
+            started.workers[0].kill()
+        scored = await asyncio.gather(*(pool.score(TABLE) for _ in range(5)))
+        assert [len(summary.rewards) for summary, _ in scored] == [4] * 5
+        assert len(started.workers) == 2 and started.workers[0].dead
+        assert started.workers[1].calls.count("score") == 5
+        assert pool.names == ["reward-0"]
+
+    with_pool(test)
+
+
+def test_groups_of_a_lost_worker_do_not_wait_for_its_replacement() -> None:
+    async def test(pool: RewardPool, started: Started) -> None:
+        started.workers[0].kill()
+        await asyncio.gather(*(pool.score(TABLE) for _ in range(3)))
+        assert sorted(pool.names) == ["reward-0", "reward-1"], "one serves, and one is being started"
+        await asyncio.sleep(0.05)
+        assert len(pool.workers) == 2
+
+    with_pool(test, workers=2)
+
+
+def test_a_replacement_that_does_not_start_costs_another_restart() -> None:
+    async def test(pool: RewardPool, started: Started) -> None:
+        started.fail = 1
+        started.workers[0].kill()
+        await pool.score(TABLE)
+        started.workers[1].kill()
+        why = r"reward-0.score: the process is gone \(2 of 2 restarts used: failures.reward_restarts\)"
+        with pytest.raises(WorkerError, match=why):
+            await pool.score(TABLE)
+
+    with_pool(test)
+
+
+def test_a_group_waits_for_its_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.rollouts.scoring._JUDGE_PAUSE_S", 0.01)
+
+    class Waiting(FakeReward):
+        calls = 0
+
+        async def score(self, rollouts: FakeTable) -> Any:
+            self.calls += 1
+            if self.calls < 4:
+                raise JudgeLost("reward-0", "score", "no judge worker is running")
+            return await super().score(rollouts)
+
+    async def run() -> None:
+        worker = FaultyWorker("reward-0", Waiting())
+        summary, _ = await RewardPool([worker], 1.0, judge_start_s=5.0).score(TABLE)
+        assert len(summary.rewards) == 4 and worker.calls == ["score"] * 4
+        with pytest.raises(JudgeLost):
+            await RewardPool([FaultyWorker("reward-0", Waiting())], 0.0, judge_start_s=0.0).score(TABLE)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["dead", "frozen"])
+def test_a_lost_rank_is_replaced_and_its_wave_is_scored_again(frozen: bool) -> None:
+    async def run() -> None:
+        started = Started(FakePolicy)
+        ranks = [await started.launch(f"reference-{number}") for number in range(2)]
+        group = PolicyGroup("reference", ranks, 4096)
+        replacer = Replacer(started.launch, 1, "reference")
+        scorer = TokenScorer(group, group.compute_logprobs, 0.2, replacer)
+        if frozen:
+            ranks[1].frozen = True
+        else:
+            ranks[1].kill()
+        tables = await asyncio.gather(*(scorer.score([8, 8], TABLE) for _ in range(3)))
+        assert [len(found) for found in tables] == [2, 2, 2], "one table for each rank"
+        assert [worker.name for worker in group.workers] == ["reference-0", "reference-1"]
+        assert group.workers[0] is ranks[0] and group.workers[1] is started.workers[2]
+        ranks[0].kill()
+        with pytest.raises(WorkerError, match=r"1 of 1 restarts used: failures\.reference_restarts"):
+            await scorer.score([8], TABLE)
+
+    asyncio.run(run())
