@@ -242,7 +242,7 @@ class RewardConfig(Frozen):
     """Compute threads of the reward model (CPU only). 0: as many as the role's `cpus`, at least one."""
 
 
-ENVIRONMENTS = ("agent", "guess_number", "retry", "single_turn", "tools")
+ENVIRONMENTS = ("agent", "guess_number", "openenv", "retry", "single_turn", "tools", "verifiers")
 """Names of the built-in environments; each is implemented in `workers/environments/`."""
 
 
@@ -269,7 +269,8 @@ class EnvironmentConfig(EpisodeConfig):
     """The environment that the policy acts in."""
 
     name: str = Field(min_length=1)
-    """A built-in environment (agent, guess_number, retry, single_turn, tools) or `package.module:Class`."""
+    """A built-in environment (agent, guess_number, openenv, retry, single_turn, tools, verifiers) or
+    `package.module:Class`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     episodes: int = Field(default=32, ge=1)
