@@ -49,7 +49,7 @@ async def rollout(row: Row, client: AsyncOpenAI, environment: str, arguments: st
     output = await _load(environment, arguments).run_rollout(example, policy, MODEL_NAME, sampling_args={})
     error = output.get("error")
     if error and error["error"] != _EMPTY:
-        raise RuntimeError(f"{environment}: {error['error_chain_str']}")
+        raise RuntimeError(f"{environment}: {error['error_chain_repr']}")
     return output["reward"]
 
 

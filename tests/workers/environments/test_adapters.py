@@ -107,6 +107,13 @@ def test_an_error_of_a_verifiers_environment_is_a_status(turn: str, why: str) ->
     assert played.last.observation.reward is None
 
 
+@pytest.mark.usefixtures("verifiers")
+def test_a_verifiers_episode_that_is_cut_short_ends() -> None:
+    """The rollout waits for a response; it gets an error, and `play` closes the episode in time."""
+    played = play_verifiers("countdown", "5")
+    assert (played.last.status, played.last.observation.done) == ("ok", False)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -205,5 +212,5 @@ def test_a_missing_package_is_named(
 
 def test_a_version_of_verifiers_without_this_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", types.ModuleType("verifiers"))
-    with pytest.raises(EnvironmentArgumentsError, match="pip install 'verifiers<0.4'"):
+    with pytest.raises(EnvironmentArgumentsError, match=r"pip install 'verifiers<0\.4'"):
         load("verifiers", {"environment": "gsm8k"})

@@ -55,11 +55,11 @@ def load_environment(kind: str = "single") -> Any:
     """The environment that the adapter loads."""
     data = importlib.import_module("datasets").Dataset.from_list([{"question": "2+3?", "answer": "5"}])
     if kind == "single":
-        return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(exact))
+        return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric([exact]))
     if kind == "tools":
-        return vf.ToolEnv(tools=[add], max_turns=4, dataset=data, rubric=vf.Rubric(exact))
+        return vf.ToolEnv(tools=[add], max_turns=4, dataset=data, rubric=vf.Rubric([exact]))
     if kind == "countdown":
-        return Countdown(max_turns=9, dataset=data, rubric=vf.Rubric(counted_share))
+        return Countdown(max_turns=9, dataset=data, rubric=vf.Rubric([counted_share]))
     if kind == "group":
-        return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(best_of_group))
+        return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric([best_of_group]))
     raise KeyError(kind)
