@@ -9,6 +9,7 @@ from typing import Any
 
 from workers.contract.environments import Message, Observation, Row
 from workers.environments.base import Environment
+from workers.environments.tools import MALFORMED, MARKERS
 
 NEEDS = "the environment openenv needs the package openenv-core: pip install openenv-core"
 _REFUSED = "(code: VALIDATION_ERROR)"
@@ -69,7 +70,10 @@ class OpenEnv(Environment):
     async def step(self, message: Message) -> Observation:
         """The server's answer to an action, or to calls of tools."""
         if self._tools:
-            return await self._call(message.get("tool_calls") or ())
+            calls = message.get("tool_calls") or ()
+            if not calls and any(marker in message["content"] for marker in MARKERS):
+                return Observation([_user(MALFORMED)])
+            return await self._call(calls)
         try:
             action = self._read(message["content"])
         except ValueError as error:

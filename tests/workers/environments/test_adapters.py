@@ -16,6 +16,7 @@ import pytest
 from workers.contract.environments import EpisodeReply, Message, Observation, Row
 from workers.environments.loading import EnvironmentArgumentsError, load
 from workers.environments.processes import EnvironmentProcesses
+from workers.environments.tools import MALFORMED
 
 HERE = "tests.workers.environments"
 GAMES = f"{HERE}.verifiers_games"
@@ -183,7 +184,7 @@ def test_an_error_of_an_openenv_server_is_a_status(echo: str) -> None:
 def test_tools_of_an_openenv_server_are_offered_and_called(openenv: Any) -> None:
     with openenv.serving(openenv.Adder, openenv.server.CallToolAction, openenv.server.CallToolObservation) as url:
         made = calls(("add", '{"a": 2, "b": 3}'), ("add", "{broken"), ("search", "{}"))
-        played = play("openenv", {"url": url, "tools": True}, [made, "5"])
+        played = play("openenv", {"url": url, "tools": True}, [made, "<tool_call>{", "5"])
     assert played.last.status == "ok", played.last.status
     tools = played.asked[0].tools
     assert tools is not None and tools[0]["function"]["name"] == "add"
@@ -192,6 +193,7 @@ def test_tools_of_an_openenv_server_are_offered_and_called(openenv: Any) -> None
     assert [message["tool_call_id"] for message in results] == ["c0", "c1", "c2"]
     assert results[0]["content"] == "5"
     assert all(message["content"].startswith("error: ") for message in results[1:])
+    assert played.texts[2] == [MALFORMED]
     assert played.last.observation.done
 
 
