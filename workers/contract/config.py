@@ -284,7 +284,7 @@ class JudgeConfig(Frozen):
     device: Device
 
 
-ENVIRONMENTS = ("agent", "guess_number", "retry", "single_turn", "tools")
+ENVIRONMENTS = ("agent", "guess_number", "openenv", "retry", "single_turn", "tools", "verifiers")
 """Names of the built-in environments; each is implemented in `workers/environments/`."""
 
 
@@ -311,7 +311,8 @@ class EnvironmentConfig(EpisodeConfig):
     """The environment that the policy acts in."""
 
     name: str = Field(min_length=1)
-    """A built-in environment (agent, guess_number, retry, single_turn, tools) or `package.module:Class`."""
+    """A built-in environment (agent, guess_number, openenv, retry, single_turn, tools, verifiers) or
+    `package.module:Class`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     episodes: int = Field(default=32, ge=1)

@@ -12,9 +12,11 @@ from workers.environments.base import Environment
 SHIPPED = {
     "agent": "workers.environments.agent:Agent",
     "guess_number": "workers.environments.guess_number:GuessNumber",
+    "openenv": "workers.environments.openenv:OpenEnv",
     "retry": "workers.environments.retry:Retry",
     "single_turn": "workers.environments.single_turn:SingleTurn",
     "tools": "workers.environments.tools:Tools",
+    "verifiers": "workers.environments.verifiers:Verifiers",
 }
 METHODS = ("start", "step", "close")
 
