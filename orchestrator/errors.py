@@ -49,6 +49,10 @@ class DataLost(WorkerRaised):
     """A table that the call needs was lost with the node that held it."""
 
 
+class UpdateDamaged(WorkerRaised):
+    """The weights did not arrive at the engine as they were published."""
+
+
 class JudgeLost(WorkerRaised):
     """The judge that the call needs has died, and another one can start."""
 

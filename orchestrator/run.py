@@ -238,8 +238,12 @@ async def open_run(
 
 @contextmanager
 def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
-    """The first SIGINT or SIGTERM saves and exits; the second one exits immediately."""
+    """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) saves and exits; the second one exits immediately.
+
+    A signal that is ignored stays so: `nohup` ignores SIGHUP.
+    """
     loop = asyncio.get_running_loop()
+    handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
 
     def on_signal(number: int) -> None:
         if stop.is_set():
@@ -248,10 +252,10 @@ def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
         logger.warning("stopping: saving first; press again to exit immediately")
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in handled:
         loop.add_signal_handler(number, on_signal, number)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handled:
             loop.remove_signal_handler(number)

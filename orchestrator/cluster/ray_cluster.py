@@ -23,10 +23,19 @@ from orchestrator.cluster.environment_link import ActorEnvironments
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.judge_link import ActorJudges
 from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import DataLost, DoesNotFit, JudgeLost, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
+from orchestrator.errors import (
+    DataLost,
+    DoesNotFit,
+    JudgeLost,
+    UpdateDamaged,
+    WorkerDied,
+    WorkerError,
+    WorkerRaised,
+    WorkerTimeout,
+)
 from orchestrator.reporting.metrics import PeakMemory
 from workers.contract.judges import JudgeGone
-from workers.contract.messages import WorkerGone
+from workers.contract.messages import WeightsDamaged, WorkerGone
 from workers.contract.roles import Engine, Environment, JudgeEngine, Reply, TableRef, Worker
 
 logger = logging.getLogger(__name__)
@@ -106,6 +115,8 @@ def _kind(cause: BaseException) -> type[WorkerError]:
     """The class of error with which a call fails for this cause."""
     if isinstance(cause, JudgeGone):
         return JudgeLost
+    if isinstance(cause, WeightsDamaged):
+        return UpdateDamaged
     return DataLost if isinstance(cause, ObjectLostError) else WorkerRaised
 
 

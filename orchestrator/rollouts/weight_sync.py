@@ -7,14 +7,16 @@ ends the run, because samples of an unknown policy are worse than none.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
-from orchestrator.cluster.event_loop import gather_all
 from orchestrator.cluster.worker_group import Link, PolicyGroup
-from orchestrator.errors import EnginesLost, WeightsNotVerified, WorkerDied, WorkerTimeout
+from orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified, WorkerDied, WorkerTimeout
 from orchestrator.rollouts.engine_pool import Engine, EnginePool
 from workers.contract.messages import WeightAck, WeightUpdate
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class FileSync:
     async def push(self, version: int) -> SyncReport:
         """Publishes the policy's weights as `version` and loads them into every engine.
 
+        They are published once more if they did not arrive as they were published.
+
         Raises:
+            UpdateDamaged: They did not arrive the second time either.
             WeightsNotVerified: An engine acknowledged another version or digest, or did not load the version.
             EnginesLost: No engine is left and none is starting.
         """
@@ -66,9 +71,23 @@ class FileSync:
             published_at = clock()
             # Suspect engines too: one that recovers must not serve the previous version.
             engines = list(self._pool.engines)
-            await self._write_to_hosts(update, engines)
-            await gather_all(self._apply(update, engine) for engine in engines)
+            try:
+                await self._load(update, engines)
+            except UpdateDamaged as error:
+                logger.warning("%s; publishing version %d again", error, version)
+                engines = list(self._pool.engines)
+                self._current = update = await self._policy.publish_weights(version, timeout_s=self._timeout_s)
+                self._hosts_written = {update.host}
+                await self._load(update, engines)
             return SyncReport(version, published_at - started, clock() - published_at, update.nbytes, len(engines))
+
+    async def _load(self, update: WeightUpdate, engines: list[Engine]) -> None:
+        """Loads an update into the engines; returns, or raises, when none of them reads it any more."""
+        await self._write_to_hosts(update, engines)
+        applied = await asyncio.gather(*(self._apply(update, engine) for engine in engines), return_exceptions=True)
+        for error in applied:
+            if error is not None:
+                raise error
 
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""

@@ -28,11 +28,13 @@ from tests.real.rollout_helpers import (
     rollout_config,
     sampling_config,
 )
-from workers.contract.config import StructuredConfig
+from workers.contract.config import RewardConfig, RewardFunctionConfig, StructuredConfig
 from workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary
 from workers.data.chat import sample_seed
+from workers.engine import rows as rows_module
 from workers.engine.errors import EngineClosed, EngineDead
 from workers.episodes.turns import TurnLimits
+from workers.reward import RewardWorker
 from workers.rollout import RolloutWorker
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
@@ -283,6 +285,34 @@ async def test_candidates_follow_the_samples_as_the_policy_would_write_them(work
     refused, table = await worker.generate(replace(request, row=2), prompts)
     assert refused.refused.startswith("pool.jsonl:3: candidate 0 has ") and table.num_rows == 0
     assert f"more than sampling.max_tokens, {MAX_TOKENS}" in refused.refused
+
+
+async def test_a_response_without_finite_logprobs_fails_its_sample_alone(
+    worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reward worker does not judge it; the others are trained."""
+    values: list[list[float]] = []
+
+    def spoil(completion: Any) -> list[float]:
+        values.append(sampled_logprobs(completion))
+        if len(values) == 2:
+            values[-1][0] = math.nan
+        return values[-1]
+
+    sampled_logprobs = rows_module._sampled_logprobs
+    monkeypatch.setattr(rows_module, "_sampled_logprobs", spoil)
+    summary, table = await worker.generate(REQUEST, PROMPTS)
+    status = "engine: a log-prob of the response is not finite"
+    assert [sample.status for sample in summary.samples] == ["ok", status, "ok", "ok"]
+    rewards = RewardWorker(
+        RewardConfig(functions=(RewardFunctionConfig(name="letter_share", args={"letters": "aeiou"}),)), "reward-0"
+    )
+    try:
+        scored, _ = rewards.score(table)
+    finally:
+        rewards.close()
+    assert scored.statuses == ("ok", status, "ok", "ok")
+    assert [(fault.cause, fault.samples) for fault in scored.faults] == [(status, 1)]
 
 
 async def test_a_cancelled_group_is_removed_from_the_engine(worker: RolloutWorker) -> None:

@@ -73,6 +73,8 @@ def failed_status(turns: int, reason: str, last_turn: str) -> str:
 
 def cause_of(status: str) -> str:
     """What statuses of the same cause have in common: the reason, without the turn and its text."""
+    if not status.startswith("environment: "):
+        return status
     return "environment: " + status.partition(_LAST_TURN)[0].split(": ", 2)[-1]
 
 

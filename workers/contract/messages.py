@@ -137,6 +137,10 @@ def identities(table: pa.Table) -> list[Identity]:
     return list(zip(*(table.column(name).to_pylist() for name in IDENTITY_NAMES), strict=True))
 
 
+class WeightsDamaged(RuntimeError):
+    """The weights that arrived are not the ones that were published; published again, they may arrive."""
+
+
 class WorkerGone(RuntimeError):
     """Raised by a worker that still answers but cannot work again and must be replaced."""
 

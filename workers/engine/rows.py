@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ from workers.episodes.turns import Segment, Turn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm.outputs import CompletionOutput, RequestOutput
+
+
+_NOT_FINITE = "engine: a log-prob of the response is not finite"
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class RowBuilder:
         turn = sampled_turn(output)
         return self._response(index, list(turn.ids)) | {
             "rollout_logprobs": turn.logprobs,
+            "episode_status": _status(OK, turn.logprobs),
             "weight_versions": turn.versions,
             "finish_reason": turn.finish_reason,
             "generate_s": turn.generate_s,
@@ -47,7 +52,7 @@ class RowBuilder:
         last = len(segments) - 1
         shared = {
             "finish_reason": played.finish_reason,
-            "episode_status": played.status,
+            "episode_status": _status(played.status, *(segment.logprobs for segment in segments)),
             "response": played.response,
             "conversation": json.dumps(played.messages, ensure_ascii=False),
             "generate_s": sum(turn.generate_s for turn in played.turns),
@@ -100,6 +105,13 @@ class RowBuilder:
         }
 
 
+def _status(status: str, *logprobs: Sequence[float]) -> str:
+    """The status of a sample: a response without usable log-probs cannot be trained."""
+    if status == OK and not all(math.isfinite(value) for row in logprobs for value in row):
+        return _NOT_FINITE
+    return status
+
+
 def sampled_turn(output: RequestOutput) -> Turn:
     """What the engine sampled for one prompt. Raises RuntimeError if vLLM left something out."""
     completion = output.outputs[0]
@@ -145,7 +157,7 @@ def episode_summary(rows: list[dict[str, Any]], played: Played, version: int) ->
         finish_reason=played.finish_reason,
         oldest_version=min(versions),
         newest_version=max(versions),
-        status=played.status,
+        status=rows[0]["episode_status"],
         segments=lengths if len(lengths) > 1 else (),
         episode=EpisodeSummary(
             turns=len(played.turns),
@@ -170,4 +182,5 @@ def sample_summary(row: dict[str, Any], version: int) -> SampleSummary:
         finish_reason=row["finish_reason"],
         oldest_version=min(versions),
         newest_version=max(versions),
+        status=row["episode_status"],
     )

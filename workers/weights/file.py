@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import xxhash
 
-from workers.contract.messages import TensorSpec, WeightUpdate
+from workers.contract.messages import TensorSpec, WeightsDamaged, WeightUpdate
 from workers.weights.shared_memory import (
     NOTHING,
     Bytes,
@@ -58,7 +58,7 @@ WeightSource = NamedTensors | Callable[[], NamedTensors]
 """Names and tensors that can be iterated once per version, or a function that returns them."""
 
 
-class WeightDigestMismatch(RuntimeError):
+class WeightDigestMismatch(WeightsDamaged):
     """The weights that arrived are not the ones that were published."""
 
     def __init__(self, name: str, expected: str, got: str) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import EnginesLost, WeightsNotVerified
+from orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified
 from orchestrator.rollouts.engine_pool import Engine, EnginePool
 from orchestrator.rollouts.weight_sync import DeviceSync, FileSync
 from tests.fakes import BOUNDS, FakePolicy, FaultyEngine, FaultyWorker, fake_pool, policy_group
 from workers.contract import roles
-from workers.contract.messages import WeightUpdate
+from workers.contract.messages import WeightAck, WeightUpdate
 
 
 def test_two_engines_receive_the_same_version() -> None:
@@ -42,6 +42,34 @@ def test_digest_mismatch_stops_the_run_and_names_the_engine() -> None:
 
     with pytest.raises(WeightsNotVerified, match=r"rollout-1 acknowledged version 1 digest other; .* digest d1"):
         asyncio.run(run())
+
+
+class DamagedOnTheWay(FaultyEngine):
+    """Does not receive the first updates as they were published."""
+
+    damaged = 1
+
+    async def update_weights(self, update: WeightUpdate) -> WeightAck:
+        await asyncio.sleep(0.01)
+        if self.damaged:
+            self.damaged -= 1
+            raise UpdateDamaged(self.name, "update_weights", "weights have digest other, the published digest is d3")
+        return await super().update_weights(update)
+
+
+def test_weights_that_were_damaged_on_their_way_are_published_again() -> None:
+    engines = [FaultyEngine("rollout-0", random.Random(0)), DamagedOnTheWay("rollout-1", random.Random(1))]
+    policy = FakePolicy()
+
+    async def run() -> None:
+        sync = FileSync(policy_group(policy), fake_pool(engines), 1.0)
+        assert (await sync.push(3)).version == 3
+        engines[1].damaged = 2
+        with pytest.raises(UpdateDamaged, match="rollout-1"):
+            await sync.push(4)
+
+    asyncio.run(run())
+    assert {(e.version, e.digest) for e in engines} == {(3, "d3"), (4, "d4")}
 
 
 def test_an_engine_that_dies_during_the_sync_is_replaced_with_the_current_weights() -> None:
