@@ -24,6 +24,7 @@ from orchestrator.live.resume import require_same_rows, resumption
 from orchestrator.offline_run import OfflineRun
 from orchestrator.reporting.console import Console
 from orchestrator.rollout_run import CLOSE_TIMEOUT_S, RolloutRun, load_data, write_spec
+from orchestrator.run_lock import locked
 from orchestrator.spec.base import RunSpec
 from orchestrator.spec.offline import OfflineSpec
 from orchestrator.spec.preflight import RESOLVED_SPEC
@@ -59,6 +60,12 @@ def run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
         TroupeError: The run cannot start or cannot continue, with one clear message.
     """
     request.out.mkdir(parents=True, exist_ok=True)
+    with locked(request.out):
+        return _run(request, classes, console)
+
+
+def _run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
+    """Trains in a folder that no other run uses."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
     store.prepare()
     found = store.latest()

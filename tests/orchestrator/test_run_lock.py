@@ -1,0 +1,94 @@
+"""One run at a time in a folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import UsageError
+from orchestrator.run_lock import LOCK_FILE, locked
+from tests.conftest import ROOT
+
+HOLD = """
+import sys
+from pathlib import Path
+from orchestrator.run_lock import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    {then}
+"""
+
+
+def holder(folder: Path, then: str) -> subprocess.Popen[str]:
+    """A process that holds the lock."""
+    code = HOLD.format(then=then)
+    started = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert started.stdout is not None and started.stdout.readline() == "locked\n"
+    return started
+
+
+def test_a_second_run_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    first = holder(tmp_path, "import time; time.sleep(600)")
+    try:
+        with pytest.raises(UsageError) as refused, locked(tmp_path):
+            pytest.fail("two runs hold the lock")
+    finally:
+        first.kill()
+        first.wait()
+    text = str(refused.value)
+    assert text.startswith(f"{tmp_path}: a run is active in it (process {first.pid} of ")
+    assert " since 20" in text and text.endswith("stop it (`troupe stop`), or use another --out")
+
+
+def test_the_lock_of_a_killed_run_is_free(tmp_path: Path) -> None:
+    first = holder(tmp_path, "import time; time.sleep(600)")
+    first.kill()
+    first.wait()
+    with locked(tmp_path):
+        assert f'"pid": {os.getpid()}' in (tmp_path / LOCK_FILE).read_text()
+
+
+def test_processes_that_a_run_leaves_do_not_hold_its_lock(tmp_path: Path) -> None:
+    child = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE).pid)"
+    )
+    first = holder(tmp_path, f"{child}; import os; os._exit(0)")
+    first.wait()
+    with locked(tmp_path):
+        pass
+
+
+def test_one_of_many_that_start_together_wins(tmp_path: Path) -> None:
+    code = HOLD.format(then="input()")
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    racing = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+        for _ in range(6)
+    ]
+    losers = []
+    while len(losers) < 5:
+        time.sleep(0.05)
+        losers = [process for process in racing if process.poll() is not None]
+    (winner,) = [process for process in racing if process not in losers]
+    out, _ = winner.communicate(b"\n", timeout=30)
+    assert (out, winner.returncode) == (b"locked\n", 0)
+    assert all(b"UsageError" in process.communicate()[1] for process in losers)
+
+
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with locked(tmp_path):
+        pass
+    assert "make sure that no other run uses this folder" in caplog.text
