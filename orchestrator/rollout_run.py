@@ -215,7 +215,7 @@ class RolloutRun:
         return engine
 
     async def _start_reward_worker(self, name: str) -> WorkerHandle[roles.Reward]:
-        """Starts a reward worker, to replace one."""
+        """Starts a reward worker, to replace one or to add one."""
         worker: WorkerHandle[roles.Reward] = await self._context.launcher.replica(name)
         if self._judges is not None:
             await self._judges.connect(worker)
@@ -238,7 +238,7 @@ class RolloutRun:
         failures, context, config = self._spec.failures, self._context, self._spec.judge_config()
         if config is None:
             return None
-        name = f"{config.model.path} {config.temperature} {config.max_tokens}"
+        name = config.model_dump_json(exclude={"engine", "device"})  # what an answer depends on
 
         async def connect(worker: WorkerHandle[roles.Reward], judge: Judge) -> None:
             # A worker that scores a group answers when it has finished.
@@ -263,7 +263,7 @@ class RolloutRun:
         spec, launcher = self._spec, self._context.launcher
         timeouts = RemovalTimeouts(finish_s=spec.schedule.generate_timeout_s, close_s=CLOSE_TIMEOUT_S)
         scaled: dict[RoleName, ScaledWorkers] = {
-            "reward": ScaledRewardWorkers(self._rewards, launcher, timeouts, self._judges)
+            "reward": ScaledRewardWorkers(self._rewards, launcher, timeouts, self._start_reward_worker)
         }
         if "rollout" in spec.roles.scaled():
             scaled["rollout"] = ScaledEngines(self._pool, launcher, timeouts)

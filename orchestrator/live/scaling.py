@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from orchestrator.rollouts.linked_pool import LinkedPool
 from orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.spec.sections import AutoscaleConfig, RoleName
+from workers.contract.roles import Reward
 
 logger = logging.getLogger(__name__)
 
@@ -135,12 +136,12 @@ class ScaledRewardWorkers(ScaledWorkers):
         pool: RewardPool,
         launcher: ReplicaLauncher,
         timeouts: RemovalTimeouts,
-        judges: LinkedPool[Any, Any, Any] | None = None,
+        start: Callable[[str], Awaitable[WorkerHandle[Reward]]],
     ) -> None:
-        """`judges`: connected to every new worker."""
+        """`start`: starts a worker on its reserved resources, ready to score. Raises WorkerError."""
         super().__init__(launcher, timeouts)
         self._pool = pool
-        self._judges = judges
+        self._start = start
 
     @property
     def names(self) -> list[str]:
@@ -148,10 +149,7 @@ class ScaledRewardWorkers(ScaledWorkers):
         return self._pool.names
 
     async def _join(self, name: str) -> None:
-        worker = await self._launcher.replica(name)
-        if self._judges is not None:
-            await self._judges.connect(worker)
-        self._pool.join(worker)
+        self._pool.join(await self._start(name))
 
     async def _drain(self, name: str) -> None:
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -189,40 +189,33 @@ class RewardPool:
         )
 
     async def _on_a_worker(self, call: Callable[[WorkerHandle[Reward]], Awaitable[T]]) -> T:
-        """The result of a call on the least-loaded worker; a lost worker's call is repeated on another one.
-
-        Without a replacer the last worker stays in the pool and gets a second attempt.
-        """
-        tried: set[WorkerHandle[Reward]] = set()
+        """The result of a call on the least-loaded worker; a lost worker's call is repeated on another one."""
         while True:
-            worker = await self._least_loaded(tried)
+            worker = await self._least_loaded()
             try:
                 with self._busy_during(worker):
                     return await call(worker)
             except (WorkerDied, WorkerTimeout) as error:
-                if self._replacer is not None:
-                    self._replace(self._replacer, worker, error)
-                    continue
-                if worker in tried or isinstance(error, WorkerTimeout):
-                    raise
-                tried.add(worker)
-                if len(self.workers) > 1 and worker in self.workers:
-                    logger.warning("%s receives no more groups: %s", worker.name, error)
-                    self.workers = tuple(other for other in self.workers if other is not worker)
+                self._lose(worker, error)
 
-    async def _least_loaded(self, tried: Set[WorkerHandle[Reward]]) -> WorkerHandle[Reward]:
+    async def _least_loaded(self) -> WorkerHandle[Reward]:
         """The worker with the fewest calls; waits for a replacement where there is none. Raises WorkerError."""
         while not self.workers:
             if not self._replacing:
                 raise self._lost or WorkerError("reward", "score", "there is no worker")
             await asyncio.wait(self._replacing.values(), return_when=asyncio.FIRST_COMPLETED)
-        return min(self.workers, key=lambda w: (w in tried, self._busy[w]))
+        return min(self.workers, key=lambda worker: self._busy[worker])
 
-    def _replace(self, replacer: Replacer[Reward], worker: WorkerHandle[Reward], lost: WorkerError) -> None:
-        """Begins to replace a worker, unless that has begun."""
+    def _lose(self, worker: WorkerHandle[Reward], lost: WorkerError) -> None:
+        """Sends a worker no more groups, and begins to replace it, unless that was done before."""
         if worker not in self.workers:
             return
         self.workers = tuple(other for other in self.workers if other is not worker)
+        replacer = self._replacer
+        if replacer is None:
+            logger.warning("%s receives no more groups: %s", worker.name, lost)
+            self._lost = lost
+            return
 
         async def start() -> None:
             try:

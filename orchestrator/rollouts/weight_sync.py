@@ -66,28 +66,31 @@ class FileSync:
         clock = asyncio.get_running_loop().time
         async with self._pool.transfer_lock:
             started = clock()
-            update = await self._policy.publish_weights(version, timeout_s=self._timeout_s)
-            self._current, self._hosts_written = update, {update.host}
+            update = await self._publish(version)
             published_at = clock()
-            # Suspect engines too: one that recovers must not serve the previous version.
-            engines = list(self._pool.engines)
             try:
-                await self._load(update, engines)
+                engines = await self._load(update)
             except UpdateDamaged as error:
                 logger.warning("%s; publishing version %d again", error, version)
-                engines = list(self._pool.engines)
-                self._current = update = await self._policy.publish_weights(version, timeout_s=self._timeout_s)
-                self._hosts_written = {update.host}
-                await self._load(update, engines)
-            return SyncReport(version, published_at - started, clock() - published_at, update.nbytes, len(engines))
+                engines = await self._load(await self._publish(version))
+            return SyncReport(version, published_at - started, clock() - published_at, update.nbytes, engines)
 
-    async def _load(self, update: WeightUpdate, engines: list[Engine]) -> None:
-        """Loads an update into the engines; returns, or raises, when none of them reads it any more."""
+    async def _publish(self, version: int) -> WeightUpdate:
+        """Writes the policy's weights as `version`; new engines receive them from now on."""
+        update = await self._policy.publish_weights(version, timeout_s=self._timeout_s)
+        self._current, self._hosts_written = update, {update.host}
+        return update
+
+    async def _load(self, update: WeightUpdate) -> int:
+        """Loads an update into every engine; returns their number, or raises, when none of them reads it any more."""
+        # Suspect engines too: one that recovers must not serve the previous version.
+        engines = list(self._pool.engines)
         await self._write_to_hosts(update, engines)
         applied = await asyncio.gather(*(self._apply(update, engine) for engine in engines), return_exceptions=True)
         for error in applied:
             if error is not None:
                 raise error
+        return len(engines)
 
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""

@@ -14,7 +14,6 @@ from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.spec.sections import JudgeRole, ReasoningGymSource, RolloutRole
 from workers.contract.config import (
     JUDGE_REWARD,
-    MIN_TEMPERATURE,
     REWARD_FUNCTIONS,
     STEP_ESTIMATORS,
     STEP_FUNCTIONS,
@@ -286,8 +285,6 @@ def _judge(spec: RolloutSpec) -> Iterator[Finding]:
     if judge.max_tokens >= judge.max_model_len:
         limit = f"roles.judge.max_model_len, {judge.max_model_len}"
         yield "roles.judge.max_tokens", f"leaves no room for a question: must be less than {limit}"
-    if 0.0 < judge.temperature < MIN_TEMPERATURE:
-        yield "roles.judge.temperature", f"must be 0 (greedy) or at least {MIN_TEMPERATURE}: vLLM has none between"
 
 
 def _label(function: RewardFunctionConfig) -> str:

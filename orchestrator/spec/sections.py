@@ -16,6 +16,7 @@ from workers.contract.config import (
     EnvironmentConfig,
     EvalSampling,
     Frozen,
+    GreedyOrTemperature,
     ModelConfig,
     RewardConfig,
     StructuredConfig,
@@ -149,7 +150,7 @@ class JudgeRole(EngineConfig, ScaledRole):
     """The model, with a chat template."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest answer, in tokens. It must fit `max_model_len` beside the question."""
-    temperature: float = Field(default=0.0, ge=0.0)
+    temperature: GreedyOrTemperature = 0.0
     """Softmax temperature; 0: greedy."""
     structured: StructuredConfig | None = None
     """A form that every answer has, such as `regex: "Score: (10|[0-9])"` for a small model; null: any text."""

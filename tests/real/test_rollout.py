@@ -187,6 +187,18 @@ async def test_structured_responses_have_their_form(
     assert finished and all(re.fullmatch(pattern, text) for text in finished), finished
 
 
+@pytest.mark.parametrize(
+    "form",
+    [{"regex": "(a"}, {"json_schema": {"type": "objec"}}, {"grammar": "root = "}],
+    ids=["regex", "json", "grammar"],
+)
+async def test_a_form_that_cannot_be_read_is_refused_at_start(tiny_model: Path, form: dict[str, Any]) -> None:
+    config = rollout_config(tiny_model)
+    sampling = config.sampling.model_copy(update={"structured": StructuredConfig(**form)})
+    with pytest.raises(ValueError, match="structured: "):
+        await RolloutWorker(config.model_copy(update={"sampling": sampling}), "rollout-9").start()
+
+
 async def test_logprobs_of_structured_responses_are_those_among_the_permitted_tokens(
     worker: RolloutWorker, tiny_model: Path
 ) -> None:

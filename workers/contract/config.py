@@ -6,9 +6,9 @@ every field is described and checked in one place.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 CPU_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Environment variables of a process that computes on the CPU. With them, a waiting OpenMP thread sleeps. By default it
@@ -37,6 +37,24 @@ class Frozen(BaseModel):
     """Base of every configuration model: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of a validation's errors in one line, with the place of the field."""
+    first = error.errors()[0]
+    place, text = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
+    return f"{place}: {text}" if place else text
+
+
+def _sampled_as_configured(temperature: float) -> float:
+    if 0.0 < temperature < MIN_TEMPERATURE:
+        why = f"vLLM would sample at {MIN_TEMPERATURE}"
+        raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {temperature}: {why}")
+    return temperature
+
+
+GreedyOrTemperature = Annotated[float, Field(ge=0.0), AfterValidator(_sampled_as_configured)]
+"""Softmax temperature; 0: greedy."""
 
 
 class ModelConfig(Frozen):
@@ -108,21 +126,13 @@ class SamplingConfig(Frozen):
 class EvalSampling(Frozen):
     """Sampling for evaluation."""
 
-    temperature: float = Field(default=0.0, ge=0.0)
+    temperature: GreedyOrTemperature = 0.0
     """0 is greedy decoding. vLLM has no temperature between 0 and 0.01."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling: sample from the smallest set of tokens with at least this total probability."""
     samples: int = Field(default=1, ge=1)
     """Samples per prompt; with more than one, pass@k is reported for k up to this number where the reward says which
     samples are solved (`evaluation.solved_at`)."""
-
-    @field_validator("temperature")
-    @classmethod
-    def _sampled_as_configured(cls, temperature: float) -> float:
-        if 0.0 < temperature < MIN_TEMPERATURE:
-            why = f"vLLM would sample at {MIN_TEMPERATURE}"
-            raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {temperature}: {why}")
-        return temperature
 
 
 class EngineConfig(Frozen):
@@ -277,7 +287,7 @@ class JudgeConfig(Frozen):
     engine: EngineConfig
     max_tokens: int
     """Longest answer, in tokens."""
-    temperature: float
+    temperature: GreedyOrTemperature
     """0: greedy."""
     structured: StructuredConfig | None
     """A form that every answer has."""

@@ -217,7 +217,7 @@ class SampleSummary:
     oldest_version: int
     newest_version: int
     status: str = OK
-    """`ok`, or why the episode has failed."""
+    """`ok`, or why the sample failed before it was judged."""
     segments: tuple[int, ...] = ()
     """Tokens of each row of the sample, prompt included; empty: it has one row."""
     episode: EpisodeSummary | None = None

@@ -112,7 +112,7 @@ def check_structured(config: StructuredConfig | None) -> None:
     try:
         validate_xgrammar_grammar(SamplingParams(structured_outputs=params))
     except (ValueError, VLLMValidationError) as error:
-        raise ValueError(f"sampling.structured: {error}") from error
+        raise ValueError(f"structured: {error}") from error
 
 
 def _device_args(config: RolloutConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
+from workers.contract.config import first_problem
 from workers.contract.naming import import_attribute, locate
 from workers.sandbox.run import SandboxError, check_sandbox
 
@@ -73,9 +74,7 @@ def function_tool(function: Callable[..., Any]) -> Tool:
             if inspect.isawaitable(result):
                 result = await result
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ToolCallError(f"{place}: {first['msg']}" if place else str(first["msg"])) from error
+            raise ToolCallError(first_problem(error)) from error
         except Exception as error:
             raise ToolCallError(f"{type(error).__name__}: {error}") from error
         return result if isinstance(result, str) else json.dumps(result, default=str)

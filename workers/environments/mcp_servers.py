@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from workers.contract.config import Frozen, first_problem
 from workers.environments.functions import Tool, ToolCallError
 
 if TYPE_CHECKING:
@@ -30,10 +31,8 @@ _kept: dict[str, McpServer] = {}
 """Servers with `reuse`, by their configuration; of this process."""
 
 
-class McpServerConfig(BaseModel):
+class McpServerConfig(Frozen):
     """How a server is started."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     command: list[str] = Field(min_length=1)
     """Program and arguments."""
@@ -54,8 +53,7 @@ def read_config(server: Mapping[str, Any]) -> McpServerConfig:
     try:
         config = McpServerConfig.model_validate(server)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"servers: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise ValueError(f"servers: {first_problem(error)}") from error
     if shutil.which(config.command[0]) is None:
         raise ValueError(f"servers: command: no program {config.command[0]} is on the PATH")
     return config

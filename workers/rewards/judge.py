@@ -22,11 +22,6 @@ class JudgeReward:
         self._cache: AnswerCache | None = None
         self._asked = 0
 
-    @property
-    def needs_role(self) -> bool:
-        """Whether it asks the role `judge`."""
-        return self._args.endpoint is None
-
     def start(self) -> None:
         """Open the cache and the endpoint.
 
@@ -39,8 +34,8 @@ class JudgeReward:
             self._judge = HttpJudge(self._args.endpoint)
 
     def connect(self, judge: Judge) -> None:
-        """Ask the role `judge` from now on."""
-        if self.needs_role:
+        """Ask the role `judge` from now on, unless the arguments name an endpoint."""
+        if self._args.endpoint is None:
             self._judge = judge
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:

@@ -8,9 +8,9 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from workers.contract.config import Frozen
+from workers.contract.config import Frozen, first_problem
 from workers.contract.environments import Message
 
 FIELDS = ("prompt", "response", "answer")
@@ -33,13 +33,13 @@ class HttpJudgeConfig(Frozen):
     """Name of the model."""
     api_key_variable: str = ""
     """Environment variable of the reward workers with the key; empty: the endpoint needs none."""
-    temperature: float | None = 0.0
+    temperature: float | None = Field(default=0.0, ge=0.0)
     """Sampling temperature; None: the endpoint's own."""
-    max_tokens: int = 512
+    max_tokens: int = Field(default=512, ge=1)
     """Longest answer."""
-    concurrency: int = 16
+    concurrency: int = Field(default=16, ge=1)
     """Most requests of one reward worker at the same time."""
-    retries: int = 4
+    retries: int = Field(default=4, ge=0)
     """Repetitions of a request that was refused for load (429), failed (5xx) or lost, with exponential back-off."""
 
 
@@ -57,7 +57,7 @@ class JudgeArgs(Frozen):
     """The model to ask; None: the role `judge`."""
     cache: str = ""
     """SQLite file with answers, which are used again for the same question; empty: a memory of each worker."""
-    max_requests: int | None = None
+    max_requests: int | None = Field(default=None, ge=1)
     """Most questions that one reward worker asks; None: no bound."""
 
     @field_validator("rubric")
@@ -120,10 +120,7 @@ def read_args(args: Mapping[str, Any]) -> JudgeArgs:
     try:
         return JudgeArgs.model_validate(args)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        text = str(first["msg"]).removeprefix("Value error, ")
-        raise JudgeError(f"{place}: {text}" if place else text) from error
+        raise JudgeError(first_problem(error)) from error
 
 
 def _said(messages: str) -> str:

@@ -109,7 +109,7 @@ class Scaled(RolloutRun):
 
     def scaler(self, console: Console) -> WorkerScaler:
         engines = ScaledEngines(self.pool, self.launcher, TIMEOUTS)
-        rewards = ScaledRewardWorkers(self.rewards, self.launcher, TIMEOUTS)
+        rewards = ScaledRewardWorkers(self.rewards, self.launcher, TIMEOUTS, self.launcher.replica)
         console = Console(self.output)
         self.worker_scaler = WorkerScaler(
             self.spec, {"rollout": engines, "reward": rewards}, console, self.saved.append, "spec.yaml"
@@ -277,7 +277,7 @@ def test_a_dead_reward_worker_gets_no_groups_while_another_one_runs() -> None:
             await pool.score(FakeTable("rollouts", ("b",)))
         return names, len(handles[2].calls)
 
-    assert asyncio.run(run()) == (["reward-2"], 3)
+    assert asyncio.run(run()) == (["reward-2"], 2)
 
 
 def test_scorers_are_added_and_removed_between_two_waves() -> None:

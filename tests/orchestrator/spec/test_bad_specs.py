@@ -371,6 +371,12 @@ CPU_CASES = [
         ("      - name: exact_match", "      - name: judge"),
     ),
     case(
+        "judge_at_a_temperature_that_vllm_does_not_have",
+        ("14: roles.judge.temperature: must be 0 (greedy) or at least 0.01, got 0.001: vLLM would sample at 0.01"),
+        ("  reward:\n", "  judge: {model: {path: models/j}, temperature: 0.001}\n  reward:\n"),
+        ("      - name: exact_match", "      - name: judge"),
+    ),
+    case(
         "judge_on_two_gpus",
         "14: roles.judge.gpus: an engine with tensor_parallel_size 1 uses one GPU; raise workers or that",
         ("  reward:\n", "  judge: {model: {path: models/j}, gpus: 2}\n  reward:\n"),

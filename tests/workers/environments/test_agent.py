@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.workers.environments.started import started
 from workers.contract.config import EnvironmentConfig
 from workers.contract.environments import EpisodeReply, Message, Observation, Row
 from workers.environment import EnvironmentWorker
@@ -30,10 +31,7 @@ def play(call: Message | None = None, extra: Message | None = None, **args: Any)
     config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=5.0, episodes=1, memory_limit_mib=1024)
 
     async def run() -> Played:
-        others = set(psutil.Process().children(recursive=True))  # of other tests in this process
-        worker = EnvironmentWorker(config, "environment-0")
-        await worker.start()
-        try:
+        async with started(config) as worker:
             played = Played(await worker.begin("a", ROW))
             while not played.last.observation.done:
                 played.asked.append(played.last.observation)
@@ -44,11 +42,6 @@ def play(call: Message | None = None, extra: Message | None = None, **args: Any)
                     message |= {"content": "", "tool_calls": [call]}
                 played.last = await worker.step("a", message)
             return played
-        finally:
-            children = [child for child in psutil.Process().children(recursive=True) if child not in others]
-            await worker.close()
-            _, alive = psutil.wait_procs(children, timeout=5)
-            assert not alive, alive
 
     return asyncio.run(run())
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.workers.environments.started import started
 from workers.contract.config import EnvironmentConfig
 from workers.contract.environments import EpisodeReply, Message, Row
 from workers.environment import EnvironmentWorker
@@ -39,17 +40,8 @@ def play(test: Callable[[EnvironmentWorker], Awaitable[None]], **args: Any) -> N
     config = EnvironmentConfig(name="tools", args=values, turn_timeout_s=20.0, episodes=1, memory_limit_mib=2048)
 
     async def run() -> None:
-        others = set(psutil.Process().children(recursive=True))  # of other tests in this process
-        worker = EnvironmentWorker(config, "environment-0")
-        await worker.start()
-        children: list[psutil.Process] = []
-        try:
+        async with started(config) as worker:
             await test(worker)
-        finally:
-            children = [child for child in psutil.Process().children(recursive=True) if child not in others]
-            await worker.close()
-        _, alive = psutil.wait_procs(children, timeout=5)
-        assert not alive, alive
 
     asyncio.run(run())
 
@@ -140,24 +132,20 @@ def test_only_named_tools_and_variables_reach_the_episode(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("tool", "status"), [("leave", "has ended"), ("hang", "step: timeout after 2 s")], ids=["leaves", "hangs"]
+    ("tool", "status"), [("leave", "has ended"), ("hang", "step: timeout after 10 s")], ids=["leaves", "hangs"]
 )
 def test_a_server_that_is_lost_fails_its_episode_alone(tool: str, status: str) -> None:
     config = EnvironmentConfig(
-        name="tools", args={"servers": [{"command": SERVER}]}, turn_timeout_s=2.0, episodes=1, memory_limit_mib=2048
+        name="tools", args={"servers": [{"command": SERVER}]}, turn_timeout_s=10.0, episodes=1, memory_limit_mib=2048
     )
 
     async def run() -> None:
-        worker = EnvironmentWorker(config, "environment-0")
-        await worker.start()
-        try:
-            for episode in ("a", "b"):
-                begun = await worker.begin(episode, ROW)
-                assert begun.status == "ok", begun.status
-                reply = await worker.step(episode, call((tool, {})))
-                assert reply.observation.done and status in reply.status, reply.status
-        finally:
-            await worker.close()
+        async with started(config) as worker:
+            assert (await worker.begin("a", ROW)).status == "ok"
+            lost = await worker.step("a", call((tool, {})))
+            assert lost.observation.done and status in lost.status, lost.status
+            assert (await worker.begin("b", ROW)).status == "ok"
+            assert results(await worker.step("b", call(("remember", {"word": "b"})))) == ["b"]
 
     asyncio.run(run())
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.workers.environments.started import started
 from workers.contract.config import EnvironmentConfig
 from workers.contract.environments import EnvironmentGone, Row
 from workers.contract.messages import WorkerGone
@@ -27,16 +28,8 @@ def play(test: Callable[[EnvironmentWorker], Awaitable[None]], name: str = f"{HE
     config = EnvironmentConfig(name=name, **values)
 
     async def run() -> None:
-        others = set(psutil.Process().children(recursive=True))  # of other tests in this process
-        worker = EnvironmentWorker(config, "environment-0")
-        await worker.start()
-        try:
+        async with started(config) as worker:
             await test(worker)
-        finally:
-            children = [child for child in psutil.Process().children(recursive=True) if child not in others]
-            await worker.close()
-        _, alive = psutil.wait_procs(children, timeout=5)
-        assert not alive, alive
 
     asyncio.run(run())
 

@@ -1,0 +1,26 @@
+"""A started environment worker, which must leave no process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import psutil
+
+from workers.contract.config import EnvironmentConfig
+from workers.environment import EnvironmentWorker
+
+
+@asynccontextmanager
+async def started(config: EnvironmentConfig) -> AsyncIterator[EnvironmentWorker]:
+    """Start a worker, close it after the `with` block, and check that none of its processes is left."""
+    others = set(psutil.Process().children(recursive=True))  # of other tests in this process
+    worker = EnvironmentWorker(config, "environment-0")
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        children = [child for child in psutil.Process().children(recursive=True) if child not in others]
+        await worker.close()
+        _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive, alive
