@@ -21,7 +21,7 @@ from workers.environments.functions import Tool, ToolCallError
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp_types import CallToolResult
+    from mcp.types import CallToolResult
 
 _LAUNCH = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGKILL); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -143,7 +143,7 @@ class McpServer:
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool. Raises ToolCallError for what the server answers, RuntimeError where it does not."""
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
+        from mcp.types import CONNECTION_CLOSED
 
         try:
             result = await self._connected().call_tool(name, arguments)
@@ -171,7 +171,7 @@ def server_of(config: McpServerConfig) -> McpServer:
 
 def _text(result: CallToolResult) -> str:
     """What the policy reads of a result: its texts, and the kind of everything else."""
-    from mcp_types import TextContent
+    from mcp.types import TextContent
 
     parts = [block.text if isinstance(block, TextContent) else f"[{block.type}]" for block in result.content]
     if not parts and result.structured_content is not None:

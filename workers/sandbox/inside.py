@@ -242,13 +242,14 @@ def _make_root(request: dict[str, Any]) -> None:
         _mount("tmpfs", "/new", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755")
         for name in ("proc", "tmp", "dev", "etc", "program", "old"):
             os.mkdir(f"/new/{name}")
+        # Before the folders: the interpreter may be installed in /tmp.
+        size = f"mode=1777,size={limits['disk_mib']}m,nr_inodes={limits['files'] + 1}"
+        _mount("tmpfs", "/new/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, size)
         for path in (*_SYSTEM, *(folder.lstrip("/") for folder in request["folders"])):
             _bind(path)
         _make_devices()
         _write_files(request)
         _mount("proc", "/new/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "subset=pid,hidepid=invisible")
-        size = f"mode=1777,size={limits['disk_mib']}m,nr_inodes={limits['files'] + 1}"
-        _mount("tmpfs", "/new/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, size)
         _pivot("/new", "/new/old")
         _call("leave the host's file system", _libc.umount2(b"/old", _MNT_DETACH))
         os.rmdir("/old")
