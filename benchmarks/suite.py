@@ -100,6 +100,18 @@ SUITE = (
     _sampling("no-prefix-caching", "without prefix caching", *_SIXTEEN, "--no-prefix-caching"),
     _sampling("training", "beside a process that trains", *_SIXTEEN, "--training"),
     Benchmark(
+        "episode_throughput",
+        (*_FLOAT, "--turns", "5"),
+        (Goal("tokens/s of episodes of one turn, of the plain path", "episodes", "ratio", 0.97),),
+        "one-turn",
+    ),
+    Benchmark(
+        "episode_throughput",
+        (*_FLOAT, "--episode-turns", "8", "--samples", "4", "--max-tokens", "8", "--turns", "5"),
+        (Goal("tokens/s of episodes of eight turns, of a bare `AsyncLLM` loop", "episodes", "ratio", 0.95),),
+        "eight-turns",
+    ),
+    Benchmark(
         "grpo_step",
         (*_FLOAT, "--trl", "--groups", "4", "--samples", "8", "--micro-batch-tokens", "1024", "--turns", "5"),
         (

@@ -247,10 +247,13 @@ async def open_run(
 def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) saves and exits; the second one exits immediately.
 
-    A signal that is ignored stays so: `nohup` ignores SIGHUP.
+    SIGHUP stays ignored where it is, as under `nohup`. The others are handled even where a shell ignores SIGINT for a
+    command in the background of a script.
     """
     loop = asyncio.get_running_loop()
-    handled = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    handled = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        handled.append(signal.SIGHUP)
 
     def on_signal(number: int) -> None:
         if stop.is_set():

@@ -264,6 +264,11 @@ def policy_loss(config: AlgorithmConfig) -> PolicyLossConfig:
     return PolicyLossConfig(**_merge(row.loss, given, dual_clip=config.dual_clip))
 
 
+def corrects_sampler(config: AlgorithmConfig) -> bool:
+    """Whether the loss accounts for the difference between the distribution that sampled and the policy's."""
+    return policy_loss(config).importance.mode != "none"
+
+
 def advantage(config: AlgorithmConfig) -> AdvantageConfig:
     """How rewards become advantages: the row's defaults, overridden by the spec."""
     row = row_of(config)

@@ -76,6 +76,9 @@ def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
         if not algorithms.dynamic_sampling(config):
             yield "algorithm.dynamic_sampling_on", "has no effect without algorithm.dynamic_sampling above 0"
         yield from _component(spec, "algorithm.dynamic_sampling_on", config.dynamic_sampling_on)
+    if spec.sampling.structured is not None and row.loss.has_ratio and not algorithms.corrects_sampler(config):
+        why = "samples come from the permitted tokens (sampling.structured), and only the correction accounts for that"
+        yield "algorithm.importance.mode", f"{why}; use truncate or mask"
     yield from _several_updates(spec)
     yield from _exact_divergence(spec)
 

@@ -443,6 +443,13 @@ CPU_CASES = [
         ("  name: grpo", "  name: grpo\n  kl_stop: 0.1"),
     ),
     case(
+        "structured_without_correction",
+        "20: algorithm.importance.mode: samples come from the permitted tokens (sampling.structured), and only the "
+        "correction accounts for that; use truncate or mask",
+        ("  name: grpo", "  name: grpo\n  importance: {mode: none}"),
+        ("sampling:", "sampling:\n  structured: {regex: \"[0-9]+\"}"),
+    ),
+    case(
         "distill_without_teacher",
         "5: roles.reference: is required: distill has a reference",
         ("  name: grpo", "  name: distill"),

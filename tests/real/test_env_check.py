@@ -1,0 +1,53 @@
+"""`troupe env check`: episodes without a model, as text."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SPEC = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
+
+
+def env_check(tiny_model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command on the tiny model."""
+    command = [sys.executable, "-m", "orchestrator.cli", "env", "check", str(SPEC), *arguments]
+    command += ["--set", f"model.path={tiny_model}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.real
+def test_given_turns_are_played_then_random_ones(tiny_model: Path) -> None:
+    """Every stretch of tokens says who wrote it and whether it has loss; only turns of the policy have."""
+    done = env_check(tiny_model, "--say", "1", "--say", "10", "--say", "nothing", "--episodes", "2")
+    assert done.returncode == 0, done.stderr
+    given = done.stdout.count("guess_number, turns as given")
+    assert given == done.stdout.count("guess_number, turns of random tokens") == 2
+    lines = done.stdout.splitlines()
+    stretches = [line for line in lines if " tokens, " in line]
+    assert {line.split()[0] for line in stretches} == {"prompt", "assistant", "environment"}
+    for line in stretches:
+        assert ("no loss" in line) == (line.split()[0] != "assistant"), line
+    ends = [line for line in lines if line.startswith("end: ")]
+    assert len(ends) == 4 and all(line.startswith("end: ok, ") for line in ends)
+    assert any("'1" in line for line in lines), "the text of the turn is shown"
+
+
+@pytest.mark.real
+def test_an_environment_that_cannot_be_loaded_is_one_line(tiny_model: Path) -> None:
+    done = env_check(tiny_model, "--set", "roles.environment.args={low: 1, hihg: 10}")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "hihg" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.real
+def test_a_spec_without_an_environment_has_nothing_to_check(tiny_model: Path) -> None:
+    spec = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+    command = [sys.executable, "-m", "orchestrator.cli", "env", "check", str(spec), "--set", f"model.path={tiny_model}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines() == [f"error: {spec}: there is no roles.environment to check"]
