@@ -19,6 +19,7 @@ from orchestrator.spec.sections import AlarmConfig
 from orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_stopped
 from orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, TrainerLayout, trainer_layouts
 from orchestrator.training.ledger import Ledger
+from orchestrator.training.recovery import TrainerRecovery
 from orchestrator.training.state import ControllerState
 from orchestrator.training.updates import Updates
 
@@ -73,6 +74,8 @@ class RunComponents:
 
     source: BatchSource
     updates: Updates
+    recovery: TrainerRecovery
+    """Restarts the trainers in place when one of them is lost."""
     sync: WeightSync | None
     """None: no engine serves the trained weights."""
     evaluator: HeldOut | None
@@ -160,8 +163,8 @@ class Controller:
         first_eval: dict[str, float] = {}
         last_eval: dict[str, float] = {}
         try:
-            if self.version and self.components.sync is not None:
-                await self.components.sync.push(self.version)
+            if self.version:
+                await self._push(self.version)
             if settings.evaluate_at_start and not self.version:
                 first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
             source.start()
@@ -178,6 +181,7 @@ class Controller:
         finally:
             heartbeat.cancel()
             await source.close()
+            await self.components.recovery.close()
         await source.flush()
         await self._save()
         self.sinks.close()
@@ -204,12 +208,12 @@ class Controller:
         batch = await source.next_batch(self.version, timers)
         # 2. Policy and critic learn from it.
         with timers.phase("update"):
-            updates, self.state = await self.components.updates.run(step, batch, self.state)
+            updates, self.state = await self.components.recovery.train(step, batch, self.state)
         # 3. Every engine loads the new weights and verifies them.
         if self.components.sync is not None:
             with timers.phase("sync"):
                 self.console.phase("weight sync", 0, 1)
-                await self.components.sync.push(step + 1)
+                await self._push(step + 1)
             await asyncio.sleep(0)  # thousands of engines have answered; let the groups that wait for them run first
         # 4. The ledger: these samples are trained; the next ones may start.
         self.version = step + 1
@@ -224,6 +228,12 @@ class Controller:
             await self._save_if_due()
         await source.save_trajectories(self.version)
         return evaluation
+
+    async def _push(self, version: int) -> None:
+        """Loads the policy's weights into the engines as `version`, if the run has engines."""
+        sync = self.components.sync
+        if sync is not None:
+            await self.components.recovery.retry(lambda: sync.push(version))
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         last = self.version == self.settings.steps
@@ -251,20 +261,26 @@ class Controller:
         """Writes one atomic checkpoint of everything a resumed run needs, unless this step is saved already."""
         if self._saved_at == self.version:
             return
-        components, bound = self.components, self.settings.train_timeout_s
+        components = self.components
         state = {"step": self.version, "source": components.source.state(), "ledger": components.ledger.state()}
         state["memory"] = self.state.model_dump(mode="json")
         state["trainers"] = {role: asdict(layout) for role, layout in self.settings.trainers.items()}
-        folder = self.store.begin(self.version)
-        trainers = components.updates.trainers
+        folder = await components.recovery.retry(self._save_trainers)
+        await asyncio.to_thread(self.store.commit, folder, state)
+        components.recovery.saved(self.version)
+        self._saved_at = self.version
+
+    async def _save_trainers(self) -> Path:
+        """Writes the trainers' part of a checkpoint; returns its folder."""
+        folder, bound = self.store.begin(self.version), self.settings.train_timeout_s
+        trainers = self.components.updates.trainers
         for number, group in enumerate(trainers):
             self.console.phase("checkpoint", number, len(trainers))
             await group.save(str(folder / group.role), timeout_s=bound)
         await trainers[0].export(str(folder / MODEL), timeout_s=bound)
         if self.settings.averages:
             await trainers[0].export_average(str(folder / AVERAGE), timeout_s=bound)
-        await asyncio.to_thread(self.store.commit, folder, state)
-        self._saved_at = self.version
+        return folder
 
     async def _report(
         self, batch: Batch, updates: Sequence[dict[str, float]], timers: PhaseTimers, evaluation: dict[str, float]
@@ -278,7 +294,7 @@ class Controller:
         metrics |= {f"seconds/{name}": seconds for name, seconds in timers.seconds().items()}
         metrics |= {f"utilisation/{name}": share for name, share in timers.shares().items()}
         metrics |= {f"ledger/{name}": float(count) for name, count in components.ledger.counts().items()}
-        metrics |= {"updates": float(len(updates))}
+        metrics |= {"updates": float(len(updates)), "trainer_restarts": float(components.recovery.budget.total)}
         metrics |= components.peaks.metrics()
         metrics |= components.data
         metrics |= evaluation

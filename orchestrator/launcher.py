@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from orchestrator.capacity.placement import Placement, Seat, place, place_one, role_sizes
+from orchestrator.cluster.event_loop import gather_all
 from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, ReferenceGroup, TrainerGroup
 from orchestrator.hub.client import Snapshot, download_all
@@ -156,6 +157,18 @@ class WorkerLauncher:
         worker: ActorWorker[roles.Replica] = self._spawn(name)
         await worker.call(roles.Replica.start, self._spec.schedule.start_timeout_s)
         return worker
+
+    async def restart(self, groups: Sequence[TrainerGroup[Any]]) -> None:
+        """Ends the processes of these groups, and starts the same ranks with their initial model.
+
+        Raises:
+            WorkerError: One does not start.
+        """
+        for worker in (worker for group in groups for worker in group.workers):
+            self._cluster.kill(self._workers[worker.name])
+        for group in groups:
+            group.workers = tuple(self._spawn(worker.name) for worker in group.workers)
+        await gather_all(group.start(self._spec.schedule.start_timeout_s) for group in groups)
 
     async def make_room(self, name: str) -> None:
         """Reserves resources for one more worker of a role whose workers are placed one by one.

@@ -23,6 +23,7 @@ from orchestrator.training.offline_source import (
     ReferenceScorer,
     Tokenized,
 )
+from orchestrator.training.recovery import RecoverySettings, TrainerRecovery
 from orchestrator.training.updates import OfflineUpdates, UpdateSettings
 from workers.contract.roles import TableRef
 
@@ -58,9 +59,12 @@ class OfflineRun:
             for line in await load_checkpoint(found, [self._trainer], spec.schedule.train_timeout_s):
                 self._context.console.message(line)
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
+        updates = OfflineUpdates(UpdateSettings.from_spec(spec), self._trainer, self._context.console)
+        recovery = RecoverySettings.from_spec(spec), updates, None, store, self._context.launcher.restart
         components = RunComponents(
             source=OfflineSource(offline, self._context.console, self._context.stop),
-            updates=OfflineUpdates(UpdateSettings.from_spec(spec), self._trainer, self._context.console),
+            updates=updates,
+            recovery=TrainerRecovery(*recovery, self._context.console, done),
             sync=None,
             evaluator=evaluator,
             ledger=ledger,

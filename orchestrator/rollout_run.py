@@ -44,6 +44,7 @@ from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.spec.sections import RoleName
 from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from orchestrator.training.ledger import Ledger
+from orchestrator.training.recovery import RecoverySettings, TrainerRecovery
 from orchestrator.training.state import ControllerState
 from orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from workers.contract import roles
@@ -126,12 +127,16 @@ class RolloutRun:
             await self._load(found)
         scheduler = self._scheduler(ledger, prompts, curriculum, done)
         rollouts = RolloutComponents(policy, self._pool, scheduler, self._rewards, prompts, ledger, texts, curriculum)
+        updates = RolloutUpdates(_update_settings(spec), policy, self._workers.critic, self._context.console)
+        sync = weight_sync(spec, policy, self._pool, self._context.cluster)
+        recovery = RecoverySettings.from_spec(spec), updates, sync.push, store, self._context.launcher.restart
         components = RunComponents(
             source=RolloutSource(
                 _rollout_settings(spec, self._out), rollouts, self._context.console, self._context.stop, advantages
             ),
-            updates=RolloutUpdates(_update_settings(spec), policy, self._workers.critic, self._context.console),
-            sync=weight_sync(spec, policy, self._pool, self._context.cluster),
+            updates=updates,
+            recovery=TrainerRecovery(*recovery, self._context.console, done),
+            sync=sync,
             evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
             ledger=ledger,
             scaler=self._scaler,

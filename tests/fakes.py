@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 from orchestrator.cluster.event_loop import within
-from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
+from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
 from orchestrator.controller import Controller, RunOutcome, TrainSettings
 from orchestrator.errors import WorkerDied, WorkerTimeout
+from orchestrator.reporting.console import Console
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from orchestrator.training.ledger import Ledger
-from orchestrator.training.updates import UpdateSettings
+from orchestrator.training.recovery import Push, RecoverySettings, TrainerRecovery
+from orchestrator.training.updates import Updates, UpdateSettings
 from workers.contract import roles
 from workers.contract.config import Rendezvous
 from workers.contract.judges import Judge
@@ -357,6 +359,8 @@ class FakeTrainer:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.updates: list[RankPlan] = []
+        self.learned: list[str] = []
+        """What its weights consist of: every update since the initial model, with its batch."""
 
     async def rendezvous(self) -> tuple[str, int]:
         """An address nobody connects to."""
@@ -369,11 +373,13 @@ class FakeTrainer:
     async def save(self, directory: str) -> None:
         """Writes one file, so that the checkpoint has something to verify."""
         Path(directory).mkdir(parents=True, exist_ok=True)
-        (Path(directory) / f"rank-{self.rank}").write_text(str(len(self.updates)))
+        (Path(directory) / f"rank-{self.rank}").write_text(json.dumps(self.learned))
 
     async def load(self, directory: str) -> int:
-        """Number of ranks that saved."""
-        return len(list(Path(directory).iterdir()))
+        """Loads what was saved; number of ranks that saved. Every rank has learned the same."""
+        files = sorted(Path(directory).iterdir())
+        self.learned = json.loads(files[min(self.rank, len(files) - 1)].read_text() or "[]")
+        return len(files)
 
     async def export(self, directory: str) -> None:
         """As `save`."""
@@ -401,6 +407,7 @@ class FakeCritic(FakeTrainer):
     async def update(self, plan: RankPlan, batch: FakeTable) -> UpdateMetrics:
         """Counts."""
         self.updates.append(plan)
+        self.learned.append(f"{plan.total_loss_tokens} tokens from {batch.uids[0]}")
         return UpdateMetrics({"loss": 0.5}, {"grad_norm": 1.0})
 
 
@@ -478,6 +485,7 @@ class FakePolicy(FakeTrainer):
         await asyncio.sleep(self.update_s)
         found = self.kl_old[len(self.updates)] if len(self.updates) < len(self.kl_old) else 0.0
         self.updates.append(plan)
+        self.learned.append(f"{plan.total_loss_tokens} tokens from {batch.uids[0]}")
         self.kl_old_coefs.append(kl_old_coef)
         return UpdateMetrics({"loss": 0.5}, {"grad_norm": 1.0, "kl_old": found}, skipped=self.skip_updates)
 
@@ -526,6 +534,21 @@ def critic_group(*critics: FakeCritic) -> CriticGroup:
     return CriticGroup("critic", [FaultyWorker(f"critic-{c.rank}", c) for c in critics], 256)
 
 
+def fakes_of(group: TrainerGroup[Any]) -> list[FaultyWorker[Any]]:
+    """The ranks of a group of fakes."""
+    return [worker for worker in group.workers if isinstance(worker, FaultyWorker)]
+
+
+async def restart_fakes(groups: Sequence[TrainerGroup[Any]]) -> None:
+    """Replaces every rank by a new fake with the initial model, which has learned nothing."""
+    for group in groups:
+        ranks = fakes_of(group)
+        for worker in ranks:
+            worker.kill()
+        group.workers = tuple(FaultyWorker(rank.name, type(rank.target)(rank.target.rank)) for rank in ranks)
+        await group.start(1.0)
+
+
 class FakeRun(ABC):
     """A controller with the fakes that it needs, which a subclass builds."""
 
@@ -535,6 +558,7 @@ class FakeRun(ABC):
         self.updates = updates
         self.resume = resume
         self.stop = asyncio.Event()
+        self.recovers = RecoverySettings(restarts=0, replay_steps=4, load_timeout_s=1.0)
 
     @abstractmethod
     def build(self) -> Controller:
@@ -546,6 +570,12 @@ class FakeRun(ABC):
         store.prepare()
         found = store.latest() if self.resume else None
         return store, found, Ledger() if found is None else Ledger.restore(found.state["ledger"])
+
+    def recovery(
+        self, updates: Updates, push: Push | None, store: CheckpointStore, console: Console, done: int
+    ) -> TrainerRecovery:
+        """Restarts trainers as new fakes."""
+        return TrainerRecovery(self.recovers, updates, push, store, restart_fakes, console, done)
 
     def run(self) -> RunOutcome:
         """Run to the end."""

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks.support.harness import NotCorrect
-from orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
+from orchestrator.cluster.worker_group import PolicyGroup, TrainerGroup, WorkerHandle
 from orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
 from orchestrator.data.prompts import PromptPick, PromptSource
 from orchestrator.reporting.console import Console
@@ -30,6 +31,7 @@ from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, Rol
 from orchestrator.rollouts.weight_sync import FileSync
 from orchestrator.training.checkpoint import CheckpointStore
 from orchestrator.training.ledger import Ledger
+from orchestrator.training.recovery import RecoverySettings, TrainerRecovery
 from orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from tests.fakes import (
     PROMPT_TOKENS,
@@ -188,9 +190,11 @@ class Simulation:
         rollouts = RolloutSettings(False, shape.staleness, TIMEOUT_S, out / "trajectories")
         source = RolloutSource(rollouts, makers, self.clock, self.stop)
         updates = RolloutUpdates(_update_settings(), policy, None, self.clock)
-        components = RunComponents(source, updates, FileSync(policy, pool, TIMEOUT_S), None, ledger)
         sinks = MetricSinks.open(out, tensorboard=False, resume_at=0)
-        store = CheckpointStore(out / "checkpoints", 1)
+        store, sync = CheckpointStore(out / "checkpoints", 1), FileSync(policy, pool, TIMEOUT_S)
+        recovers = RecoverySettings(restarts=0, replay_steps=16, load_timeout_s=TIMEOUT_S)
+        recovery = TrainerRecovery(recovers, updates, sync.push, store, _restart, self.clock)
+        components = RunComponents(source, updates, recovery, sync, None, ledger)
         return Controller(_settings(shape), components, store, sinks, self.clock, self.stop), pool
 
     def _drawn(self, prompts: PromptSource) -> NextPrompt:
@@ -204,6 +208,10 @@ class Simulation:
             return pick
 
         return draw
+
+
+async def _restart(groups: Sequence[TrainerGroup[Any]]) -> None:
+    """Never called: the simulated trainers do not die."""
 
 
 def _settings(shape: Shape) -> TrainSettings:

@@ -345,6 +345,10 @@ class Cluster:
             await worker.call(Worker.close, timeout_s)
         except WorkerError as error:
             logger.debug("closing a worker failed: %s", error)
+        self.kill(worker)
+
+    def kill(self, worker: ActorWorker[Any]) -> None:
+        """Ends a worker's process immediately."""
         worker.kill()
         if worker in self._actors:
             self._actors.remove(worker)

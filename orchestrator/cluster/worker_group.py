@@ -9,11 +9,13 @@ Engines and reward workers serve independently of each other: their pools (`orch
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from orchestrator.cluster.event_loop import gather_all
+from orchestrator.errors import WorkerDied
 from workers.contract.config import Rendezvous
 from workers.contract.messages import (
     PrepareRequest,
@@ -44,6 +46,8 @@ W = TypeVar("W", bound=Worker)
 W_co = TypeVar("W_co", bound=Worker, covariant=True)
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
+_PROBE_S = 5.0
+"""Wait for an answer of a rank that may be dead. One that is alive may be busy for longer."""
 Scores = list[tuple[Any, TableRef]]
 """(summary, reference to a token-score table) from every rank."""
 
@@ -96,6 +100,14 @@ class ScoreTokens(Protocol):
         ...
 
 
+class Recovery(Protocol):
+    """Brings trainers back that were lost (`orchestrator/training/recovery.py`)."""
+
+    def retry(self, call: Callable[[], Coroutine[Any, Any, R]]) -> Coroutine[Any, Any, R]:
+        """The result of `call`, repeated after the trainers have been brought back."""
+        ...
+
+
 class WorkerGroup(Generic[W]):
     """The ranks of one role, called together."""
 
@@ -145,13 +157,30 @@ class WorkerGroup(Generic[W]):
 
 
 class TrainerGroup(WorkerGroup[TrainerT], ABC):
-    """Ranks that train one model together."""
+    """Ranks that train one model together.
+
+    Methods that leave the trainers as they are repeat a call that failed because a rank was lost, once `recovery` has
+    brought the ranks back. The others raise: only their caller knows what else has to be repeated.
+    """
+
+    recovery: Recovery | None = None
+    """None: a lost rank is an error."""
 
     async def start(self, timeout_s: float) -> None:
         """Starts the ranks: rank 0 names the address at which all of them meet."""
         address, port = await self.workers[0].call(Trainer.rendezvous, timeout_s)
         places = [Rendezvous(address=address, port=port, rank=r, world_size=self.ranks) for r in range(self.ranks)]
         await self._scatter(Trainer.start, timeout_s, places)
+
+    async def find_dead(self) -> WorkerDied | None:
+        """A rank whose process has died, if there is one."""
+        asked = (worker.call(Trainer.health, _PROBE_S) for worker in self.workers)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return next((answer for answer in answers if isinstance(answer, WorkerDied)), None)
+
+    async def _repeated(self, call: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        """The result of a call that leaves the trainers as they are."""
+        return await call() if self.recovery is None else await self.recovery.retry(call)
 
     @abstractmethod
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
@@ -187,21 +216,23 @@ class PolicyGroup(TrainerGroup[Policy]):
 
     async def compute_logprobs(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
         """`old_logprobs` of the plans' rows."""
-        return await self._score(Policy.compute_logprobs, timeout_s, plans, *rollouts)
+        return await self._repeated(lambda: self._score(Policy.compute_logprobs, timeout_s, plans, *rollouts))
 
     async def reference_logprobs(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
         """`ref_logprobs` of the plans' rows under the colocated reference."""
-        return await self._score(Policy.reference_logprobs, timeout_s, plans, *rollouts)
+        return await self._repeated(lambda: self._score(Policy.reference_logprobs, timeout_s, plans, *rollouts))
 
     async def prepare(
         self, request: PrepareRequest, *tables: TableRef, timeout_s: float
     ) -> tuple[TrainSummary, TableRef]:
         """Joins rollouts, rewards and token scores into a batch with advantages."""
-        return await self.workers[0].call_for_table(Policy.prepare, timeout_s, request, *tables)
+        return await self._repeated(lambda: self.workers[0].call_for_table(Policy.prepare, timeout_s, request, *tables))
 
     async def cut_texts(self, texts: TableRef, max_tokens: int, *, timeout_s: float) -> tuple[TextSummary, TableRef]:
         """Splits plain texts into pieces of at most `max_tokens` tokens (PPO-ptx)."""
-        return await self.workers[0].call_for_table(Policy.cut_texts, timeout_s, texts, max_tokens)
+        return await self._repeated(
+            lambda: self.workers[0].call_for_table(Policy.cut_texts, timeout_s, texts, max_tokens)
+        )
 
     async def update(
         self,
@@ -269,7 +300,7 @@ class CriticGroup(TrainerGroup[Critic]):
 
     async def compute_values(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
         """`values` of the plans' rows."""
-        return await self._score(Critic.compute_values, timeout_s, plans, *rollouts)
+        return await self._repeated(lambda: self._score(Critic.compute_values, timeout_s, plans, *rollouts))
 
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
         """One optimizer step on the plans' rows of a TRAIN table."""
@@ -289,21 +320,26 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
 
     async def tokenize(self, texts: TableRef, *, timeout_s: float) -> tuple[ExampleSummary, TableRef]:
         """Tokenizes every example once."""
-        return await self.workers[0].call_for_table(ExampleTrainer.tokenize, timeout_s, texts)
+        return await self._repeated(lambda: self.workers[0].call_for_table(ExampleTrainer.tokenize, timeout_s, texts))
 
     async def assemble(
         self, picks: Sequence[tuple[str, int]], examples: TableRef, *, timeout_s: float
     ) -> tuple[ExampleBatchSummary, TableRef]:
         """Selects (name, row) pairs of the tokenized examples as a batch."""
-        return await self.workers[0].call_for_table(ExampleTrainer.assemble, timeout_s, picks, examples)
+        return await self._repeated(
+            lambda: self.workers[0].call_for_table(ExampleTrainer.assemble, timeout_s, picks, examples)
+        )
 
     async def attach(self, batch: TableRef, *scores: TableRef, timeout_s: float) -> TableRef:
         """The batch with the reference's log-probs."""
-        return (await self.workers[0].call_for_table(ExampleTrainer.attach, timeout_s, batch, *scores))[1]
+        _, table = await self._repeated(
+            lambda: self.workers[0].call_for_table(ExampleTrainer.attach, timeout_s, batch, *scores)
+        )
+        return table
 
     async def reference_logprobs(self, plans: Sequence[RankPlan], *tables: TableRef, timeout_s: float) -> Scores:
         """`ref_logprobs` of the plans' rows under the colocated reference."""
-        return await self._score(ExampleTrainer.reference_logprobs, timeout_s, plans, *tables)
+        return await self._repeated(lambda: self._score(ExampleTrainer.reference_logprobs, timeout_s, plans, *tables))
 
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
         """One optimizer step on the plans' rows of an EXAMPLE_BATCH table."""
@@ -311,4 +347,4 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
 
     async def evaluate(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[EvaluationPart]:
         """Every rank's share of the loss and metrics of the plans' rows."""
-        return await self._scatter(ExampleTrainer.evaluate, timeout_s, plans, batch)
+        return await self._repeated(lambda: self._scatter(ExampleTrainer.evaluate, timeout_s, plans, batch))

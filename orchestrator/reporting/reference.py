@@ -42,6 +42,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time", "s", "Seconds since 1970 at which the line was written.", "-"),
         Metric("updates", "count", "Optimizer updates in the step.", "`schedule.epochs` times `schedule.minibatches`"),
         Metric(
+            "trainer_restarts",
+            "count",
+            "Restarts of policy and critic in place since the run was started or resumed.",
+            "0",
+        ),
+        Metric(
             "tokens", "count", "Tokens in the step's batch: prompts and responses, before any prompt is shared.", "-"
         ),
     ),

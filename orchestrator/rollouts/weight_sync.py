@@ -138,7 +138,7 @@ class DeviceSync:
 
     The trainer's sender drives the engines; afterwards each engine must report that it serves the version. These
     back-ends have no digest and rely on the transport for the integrity of the bytes. After a change of the set of
-    engines, all of them are connected again.
+    engines or of trainers, all of them are connected again.
     """
 
     def __init__(self, policy: PolicyGroup, pool: EnginePool, link: Link, timeout_s: float) -> None:
@@ -146,7 +146,8 @@ class DeviceSync:
         self._pool = pool
         self._link = link
         self._timeout_s = timeout_s
-        self._connected: tuple[Engine, ...] = ()
+        self._connected: tuple[object, ...] = ()
+        """Engines and trainers of the last transfer."""
         self._version = 0
         pool.bring_up = self.bring_up
 
@@ -170,10 +171,11 @@ class DeviceSync:
         """Sends the weights to `engines` and verifies the version that each one serves."""
         clock = asyncio.get_running_loop().time
         started = clock()
-        if engines != self._connected:
+        connected = (engines, self._policy.workers)
+        if connected != self._connected:
             link = self._link([engine.handle for engine in engines])
             await self._policy.connect_engines(link, timeout_s=self._timeout_s)
-            self._connected = engines
+            self._connected = connected
         connected_at = clock()
         nbytes = await self._policy.send_weights(self._version, timeout_s=self._timeout_s)
         for engine in engines:

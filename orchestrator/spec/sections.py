@@ -518,6 +518,12 @@ class BaseFailures(Frozen):
     """What an unusable row of the data does: `skip` counts and skips it, `stop` stops the run."""
     nonfinite_steps: int = Field(default=3, ge=1)
     """Consecutive updates of a role with a gradient that is not finite before the run stops."""
+    trainer_restarts: int = Field(default=3, ge=0)
+    """Restarts of policy and critic in place (from the last checkpoint, repeating the updates since) that are
+    tolerated over the whole run."""
+    replay_steps: int = Field(default=16, ge=0)
+    """Steps since the last checkpoint whose batches stay in the object store, so that restarted trainers can repeat
+    them. After more steps than that, a lost trainer ends the run."""
 
 
 class FailureConfig(BaseFailures):

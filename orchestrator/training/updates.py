@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.algorithms.table import KlPenalty, TrustRegion
 from orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, TrainerGroup
-from orchestrator.errors import TrainingDiverged
+from orchestrator.errors import TrainingDiverged, WorkerError
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.metrics import merge_update_metrics
 from orchestrator.spec.base import RunSpec
@@ -78,7 +78,6 @@ class Updates(ABC):
     def trainers(self) -> Sequence[TrainerGroup[Any]]:
         """The groups that train, the policy first; a checkpoint saves each of them."""
 
-    @abstractmethod
     async def run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
         """All updates on this batch.
 
@@ -87,7 +86,26 @@ class Updates(ABC):
 
         Raises:
             TrainingDiverged: A loss is not finite, or too many consecutive gradients were not.
+            WorkerError: A call failed. The updates before it are not counted.
         """
+        before = self._nonfinite.copy()
+        try:
+            return await self._run(step, batch, state)
+        except WorkerError:
+            self._nonfinite = before
+            raise
+
+    async def repeat(self, step: int, batch: Batch, state: ControllerState) -> None:
+        """The updates of a step that was trained before, on trainers that have lost them."""
+        before = self._nonfinite.copy()
+        try:
+            await self._run(step, batch, state)
+        finally:
+            self._nonfinite = before
+
+    @abstractmethod
+    async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+        """See `run`."""
 
     async def _update(
         self,
@@ -126,7 +144,7 @@ class OfflineUpdates(Updates):
         """The trained model."""
         return (self._trainer,)
 
-    async def run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
         """See `Updates.run`; the state stays as it is."""
         settings, trainer, updates = self.settings, self._trainer, []
         units = batch.units or ()
@@ -155,7 +173,7 @@ class RolloutUpdates(Updates):
         """Policy and critic."""
         return (self._policy,) if self._critic is None else (self._policy, self._critic)
 
-    async def run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+    async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
         """See `Updates.run`; the state gets the adapted coefficient of the KL penalty."""
         settings = self.settings
         updates: list[Metrics] = []

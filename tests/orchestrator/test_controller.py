@@ -17,7 +17,7 @@ from orchestrator.controller import Controller, RunComponents, RunOutcome, Train
 from orchestrator.data.curriculum import Curriculum
 from orchestrator.data.prompts import PromptPick, PromptSource
 from orchestrator.data.texts import Pieces, TextOrder
-from orchestrator.errors import TrainingDiverged, TroupeError, WorkerDied
+from orchestrator.errors import TrainingDiverged, TroupeError, WorkerError
 from orchestrator.live.scaling import WorkerScaler
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.metrics import MetricSinks
@@ -98,7 +98,7 @@ class RolloutRun(FakeRun):
         if found:
             prompts.restore(found.state["source"]["prompts"])
         pool = self.pool = fake_pool(self.engines)
-        policy = policy_group(*self.policies)
+        policy = self.policy = policy_group(*self.policies)
         rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
         schedule = ScheduleSettings(
             5, 4, self.rollouts.max_staleness, self.settings.steps, 3, 0.5, 2, 17, replaceable=self.replaceable
@@ -122,12 +122,14 @@ class RolloutRun(FakeRun):
             texts,
             curriculum,
         )
+        self.critics = critic_group(self.critic) if self.updates.critic_warmup else None
+        updates = RolloutUpdates(self.updates, policy, self.critics, console)
+        sync = FileSync(policy, pool, 1.0)
         components = RunComponents(
             source=RolloutSource(self.rollouts, makers, console, self.stop),
-            updates=RolloutUpdates(
-                self.updates, policy, critic_group(self.critic) if self.updates.critic_warmup else None, console
-            ),
-            sync=FileSync(policy, pool, 1.0),
+            updates=updates,
+            recovery=self.recovery(updates, sync.push, store, console, done),
+            sync=sync,
             evaluator=None,
             ledger=ledger,
             scaler=self.scaler(console),
@@ -391,7 +393,8 @@ def test_a_dead_trainer_ends_the_run_with_an_error_that_names_it(tmp_path: Path)
         finally:
             await killer
 
-    with pytest.raises(WorkerDied, match=r"policy-0\.\w+: the process is gone"):
+    words = r"policy-0\.\w+: the process is gone \(0 of 0 restarts used: failures.trainer_restarts\)"
+    with pytest.raises(WorkerError, match=words):
         asyncio.run(run_and_kill())
     found = CheckpointStore(tmp_path / "checkpoints", 2).latest()
     assert found is not None

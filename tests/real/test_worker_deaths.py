@@ -7,11 +7,28 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from orchestrator.training.checkpoint import CheckpointStore
-from tests.real.commands import ENDLESS, ENDLESS_SAMPLES_PER_STEP, GRPO, Run, ledger_balances, running
+from tests.real.commands import (
+    ENDLESS,
+    ENDLESS_SAMPLES_PER_STEP,
+    GRPO,
+    PPO,
+    Run,
+    checkpoint_weights,
+    ledger_balances,
+    running,
+)
 
 pytestmark = pytest.mark.long
+
+_OF_THE_MACHINE = re.compile(r"time|seconds/.*|utilisation/.*|memory/.*|.*_per_s|trainer_restarts|prompt_tokens/cached")
+
+
+def repeatable(line: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step that a loss does not change."""
+    return {name: value for name, value in line.items() if not _OF_THE_MACHINE.fullmatch(name)}
 
 
 def test_a_dead_engine_is_replaced_until_no_restart_is_left(tmp_path: Path) -> None:
@@ -51,13 +68,58 @@ def test_dead_reward_and_reference_workers_are_replaced(tmp_path: Path) -> None:
         assert run.leftover_processes() == []
 
 
-def test_a_dead_policy_rank_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="policy")) as run:
+def run_and_kill(run: Run, *deaths: tuple[int, str]) -> None:
+    """Kill workers of a run after these steps, each once the one before is back; then wait for the run's end."""
+    for step, role in deaths:
+        run.wait_for_step(step)
+        kill(run, role)
+        lost = f"{role.removesuffix('Worker').lower()}-0 is lost"
+        run.wait_until(lambda lost=lost: lost in run.output, lost)
+        run.wait_for_step(step + 1)
+    assert run.wait() == 0, run.output
+    assert run.leftover_processes() == []
+
+
+def test_a_dead_policy_is_brought_back_with_the_weights_it_had(tmp_path: Path) -> None:
+    """The metrics and the weights equal those of a run without a loss."""
+    overrides = ("schedule.steps=8", "checkpoint.every_steps=3")
+    with running(Run(tmp_path, GRPO, *overrides, name="whole")) as whole:
+        assert whole.wait() == 0, whole.output
+    with running(Run(tmp_path, GRPO, *overrides, name="deaths")) as run:
+        run_and_kill(run, (1, "PolicyWorker"), (5, "PolicyWorker"))
+    assert run.weight_files == []
+    assert "policy restarted from the initial model, " in run.stdout
+    assert "policy restarted from the checkpoint of step 3, " in run.stdout
+    for line, other in zip(run.metrics, whole.metrics, strict=True):
+        assert ledger_balances(line)
+        assert (line["ledger/dropped"], line["ledger/retries"]) == (0, 0)
+        assert repeatable(line) == repeatable(other)
+    assert run.metrics[-1]["trainer_restarts"] == 2
+    expected, weights = checkpoint_weights(whole.out, 8), checkpoint_weights(run.out, 8)
+    assert [name for name in expected if not torch.equal(expected[name], weights[name])] == []
+
+
+def test_a_dead_critic_is_brought_back_with_the_policy(tmp_path: Path) -> None:
+    overrides = ("schedule.steps=5", "checkpoint.every_steps=2")
+    with running(Run(tmp_path, PPO, *overrides, name="critic")) as run:
+        run_and_kill(run, (1, "CriticWorker"), (3, "CriticWorker"))
+    assert "policy and critic restarted from the initial model, " in run.stdout
+    assert "policy and critic restarted from the checkpoint of step 2, " in run.stdout
+    assert run.steps() == [1, 2, 3, 4, 5]
+    for line in run.metrics:
+        assert ledger_balances(line)
+        assert (line["ledger/dropped"], line["ledger/retries"]) == (0, 0)
+    assert run.weight_files == []
+
+
+def test_a_dead_policy_ends_the_run_without_restarts_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    overrides = ("checkpoint.every_steps=1", "failures.trainer_restarts=0")
+    with running(Run(tmp_path, GRPO, *ENDLESS, *overrides, name="policy")) as run:
         run.wait_for_step(2)
         kill(run, "PolicyWorker")
         assert run.wait() == 1
         assert len(run.error_lines) == 1, run.output
-        assert re.match(r"error: policy-0\.\w+: ", run.error_lines[0])
+        assert re.match(r"error: policy-0\.\w+: .*failures.trainer_restarts", run.error_lines[0])
         assert run.leftover_processes() == []
     assert run.weight_files == []
     found = CheckpointStore(run.out / "checkpoints", keep=1).latest()

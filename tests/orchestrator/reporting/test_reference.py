@@ -47,6 +47,7 @@ curriculum/skipped
 data/eval_refused_rows
 data/eval_removed_rows
 data/ptx_bad_rows
+trainer_restarts
 data/ptx_rows
 data/train_refused_rows
 environment/solved

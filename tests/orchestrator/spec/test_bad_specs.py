@@ -447,7 +447,7 @@ CPU_CASES = [
         "20: algorithm.importance.mode: samples come from the permitted tokens (sampling.structured), and only the "
         "correction accounts for that; use truncate or mask",
         ("  name: grpo", "  name: grpo\n  importance: {mode: none}"),
-        ("sampling:", "sampling:\n  structured: {regex: \"[0-9]+\"}"),
+        ("sampling:", 'sampling:\n  structured: {regex: "[0-9]+"}'),
     ),
     case(
         "distill_without_teacher",

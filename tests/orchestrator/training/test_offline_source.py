@@ -101,9 +101,11 @@ class OfflineRun(FakeRun):
         maker = BatchMaker(trainer, reference, "table", OfflineTimeouts(5.0, 5.0))
         console = Console(io.StringIO())
         picks = evaluation_picks(Tokenized(4, "e"), 17)
+        updates = OfflineUpdates(self.updates, trainer, console)
         components = RunComponents(
             source=OfflineSource(OfflineComponents(maker, self.order, ledger, 4), console, self.stop),
-            updates=OfflineUpdates(self.updates, trainer, console),
+            updates=updates,
+            recovery=self.recovery(updates, None, store, console, done),
             sync=None,
             evaluator=ExampleEvaluator(trainer, maker, picks, 5.0),
             ledger=ledger,

@@ -1,0 +1,211 @@
+"""Restarts the trainers in place when one of their ranks is lost, and repeats the updates since the last checkpoint.
+
+Engines, reward workers and finished rollouts stay as they are. The batches of the steps since the last checkpoint are
+kept in the object store; the restarted trainers load the checkpoint (or start from the initial model) and train on
+these batches again, with the same seeds and in the same order, so that their weights are those that were lost. Policy
+and critic are restarted together: a step that was interrupted between their updates is repeated by both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from orchestrator.cluster.restart_budget import RestartBudget
+from orchestrator.cluster.worker_group import TrainerGroup
+from orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
+from orchestrator.reporting.console import Console
+from orchestrator.spec.base import RunSpec
+from orchestrator.training.batch import Batch
+from orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
+from orchestrator.training.state import ControllerState
+from orchestrator.training.updates import Metrics, Updates
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Push = Callable[[int], Awaitable[object]]
+"""Loads the policy's weights into every engine as this version."""
+RestartGroups = Callable[[Sequence[TrainerGroup[Any]]], Awaitable[None]]
+"""Ends the processes of these groups, and starts the same ranks with their initial model."""
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """Bounds on recoveries."""
+
+    restarts: int
+    """Restarts over the whole run."""
+    replay_steps: int
+    """Steps since the last checkpoint whose batches are kept. After more of them a lost trainer ends the run."""
+    load_timeout_s: float
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec) -> RecoverySettings:
+        """The settings of a spec of either kind."""
+        failures = spec.failures
+        return cls(failures.trainer_restarts, failures.replay_steps, spec.schedule.train_timeout_s)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """One step's updates, to be repeated."""
+
+    step: int
+    batch: Batch
+    state: ControllerState
+    """Before the updates."""
+
+
+class TrainerRecovery:
+    """Repeats what failed because a training worker was lost, after the trainers have been restarted."""
+
+    def __init__(
+        self,
+        settings: RecoverySettings,
+        updates: Updates,
+        push: Push | None,
+        store: CheckpointStore,
+        restart: RestartGroups,
+        console: Console,
+        done: int = 0,
+    ) -> None:
+        """Restarts nothing yet.
+
+        Args:
+            settings: Bounds.
+            updates: The updates and the trainers.
+            push: None: no engine serves the trained weights.
+            store: Checkpoints of the run.
+            restart: Starts the trainers again.
+            console: Shows the progress.
+            done: Step of the checkpoint that the trainers have loaded, if any.
+        """
+        self._settings = settings
+        self._updates = updates
+        self._push = push
+        self._store = store
+        self._restart_groups = restart
+        self._console = console
+        self._saved = done
+        self._steps: list[_Trained] | None = []
+        """Since the checkpoint; None: there were more than are kept."""
+        self._restarting: asyncio.Task[None] | None = None
+        self._restarts = 0
+        self.budget = RestartBudget("trainer", settings.restarts)
+        for group in updates.trainers:
+            group.recovery = self
+
+    async def train(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
+        """All updates of a step on this batch (`Updates.run`)."""
+        done = await self.retry(lambda: self._updates.run(step, batch, state))
+        if self._steps is not None:
+            self._steps.append(_Trained(step, batch, state))
+            if len(self._steps) > self._settings.replay_steps:
+                self._steps = None
+        self.budget.after_step()
+        return done
+
+    def saved(self, step: int) -> None:
+        """Records that the trainers' state after `step` steps is in a checkpoint."""
+        self._saved, self._steps = step, []
+
+    async def retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of `call`, which is repeated after the trainers were restarted because one was lost meanwhile.
+
+        Raises:
+            WorkerError: The call failed for another reason, or the trainers cannot be restarted.
+        """
+        while True:
+            if self._restarting is not None:
+                await asyncio.shield(self._restarting)
+            before = self._restarts
+            try:
+                return await call()
+            except WorkerError as error:
+                lost = await self._lost(error)
+                if lost is None:
+                    raise
+                await self._recover(before, lost)
+
+    async def close(self) -> None:
+        """Ends a restart that is under way."""
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.gather(self._restarting, return_exceptions=True)
+
+    async def _lost(self, error: WorkerError) -> WorkerError | None:
+        """The loss of a training worker that explains a failed call; None if it has another cause.
+
+        The other ranks of a collective operation may notice the loss first, as an error of their own.
+        """
+        workers = {worker.name for group in self._updates.trainers for worker in group.workers}
+        if error.worker not in workers:
+            return None
+        if isinstance(error, WorkerDied | WorkerTimeout):
+            return error
+        found = await asyncio.gather(*(group.find_dead() for group in self._updates.trainers))
+        return next((died for died in found if died is not None), None)
+
+    async def _recover(self, before: int, lost: WorkerError) -> None:
+        """Restarts the trainers, unless that was done since `before` restarts. Raises WorkerError."""
+        if self._restarts == before:
+            if self._restarting is None:
+                self._restarting = asyncio.create_task(self._restart(lost), name="restart trainers")
+                self._restarting.add_done_callback(self._restarted)
+            await asyncio.shield(self._restarting)
+
+    def _restarted(self, task: asyncio.Task[None]) -> None:
+        self._restarting = None
+        if not task.cancelled() and task.exception() is None:
+            self._restarts += 1
+
+    async def _restart(self, lost: WorkerError) -> None:
+        """Restarts all trainers and brings them to where they were. Raises WorkerError where that is not possible."""
+        groups = self._updates.trainers
+        while True:
+            steps = self._steps
+            if steps is None:
+                limit = f"failures.replay_steps ({self._settings.replay_steps})"
+                why = f"more than {limit} steps since the last checkpoint: resume from it"
+                raise WorkerError(lost.worker, lost.method, f"{lost.detail} ({why})") from lost
+            if not self.budget.take():
+                raise WorkerError(lost.worker, lost.method, f"{lost.detail} ({self.budget})") from lost
+            origin = f"the checkpoint of step {self._saved}" if self._saved else "the initial model"
+            names = " and ".join(group.role for group in groups)
+            logger.warning("%s is lost: %s; restarting %s from %s", lost.worker, lost, names, origin)
+            try:
+                await self._restart_groups(groups)
+                await self._load(lost)
+                await self._repeat(steps)
+            except WorkerError as error:
+                again = await self._lost(error)
+                if again is None:
+                    raise
+                lost = again
+            else:
+                self._console.message(f"{names} restarted from {origin}, {len(steps)} step(s) repeated")
+                return
+
+    async def _load(self, lost: WorkerError) -> None:
+        """Loads the last checkpoint into the restarted trainers, if the run has one. Raises WorkerError."""
+        if not self._saved:
+            return
+        found = await asyncio.to_thread(self._store.latest)
+        if found is None or found.step != self._saved:
+            problem = f"the checkpoint of step {self._saved} cannot be used"
+            raise WorkerError(lost.worker, lost.method, f"{lost.detail} ({problem})") from lost
+        await load_checkpoint(found, self._updates.trainers, self._settings.load_timeout_s)
+
+    async def _repeat(self, steps: Sequence[_Trained]) -> None:
+        """Trains on the batches since the checkpoint again; then the engines get the weights of these trainers."""
+        for number, trained in enumerate(steps):
+            self._console.phase("repeat updates", number, len(steps))
+            await self._updates.repeat(trained.step, trained.batch, trained.state)
+        version = self._saved + len(steps)
+        if self._push is not None and version:
+            await self._push(version)
