@@ -376,9 +376,10 @@ class FakeTrainer:
         (Path(directory) / f"rank-{self.rank}").write_text(json.dumps(self.learned))
 
     async def load(self, directory: str) -> int:
-        """Loads what was saved; number of ranks that saved. Every rank has learned the same."""
-        files = sorted(Path(directory).iterdir())
-        self.learned = json.loads(files[min(self.rank, len(files) - 1)].read_text() or "[]")
+        """Loads what any rank saved, for all learn the same; number of ranks that saved."""
+        files = list(Path(directory).iterdir())
+        saved = [file for file in files if file.name.startswith("rank-")]
+        self.learned = json.loads(saved[0].read_text()) if saved else []
         return len(files)
 
     async def export(self, directory: str) -> None:
