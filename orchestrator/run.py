@@ -223,6 +223,7 @@ async def open_run(
     """A cluster with the workers of all roles (or of `roles`) running; all of it ends with the block."""
     console.phase("start Ray", 0, 1)
     cluster = Cluster.connect(room(request.spec), request.address)
+    cluster.watch(request.spec.failures.stopped_s)
     stop = asyncio.Event()
     try:
         with _interrupts(cluster, stop):

@@ -22,6 +22,7 @@ from orchestrator.cluster import ray_nodes
 from orchestrator.cluster.environment_link import ActorEnvironments
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.judge_link import ActorJudges
+from orchestrator.cluster.process_watch import Process, ProcessWatch
 from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import (
     DataLost,
@@ -59,11 +60,21 @@ def _submit(actor: Any, method: Callable[..., object], args: Sequence[object], k
 class ActorWorker(Generic[W_co]):
     """A worker that is a Ray actor: the `WorkerHandle` of a run."""
 
-    def __init__(self, name: str, actor: Any, peaks: PeakMemory) -> None:
-        """`peaks` collects the peak memory that the worker reports along with its answers."""
+    def __init__(self, name: str, actor: Any, peaks: PeakMemory, watch: ProcessWatch | None = None) -> None:
+        """A worker that runs.
+
+        Args:
+            name: Role and index.
+            actor: The Ray actor.
+            peaks: Collects the peak memory that the worker reports along with its answers.
+            watch: Knows more about the end of its process.
+        """
         self._name = name
         self.actor = actor
         self._peaks = peaks
+        self._watch = watch
+        self._process: Process | None = None
+        self._verdict = ""
 
     @property
     def name(self) -> str:
@@ -92,6 +103,15 @@ class ActorWorker(Generic[W_co]):
         """Ends the actor's process immediately; does nothing if it is gone."""
         ray.kill(self.actor, no_restart=True)
 
+    def locate(self, process: Process) -> None:
+        """See `process_watch.Watched`."""
+        self._process = process
+
+    def condemn(self, verdict: str) -> None:
+        """See `process_watch.Watched`."""
+        self._verdict = verdict
+        self.kill()
+
     async def _wait(self, ref: Any, method: str, timeout_s: float) -> Any:
         """Awaits a result and records the peak memory in it; turns Ray's errors into WorkerErrors."""
         try:
@@ -104,11 +124,16 @@ class ActorWorker(Generic[W_co]):
                 raise WorkerDied(self._name, method, reason, cause.fault) from error
             raise _kind(cause)(self._name, method, reason) from error
         except RayActorError as error:
-            raise WorkerDied(self._name, method, _reason(error)) from error
+            raise WorkerDied(self._name, method, self._verdict or self._death(error)) from error
         except RayError as error:
             raise _kind(error)(self._name, method, ray_nodes.one_line(error)) from error
         self._peaks.note(self._name, answer)
         return answer
+
+    def _death(self, error: RayActorError) -> str:
+        """Ray's reason for the actor's death, with what the node knows about it."""
+        words = "" if self._watch is None else self._watch.last_words(self._process)
+        return f"{_reason(error)}{words and f' ({words})'}"
 
 
 def _kind(cause: BaseException) -> type[WorkerError]:
@@ -196,6 +221,7 @@ class Cluster:
         self.peaks = PeakMemory()
         self._reserved: dict[str, _Reservation] = {}
         self._actors: list[ActorWorker[Any]] = []
+        self._watch: ProcessWatch | None = None
         self._prepared: set[str] = set()
         """Ids of the nodes that `prepare_nodes` has prepared."""
 
@@ -227,6 +253,10 @@ class Cluster:
             return ray_nodes.nodes()
         finally:
             ray.shutdown()
+
+    def watch(self, stopped_s: float) -> None:
+        """From now on, ends workers whose process is stopped for so many seconds (SIGSTOP, a frozen container)."""
+        self._watch = ProcessWatch(self.logs, stopped_s)
 
     @staticmethod
     def put(table: Any) -> TableRef:
@@ -335,8 +365,10 @@ class Cluster:
         if spec.concurrent:
             options["max_concurrency"] = _ASYNC_CALLS
         actor = ray.remote(spec.worker_class).options(**options).remote(*spec.args)
-        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks)
+        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks, self._watch)
         self._actors.append(worker)
+        if self._watch is not None:
+            self._watch.add(worker)
         return worker
 
     async def end(self, worker: ActorWorker[Any], timeout_s: float) -> None:
@@ -350,6 +382,8 @@ class Cluster:
     def kill(self, worker: ActorWorker[Any]) -> None:
         """Ends a worker's process immediately."""
         worker.kill()
+        if self._watch is not None:
+            self._watch.remove(worker)
         if worker in self._actors:
             self._actors.remove(worker)
 
@@ -366,6 +400,8 @@ class Cluster:
 
     def abandon(self) -> None:
         """Kills every worker without closing it, releases the placement groups, and stops Ray if the run started it."""
+        if self._watch is not None:
+            self._watch.close()
         for worker in self._actors:
             worker.kill()
         for reservation in self._reserved.values():

@@ -518,6 +518,8 @@ class BaseFailures(Frozen):
     """What an unusable row of the data does: `skip` counts and skips it, `stop` stops the run."""
     nonfinite_steps: int = Field(default=3, ge=1)
     """Consecutive updates of a role with a gradient that is not finite before the run stops."""
+    stopped_s: float = Field(default=5.0, ge=1.0)
+    """Seconds after which a worker counts as lost whose process is stopped (SIGSTOP, a frozen container)."""
     trainer_restarts: int = Field(default=3, ge=0)
     """Restarts of policy and critic in place (from the last checkpoint, repeating the updates since) that are
     tolerated over the whole run."""

@@ -1,0 +1,176 @@
+"""Finds workers whose process is stopped, without a call to the worker: a stopped or blocked one would not answer.
+
+The driver looks at the processes of its own node itself. On every other node an actor does, which answers when it has
+found something. A worker that is found loses its process, so that its calls fail at once and it is replaced like any
+worker that has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.cluster.event_loop import within
+from orchestrator.cluster.processes import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_S = 1.0
+_ROUND_S = 10.0
+"""Longest time for which a node's actor looks before it answers. The next round includes workers started meanwhile."""
+_ANSWER_S = 60.0
+"""Time beyond a round in which the actor must answer. Ray finds lost nodes itself."""
+_WITH_DESCENDANTS = ("rollout", "judge")
+"""Roles whose worker cannot serve when a process that it started is stopped: vLLM's engine."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where the process of a worker runs."""
+
+    node: str
+    """Ray's id of the node."""
+    pid: int
+
+
+class Watched(Protocol):
+    """A worker whose process is watched."""
+
+    @property
+    def name(self) -> str:
+        """Role and index, as in `rollout-0`."""
+        ...
+
+    @property
+    def actor(self) -> Any:
+        """The Ray actor."""
+        ...
+
+    def locate(self, process: Process) -> None:
+        """Records where its process runs."""
+        ...
+
+    def condemn(self, verdict: str) -> None:
+        """Ends the worker; its calls fail with this reason."""
+        ...
+
+
+class NodeWatch:
+    """Looks at the processes of one node; an actor on nodes other than the driver's."""
+
+    def __init__(self, samples: int) -> None:
+        self._stopped = StoppedProcesses(samples)
+
+    async def find_stopped(self, watched: Mapping[int, bool], seconds: float) -> list[int]:
+        """Processes that are stopped, as soon as there are some, else after `seconds`; they are killed."""
+        for _ in range(max(1, round(seconds / _SAMPLE_S))):
+            await asyncio.sleep(_SAMPLE_S)
+            if found := await asyncio.to_thread(self._stopped.sample, watched):
+                for pid in found:
+                    kill_tree(pid)
+                return found
+        return []
+
+
+class ProcessWatch:
+    """Watches the processes of all workers of a run."""
+
+    def __init__(self, logs: Path, stopped_s: float) -> None:
+        """Watches nothing yet.
+
+        Args:
+            logs: Folder of the workers' logs on this node.
+            stopped_s: Seconds for which a process may be stopped.
+        """
+        self._here = ray.get_runtime_context().get_node_id()
+        self._logs = logs
+        self._stopped_s = stopped_s
+        self._samples = max(1, round(stopped_s / _SAMPLE_S))
+        self._workers: dict[Process, Watched] = {}
+        self._nodes: dict[str, asyncio.Task[None]] = {}
+        self._locating: set[asyncio.Task[None]] = set()
+        self._kills_before = out_of_memory_kills()
+
+    def add(self, worker: Watched) -> None:
+        """Watches a worker from when its process has started."""
+        task = asyncio.create_task(self._locate(worker), name=f"locate {worker.name}")
+        self._locating.add(task)
+        task.add_done_callback(self._locating.discard)
+
+    def remove(self, worker: Watched) -> None:
+        """Forgets a worker that has ended."""
+        self._workers = {process: other for process, other in self._workers.items() if other is not worker}
+
+    def close(self) -> None:
+        """Watches no more."""
+        for task in (*self._nodes.values(), *self._locating):
+            task.cancel()
+
+    def last_words(self, process: Process | None) -> str:
+        """What is known about the end of a worker's process: the out-of-memory killer, an error in its log."""
+        words = []
+        if (kills := out_of_memory_kills() - self._kills_before) > 0:
+            words.append(f"the kernel's out-of-memory killer has ended {kills} process(es) on this node during the run")
+        if process is not None and process.node == self._here and (line := last_error_line(self._logs, process.pid)):
+            words.append(f"its log: {line}")
+        return "; ".join(words)
+
+    async def _locate(self, worker: Watched) -> None:
+        try:
+            node, pid = await worker.actor.__ray_call__.remote(_whereabouts)
+        except RayError:
+            return  # it died before; its calls say so
+        process = Process(node, pid)
+        self._workers[process] = worker
+        worker.locate(process)
+        if node not in self._nodes:
+            self._nodes[node] = asyncio.create_task(self._watch(node), name=f"watch node {node[:8]}")
+
+    async def _watch(self, node: str) -> None:
+        """Looks at one node for the length of the run."""
+        here = NodeWatch(self._samples) if node == self._here else None
+        there = None if here is not None else self._node_actor(node)
+        while True:
+            watched = {
+                process.pid: worker.name.rpartition("-")[0] in _WITH_DESCENDANTS
+                for process, worker in self._workers.items()
+                if process.node == node
+            }
+            if here is not None:
+                found = await here.find_stopped(watched, _ROUND_S)
+            else:
+                found = await self._ask(node, there, watched)
+                if found is None:  # the node's actor is gone, or does not answer
+                    there = self._node_actor(node)
+                    continue
+            for pid in found:
+                worker = self._workers.pop(Process(node, pid), None)
+                if worker is not None:
+                    worker.condemn(f"its process {pid} was stopped for {self._stopped_s:g} s (failures.stopped_s)")
+
+    def _node_actor(self, node: str) -> Any:
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        return ray.remote(NodeWatch).options(num_cpus=0, scheduling_strategy=where).remote(self._samples)
+
+    async def _ask(self, node: str, actor: Any, watched: Mapping[int, bool]) -> list[int] | None:
+        """What a node's actor finds in a round; None if it does not answer. Waits before it is to be asked again."""
+        try:
+            return await within(_ROUND_S + _ANSWER_S, actor.find_stopped.remote(watched, _ROUND_S))
+        except (RayError, TimeoutError) as error:
+            logger.debug("the watch of node %s failed: %s", node, error)
+            await asyncio.sleep(_ROUND_S)
+            return None
+
+
+def _whereabouts(_: object) -> tuple[str, int]:
+    """Node and process of the worker that calls this."""
+    return ray.get_runtime_context().get_node_id(), os.getpid()

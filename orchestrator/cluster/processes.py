@@ -1,0 +1,100 @@
+"""What the kernel and Ray's log files of this node say about processes of the run."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+_LONGEST_LINE = 300
+"""Characters of a log line."""
+_LOG_END_BYTES = 8192
+_LAST_LINES = 20
+_ERROR = re.compile(r"error|exception|fatal|abort|assert|out of memory|killed", re.IGNORECASE)
+_STOPPED = "T"
+
+
+class StoppedProcesses:
+    """Finds processes that have been stopped (SIGSTOP, a frozen terminal) in several samples in a row.
+
+    Samples are counted, not seconds: when the whole machine was suspended, no process counts as stopped.
+    """
+
+    def __init__(self, samples: int) -> None:
+        """`samples`: how many in a row a process must be stopped to be found."""
+        self._samples = samples
+        self._seen: Counter[int] = Counter()
+
+    def sample(self, watched: Mapping[int, bool]) -> list[int]:
+        """Takes a sample; returns the watched processes that are found.
+
+        Args:
+            watched: By process id, whether its descendants count too.
+        """
+        stopped = [pid for pid, with_descendants in watched.items() if is_stopped(pid, with_descendants)]
+        self._seen = Counter({pid: self._seen[pid] + 1 for pid in stopped})
+        return [pid for pid in stopped if self._seen[pid] >= self._samples]
+
+
+def is_stopped(pid: int, with_descendants: bool) -> bool:
+    """Whether the process, or with descendants one of them, is stopped. A process under a debugger is not."""
+    if _state(pid) == _STOPPED:
+        return True
+    if not with_descendants:
+        return False
+    try:
+        return any(_state(child.pid) == _STOPPED for child in psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return False
+
+
+def kill_tree(pid: int) -> None:
+    """Sends SIGKILL to a process and its descendants; does nothing where there are none."""
+    try:
+        parent = psutil.Process(pid)
+        tree = [*parent.children(recursive=True), parent]
+    except psutil.Error:
+        return
+    for process in tree:
+        try:
+            process.kill()
+        except psutil.Error:
+            continue
+
+
+def out_of_memory_kills() -> int:
+    """Processes that the kernel's out-of-memory killer has ended on this machine since it was started."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+def last_error_line(logs: Path, pid: int) -> str:
+    """The error among the last lines that a Ray worker wrote to its standard error; empty where there is none."""
+    for path in logs.glob(f"worker-*-{pid}.err"):
+        try:
+            with path.open("rb") as stream:
+                stream.seek(max(0, path.stat().st_size - _LOG_END_BYTES))
+                text = stream.read().decode(errors="replace")
+        except OSError:
+            continue
+        lines = ["".join(filter(str.isprintable, line)).strip() for line in text.splitlines()[-_LAST_LINES:]]
+        errors = [line for line in lines if _ERROR.search(line)]
+        if errors:
+            return textwrap.shorten(errors[-1], _LONGEST_LINE)
+    return ""
+
+
+def _state(pid: int) -> str:
+    """The letter that the kernel has for the state of a process; empty where there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
