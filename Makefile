@@ -22,7 +22,7 @@ SPREAD := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(BIN):$$PATH" PYTHONUNBUFFERED=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models demo cluster-demo test test-long lint docs bench bench-quick gpu-check clean distclean
+.PHONY: help setup models demo cluster-demo test test-long test-faults lint docs bench bench-quick gpu-check clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,10 @@ test: models ## run the test suite
 
 test-long: models ## run the long tests on the real stack: resuming, worker deaths, staged runs, a cluster
 	$(RUN) "$(BIN)/python" -m pytest -m long $(SPREAD) $(ARGS)
+
+test-faults: models ## inject faults into runs on the real stack, and write their table in the docs
+	$(RUN) "$(BIN)/python" -m pytest -m faults tests/faults $(ARGS)
+	$(RUN) "$(BIN)/python" -m tests.faults.table
 
 lint: $(STAMP) ## check style and types
 	$(RUN) "$(BIN)/ruff" check .

@@ -108,10 +108,16 @@ def run(
     set_: SetOption = [],  # noqa: B006
     out: OutOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest valid checkpoint.")] = False,
+    supervise: Annotated[
+        bool, typer.Option("--supervise", help="Resume by itself after an unexpected end (failures.run_restarts).")
+    ] = False,
     address: AddressOption = None,
 ) -> None:
     """Train: start or join Ray, place the workers and run every step."""
-    _train(_ready(spec, set_, out, resume=resume), resume, address)
+    runs = _ready(spec, set_, out, resume=resume)
+    if supervise:
+        sys.exit(_supervise(runs))
+    _train(runs, resume, address)
 
 
 @app.command()
@@ -147,6 +153,25 @@ def demo(
     resume = any(any((planned.out / "checkpoints").glob("step-*")) for planned in runs)
     _train(runs, resume, None)
     typer.echo(next_steps(example, runs))
+
+
+def _supervise(runs: Sequence[PlannedRun]) -> int:
+    """Run this command without `--supervise` in a process of its own, again after an unexpected end."""
+    from orchestrator.supervisor import supervise
+
+    arguments = [argument for argument in sys.argv[1:] if argument != "--supervise"]
+    restarts = max(planned.spec.failures.run_restarts for planned in runs)
+    return supervise(
+        [sys.executable, "-m", "orchestrator.cli", *arguments],
+        lambda: sum(_saved_steps(planned.out) for planned in runs),
+        restarts,
+        lambda line: typer.echo(line, err=True),
+    )
+
+
+def _saved_steps(out: Path) -> int:
+    """Step of the newest checkpoint of a run, 0 where it has none."""
+    return max((int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*")), default=0)
 
 
 def _train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:

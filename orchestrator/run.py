@@ -71,6 +71,11 @@ def _run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
     found = store.latest()
     if found is not None and not request.resume:
         raise TroupeError(f"{request.out} already contains a run (step {found.step}): use --resume or another --out")
+    if found is None and (saved := store.steps()):
+        raise TroupeError(
+            f"{store.directory}: none of the checkpoints ({len(saved)}) is valid; "
+            "move the folder away to start from the beginning"
+        )
     if request.resume and found is None:
         logger.warning("nothing to resume in %s: starting from the beginning", request.out)
     if found is None:

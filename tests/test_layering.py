@@ -28,7 +28,16 @@ PURE = (
 """Layer 0, as folders and modules. They import each other, the standard library and data libraries."""
 ROOTS = tuple(
     f"orchestrator.{name}"
-    for name in ("controller", "run", "rollout_run", "offline_run", "launcher", "environment_command", "cli")
+    for name in (
+        "controller",
+        "run",
+        "rollout_run",
+        "offline_run",
+        "launcher",
+        "environment_command",
+        "supervisor",
+        "cli",
+    )
 )
 """Layer 3. All other modules of orchestrator/ are services, layer 2."""
 

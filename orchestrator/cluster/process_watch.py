@@ -146,7 +146,7 @@ class ProcessWatch:
                 if process.node == node
             }
             if here is not None:
-                found = await here.find_stopped(watched, _ROUND_S)
+                found = await here.find_stopped(watched, _SAMPLE_S)
             else:
                 found = await self._ask(node, there, watched)
                 if found is None:  # the node's actor is gone, or does not answer

@@ -518,6 +518,8 @@ class BaseFailures(Frozen):
     """What an unusable row of the data does: `skip` counts and skips it, `stop` stops the run."""
     nonfinite_steps: int = Field(default=3, ge=1)
     """Consecutive updates of a role with a gradient that is not finite before the run stops."""
+    run_restarts: int = Field(default=5, ge=0)
+    """Restarts of the whole run by `troupe run --supervise` without a new checkpoint in between."""
     stopped_s: float = Field(default=5.0, ge=1.0)
     """Seconds after which a worker counts as lost whose process is stopped (SIGSTOP, a frozen container)."""
     trainer_restarts: int = Field(default=3, ge=0)

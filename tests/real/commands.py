@@ -144,12 +144,13 @@ class Run(Command):
         *overrides: str,
         name: str,
         resume: bool = False,
+        supervise: bool = False,
         env: dict[str, str] | None = None,
     ) -> None:
         self.out = folder / name
         self.name = f"{name}-{os.getpid()}"
         sets = [part for override in (f"name={self.name}", *overrides) for part in ("--set", override)]
-        flags = ["--out", str(self.out), *(["--resume"] if resume else [])]
+        flags = ["--out", str(self.out), *["--resume"] * resume, *["--supervise"] * supervise]
         super().__init__(folder, troupe_command("run", str(spec), *sets, *flags), env)
 
     @property

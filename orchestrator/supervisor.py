@@ -1,0 +1,98 @@
+"""Starts a run again from its last checkpoint when it ends unexpectedly: `troupe run --supervise`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+DONE, USAGE, STOPPED = 0, 2, 130
+FINAL = frozenset({DONE, USAGE, STOPPED})
+"""Exit codes after which a run is not started again: complete, a user's mistake, stopped on request."""
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LONGEST_PAUSE_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+def supervise(
+    command: Sequence[str],
+    progress: Callable[[], int],
+    restarts: int,
+    say: Callable[[str], None],
+    pause: Callable[[float], None] = time.sleep,
+) -> int:
+    """Runs a command until it ends for good; the exit code of its last process.
+
+    Args:
+        command: The run, without `--resume`, which every further start gets.
+        progress: Steps that are saved in checkpoints.
+        restarts: Starts without a new checkpoint in between that are tolerated.
+        say: Receives one line for every restart.
+        pause: Waits before a restart, longer each time.
+    """
+    used, arguments = 0, list(command)
+    while True:
+        before = progress()
+        code, stopped = _run(arguments)
+        if code in FINAL or stopped:
+            return code
+        saved = progress()
+        used = 0 if saved > before else used
+        if used >= restarts:
+            say(f"the run {describe(code)}: {used} restarts without a new checkpoint (failures.run_restarts)")
+            return code if code > 0 else 128 - code
+        used += 1
+        say(f"the run {describe(code)}; starting it again from step {saved} (restart {used} of {restarts})")
+        pause(min(_LONGEST_PAUSE_S, 2.0**used))
+        arguments = [*command, "--resume"]
+
+
+def describe(code: int) -> str:
+    """How a process ended: `ended with exit code 1`, `was killed by SIGKILL`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"
+
+
+def _run(command: Sequence[str]) -> tuple[int, bool]:
+    """Runs one process to its end; its exit code (negative: the signal that killed it), and whether we were stopped.
+
+    The process has a group of its own: a signal from the terminal reaches only this process, which passes it on once.
+    """
+    process = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)
+    with _forwarding(process) as stopped:
+        return process.wait(), bool(stopped)
+
+
+@contextmanager
+def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Passes signals on to the process; yields those that were."""
+    received: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        received.append(number)
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in _FORWARDED if not _is_ignored_hangup(number)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_ignored_hangup(number: int) -> bool:
+    """Whether this is SIGHUP under `nohup`."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def _end_with_parent() -> None:
+    """Lets the run save and end if this supervisor is killed."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,153 @@
+"""Every fault of the table, on real Ray, vLLM and DeepSpeed: `make test-faults`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.injected import Outcome, Signalled, left_behind, stop_group
+from tests.faults.table import record
+from tests.real.commands import ENDLESS, GRPO, PPO, Run, ledger_balances, running
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+
+BUDGETS = tuple(f"failures.{role}_restarts=9" for role in ("trainer", "engine", "reward", "reference"))
+WORKERS = (
+    *(("policy", "ray::PolicyWorker"), ("critic", "ray::CriticWorker"), ("reference", "ray::ReferenceWorker")),
+    *(("reward", "ray::RewardWorker"), ("rollout", "ray::RolloutWorker"), ("the engine's process", "VLLM::EngineCore")),
+)
+SIGNALS = [Signalled(*worker, number) for number in (signal.SIGKILL, signal.SIGSTOP) for worker in WORKERS]
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """One run with every role, in which one fault after another is injected."""
+    folder = tmp_path_factory.mktemp("faults")
+    endless = ("schedule.steps=100000", "schedule.prompts_per_step=2", "checkpoint.every_steps=5")
+    with running(Run(folder, PPO, *endless, *BUDGETS, name="faults")) as run:
+        run.wait_for_step(2)
+        yield run
+
+
+@pytest.mark.parametrize("fault", SIGNALS, ids=lambda fault: fault.name)
+def test_a_worker_is_lost_and_the_run_trains_on(ppo: Run, fault: Signalled) -> None:
+    outcome = fault.inject(ppo)
+    record(outcome)
+    assert outcome.ok, ppo.output[-4000:]
+
+
+def test_nothing_is_left_of_the_run(ppo: Run) -> None:
+    """After all faults the run stops on request, with a checkpoint, and leaves nothing."""
+    began = time.monotonic()
+    stop_group(ppo, signal.SIGTERM)
+    code = ppo.wait(120)
+    seconds = time.monotonic() - began
+    remains = left_behind(ppo)
+    record(Outcome("SIGTERM", f"saves, exit code {code}", recovered_s=seconds, left_behind=remains))
+    assert (code, remains) == (130, "nothing")
+    steps = ppo.steps()
+    assert steps == list(range(1, len(steps) + 1))
+    assert all(ledger_balances(line) for line in ppo.metrics)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
+    with running(Run(tmp_path, GRPO, *ENDLESS, name="signal")) as run:
+        run.wait_for_step(1)
+        began = time.monotonic()
+        stop_group(run, number)
+        code = run.wait(120)
+        seconds = time.monotonic() - began
+    saved = sorted(path.name for path in (run.out / "checkpoints").iterdir())
+    remains = left_behind(run)
+    record(Outcome(number.name, f"saves, exit code {code}", recovered_s=seconds, left_behind=remains))
+    assert code == 130 and saved and remains == "nothing"
+
+
+def test_the_driver_is_killed_and_the_run_resumes(tmp_path: Path) -> None:
+    overrides = (*ENDLESS, "checkpoint.every_steps=1")
+    with running(Run(tmp_path, GRPO, *overrides, name="driver")) as run:
+        run.wait_for_step(2)
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.wait(30)
+        remains = left_behind(run)
+    began = time.monotonic()
+    last = run.steps()[-1]
+    with running(Run(tmp_path, GRPO, *overrides, name="driver", resume=True)) as again:
+        again.wait_until(lambda: again.steps()[-1] > last, "another step")
+        seconds = time.monotonic() - began
+    record(Outcome("SIGKILL of the driver", "resumes with --resume", None, seconds, left_behind=remains))
+    assert remains == "nothing"
+
+
+def test_the_supervisor_resumes_after_the_driver_is_killed(tmp_path: Path) -> None:
+    with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="supervised", supervise=True)) as run:
+        run.wait_for_step(2)
+        (driver,) = [
+            child for child in psutil.Process(run.process.pid).children() if "orchestrator.cli" in str(child.cmdline())
+        ]
+        last = run.steps()[-1]
+        driver.kill()
+        began = time.monotonic()
+        run.wait_until(lambda: run.steps()[-1] > last, "another step")
+        seconds = time.monotonic() - began
+        run.process.send_signal(signal.SIGTERM)
+        code = run.wait(120)
+        remains = left_behind(run)
+    said = "the run was killed by SIGKILL; starting it again from step" in run.stderr
+    ok = said and code == 130 and run.steps() == list(range(1, len(run.steps()) + 1))
+    outcome = "resumes by itself (--supervise)"
+    record(Outcome("SIGKILL of the driver, supervised", outcome, None, seconds, left_behind=remains, ok=ok))
+    assert ok and remains == "nothing", run.output
+
+
+@pytest.mark.parametrize("damage", ["a byte flipped", "truncated", "a file missing", "a file added"])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    overrides = ("schedule.steps=3", "checkpoint.every_steps=1")
+    saved = tmp_path / "run" / "checkpoints"
+    with running(Run(tmp_path, GRPO, *overrides, name="run")) as run:
+        assert run.wait() == 0, run.output
+    weights = saved / "step-000003" / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    match damage:
+        case "a byte flipped":
+            weights.write_bytes(content)
+        case "truncated":
+            weights.write_bytes(content[: len(content) // 2])
+        case "a file missing":
+            weights.unlink()
+        case _:
+            (saved / "step-000003" / "policy" / "x").touch()
+    with running(Run(tmp_path, GRPO, "schedule.steps=4", *overrides[1:], name="run", resume=True)) as again:
+        code = again.wait()
+    refused = "skipping invalid checkpoint" in again.stderr
+    resumed = [line["step"] for line in again.metrics][-2:] == [3, 4]
+    ok = code == 0 and refused and resumed
+    record(Outcome(f"newest checkpoint: {damage}", "refused by its manifest; the one before is used", ok=ok))
+    assert ok, again.output
+
+
+def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
+    with running(Run(tmp_path, GRPO, *ENDLESS, name="same")) as run:
+        run.wait_for_step(1)
+        with running(Run(tmp_path, GRPO, *ENDLESS, name="same", resume=True)) as second:
+            code = second.wait(60)
+            lines = second.error_lines
+        step = run.metrics[-1]["step"]
+        run.wait_for_step(step + 1)
+    ok = code == 2 and len(lines) == 1
+    record(Outcome("two runs in one folder", f"the second ends with code {code}; the first trains on", ok=ok))
+    assert ok, lines
+
+
+def test_the_ledger_of_the_runs_balances(ppo: Run) -> None:
+    """Every sample dispatched was trained, dropped with a reason, or is in flight."""
+    assert json.loads((ppo.out / "metrics.jsonl").read_text().splitlines()[-1])["ledger/dropped"] == 0
