@@ -28,7 +28,7 @@ class EnvironmentWorker:
     def __init__(self, config: EnvironmentConfig, name: str) -> None:
         self._config = config
         self._name = name
-        self._processes = EnvironmentProcesses(config.name, config.args, config.memory_limit_mib)
+        self._processes = EnvironmentProcesses(config.name, config.args, config.memory_limit_mib, config.env)
         self._free: list[SeatProcess] = []
         self._taken: dict[str, SeatProcess] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}

@@ -257,6 +257,9 @@ class RewardFunctionConfig(Frozen):
     """Keyword arguments of the function."""
     label: str = ""
     """Name in the metrics; empty: the function's own name."""
+    env: tuple[str, ...] = ()
+    """Environment variables with secrets (`..._TOKEN`, `..._API_KEY`, `PASSWORD`, ...) that the function may read; it
+    gets none but these."""
     process: bool = False
     """True: the function returns steps, and each is rewarded where it ends (process supervision); a
     function that returns a number makes the sample fail. False: one number counts for the whole response; for a
@@ -327,6 +330,9 @@ class EnvironmentConfig(EpisodeConfig):
     """Keyword arguments of the class."""
     episodes: int = Field(default=32, ge=1)
     """Most episodes under way in one worker, each in a process of its own."""
+    env: tuple[str, ...] = ()
+    """Environment variables with secrets (`..._TOKEN`, `..._API_KEY`, `PASSWORD`, ...) that the environment may read;
+    it gets none but these."""
     memory_limit_mib: int = Field(default=1024, ge=64)
     """Maximum memory that the process of one episode may allocate, in MiB."""
 

@@ -28,6 +28,8 @@ from typing import Any
 from workers.contract.environments import Row, read_observation
 from workers.environments.base import Environment
 from workers.environments.loading import EnvironmentLoadError, load
+from workers.isolation.descendants import guard
+from workers.isolation.environment import MARK
 from workers.rewards.child import die_with, limit_memory
 from workers.rewards.results import describe, user_traceback
 
@@ -43,6 +45,7 @@ def main() -> None:
     control, lifeline = int(sys.argv[1]), int(sys.argv[2])
     for descriptor in (control, lifeline):
         os.set_inheritable(descriptor, False)
+    guard(lifeline, os.environ[MARK])
     die_with(lifeline)
     os.dup2(2, 1)  # user code prints to the log
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -85,6 +88,7 @@ def _become_seat(connection: socket.socket, create: Callable[[], Environment], m
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a seat does not outlive the loading process
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # processes that user code starts end with the seat's group
+        os.environ[MARK] += f".{os.getpid()}"  # those that leave the group are found by this
         limit_memory(memory_limit_mib)
         connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
         Seat(create).serve(connection)

@@ -14,10 +14,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
+from workers.isolation.descendants import end_marked, new_mark
+from workers.isolation.environment import child_environment
+from workers.isolation.output import BoundedOutput
 
 LOAD_TIMEOUT_S = 120.0
 """Longest import of an environment's module."""
@@ -36,9 +39,10 @@ class SeatFailed(Exception):
 class SeatProcess:
     """One process, in which one episode runs at a time."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, mark: str) -> None:
         self._reader = reader
         self._writer = writer
+        self._mark = mark
         self.pid = pid
 
     @property
@@ -102,13 +106,17 @@ class SeatProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._writer.close()
+            end_marked(f"{self._mark}.{self.pid}")
 
 
 class EnvironmentProcesses:
     """The loading process of one environment, and the seats that it forks."""
 
-    def __init__(self, name: str, args: Mapping[str, Any], memory_limit_mib: int) -> None:
+    def __init__(self, name: str, args: Mapping[str, Any], memory_limit_mib: int, env: Collection[str] = ()) -> None:
+        """`env`: names of variables with secrets that the environment may read."""
         self._order = {"name": name, "args": dict(args), "memory_limit_mib": memory_limit_mib}
+        self._env = tuple(env)
+        self._mark = new_mark()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lifeline = -1
@@ -138,16 +146,24 @@ class EnvironmentProcesses:
         ours, theirs = socket.socketpair()
         lifeline_read, self._lifeline = os.pipe()
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        output = BoundedOutput(str(self._order["name"]))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno()), str(lifeline_read), path],
                 stdin=subprocess.DEVNULL,
+                stdout=output.descriptor,
+                stderr=output.descriptor,
+                env=child_environment(self._mark, self._env),
                 pass_fds=(theirs.fileno(), lifeline_read),
                 start_new_session=True,
             )
+        except OSError:
+            output.discard()
+            raise
         finally:
             theirs.close()
             os.close(lifeline_read)
+        output.started()
         self._control = ours
         ours.settimeout(LOAD_TIMEOUT_S)
         line = b""
@@ -181,7 +197,7 @@ class EnvironmentProcesses:
         try:
             async with asyncio.timeout(_SEAT_TIMEOUT_S):
                 line = await reader.readline()
-            return SeatProcess(reader, writer, int(json.loads(line)["pid"]))
+            return SeatProcess(reader, writer, int(json.loads(line)["pid"]), self._mark)
         except (TimeoutError, ValueError, OSError) as error:
             writer.close()
             raise SeatFailed(f"no process could be started for the episode: {error or 'no answer'}") from None
@@ -197,3 +213,4 @@ class EnvironmentProcesses:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             os.close(self._lifeline)
+            end_marked(self._mark)

@@ -65,7 +65,7 @@ async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str
         SeatFailed: its process does not start.
     """
     config = rehearsal.config
-    processes = EnvironmentProcesses(config.name, config.args, config.memory_limit_mib)
+    processes = EnvironmentProcesses(config.name, config.args, config.memory_limit_mib, config.env)
     await processes.start()
     reader = TurnReader(rehearsal.tokenizer, rehearsal.parse)
     rng, played = random.Random(seed), list[Played]()

@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from workers.isolation.descendants import guard
+from workers.isolation.environment import MARK
 from workers.rewards.loading import RewardFunctionError, check_machine, load
 from workers.rewards.results import Reply, describe, judge, judge_batch, user_traceback
 
@@ -41,6 +43,7 @@ def main() -> None:
     control, lifeline = int(sys.argv[1]), int(sys.argv[2])
     for descriptor in (control, lifeline):  # or processes that user code starts would keep the connection open
         os.set_inheritable(descriptor, False)
+    guard(lifeline, os.environ[MARK])
     die_with(lifeline)
     os.dup2(2, 1)  # user code prints to the log, line by line: a killed process flushes nothing
     if isinstance(sys.stdout, io.TextIOWrapper):

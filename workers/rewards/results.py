@@ -12,6 +12,7 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any
 
+from workers.isolation.text import one_line
 from workers.rewards.scalars import as_number
 from workers.rewards.steps import Steps, checked_steps
 
@@ -75,7 +76,7 @@ def describe(error: BaseException) -> Reply:
     The cause of a shipped function's exception has no place: its message is enough.
     """
     try:
-        text = " ".join(str(error).split())[:300]
+        text = one_line(str(error))
     except Exception:
         text = "(its text cannot be shown)"
     kind = type(error).__name__

@@ -20,6 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workers.contract.config import RewardFunctionConfig
+from workers.isolation.descendants import end_marked, new_mark, resident_bytes
+from workers.isolation.environment import child_environment
+from workers.isolation.output import BoundedOutput
 from workers.rewards.loading import RewardFunctionError
 from workers.rewards.steps import Step, checked_steps
 
@@ -32,6 +35,8 @@ _MAX_REPLY = 2**22
 """Longest reply for one sample, in bytes: more than 80 000 steps."""
 _GRACE_S = 1.0
 """Seconds that a child gets beyond the timeout to reply for the samples that were in time."""
+_MEMORY_S = 0.5
+"""Seconds of a call between two looks at the memory of the child and its descendants."""
 _BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from workers.rewards.child import main; main()"
 
 
@@ -79,6 +84,10 @@ class Outcome:
     """What failures of the same cause have in common; empty: the status."""
 
 
+class _OutOfMemory(Exception):
+    """The child and its descendants use too much memory together."""
+
+
 class _Broken(Exception):
     """The child sent an invalid reply."""
 
@@ -92,6 +101,10 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._lifeline = -1
+        self._mark = ""
+        """Of the process and all that it starts."""
+        self._resident = 0
+        """Memory of the process once the function is loaded, in bytes."""
         self._buffer = b""
         self._requests = 0
         self._concurrent = False
@@ -131,6 +144,7 @@ class RewardProcess:
             self.close()
             raise RewardFunctionError(str(reply.get("failure")))
         self._concurrent = reply.get("concurrent") is True
+        self._resident, _ = resident_bytes(self._mark)
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Score the samples of a group; faults of the function never raise.
@@ -148,12 +162,13 @@ class RewardProcess:
         return [outcome for sample in samples for outcome in self._score([sample])]
 
     def close(self) -> None:
-        """End the child and all processes of its group."""
+        """End the child and everything that it has started."""
         if self._process is None:
             return
         self._kill_group(self._process.pid)
         self._process.wait()
         self._release()
+        end_marked(self._mark)
 
     def _score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Outcomes of one request."""
@@ -166,6 +181,9 @@ class RewardProcess:
         except TimeoutError:
             self.close()
             return self._all_failed(f"timeout after {self.config.timeout_s:g} s", len(samples))
+        except _OutOfMemory as error:
+            self.close()
+            return self._all_failed(str(error), len(samples))
         except (EOFError, ConnectionError):
             return self._all_failed(self._reap(), len(samples))
         except (_Broken, RewardFunctionError, OSError) as error:
@@ -214,20 +232,26 @@ class RewardProcess:
         ours, theirs = socket.socketpair()
         lifeline_read, lifeline_write = os.pipe()
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        output, self._mark = BoundedOutput(self.config.name), new_mark()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno()), str(lifeline_read), path],
                 stdin=subprocess.DEVNULL,
+                stdout=output.descriptor,
+                stderr=output.descriptor,
+                env=child_environment(self._mark, self.config.env),
                 pass_fds=(theirs.fileno(), lifeline_read),
                 start_new_session=True,  # its own group: it ends as a whole and does not receive the terminal's Ctrl-C
             )
         except OSError:
             ours.close()
             os.close(lifeline_write)
+            output.discard()
             raise
         finally:
             theirs.close()
             os.close(lifeline_read)
+        output.started()
         self._connection, self._lifeline, self._buffer = ours, lifeline_write, b""
 
     def _exchange(self, request: dict[str, Any], timeout_s: float, samples: int = 1) -> dict[str, Any]:
@@ -246,8 +270,13 @@ class RewardProcess:
         while b"\n" not in self._buffer:
             if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
-            self._connection.settimeout(left)
-            if not (chunk := self._connection.recv(_CHUNK)):
+            self._connection.settimeout(min(left, _MEMORY_S))
+            try:
+                chunk = self._connection.recv(_CHUNK)
+            except TimeoutError:
+                self._check_memory()
+                continue
+            if not chunk:
                 raise EOFError
             self._buffer += chunk
             if len(self._buffer) > samples * _MAX_REPLY:
@@ -261,6 +290,15 @@ class RewardProcess:
             raise _Broken("the reward process replied something other than a JSON object")
         return reply
 
+    def _check_memory(self) -> None:
+        """Raises _OutOfMemory where the process and all that it has started use more than the limit together."""
+        used, processes = resident_bytes(self._mark)
+        grown = (used - self._resident) >> 20
+        if self._resident and grown > self.memory_limit_mib:
+            raise _OutOfMemory(
+                f"out of memory (limit {self.memory_limit_mib} MiB; {processes} processes use {grown} MiB more)"
+            )
+
     def _reap(self) -> str:
         """Clean up a child that closed its connection; returns why it ended."""
         if self._process is None:
@@ -272,6 +310,7 @@ class RewardProcess:
             return "closed its connection"
         self._kill_group(self._process.pid)
         self._release()
+        end_marked(self._mark)
         return f"died with exit code {code}" if code >= 0 else f"died with signal {-code} ({signal.strsignal(-code)})"
 
     @staticmethod
