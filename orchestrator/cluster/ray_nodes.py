@@ -7,12 +7,13 @@ import os
 import socket
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import worker
+from ray._private import services, worker
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
@@ -108,13 +109,34 @@ def _configure(settings: Mapping[str, str]) -> None:
 def _start(cpus: int, tries: int = 3) -> Any:
     """Starts Ray, again if one of its processes was too slow to start, up to `tries` times."""
     try:
-        return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
+        with _own_process_groups():
+            return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
     except Exception as error:  # Ray raises a bare Exception if one of its processes does not start
         if _SLOW_START in str(error) and tries > 1:
             logger.warning("Ray did not start within 30 s because the machine is busy; trying again")
             ray.shutdown()
             return _start(cpus, tries - 1)
         raise ClusterUnreachable(f"Ray could not be started on this machine: {one_line(error)}") from error
+
+
+class _OwnGroup(services.ConsolePopen):
+    """A process of Ray in a process group of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, process_group=0, **kwargs)
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Keeps signals to the run's process group (a closed terminal, `scancel`) from Ray's processes.
+
+    The run saves on such a signal, for which it needs them. They end when the run does: Ray has the kernel see to it.
+    """
+    before, services.ConsolePopen = services.ConsolePopen, _OwnGroup
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 def _stop_unused_processes() -> None:
