@@ -6,9 +6,18 @@ the name, which prevents a second training of the same prompt visit.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+MOST_KINDS = 64
+"""Kinds of reasons that are counted separately."""
+OTHER = "other reasons"
+_LONGEST_KIND = 120
+_ERROR = re.compile(r"\berror: (?P<type>[\w.]+)(?:: .*?)?(?P<place> \([^()\s]+:\d+\))?$", re.DOTALL)
+"""How a status describes an exception: its type, its message, and file and line of the user's code."""
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
 class LedgerError(RuntimeError):
@@ -21,7 +30,7 @@ class _Group:
     attempt: int
     open: set[int] = field(default_factory=set)
     dropped: dict[int, str] = field(default_factory=dict)
-    """Reason by dropped sample of this attempt."""
+    """Kind of reason by dropped sample of this attempt."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +93,12 @@ class Ledger:
 
     def mark_dropped(self, prompt_uid: str, sample_index: int, reason: str) -> None:
         """Records a sample that will not be trained, with the reason. Raises LedgerError if it has ended already."""
-        self._group(prompt_uid).dropped[sample_index] = reason
+        kind = kind_of(reason)
+        if kind not in self._dropped and len(self._dropped) >= MOST_KINDS:
+            kind = OTHER
+        self._group(prompt_uid).dropped[sample_index] = kind
         self._settle(prompt_uid, (sample_index,))
-        self._dropped[reason] += 1
+        self._dropped[kind] += 1
 
     def drop_group(self, prompt_uid: str, reason: str) -> None:
         """Drops every open sample of a group."""
@@ -108,7 +120,7 @@ class Ledger:
         }
 
     def drop_reasons(self) -> dict[str, int]:
-        """Dropped samples by reason."""
+        """Dropped samples by kind of reason (`kind_of`)."""
         return dict(self._dropped)
 
     def check(self) -> None:
@@ -166,3 +178,13 @@ class Ledger:
         if not group.open:
             del self._groups[prompt_uid]
             self._closed.add(prompt_uid)
+
+
+def kind_of(reason: str) -> str:
+    """What reasons of the same kind have in common: an exception's type and place without its message, no quotations.
+
+    Messages of user code can differ for every sample; checkpoints and summaries must not grow with them.
+    """
+    found = _ERROR.search(reason)
+    kind = f"{reason[: found.start()]}error: {found['type']}{found['place'] or ''}" if found else reason
+    return _QUOTED.sub("...", kind)[:_LONGEST_KIND]

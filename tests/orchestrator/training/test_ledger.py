@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.training.ledger import Ledger, LedgerError
+from orchestrator.training.ledger import MOST_KINDS, OTHER, Ledger, LedgerError, kind_of
 
 
 def test_a_sample_is_trained_or_dropped_once() -> None:
@@ -82,4 +82,30 @@ def test_samples_of_a_group_are_marked_together_or_not_at_all() -> None:
         assert ledger.counts()["in_flight"] == 3 and ledger.counts()["trained"] == 0
     ledger.mark_trained("e0-r1", 0, 1, 3)
     assert ledger.counts() == {"dispatched": 4, "trained": 3, "dropped": 1, "in_flight": 0, "retries": 0}
+    ledger.check()
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("reward: timeout after 5 s", "reward: timeout after 5 s"),
+        ("reward: error: ValueError: sample 17 is bad (mine.py:3)", "reward: error: ValueError (mine.py:3)"),
+        ("reward: error: ValueError: (odd) text: yes", "reward: error: ValueError"),
+        ("turn 2: step: error: KeyError: 'x'; last message 'y'", "turn 2: step: error: KeyError"),
+        ("reward: not a number: 'seven' (str)", "reward: not a number: ... (str)"),
+        ("x" * 1000, "x" * 120),
+    ],
+)
+def test_reasons_are_counted_by_kind(reason: str, kind: str) -> None:
+    assert kind_of(reason) == kind
+
+
+def test_the_number_of_kinds_is_bounded() -> None:
+    ledger = Ledger()
+    ledger.dispatch("p", 0, 1000)
+    for sample in range(1000):
+        ledger.mark_dropped("p", sample, f"reason {sample}")
+    reasons = ledger.drop_reasons()
+    assert len(reasons) == MOST_KINDS + 1 and reasons[OTHER] == 1000 - MOST_KINDS
+    assert ledger.counts()["dropped"] == 1000
     ledger.check()
