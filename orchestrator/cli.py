@@ -74,7 +74,17 @@ def main() -> NoReturn:
         _exit(str(error), STOPPED)
     except TroupeError as error:
         _exit("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), FAILURE)
+    except MemoryError:
+        _exit("error: this machine has no memory left for the command", FAILURE)
+    except OSError as error:
+        _exit(f"error: {_os_error(error)}", FAILURE)
     sys.exit(0)
+
+
+def _os_error(error: OSError) -> str:
+    """The path of a failed operation, and why it failed."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {reason}" if error.filename else reason
 
 
 def _exit(text: str, code: int) -> NoReturn:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from orchestrator.cluster.event_loop import rare_collections
-from orchestrator.errors import StopRequested, TroupeError
+from orchestrator.errors import StopRequested, TroupeError, WorkerError, WorkerRaised
 from orchestrator.live.scaling import WorkerScaler
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.metrics import MetricSinks, PeakMemory, PhaseTimers, mean_of
@@ -42,6 +42,8 @@ class TrainSettings:
     evaluate_every: int
     evaluate_at_start: bool
     evaluate_at_end: bool
+    failed_saves: int = 0
+    """Checkpoints in a row that may fail."""
     averages: bool = False
     """The policy keeps a moving average of its weights; checkpoints contain it."""
     alarm: AlarmConfig | None = None
@@ -62,6 +64,7 @@ class TrainSettings:
             evaluate_every=evaluation.every_steps if evaluation is not None else 0,
             evaluate_at_start=evaluation is not None and evaluation.at_start,
             evaluate_at_end=evaluation is not None and evaluation.at_end,
+            failed_saves=spec.failures.failed_saves,
             averages=spec.roles.policy.ema_decay > 0,
             alarm=alarm,
             trainers=trainer_layouts(spec),
@@ -145,6 +148,7 @@ class Controller:
         self.state = state or ControllerState(kl_old_coef=0.0 if penalty is None else penalty.coef)
         self._timers = PhaseTimers()
         self._saved_at = done
+        self._failed_saves = 0
         self._alarm = ""
 
     async def run(self) -> RunOutcome:
@@ -254,8 +258,19 @@ class Controller:
 
     async def _save_if_due(self) -> None:
         every = self.settings.checkpoint_every
-        if every and self.version % every == 0:
+        if not every or self.version % every:
+            return
+        try:
             await self._save()
+        except (OSError, WorkerRaised) as error:
+            self._failed_saves += 1
+            limit = self.settings.failed_saves
+            if self._failed_saves > limit:
+                raise TroupeError(f"{self._failed_saves} checkpoints in a row were not written: {error}") from error
+            failed = f"{self._failed_saves} of {limit} tolerated (failures.failed_saves)"
+            logger.warning("step %d is not saved: %s; training on, %s", self.version, error, failed)
+        else:
+            self._failed_saves = 0
 
     async def _save(self) -> None:
         """Writes one atomic checkpoint of everything a resumed run needs, unless this step is saved already."""
@@ -274,12 +289,16 @@ class Controller:
         """Writes the trainers' part of a checkpoint; returns its folder."""
         folder, bound = self.store.begin(self.version), self.settings.train_timeout_s
         trainers = self.components.updates.trainers
-        for number, group in enumerate(trainers):
-            self.console.phase("checkpoint", number, len(trainers))
-            await group.save(str(folder / group.role), timeout_s=bound)
-        await trainers[0].export(str(folder / MODEL), timeout_s=bound)
-        if self.settings.averages:
-            await trainers[0].export_average(str(folder / AVERAGE), timeout_s=bound)
+        try:
+            for number, group in enumerate(trainers):
+                self.console.phase("checkpoint", number, len(trainers))
+                await group.save(str(folder / group.role), timeout_s=bound)
+            await trainers[0].export(str(folder / MODEL), timeout_s=bound)
+            if self.settings.averages:
+                await trainers[0].export_average(str(folder / AVERAGE), timeout_s=bound)
+        except WorkerError:
+            self.store.discard(folder)
+            raise
         return folder
 
     async def _report(

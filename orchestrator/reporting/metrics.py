@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -9,7 +10,7 @@ import math
 import os
 import socket
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,6 +107,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+_MOST_WAITING = 10_000
+"""Lines that are kept while a file cannot be written."""
+
+
 class MetricSink(Protocol):
     """Destination of a run's metrics."""
 
@@ -133,16 +138,43 @@ class JsonlSink:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _keep_lines(self.path, keep_through)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
+        self._end = self._file.seek(0, os.SEEK_END)
+        """Size of the file with whole lines."""
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+        """Lines that could not be written yet."""
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Append one line. nan and infinity become null, because JSON has neither."""
+        """Append one line. nan and infinity become null, because JSON has neither.
+
+        A line that cannot be written (disk full, read-only) is written with a later one.
+        """
         line = {"step": step, "time": round(time.time(), 3)} | {k: _finite(v) for k, v in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._waiting.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
+        try:
+            self._flush()
+        except OSError as error:
+            if len(self._waiting) == 1:
+                logger.warning("%s cannot be written (%s): its lines are kept until it can", self.path, error.strerror)
+
+    def _flush(self) -> None:
+        """Append the lines that wait. Raises OSError, and the file then ends with a whole line."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # the folder was removed
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file, self._end = self.path.open("ab", buffering=0), 0
+        while self._waiting:
+            if self._file.write(self._waiting[0]) < len(self._waiting[0]):
+                os.ftruncate(self._file.fileno(), self._end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            self._end += len(self._waiting.popleft())
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, with all lines if they can be written now."""
+        try:
+            self._flush()
+        except OSError as error:
+            logger.error("%s: %d lines are lost: %s", self.path, len(self._waiting), error.strerror)
         self._file.close()
 
 
@@ -230,9 +262,12 @@ class MetricSinks:
         return cls(sinks)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Record one step's metrics in every sink."""
+        """Record one step's metrics in every sink. A sink that cannot be written does not end the run."""
         for sink in self._sinks:
-            sink.write(step, metrics)
+            try:
+                sink.write(step, metrics)
+            except OSError as error:
+                logger.warning("the metrics of step %d are missing in %s: %s", step, type(sink).__name__, error)
 
     def close(self) -> None:
         """Close every sink."""

@@ -518,6 +518,8 @@ class BaseFailures(Frozen):
     """What an unusable row of the data does: `skip` counts and skips it, `stop` stops the run."""
     nonfinite_steps: int = Field(default=3, ge=1)
     """Consecutive updates of a role with a gradient that is not finite before the run stops."""
+    failed_saves: int = Field(default=3, ge=0)
+    """Checkpoints in a row that may fail (disk full, read-only) before the run ends; it trains on meanwhile."""
     run_restarts: int = Field(default=5, ge=0)
     """Restarts of the whole run by `troupe run --supervise` without a new checkpoint in between."""
     stopped_s: float = Field(default=5.0, ge=1.0)

@@ -53,9 +53,9 @@ class Signalled:
         before, said = run.metrics[-1], len(run.stderr)
         process.send_signal(self.number)
         began = time.monotonic()
-        found_s = _seconds_until(run, lambda: "WARNING" in run.stderr[said:], began)
+        found_s = seconds_until(run, lambda: "WARNING" in run.stderr[said:], began)
         step = run.metrics[-1]["step"]
-        recovered_s = _seconds_until(run, lambda: run.metrics[-1]["step"] > step + 1, began)
+        recovered_s = seconds_until(run, lambda: run.metrics[-1]["step"] > step + 1, began)
         after = run.metrics[-1]
         lost = round(after["ledger/dropped"] - before["ledger/dropped"])
         ended = run.process.poll()
@@ -64,7 +64,7 @@ class Signalled:
         return Outcome(self.name, outcome, found_s, recovered_s, lost, ok=ok)
 
 
-def _seconds_until(run: Run, condition: Callable[[], Any], began: float) -> float | None:
+def seconds_until(run: Run, condition: Callable[[], Any], began: float) -> float | None:
     """Seconds since `began` at which the condition holds; None if the run ends or stalls before."""
     while time.monotonic() - began < RECOVERY_S:
         if condition():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.injected import Outcome, Signalled, left_behind, stop_group
+from orchestrator.training.checkpoint import CheckpointStore
+from tests.faults.injected import Outcome, Signalled, left_behind, seconds_until, stop_group
 from tests.faults.table import record
 from tests.real.commands import ENDLESS, GRPO, PPO, Run, ledger_balances, running
 
@@ -151,3 +155,80 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
 def test_the_ledger_of_the_runs_balances(ppo: Run) -> None:
     """Every sample dispatched was trained, dropped with a reason, or is in flight."""
     assert json.loads((ppo.out / "metrics.jsonl").read_text().splitlines()[-1])["ledger/dropped"] == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with 96 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], check=False).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_costs_no_step(small_disk: Path) -> None:
+    """The run trains on while checkpoints and metrics cannot be written, and writes them once they can."""
+    with running(Run(small_disk, GRPO, *ENDLESS, "checkpoint.every_steps=2", name="full")) as run:
+        run.wait_for_step(3)
+        filler = small_disk / "filler"
+        with contextlib.suppress(OSError):
+            filler.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        began, last = time.monotonic(), run.steps()[-1]
+        found_s = seconds_until(run, lambda: "is not saved" in run.stderr, began)
+        filler.unlink()
+        freed = time.monotonic()
+        seconds = seconds_until(run, lambda: run.metrics[-1]["step"] > last + 4, freed)
+        stop_group(run, signal.SIGINT)
+        code = run.wait(120)
+    remains = left_behind(run)
+    whole = run.steps() == list(range(1, len(run.steps()) + 1))
+    ok = found_s is not None and whole and code == 130
+    record(Outcome("disk full", "says so, trains on, saves once there is room", found_s, seconds, 0, remains, ok=ok))
+    assert ok, run.output
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_one_line(small_disk: Path) -> None:
+    overrides = ("checkpoint.every_steps=1", "failures.failed_saves=1")
+    with running(Run(small_disk, GRPO, *ENDLESS, *overrides, name="full")) as run:
+        run.wait_for_step(2)
+        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        began = time.monotonic()
+        code = run.wait(240)
+        found_s = time.monotonic() - began
+    saved = CheckpointStore(run.out / "checkpoints", keep=3).latest()
+    ok = code == 1 and len(run.error_lines) == 1 and "in a row were not written" in run.error_lines[0]
+    ok = ok and saved is not None
+    record(Outcome("disk that stays full", "ends with one line; the last checkpoint is valid", found_s, ok=ok))
+    assert ok, run.output
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
+    with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=2", name="gone")) as run:
+        run.wait_for_step(3)
+        began = time.monotonic()
+        shutil.rmtree(run.out)
+        run.wait_until(lambda: run.metrics and any((run.out / "checkpoints").glob("step-*")), "a new checkpoint")
+        seconds = time.monotonic() - began
+        stop_group(run, signal.SIGINT)
+        code = run.wait(120)
+    ok = code == 130 and CheckpointStore(run.out / "checkpoints", keep=3).latest() is not None
+    record(Outcome("run folder removed", "made again; earlier files are lost", None, seconds, ok=ok))
+    assert ok, run.output
+
+
+def test_a_second_signal_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    with running(Run(tmp_path, GRPO, *ENDLESS, name="twice")) as run:
+        run.wait_for_step(1)
+        stop_group(run, signal.SIGINT)
+        run.wait_until(lambda: "press again" in run.stderr, "the message of the first signal")
+        began = time.monotonic()
+        stop_group(run, signal.SIGINT)
+        code = run.wait(30)
+        seconds = time.monotonic() - began
+    remains = left_behind(run)
+    record(
+        Outcome("SIGINT twice", f"ends at once, exit code {code}", None, seconds, 0, remains, ok=remains == "nothing")
+    )
+    assert remains == "nothing" and code != 0
