@@ -266,7 +266,8 @@ class Controller:
             self._failed_saves += 1
             limit = self.settings.failed_saves
             if self._failed_saves > limit:
-                raise TroupeError(f"{self._failed_saves} checkpoints in a row were not written: {error}") from error
+                why = f"{error} ({self.store.free_space()})"
+                raise TroupeError(f"{self._failed_saves} checkpoints in a row were not written: {why}") from error
             failed = f"{self._failed_saves} of {limit} tolerated (failures.failed_saves)"
             logger.warning("step %d is not saved: %s; training on, %s", self.version, error, failed)
         else:

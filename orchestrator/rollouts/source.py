@@ -140,6 +140,7 @@ class RolloutSource:
         path = str(self._settings.trajectories / f"step-{version:06d}.parquet")
         writing = self._components.rewards.write(path, tables, self._settings.train_timeout_s)
         self._writing = asyncio.ensure_future(writing)
+        self._writing.add_done_callback(_retrieve)  # a run that ends with an error does not flush
 
     async def flush(self) -> None:
         """Waits until the samples of the last step are written."""
@@ -208,6 +209,12 @@ class RolloutSource:
 
     def _on_groups(self, done: int, wanted: int) -> None:
         self._console.phase("generate", done, wanted)
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    """Mark the exception of a task as seen."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _unique(groups: Sequence[ScoredGroup]) -> list[TableRef]:

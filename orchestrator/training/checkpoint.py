@@ -118,6 +118,13 @@ class CheckpointStore:
                     logger.info("removing %s, left by an interrupted save", entry)
                     shutil.rmtree(entry)
 
+    def free_space(self) -> str:
+        """Space that is left for checkpoints, in words."""
+        try:
+            return f"{shutil.disk_usage(self.directory).free >> 20} MiB are free in {self.directory}"
+        except OSError as error:
+            return f"{self.directory}: {error.strerror}"
+
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, in ascending order; the checkpoints are not verified."""
         if not self.directory.is_dir():

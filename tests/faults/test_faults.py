@@ -159,18 +159,19 @@ def test_the_ledger_of_the_runs_balances(ppo: Run) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with 96 MiB."""
+    """A file system of its own with 256 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", folder], check=False).returncode:
         pytest.skip("needs the right to mount a file system")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_costs_no_step(small_disk: Path) -> None:
+def test_a_full_disk_costs_no_step(small_disk: Path, tmp_path: Path) -> None:
     """The run trains on while checkpoints and metrics cannot be written, and writes them once they can."""
-    with running(Run(small_disk, GRPO, *ENDLESS, "checkpoint.every_steps=2", name="full")) as run:
+    overrides = (*ENDLESS, "checkpoint.every_steps=2", "checkpoint.keep=1")
+    with running(Run(tmp_path, GRPO, *overrides, name="full", out=small_disk / "run")) as run:
         run.wait_for_step(3)
         filler = small_disk / "filler"
         with contextlib.suppress(OSError):
@@ -180,6 +181,7 @@ def test_a_full_disk_costs_no_step(small_disk: Path) -> None:
         filler.unlink()
         freed = time.monotonic()
         seconds = seconds_until(run, lambda: run.metrics[-1]["step"] > last + 4, freed)
+        assert run.process.poll() is None, run.output
         stop_group(run, signal.SIGINT)
         code = run.wait(120)
     remains = left_behind(run)
@@ -189,11 +191,12 @@ def test_a_full_disk_costs_no_step(small_disk: Path) -> None:
     assert ok, run.output
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_one_line(small_disk: Path) -> None:
-    overrides = ("checkpoint.every_steps=1", "failures.failed_saves=1")
-    with running(Run(small_disk, GRPO, *ENDLESS, *overrides, name="full")) as run:
+def test_a_disk_that_stays_full_ends_the_run_with_one_line(small_disk: Path, tmp_path: Path) -> None:
+    overrides = ("checkpoint.every_steps=1", "checkpoint.keep=1", "failures.failed_saves=1")
+    with running(Run(tmp_path, GRPO, *ENDLESS, *overrides, name="full", out=small_disk / "run")) as run:
         run.wait_for_step(2)
-        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        with contextlib.suppress(OSError):
+            (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
         began = time.monotonic()
         code = run.wait(240)
         found_s = time.monotonic() - began

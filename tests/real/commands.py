@@ -145,9 +145,10 @@ class Run(Command):
         name: str,
         resume: bool = False,
         supervise: bool = False,
+        out: Path | None = None,
         env: dict[str, str] | None = None,
     ) -> None:
-        self.out = folder / name
+        self.out = folder / name if out is None else out
         self.name = f"{name}-{os.getpid()}"
         sets = [part for override in (f"name={self.name}", *overrides) for part in ("--set", override)]
         flags = ["--out", str(self.out), *["--resume"] * resume, *["--supervise"] * supervise]
