@@ -158,9 +158,9 @@ async def simulate(shape: Shape, seconds: Seconds, faults: Faults, stop_at: int)
     simulation = Simulation(shape, workers, Clock(on_step), waits.drawn, stop)
     outcome, pool = await simulation.run()
     check(replace(shape, steps=stop_at), outcome, policy)
-    if not waits.died == pool.restarts_used == outcome.ledger["retries"]:
+    if not waits.died == pool.budget.total == outcome.ledger["retries"]:
         raise NotCorrect(
-            f"{waits.died} engines died, but the pool counts {pool.restarts_used} restarts and the ledger has "
+            f"{waits.died} engines died, but the pool counts {pool.budget.total} restarts and the ledger has "
             f"{outcome.ledger}"
         )
     return waits, simulation.clock

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from orchestrator.cluster.event_loop import rare_collections
+from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.errors import StopRequested, TroupeError, WorkerError, WorkerRaised
 from orchestrator.live.scaling import WorkerScaler
 from orchestrator.reporting.console import Console
@@ -85,6 +86,8 @@ class RunComponents:
     ledger: Ledger
     scaler: WorkerScaler | None = None
     """Scales roles while the run is running; None: the number of workers is fixed."""
+    budgets: Sequence[RestartBudget] = ()
+    """Restarts of the other roles."""
     peaks: PeakMemory = field(default_factory=PeakMemory)
     """Peak memory as reported by the workers."""
     data: Mapping[str, float] = field(default_factory=dict)
@@ -222,6 +225,8 @@ class Controller:
         # 4. The ledger: these samples are trained; the next ones may start.
         self.version = step + 1
         source.mark_trained(self.version)
+        for budget in (self.components.recovery.budget, *self.components.budgets):
+            budget.after_step()
         await asyncio.sleep(0)  # dispatch the groups that wait for an engine before computing metrics
         # 5. Evaluation, metrics, checkpoint, trajectories.
         with timers.phase("evaluate"):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from orchestrator.algorithms import section as algorithms
 from orchestrator.algorithms.custom import group_filter
 from orchestrator.cluster.ray_cluster import Cluster
+from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
 from orchestrator.controller import Controller, RunComponents, TrainSettings
 from orchestrator.data.curriculum import Curriculum
@@ -85,6 +87,7 @@ class RolloutRun:
 
     def __init__(self, spec: RolloutSpec, out: Path, context: RunContext, data: RunData) -> None:
         self._spec = spec
+        self._budgets: list[RestartBudget] = []
         self._out = out
         self._context = context
         self._workers = context.workers
@@ -93,7 +96,7 @@ class RolloutRun:
         self._rewards = RewardPool(
             context.workers.reward,
             spec.schedule.score_timeout_s,
-            Replacer(self._start_reward_worker, spec.failures.reward_restarts, "reward"),
+            Replacer(self._start_reward_worker, self._budget("reward", spec.failures.reward_restarts)),
             spec.schedule.start_timeout_s,
         )
         self._environments = self._environment_pool()
@@ -140,6 +143,7 @@ class RolloutRun:
             evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
             ledger=ledger,
             scaler=self._scaler,
+            budgets=[*self._budgets, *(pool.budget for pool in self._pools())],
             peaks=self._context.cluster.peaks,
             data=data_metrics(self._data.pools, self._data.refused),
         )
@@ -226,6 +230,16 @@ class RolloutRun:
             await self._judges.connect(worker)
         return worker
 
+    def _budget(self, role: str, limit: int) -> RestartBudget:
+        """The restarts of a role."""
+        budget = RestartBudget(role, limit, self._spec.failures.steps_per_restart)
+        self._budgets.append(budget)
+        return budget
+
+    def _pools(self) -> list[EnginePool | LinkedPool[Any, Any, Any]]:
+        """The pools that the run has."""
+        return [pool for pool in (self._pool, self._environments, self._judges) if pool is not None]
+
     def _environment_pool(self) -> LinkedPool[roles.Environment, Engine, roles.EnvironmentLink] | None:
         failures, context = self._spec.failures, self._context
         if self._spec.roles.environment is None:
@@ -235,7 +249,8 @@ class RolloutRun:
             await engine.connect_environments(link, _CONNECT_TIMEOUT_S)
 
         callers = Callers(lambda: self._pool.engines, connect)
-        limits = PoolLimits(failures.health_interval_s, failures.environment_restarts, "environment")
+        restarts = failures.environment_restarts, "environment", failures.steps_per_restart
+        limits = PoolLimits(failures.health_interval_s, *restarts)
         link, launch = context.cluster.environment_link, context.launcher.replica
         return LinkedPool(self._workers.environments, callers, link, launch, limits)
 
@@ -253,14 +268,16 @@ class RolloutRun:
             return context.cluster.judge_link(name, workers, lost)
 
         callers = Callers(lambda: self._rewards.workers, connect)
-        limits = PoolLimits(failures.health_interval_s, failures.judge_restarts, "judge")
+        restarts = failures.judge_restarts, "judge", failures.steps_per_restart
+        limits = PoolLimits(failures.health_interval_s, *restarts)
         return LinkedPool(self._workers.judges, callers, link, context.launcher.replica, limits)
 
     def _reference_scorer(self) -> TokenScorer | None:
         reference, timeout_s = self._workers.reference, self._spec.schedule.score_timeout_s
         if reference is None:
             return None
-        replacer = Replacer(self._context.launcher.replica, self._spec.failures.reference_restarts, "reference")
+        budget = self._budget("reference", self._spec.failures.reference_restarts)
+        replacer = Replacer(self._context.launcher.replica, budget)
         return TokenScorer(reference, reference.score, timeout_s, replacer)
 
     def _worker_scaler(self) -> WorkerScaler:
@@ -353,6 +370,7 @@ def pool_bounds(spec: RolloutSpec) -> PoolBounds:
         probe_misses=spec.failures.health_misses,
         start_timeout_s=spec.schedule.start_timeout_s,
         restarts=spec.failures.engine_restarts,
+        steps_per_restart=spec.failures.steps_per_restart,
     )
 
 

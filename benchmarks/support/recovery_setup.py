@@ -117,7 +117,7 @@ class RecoverySetup:
         """Sync new weights (drawn with `seed`), start the turn's groups, and kill the engine while it samples them."""
         await call_policy(self._policy, MeasuredPolicy.disturb, seed)
         await self._sync.push(turn + 1)
-        before, restarts = self._ledger.counts(), self._pool.restarts_used
+        before, restarts = self._ledger.counts(), self._pool.budget.total
         if turn == 0:
             self._scheduler.start()
         else:
@@ -144,7 +144,7 @@ class RecoverySetup:
             turn=Turn(wall_s, 1, cpu_s, foreign),
             response_ids=[row for group in self._work[turn] for row in response_ids(rollouts[group.uid])],
             retried=retried,
-            restarts=self._pool.restarts_used - restarts,
+            restarts=self._pool.budget.total - restarts,
             ledger=self._ledger.counts(),
             gap=fresh,
             stale=stale,

@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 from orchestrator.cluster.event_loop import gather_all
+from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import EnginesLost, WorkerDied, WorkerError
 from workers.contract import roles
@@ -101,7 +102,9 @@ class PoolBounds:
     """Consecutive missed probes after which an engine is removed."""
     start_timeout_s: float
     restarts: int
-    """Replacements allowed in the whole run."""
+    """Replacements that may be in use at once (`RestartBudget`)."""
+    steps_per_restart: int = 0
+    """Steps without a loss that give one back; 0: none is given back."""
 
 
 Spawn = Callable[[str], Awaitable[Engine]]
@@ -153,7 +156,7 @@ class EnginePool:
     def __init__(self, engines: Sequence[Engine], spawn: Spawn, bounds: PoolBounds) -> None:
         self.engines = list(engines)
         self.bounds = bounds
-        self.restarts_used = 0
+        self.budget = RestartBudget("engine", bounds.restarts, bounds.steps_per_restart)
         self.bring_up: BringUp | None = None
         self.transfer_lock = asyncio.Lock()
         """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
@@ -317,10 +320,7 @@ class EnginePool:
                     waiter.set_exception(EnginesLost(self._repeated_fault))
                 elif not self.engines and not self.starting:
                     waiter.set_exception(
-                        EnginesLost(
-                            f"no rollout engine is left ({self.restarts_used} of {self.bounds.restarts} restarts used: "
-                            f"failures.engine_restarts); the last loss: {self._last_loss}"
-                        )
+                        EnginesLost(f"no rollout engine is left ({self.budget}); the last loss: {self._last_loss}")
                     )
                 else:
                     return
@@ -338,8 +338,7 @@ class EnginePool:
         fault = error.fault if isinstance(error, WorkerDied) else ""
         if fault and fault == engine.predecessor_fault and not engine.finished_groups:
             self._repeated_fault = f"{engine.name} died like the engine that it replaced, before a first group: {error}"
-        elif engine.state is not EngineState.LEAVING and self.restarts_used < self.bounds.restarts:
-            self.restarts_used += 1
+        elif engine.state is not EngineState.LEAVING and self.budget.take():
             self._starting.append(engine.name)
             task = asyncio.create_task(self._replace(engine.name, fault))
             self._replacing.add(task)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from orchestrator.cluster.event_loop import gather_all
+from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import WorkerError
 from workers.contract.roles import Watched
@@ -45,9 +46,11 @@ class PoolLimits:
     watch_s: float
     """Longest time to notice a frozen worker."""
     restarts: int
-    """Replacements in the whole run."""
+    """Replacements that may be in use at once (`RestartBudget`)."""
     role: str
-    """`failures.{role}_restarts` is the budget."""
+    """`failures.{role}_restarts` is the limit."""
+    steps_per_restart: int = 0
+    """Steps without a loss that give one back; 0: none is given back."""
 
 
 class LinkedPool(Generic[WorkerT, CallerT, LinkT]):
@@ -79,7 +82,7 @@ class LinkedPool(Generic[WorkerT, CallerT, LinkT]):
         self._make_link = make_link
         self._launch = launch
         self._limits = limits
-        self.restarts_used = 0
+        self.budget = RestartBudget(limits.role, limits.restarts, limits.steps_per_restart)
         self._replacing: set[str] = set()
         self._watching: dict[str, asyncio.Task[None]] = {}
 
@@ -133,8 +136,7 @@ class LinkedPool(Generic[WorkerT, CallerT, LinkT]):
     def _link(self) -> LinkT:
         lost = ""
         if not self._workers and not self._replacing:
-            role, used = self._limits.role, f"{self.restarts_used} of {self._limits.restarts} restarts used"
-            lost = f"no {role} worker is left ({used}: failures.{role}_restarts)"
+            lost = f"no {self._limits.role} worker is left ({self.budget})"
         return self._make_link(list(self._workers.values()), lost)
 
     async def _connect_all(self) -> None:
@@ -168,10 +170,9 @@ class LinkedPool(Generic[WorkerT, CallerT, LinkT]):
     async def _replace(self, name: str, reason: str) -> bool:
         """Replaces a dead worker; returns whether a new one serves."""
         self._workers.pop(name).kill()
-        may_start = self.restarts_used < self._limits.restarts
+        may_start = self.budget.take()
         logger.warning("%s is lost: %s%s", name, reason, "; starting a replacement" if may_start else "")
         if may_start:
-            self.restarts_used += 1
             self._replacing.add(name)
         await self._connect_all()
         if not may_start:

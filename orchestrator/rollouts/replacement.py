@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import WorkerError
 from workers.contract.roles import Replica
@@ -18,18 +19,10 @@ WorkerT = TypeVar("WorkerT", bound=Replica)
 class Replacer(Generic[WorkerT]):
     """Starts workers of one role again, as long as the budget lasts."""
 
-    def __init__(self, launch: Callable[[str], Awaitable[WorkerHandle[WorkerT]]], restarts: int, role: str) -> None:
-        """Replaces nothing yet.
-
-        Args:
-            launch: Starts the worker of this name. Raises WorkerError.
-            restarts: Replacements in the whole run.
-            role: `failures.{role}_restarts` is the budget.
-        """
+    def __init__(self, launch: Callable[[str], Awaitable[WorkerHandle[WorkerT]]], budget: RestartBudget) -> None:
+        """Replaces nothing yet; `launch` starts the worker of a name, or raises WorkerError."""
         self._launch = launch
-        self._restarts = restarts
-        self._role = role
-        self.used = 0
+        self.budget = budget
 
     async def replace(self, worker: WorkerHandle[WorkerT], lost: WorkerError) -> WorkerHandle[WorkerT]:
         """Ends the worker's process and starts another one of the same name.
@@ -38,12 +31,10 @@ class Replacer(Generic[WorkerT]):
             WorkerError: The budget is used up; it says by what.
         """
         worker.kill()
-        while self.used < self._restarts:
-            self.used += 1
+        while self.budget.take():
             logger.warning("%s is lost: %s; starting a replacement", worker.name, lost)
             try:
                 return await self._launch(worker.name)
             except WorkerError as error:
                 lost = error
-        budget = f"{self.used} of {self._restarts} restarts used: failures.{self._role}_restarts"
-        raise WorkerError(lost.worker, lost.method, f"{lost.detail} ({budget})") from lost
+        raise WorkerError(lost.worker, lost.method, f"{lost.detail} ({self.budget})") from lost

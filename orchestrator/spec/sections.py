@@ -524,9 +524,12 @@ class BaseFailures(Frozen):
     """Restarts of the whole run by `troupe run --supervise` without a new checkpoint in between."""
     stopped_s: float = Field(default=5.0, ge=1.0)
     """Seconds after which a worker counts as lost whose process is stopped (SIGSTOP, a frozen container)."""
+    steps_per_restart: int = Field(default=100, ge=0)
+    """Steps without a loss of the role after which one of the restarts below counts no more; 0: all count for the whole
+    run."""
     trainer_restarts: int = Field(default=3, ge=0)
     """Restarts of policy and critic in place (from the last checkpoint, repeating the updates since) that are
-    tolerated over the whole run."""
+    tolerated."""
     replay_steps: int = Field(default=16, ge=0)
     """Steps since the last checkpoint whose batches stay in the object store, so that restarted trainers can repeat
     them. After more steps than that, a lost trainer ends the run."""
@@ -536,15 +539,15 @@ class FailureConfig(BaseFailures):
     """Which failures are tolerated, and when the run stops."""
 
     engine_restarts: int = Field(default=3, ge=0)
-    """Restarts of rollout engines that are tolerated over the whole run."""
+    """Restarts of rollout engines that are tolerated."""
     environment_restarts: int = Field(default=10, ge=0)
-    """Restarts of environment workers that are tolerated over the whole run."""
+    """Restarts of environment workers that are tolerated."""
     judge_restarts: int = Field(default=3, ge=0)
-    """Restarts of judge workers that are tolerated over the whole run."""
+    """Restarts of judge workers that are tolerated."""
     reward_restarts: int = Field(default=3, ge=0)
-    """Restarts of reward workers that are tolerated over the whole run."""
+    """Restarts of reward workers that are tolerated."""
     reference_restarts: int = Field(default=3, ge=0)
-    """Restarts of reference workers that are tolerated over the whole run."""
+    """Restarts of reference workers that are tolerated."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts at a group before it is dropped."""
     max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0)

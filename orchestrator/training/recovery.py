@@ -39,16 +39,19 @@ class RecoverySettings:
     """Bounds on recoveries."""
 
     restarts: int
-    """Restarts over the whole run."""
+    """Restarts that may be in use at once (`RestartBudget`)."""
     replay_steps: int
     """Steps since the last checkpoint whose batches are kept. After more of them a lost trainer ends the run."""
     load_timeout_s: float
+    steps_per_restart: int = 0
+    """Steps without a loss that give one back; 0: none is given back."""
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> RecoverySettings:
         """The settings of a spec of either kind."""
         failures = spec.failures
-        return cls(failures.trainer_restarts, failures.replay_steps, spec.schedule.train_timeout_s)
+        bounds = failures.trainer_restarts, failures.replay_steps, spec.schedule.train_timeout_s
+        return cls(*bounds, failures.steps_per_restart)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class TrainerRecovery:
         """Since the checkpoint; None: there were more than are kept."""
         self._restarting: asyncio.Task[None] | None = None
         self._restarts = 0
-        self.budget = RestartBudget("trainer", settings.restarts)
+        self.budget = RestartBudget("trainer", settings.restarts, settings.steps_per_restart)
         for group in updates.trainers:
             group.recovery = self
 
@@ -107,7 +110,6 @@ class TrainerRecovery:
             self._steps.append(_Trained(step, batch, state))
             if len(self._steps) > self._settings.replay_steps:
                 self._steps = None
-        self.budget.after_step()
         return done
 
     def saved(self, step: int) -> None:

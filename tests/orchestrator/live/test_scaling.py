@@ -367,7 +367,7 @@ def test_an_engine_that_dies_while_it_is_removed_is_not_replaced() -> None:
         await pool.report_failure(engine, WorkerDied("rollout-1", "generate", "killed"))
         await pool.release(engine, 4)
         await removing
-        return pool.names, pool.restarts_used
+        return pool.names, pool.budget.total
 
     assert asyncio.run(run()) == (["rollout-0"], 0)
 

@@ -181,4 +181,4 @@ async def test_a_replacement_that_dies_of_the_same_fault_before_a_first_group_en
             await pool.acquire(2)
     else:
         assert (await pool.acquire(2)).name == "rollout-0"
-    assert pool.restarts_used == (1 if ends else 2)
+    assert pool.budget.total == (1 if ends else 2)

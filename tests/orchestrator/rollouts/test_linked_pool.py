@@ -123,7 +123,7 @@ def test_a_dead_worker_leaves_the_link_and_its_replacement_joins_it() -> None:
     async def test(pool: LinkedPool[Watched, Caller, Link], parts: Parts) -> None:
         parts.services["service-0"][0].kill()
         await parts.until(BOTH, ONE, BOTH)
-        assert len(parts.services["service-0"]) == 2 and pool.restarts_used == 1
+        assert len(parts.services["service-0"]) == 2 and pool.budget.total == 1
         assert sorted(pool.names) == ["service-0", "service-1"]
         parts.services["service-0"][1].kill()  # the replacement is watched too
         await parts.until(BOTH, ONE, BOTH, ONE, BOTH)
@@ -186,7 +186,7 @@ def test_a_removed_worker_finishes_its_work_first() -> None:
         assert not leaving.done()
         service.in_flight = 0
         await asyncio.wait_for(leaving, 5)
-        assert pool.names == ["service-1"] and pool.restarts_used == 0
+        assert pool.names == ["service-1"] and pool.budget.total == 0
         await pool.retire("service-0", 10)  # it is gone already
         await pool.join(parts.services["service-0"][0])
         await parts.until(BOTH, ONE, BOTH)

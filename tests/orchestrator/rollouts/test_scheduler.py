@@ -156,7 +156,7 @@ def test_a_killed_engine_is_replaced_and_its_groups_are_rescheduled() -> None:
 
     batches = asyncio.run(run())
     assert sum(len(b) for b in batches) == 30
-    assert rollouts.pool.restarts_used == 1
+    assert rollouts.pool.budget.total == 1
 
 
 def test_a_frozen_engine_is_found_by_the_probe_and_its_late_result_is_fenced() -> None:

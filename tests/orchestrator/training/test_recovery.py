@@ -203,3 +203,12 @@ def test_steps_without_a_loss_give_restarts_back() -> None:
     assert (budget.used, budget.total) == (1, 2)
     assert budget.take() and not budget.take()
     assert str(budget) == "2 of 2 restarts used: failures.trainer_restarts"
+
+
+def test_a_budget_of_one_survives_losses_that_are_far_apart(tmp_path: Path, whole: RecoveringRun) -> None:
+    """A restart in step 1 and one in step 4 with a budget of one, which two steps give back."""
+    run = RecoveringRun(tmp_path, ("policy-0", "prepare", 1), ("policy-0", "prepare", 5))
+    run.recovers = replace(RECOVERS, restarts=1, steps_per_restart=2)
+    run.run()
+    assert run.learned == whole.learned
+    assert run.controller.components.recovery.budget.total == 2
