@@ -181,6 +181,9 @@ class Controller:
                     last_eval = await self.step(self.version) or last_eval
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
+        except WorkerError as error:
+            error.locate(self.version + 1, self._timers.failed)
+            raise
         except TimeoutError:
             raise TroupeError(
                 f"step {self.version + 1} took longer than schedule.step_timeout_s ({settings.step_timeout_s:g} s)"

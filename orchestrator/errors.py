@@ -27,6 +27,10 @@ class WorkerError(TroupeError):
         self.method = method
         self.detail = detail
 
+    def locate(self, step: int, phase: str) -> None:
+        """Adds the step and its phase to the message."""
+        self.args = (f"{self.worker}.{self.method}: {self.detail} [step {step}{phase and f', {phase}'}]",)
+
 
 class WorkerDied(WorkerError):
     """The worker's process has died or cannot be reached."""

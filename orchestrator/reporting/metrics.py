@@ -37,6 +37,8 @@ class PhaseTimers:
         self._clock = clock
         self._started = clock()
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.failed = ""
+        """Phase that has raised; empty: none has."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -44,6 +46,9 @@ class PhaseTimers:
         started = self._clock()
         try:
             yield
+        except BaseException:
+            self.failed = name
+            raise
         finally:
             self._seconds[name] += self._clock() - started
 

@@ -393,7 +393,7 @@ def test_a_dead_trainer_ends_the_run_with_an_error_that_names_it(tmp_path: Path)
         finally:
             await killer
 
-    words = r"policy-0\.\w+: the process is gone \(0 of 0 restarts used: failures.trainer_restarts\)"
+    words = r"policy-0\.\w+: the process is gone \(0 of 0 restarts used: failures.trainer_restarts\) \[step 4, \w+\]"
     with pytest.raises(WorkerError, match=words):
         asyncio.run(run_and_kill())
     found = CheckpointStore(tmp_path / "checkpoints", 2).latest()
