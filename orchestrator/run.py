@@ -34,6 +34,7 @@ from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 
 logger = logging.getLogger(__name__)
 
+_SAME_SIGNAL_S = 0.5
 _EVALUATION_ROLES = frozenset({"rollout", "reward", "environment", "judge"})
 """Roles that evaluate on prompts."""
 
@@ -253,6 +254,9 @@ async def open_run(
 def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) saves and exits; the second one exits immediately.
 
+    One that follows within `_SAME_SIGNAL_S` is the same request: Ray's job manager sends it to a supervisor and to the
+    run, and the supervisor passes it on.
+
     SIGHUP stays ignored where it is, as under `nohup`. The others are handled even where a shell ignores SIGINT for a
     command in the background of a script.
     """
@@ -261,8 +265,13 @@ def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         handled.append(signal.SIGHUP)
 
+    received: list[float] = []
+
     def on_signal(number: int) -> None:
+        received.append(loop.time())
         if stop.is_set():
+            if received[-1] - received[0] < _SAME_SIGNAL_S:
+                return
             cluster.abandon()
             os._exit(128 + number)
         logger.warning("stopping: saving first; press again to exit immediately")

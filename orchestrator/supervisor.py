@@ -28,7 +28,7 @@ def supervise(
     """Runs a command until it ends for good; the exit code of its last process.
 
     Args:
-        command: The run, without `--resume`, which every further start gets.
+        command: The run; every further start gets `--resume`.
         progress: Steps that are saved in checkpoints.
         restarts: Starts without a new checkpoint in between that are tolerated.
         say: Receives one line for every restart.
@@ -48,7 +48,7 @@ def supervise(
         used += 1
         say(f"the run {describe(code)}; starting it again from step {saved} (restart {used} of {restarts})")
         pause(min(_LONGEST_PAUSE_S, 2.0**used))
-        arguments = [*command, "--resume"]
+        arguments = [*command, *["--resume"] * ("--resume" not in command)]
 
 
 def describe(code: int) -> str:

@@ -194,9 +194,12 @@ def _submit_when_ready(client: Any, **job: Any) -> str:
 
 
 def entrypoint(spec_file: str) -> str:
-    """The job's command line. It uses this interpreter if the cluster has it, else the one on the cluster's PATH."""
+    """The job's command line, which resumes by itself after an unexpected end.
+
+    It uses this interpreter if the cluster has it, else the one on the cluster's PATH.
+    """
     python = f'"$(command -v {shlex.quote(sys.executable)} || command -v python || echo python3)"'
-    return f"{python} -m orchestrator.cli run {shlex.quote(spec_file)} --resume"
+    return f"{python} -m orchestrator.cli run {shlex.quote(spec_file)} --resume --supervise"
 
 
 def job_environment() -> dict[str, str]:

@@ -226,6 +226,9 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None
         run.wait_for_step(1)
         stop_group(run, signal.SIGINT)
         run.wait_until(lambda: "press again" in run.stderr, "the message of the first signal")
+        stop_group(run, signal.SIGINT)  # at once: the same request, passed on by someone
+        time.sleep(0.6)
+        assert run.process.poll() is None, run.output
         began = time.monotonic()
         stop_group(run, signal.SIGINT)
         code = run.wait(30)

@@ -78,7 +78,7 @@ def test_the_entry_point_falls_back_to_the_clusters_python(monkeypatch: pytest.M
     done = subprocess.run(
         ["/bin/sh", "-c", entrypoint("x.yaml")], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "-m orchestrator.cli run x.yaml --resume\n"
+    assert done.stdout == "-m orchestrator.cli run x.yaml --resume --supervise\n"
 
 
 @pytest.mark.parametrize(
