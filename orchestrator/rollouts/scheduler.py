@@ -393,5 +393,5 @@ class RolloutScheduler:
         if self._failed_samples > budget:
             raise BatchFailed(
                 f"{self._failed_samples} samples of this step failed, more than failures.max_failed_fraction allows "
-                f"({budget:.0f}); reasons so far: {self._ledger.drop_reasons()}"
+                f"({budget:.0f}); reasons so far: {self._ledger.describe_drops()}"
             )

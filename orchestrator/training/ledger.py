@@ -15,6 +15,7 @@ MOST_KINDS = 64
 """Kinds of reasons that are counted separately."""
 OTHER = "other reasons"
 _LONGEST_KIND = 120
+_LONGEST_EXAMPLE = 400
 _ERROR = re.compile(r"\berror: (?P<type>[\w.]+)(?:: .*?)?(?P<place> \([^()\s]+:\d+\))?$", re.DOTALL)
 """How a status describes an exception: its type, its message, and file and line of the user's code."""
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -53,6 +54,8 @@ class Ledger:
         self._trained = 0
         self._dropped: Counter[str] = Counter()
         self._retries = 0
+        self._examples: dict[str, str] = {}
+        """The first reason of each kind since the start or the resumption."""
 
     def dispatch(self, prompt_uid: str, row: int, samples: int) -> int:
         """Opens a group; returns its attempt number (0). Raises LedgerError if it was dispatched before."""
@@ -96,6 +99,7 @@ class Ledger:
         kind = kind_of(reason)
         if kind not in self._dropped and len(self._dropped) >= MOST_KINDS:
             kind = OTHER
+        self._examples.setdefault(kind, reason[:_LONGEST_EXAMPLE])
         self._group(prompt_uid).dropped[sample_index] = kind
         self._settle(prompt_uid, (sample_index,))
         self._dropped[kind] += 1
@@ -122,6 +126,10 @@ class Ledger:
     def drop_reasons(self) -> dict[str, int]:
         """Dropped samples by kind of reason (`kind_of`)."""
         return dict(self._dropped)
+
+    def describe_drops(self) -> str:
+        """The kinds of reasons, most frequent first, each with its number of samples and its first reason in full."""
+        return "; ".join(f"{count} x {self._examples.get(kind, kind)}" for kind, count in self._dropped.most_common())
 
     def check(self) -> None:
         """Raises LedgerError unless every dispatched sample is accounted for."""

@@ -101,10 +101,20 @@ time.sleep(60)
 """
 
 
+def hang_up_by_default() -> None:
+    """As in a terminal, also where these tests run under `nohup`."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def started(script: str) -> subprocess.Popen[str]:
     """A supervisor over a run that saves on a signal; returns once the run is running."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, script], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", SUPERVISOR, script],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hang_up_by_default,
     )
     assert process.stdout is not None and process.stdout.readline() == "running\n"
     return process

@@ -46,6 +46,11 @@ RUN_METRICS = (
 POLICY_METRICS = ("policy/loss", "policy/grad_norm", "policy/learning_rate", "policy/entropy", "policy/skipped_updates")
 
 
+def _hang_up_by_default() -> None:
+    """As in a terminal, also where the tests run under `nohup`."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Command:
     """A process in its own session, with its output in files.
 
@@ -65,6 +70,7 @@ class Command:
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
+                preexec_fn=_hang_up_by_default,
             )
 
     @property

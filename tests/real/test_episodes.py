@@ -159,6 +159,13 @@ async def test_episodes_start_again_when_their_worker_dies(worker: RolloutWorker
     link = LocalLink(first)
 
     class Dying(LocalLink):
+        async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+            asked = self.worker
+            begun = await super().begin(episode, row, timeout_s)
+            if asked is not self.worker:  # it died meanwhile
+                raise EnvironmentGone("environment-0 has died")
+            return begun
+
         async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
             if self.worker is first:
                 await first.close()

@@ -109,3 +109,12 @@ def test_the_number_of_kinds_is_bounded() -> None:
     assert len(reasons) == MOST_KINDS + 1 and reasons[OTHER] == 1000 - MOST_KINDS
     assert ledger.counts()["dropped"] == 1000
     ledger.check()
+
+
+def test_every_kind_is_described_with_its_first_reason() -> None:
+    ledger = Ledger()
+    ledger.dispatch("p", 0, 3)
+    for sample, word in enumerate(("one", "two")):
+        ledger.mark_dropped("p", sample, f"reward: error: ValueError: {word} (mine.py:3)")
+    ledger.mark_dropped("p", 2, "no signal")
+    assert ledger.describe_drops() == "2 x reward: error: ValueError: one (mine.py:3); 1 x no signal"
