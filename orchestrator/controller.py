@@ -290,8 +290,7 @@ class Controller:
         state["memory"] = self.state.model_dump(mode="json")
         state["trainers"] = {role: asdict(layout) for role, layout in self.settings.trainers.items()}
         folder = await components.recovery.retry(self._save_trainers)
-        await asyncio.to_thread(self.store.commit, folder, state)
-        components.recovery.saved(self.version)
+        await components.recovery.commit(self.version, lambda: self.store.commit(folder, state))
         self._saved_at = self.version
 
     async def _save_trainers(self) -> Path:
@@ -305,7 +304,7 @@ class Controller:
             await trainers[0].export(str(folder / MODEL), timeout_s=bound)
             if self.settings.averages:
                 await trainers[0].export_average(str(folder / AVERAGE), timeout_s=bound)
-        except WorkerError:
+        except (WorkerError, asyncio.CancelledError):
             self.store.discard(folder)
             raise
         return folder
