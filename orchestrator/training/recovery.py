@@ -117,14 +117,15 @@ class TrainerRecovery:
                 self._steps = None
         return done
 
-    async def commit(self, step: int, write: Callable[[], object]) -> None:
+    async def commit(self, step: int, write: Callable[[], T]) -> T:
         """Runs `write` in a thread: the trainers' state after `step` steps is in a valid checkpoint then.
 
         No restart begins meanwhile: it would look for the checkpoint before, which may be removed.
         """
         async with self._committing:
-            await asyncio.to_thread(write)
+            written = await asyncio.to_thread(write)
             self._saved, self._steps = step, []
+        return written
 
     async def retry(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of `call`, which is repeated after the trainers were restarted because one was lost meanwhile.

@@ -205,9 +205,10 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
         controller = build()
         commit = controller.components.recovery.commit
 
-        async def damage(step: int, write: Callable[[], object]) -> None:
-            await commit(step, write)
+        async def damage(step: int, write: Callable[[], Any]) -> Any:
+            saved = await commit(step, write)
             (tmp_path / "checkpoints" / "step-000002" / "policy" / "rank-0").write_text("[]")
+            return saved
 
         controller.components.recovery.commit = damage
         return controller
