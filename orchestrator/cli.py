@@ -17,6 +17,7 @@ import yaml
 
 from orchestrator.commands import jobs, live
 from orchestrator.commands import samples as samples_command
+from orchestrator.commands import trace as trace_command
 from orchestrator.commands.environment import env_app
 from orchestrator.commands.options import (
     FAILURE,
@@ -391,17 +392,10 @@ def export(
         _push(source, push, private=not public, ask=not yes)
 
 
-for command in (
-    jobs.submit,
-    jobs.jobs,
-    jobs.status,
-    jobs.logs,
-    jobs.stop,
-    live.scale,
-    live.apply,
-    samples_command.samples,
-):
+for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply):
     app.command()(command)
+app.command()(samples_command.samples)
+app.command()(trace_command.trace)
 
 
 @app.command()
