@@ -17,7 +17,7 @@ import yaml
 
 from orchestrator.environment_command import env_app
 from orchestrator.errors import StopRequested, TroupeError, UsageError
-from orchestrator.platforms.flags import KubernetesFlags, SlurmFlags, with_flags
+from orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.examples import MODELS_VARIABLE, models_folder
 from orchestrator.spec.hub import uses_hub
@@ -518,6 +518,7 @@ def apply(
 @with_flags
 def deploy(
     spec: SpecArgument,
+    node_size: NodeFlags,
     kubernetes: KubernetesFlags,
     for_slurm: SlurmFlags,
     set_: SetOption = [],  # noqa: B006
@@ -529,7 +530,7 @@ def deploy(
     """Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."""
     from orchestrator.platforms.manifest import Request, deployment, write
 
-    text, notes = deployment(Request(spec, set_, name, out), slurm, kubernetes, for_slurm)
+    text, notes = deployment(Request(spec, set_, name, out), slurm, node_size, kubernetes, for_slurm)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     if output is None:
