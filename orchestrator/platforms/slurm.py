@@ -114,8 +114,8 @@ def script(name: str, command: Sequence[str], runs: Sequence[PlannedRun], option
         + f"\nrun=(troupe run {shlex.join(command)} --address auto --resume --supervise)\n{_BODY}"
     )
     rule = "the job asks for no memory (set --gib-per-node or --exclusive, or deploy where the model is)"
-    reasons = list(unknown.values()) if memory is None else []
-    return text, [f"the memory of its workers is not known ({why}): {rule}" for why in reasons]
+    why = "; ".join(unknown.values())
+    return text, [f"memory is not planned ({why}): {rule}"] if memory is None else []
 
 
 def _plans(runs: Sequence[PlannedRun], options: Options) -> Iterator[Plan]:
@@ -175,6 +175,7 @@ cleanup() {  # end Ray on all nodes, which remove their temporary folders, withi
   rm -rf "$secrets" "$temporary"
 }
 trap cleanup EXIT
+trap 'exit 130' TERM INT USR1  # while Ray starts there is nothing to save
 unset RAY_AUTH_TOKEN RAY_ADDRESS
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$secrets/token"
 (umask 077; head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
@@ -191,8 +192,9 @@ ray_on_node() {  # ray_on_node ARGUMENT...: Ray with a private temporary folder,
   local folder
   folder=$(mktemp -d "/tmp/ray-$SLURM_JOB_ID-XXXXXX")
   TMPDIR="$folder" ray start --block --disable-usage-stats --temp-dir="$folder" "$@" &
-  trap 'kill %1 2>/dev/null' TERM INT
-  until wait %1 || ! kill -0 %1 2>/dev/null; do :; done
+  ray=$!
+  trap 'kill "$ray" 2>/dev/null' TERM INT
+  until wait "$ray" || ! kill -0 "$ray" 2>/dev/null; do :; done
   rm -rf "$folder"
 }
 start_ray() {  # start_ray NODE ADDRESS ARGUMENT...: Ray on one node, until the job ends
@@ -209,7 +211,7 @@ start_ray "${nodes[0]}" "${addresses[0]}" --head --port="$port" --include-dashbo
 
 # The run starts only if all nodes join within the timeout.
 wait_for() {  # wait_for COUNT: until that many nodes have joined
-  timeout "$join_timeout_s" python - "$head" "$1" <<'PYTHON' || fail "fewer than $1 nodes joined in $join_timeout_s s"
+  timeout "$join_timeout_s" python - "$head" "$1" <<'PYTHON' &
 import socket
 import sys
 import time
@@ -228,6 +230,7 @@ ray.init(address=address, logging_level="ERROR", log_to_driver=False)
 while sum(node["Alive"] for node in ray.nodes()) < wanted:
     time.sleep(1)
 PYTHON
+  wait $! || fail "fewer than $1 nodes joined in $join_timeout_s s"
 }
 wait_for 1
 for ((i = 1; i < ${#nodes[@]}; i++)); do start_ray "${nodes[i]}" "${addresses[i]}" --address="$head"; done

@@ -83,12 +83,12 @@ def memory(runs: Sequence[PlannedRun], groups: Sequence[PodGroup], options: Opti
 
 
 def unplanned(runs: Sequence[PlannedRun], options: Options) -> list[str]:
-    """One line for each model whose size is not known, so that pods are sized by rule of thumb."""
-    if options.gib_per_node is not None:
+    """A line that says which models have no known size, so that pods are sized by rule of thumb; empty: none."""
+    unknown = {path: why for plan, _ in _plans(runs, options) for path, why in plan.unknown.items()}
+    if options.gib_per_node is not None or not unknown:
         return []
-    folders = {path: why for plan, _ in _plans(runs, options) for path, why in plan.unknown.items()}
     rule = f"pods have {_UNKNOWN_GIB_PER_GPU} GiB for each GPU (set --gib-per-node, or deploy where the model is)"
-    return [f"the memory of its workers is not known ({why}): {rule}" for why in folders.values()]
+    return [f"memory is not planned ({'; '.join(unknown.values())}): {rule}"]
 
 
 def _of_pod(group: PodGroup, needs: Sequence[Need], limit: int | None, shm: int | None) -> PodMemory:
@@ -98,12 +98,13 @@ def _of_pod(group: PodGroup, needs: Sequence[Need], limit: int | None, shm: int 
     segments = math.ceil(2 * file / GIB) + _SEGMENTS_GIB * (group.gpus + 1)
     workers = max(need.workers for need in needs)
     planned = math.ceil(_HEADROOM * (workers / GIB + _RAY_GIB)) + (shm or store + segments)
-    if not all(need.known for need in needs):
+    known = all(need.known for need in needs)
+    if not known:
         planned = max(planned, _UNKNOWN_GIB_PER_GPU * group.gpus, _GIB_PER_CPU * (group.cpus + 1))
-        segments = max(segments, planned // 2 - store)  # the weight file may be there
     if not group.gpus:
         planned = max(planned, _GIB_PER_CPU * group.cpus)
-    total, shared = limit or planned, shm or store + segments
+    total = limit or planned
+    shared = shm or max(store + segments, 0 if known else total // 2)  # half of it may be for weight files
     if shared >= total:
         flag = f"--shm-gib {shm}" if shm is not None else f"--gib-per-node {limit}"
         raise UsageError(
