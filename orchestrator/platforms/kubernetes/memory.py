@@ -36,6 +36,9 @@ _HEADROOM = 1.1
 """Ray kills workers when a pod uses 95 % of its memory."""
 _GIB_PER_CPU = 4
 """Least memory of a pod without GPUs for each CPU: rewards and environments run the user's code."""
+_GIB_PER_GPU = 16
+"""Least memory of a pod for each GPU: CUDA's libraries, the compilers of kernels and the page cache of model files,
+which the plan does not count."""
 _UNKNOWN_GIB_PER_GPU = 64
 """Memory for each GPU where a model's size is not known."""
 
@@ -101,8 +104,7 @@ def _of_pod(group: PodGroup, needs: Sequence[Need], limit: int | None, shm: int 
     known = all(need.known for need in needs)
     if not known:
         planned = max(planned, _UNKNOWN_GIB_PER_GPU * group.gpus, _GIB_PER_CPU * (group.cpus + 1))
-    if not group.gpus:
-        planned = max(planned, _GIB_PER_CPU * group.cpus)
+    planned = max(planned, _GIB_PER_GPU * group.gpus if group.gpus else _GIB_PER_CPU * group.cpus)
     total = limit or planned
     shared = shm or max(store + segments, 0 if known else total // 2)  # half of it may be for weight files
     if shared >= total:

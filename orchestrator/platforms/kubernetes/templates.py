@@ -36,7 +36,8 @@ def head(options: Options, memory: PodMemory, config: str | None, elastic: bool)
         config: ConfigMap with the spec; None: none.
         elastic: Whether the autoscaler runs in the pod and needs the token of its service account.
     """
-    pod = _ray_pod("ray-head", options, memory, {"cpu": str(HEAD_CPUS)}, gpus=False)
+    resources = {"cpu": str(HEAD_CPUS), "memory": f"{memory.limit}Gi"}
+    pod = _ray_pod("ray-head", options, memory.shm, resources, gpus=False)
     container = pod["containers"][0]
     # Ray gives a stopped job three seconds otherwise.
     container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(options.stop_s)})
@@ -51,12 +52,12 @@ def head(options: Options, memory: PodMemory, config: str | None, elastic: bool)
 
 def worker(group: PodGroup, options: Options, memory: PodMemory) -> Document:
     """A pod of a group of workers."""
-    resources = {"cpu": str(group.cpus)}
+    resources = {"cpu": str(group.cpus), "memory": f"{memory.limit}Gi"}
     if group.gpus:
         resources[_GPU] = str(group.gpus)
         if options.rdma is not None:
             resources[options.rdma.resource] = str(options.rdma.count)
-    pod = _ray_pod("ray-worker", options, memory, resources, gpus=bool(group.gpus))
+    pod = _ray_pod("ray-worker", options, memory.shm, resources, gpus=bool(group.gpus))
     container = pod["containers"][0]
     if group.gpus and options.rdma is not None:
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]
@@ -118,9 +119,8 @@ def _pod(options: Options, gpus: bool) -> Document:
     }
 
 
-def _ray_pod(container: str, options: Options, memory: PodMemory, resources: dict[str, str], gpus: bool) -> Document:
-    resources = {"memory": f"{memory.limit}Gi", **resources}
-    volumes: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{memory.shm}Gi"}}]
+def _ray_pod(container: str, options: Options, shm_gib: int, resources: dict[str, str], gpus: bool) -> Document:
+    volumes: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_gib}Gi"}}]
     mounts: list[Document] = [{"name": "shm", "mountPath": "/dev/shm"}]
     for index, claim in enumerate(options.claims):
         volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim.name}})
