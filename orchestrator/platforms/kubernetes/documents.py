@@ -136,7 +136,7 @@ def _cluster(
     """The cluster section. If a role scales, Ray's autoscaler adds the pods that `troupe scale` requests and removes
     idle ones; KubeRay creates its service account with a role for this cluster's pods."""
     elastic = any(group.min_replicas < group.max_replicas for group in groups)
-    scaling = {"enableInTreeAutoscaling": True, "autoscalerOptions": templates.autoscaler(options)}
+    scaling = {"enableInTreeAutoscaling": True, "autoscalerOptions": templates.autoscaler()}
     return {
         "rayVersion": options.ray_version,
         # KubeRay passes the token to every container, the submitter's included, and uses it itself.

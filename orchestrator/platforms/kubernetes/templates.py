@@ -19,6 +19,9 @@ API_TOKEN = "api-token"
 _GPU = "nvidia.com/gpu"
 _KILL_S = 60
 """Seconds of the grace period that remain for Ray to end once the run has saved."""
+_IDLE_S = 600
+"""Seconds after which the autoscaler removes a pod without workers. A run needs a while to use its first pods: it loads
+data and downloads models before it starts workers."""
 _TOKEN_S = 3600
 """Lifetime of the autoscaler's token; the kubelet renews it, and the autoscaler reads it again every minute."""
 
@@ -83,11 +86,11 @@ def submitter(options: Options) -> Document:
     }
 
 
-def autoscaler(options: Options) -> Document:
+def autoscaler() -> Document:
     """Options of the autoscaler, a container of the head pod, and the only one with a token for Kubernetes' API."""
     return {
         "version": "v2",
-        "idleTimeoutSeconds": options.ttl_s,
+        "idleTimeoutSeconds": _IDLE_S,
         "resources": {
             "requests": {"cpu": "500m", "memory": "1Gi"},
             "limits": {"cpu": "500m", "memory": "1Gi"},
