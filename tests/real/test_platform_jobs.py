@@ -25,6 +25,7 @@ from orchestrator.platforms.kubernetes.pre_stop import has_actors, stop_jobs, wa
 from orchestrator.platforms.manifest import Request, batch_script
 from orchestrator.platforms.ray_jobs import JobServer, token_header
 from orchestrator.training.checkpoint import CheckpointStore
+from tests.conftest import ROOT
 from tests.orchestrator.platforms.kubernetes.manifests import documents
 from tests.real.commands import ENDLESS, GRPO, Command, running
 
@@ -99,7 +100,8 @@ def write_slurm(folder: Path) -> None:
 def test_a_slurm_job_saves_at_its_time_limit_and_resumes_when_it_is_queued_again(tmp_path: Path) -> None:
     write_slurm(tmp_path / "bin")
     out, script, log = tmp_path / "run", tmp_path / "job.sh", tmp_path / "slurm.log"
-    request = Request(GRPO, ENDLESS, name="job", out=out)
+    model = f"model.path={ROOT / '.cache' / 'models' / 'tiny-llama'}"  # the job runs in another folder
+    request = Request(GRPO, (*ENDLESS, model), name="job", out=out)
     script.write_text(batch_script(request, NodeFlags(cpus_per_node=4), SlurmFlags(), Path(sys.prefix))[0])
     environment = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
