@@ -164,33 +164,28 @@ def _group(share: Share) -> PodGroup:
 
 
 def pack(placements: Sequence[Placement], limits: Limits) -> Packing:
-    """Pack placement groups into the fewest identical pods, and those into the smallest.
+    """Pack placement groups into the fewest identical pods: of those, where the ranks of a trainer lie in the fewest
+    pods, and of those, the smallest.
 
-    Twelve GPUs become two pods of six, not one of eight and one of four: the pods of a group are identical. CPUs of a
-    pod with GPUs are what its workers ask for.
+    Eight engines and four ranks become two pods of six GPUs. Four engines and eight ranks become two pods of eight: in
+    pods of six, two ranks would be apart from the others. CPUs of a pod with GPUs are what its workers ask for.
     """
     whole = [_whole_gpus(placement) for placement in placements]
     kind = "GPU" if any(bundle["GPU"] for placement in whole for bundle in placement.bundles) else "CPU"
     asked = [bundle[kind] for placement in whole for bundle in placement.bundles]
     greatest = max(limits.gpus if kind == "GPU" else limits.cpus, _up(max(asked)))
-    shapes = (
-        (pods, size)
-        for pods in itertools.count(max(1, _up(sum(asked) / greatest)))  # one pod for each bundle always fits
-        for size in range(max(1, _up(max(*asked, sum(asked) / pods))), greatest + 1)
-    )
-    fitted = ((pods, size, _fitted(whole, pods, size, kind)) for pods, size in shapes)
-    pods, size, found = next((pods, size, found) for pods, size, found in fitted if found is not None)
-    cpus = max(1, _up(max(found.cpus.values())))
-    return Packing(tuple(placements), pods, cpus, size if kind == "GPU" else 0, found.pod_of)
+
+    def shapes(pods: int) -> list[Packing]:
+        sizes = range(max(1, _up(max(*asked, sum(asked) / pods))), greatest + 1)
+        return [packing for size in sizes if (packing := _packed(whole, pods, size, kind)) is not None]
+
+    counts = itertools.count(max(1, _up(sum(asked) / greatest)))  # one pod for each bundle always fits
+    fitting = next(found for found in map(shapes, counts) if found)
+    best = min(fitting, key=lambda packing: (_spans(packing), packing.gpus, packing.cpus))
+    return replace(best, placements=tuple(placements))
 
 
-@dataclass(frozen=True)
-class _Fitted:
-    pod_of: dict[tuple[str, int], int]
-    cpus: dict[int, float]
-
-
-def _fitted(placements: Sequence[Placement], pods: int, size: int, kind: str) -> _Fitted | None:
+def _packed(placements: Sequence[Placement], pods: int, size: int, kind: str) -> Packing | None:
     """The bundles in `pods` pods with `size` GPUs or CPUs each; None where they do not fit."""
     cpus, gpus = (math.inf, float(size)) if kind == "GPU" else (float(size), 0.0)
     seating = fit(placements, [Node(str(pod), cpus, gpus) for pod in range(pods)])
@@ -201,7 +196,12 @@ def _fitted(placements: Sequence[Placement], pods: int, size: int, kind: str) ->
     for placement in placements:
         for index, bundle in enumerate(placement.bundles):
             used[pod_of[placement.name, index]] += bundle["CPU"]
-    return _Fitted(pod_of, used)
+    return Packing(tuple(placements), pods, max(1, _up(max(used.values()))), size if kind == "GPU" else 0, pod_of)
+
+
+def _spans(packing: Packing) -> int:
+    """Pods that the placement groups lie in, each counted on its own."""
+    return len({(name, pod) for (name, _), pod in packing.pod_of.items()})
 
 
 def _whole_gpus(placement: Placement) -> Placement:

@@ -59,6 +59,16 @@ def test_pods_are_no_larger_than_needed_and_alike() -> None:
     assert sizes(pod_groups(eleven, Limits()))["gpu"][::2] == (2, 6)
 
 
+def test_the_ranks_of_a_trainer_are_not_split_to_save_gpus() -> None:
+    """Four engines and eight ranks would fit into two pods of six."""
+    (of_run,) = shares(runs(NODE, "roles.policy.workers=8"), Limits())
+    packing = next(share.packing for share in of_run if share.group == "gpu")
+    assert (packing.pods, packing.gpus) == (2, 8)
+    assert len({packing.pod_of["policy", rank] for rank in range(8)}) == 1
+    twelve = shares(runs(NODE, "roles.policy.workers=12"), Limits())[0][0].packing
+    assert len({twelve.pod_of["policy", rank] for rank in range(12)}) == 2
+
+
 def test_workers_without_gpus_share_pods_of_their_own() -> None:
     forty = runs(NODE, "roles.reward.workers=40")
     assert sizes(pod_groups(forty, Limits()))["cpu"] == (3, 14, 0)
