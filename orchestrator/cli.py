@@ -31,7 +31,7 @@ from orchestrator.commands.options import (
     exit_with,
 )
 from orchestrator.errors import StopRequested, TroupeError, UsageError
-from orchestrator.platforms.flags import KubernetesFlags, SlurmFlags, with_flags
+from orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.examples import MODELS_VARIABLE, models_folder
 from orchestrator.spec.hub import uses_hub
@@ -402,6 +402,7 @@ app.command()(trace_command.trace)
 @with_flags
 def deploy(
     spec: SpecArgument,
+    node_size: NodeFlags,
     kubernetes: KubernetesFlags,
     for_slurm: SlurmFlags,
     set_: SetOption = [],  # noqa: B006
@@ -413,7 +414,7 @@ def deploy(
     """Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."""
     from orchestrator.platforms.manifest import Request, deployment, write
 
-    text, notes = deployment(Request(spec, set_, name, out), slurm, kubernetes, for_slurm)
+    text, notes = deployment(Request(spec, set_, name, out), slurm, node_size, kubernetes, for_slurm)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     if output is None:
