@@ -35,6 +35,8 @@ AVERAGE = "model-average"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = 1
+_REASON = 200
+"""Characters of an error's message that are shown."""
 _NAME = re.compile(r"step-(\d{6,})")
 _RANK_FILE = re.compile(r"rank-\d{5}-of-(\d{5})\.safetensors")
 _SAVING = ".saving-"
@@ -70,13 +72,26 @@ class Checkpoint:
     state: dict[str, Any]
     """The state passed to `commit`."""
 
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Turns what a state of another form raises, where it is read within the block, into a CheckpointError."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = f"{STATE} is not the state of this kind of run ({type(error).__name__}: {_one_line(error)})"
+            raise CheckpointError(errno.EINVAL, reason, str(self.path)) from error
+
     def trainers(self) -> dict[str, TrainerLayout]:
         """How each training role wrote its files, by role.
 
         A checkpoint without this record tells some of it by the names of its files.
+
+        Raises:
+            CheckpointError: The record has another form.
         """
         if "trainers" in self.state:
-            return {role: TrainerLayout(**layout) for role, layout in self.state["trainers"].items()}
+            with self.restoring():
+                return {role: TrainerLayout(**layout) for role, layout in self.state["trainers"].items()}
         folders = {"policy": ("policy", "reward_model"), "critic": ("critic",)}
         found = {role: _layout_of(self.path / name) for role, names in folders.items() for name in names}
         return {role: layout for role, layout in found.items() if layout is not None}
@@ -336,6 +351,10 @@ def _verified(path: Path) -> Checkpoint:
         return verify(path)
     except InvalidCheckpoint as error:
         raise CheckpointError(errno.EINVAL, f"invalid checkpoint: {error}", str(path)) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_REASON]
 
 
 def _folder_name(step: int) -> str:
