@@ -3,6 +3,8 @@ result."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import os
@@ -44,12 +46,22 @@ SpecArgument = Annotated[
 ]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder (default: runs/NAME).")]
+
+
+def _not_empty(value: str | None) -> str | None:
+    """Refuse a value that a shell variable without a value leaves: it would mean the default."""
+    if value is not None and not value.strip():
+        raise typer.BadParameter("is empty")
+    return value
+
+
 AddressOption = Annotated[
-    str | None, typer.Option("--address", help="Ray cluster to join (default: start a local one).")
+    str | None,
+    typer.Option("--address", callback=_not_empty, help="Ray cluster to join (default: start a local one)."),
 ]
 JobServerOption = Annotated[str, typer.Option("--address", help="URL of the cluster's job server, http://HOST:8265.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as in runs/NAME.")]
-AnswerOption = Annotated[float, typer.Option("--timeout-s", help="Timeout for the run's response, in seconds.")]
+AnswerOption = Annotated[float, typer.Option("--timeout-s", min=0, help="Timeout for the run's response, in seconds.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as printed by `troupe submit`.")]
 
 USER_ERROR = 2
@@ -64,8 +76,14 @@ def main() -> NoReturn:
     SIGINT or SIGTERM after saving.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know a character
     try:
-        app(standalone_mode=True)
+        code = app(prog_name="troupe", standalone_mode=False)
+    except typer.TyperException as error:
+        _exit(_typer_error(error), USER_ERROR)
+    except typer.Abort:
+        _exit("aborted", FAILURE)
     except SpecError as error:
         _exit(str(error), USER_ERROR)
     except UsageError as error:
@@ -73,22 +91,60 @@ def main() -> NoReturn:
     except StopRequested as error:
         _exit(str(error), STOPPED)
     except TroupeError as error:
-        _exit("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), FAILURE)
+        said = _os_error(error) if isinstance(error, OSError) else str(error)
+        _exit("\n".join([f"error: {said}", *getattr(error, "__notes__", ())]), FAILURE)
     except MemoryError:
         _exit("error: this machine has no memory left for the command", FAILURE)
     except OSError as error:
         _exit(f"error: {_os_error(error)}", FAILURE)
-    sys.exit(0)
+    except ImportError as error:
+        _exit(f"error: {error}; `troupe doctor` lists the packages that are missing here", FAILURE)
+    sys.exit(code)
+
+
+def _typer_error(error: typer.TyperException) -> str:
+    """One line for a command line that Typer refuses, with the command whose `--help` tells more."""
+    context = vars(error).get("ctx")  # not every error has one
+    command = "troupe" if context is None else context.command_path
+    said = " ".join(error.format_message().split()).rstrip(".")
+    return f"error: {said}; see `{command} --help`" if said else ""
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or use another disk",
+    errno.EDQUOT: "free some of your quota, or use another disk",
+    errno.EACCES: "change its permissions, or use another path",
+    errno.EPERM: "change its permissions, or use another path",
+    errno.EROFS: "use a path on another disk",
+    errno.EEXIST: "use another path",
+    errno.ENOTDIR: "use another path",
+    errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
+    errno.ENOMEM: "free some memory",
+    errno.EAGAIN: "raise the limit on processes (`ulimit -u`)",
+}
 
 
 def _os_error(error: OSError) -> str:
-    """The path of a failed operation, and why it failed."""
-    reason = error.strerror or str(error) or type(error).__name__
-    return f"{error.filename}: {reason}" if error.filename else reason
+    """The path of a failed operation, why it failed, and what helps."""
+    reason = " ".join((error.strerror or str(error) or type(error).__name__).split())
+    if error.errno == errno.ENOENT and not error.filename and not _has_current_folder():
+        return "the current folder does not exist any more; change to another one"
+    remedy = _REMEDIES.get(error.errno or 0)
+    told = f"{os.fsdecode(error.filename)}: {reason}" if isinstance(error.filename, str | bytes) else reason
+    return f"{told}; {remedy}" if remedy else told
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _exit(text: str, code: int) -> NoReturn:
-    sys.stderr.write(text + "\n")
+    if text:
+        sys.stderr.write(text + "\n")
     sys.exit(code)
 
 
@@ -287,7 +343,7 @@ def plan(
         str | None,
         typer.Option(help="Cluster as NODESxGPUS[xTYPE], as in 2x8 or 2x8xH200; auto: the local Ray cluster."),
     ] = None,
-    cpus_per_node: Annotated[int, typer.Option(help="CPUs per node of --cluster.")] = 128,
+    cpus_per_node: Annotated[int, typer.Option(min=1, help="CPUs per node of --cluster.")] = 128,
     gib_per_node: Annotated[
         float, typer.Option(help="Host memory per node of --cluster, in GiB (0: not checked).")
     ] = 0.0,
@@ -378,7 +434,9 @@ def export(
     target: Annotated[
         Path | None, typer.Argument(metavar="[FOLDER]", help="Folder to write the Hugging Face model to.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint (default: the newest valid one).")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest valid one).")
+    ] = None,
     average: Annotated[
         bool, typer.Option("--average", help="Export the moving average of the weights (ema_decay).")
     ] = False,
@@ -466,7 +524,7 @@ def logs(
 def stop(
     job: JobArgument,
     address: JobServerOption,
-    timeout_s: Annotated[float, typer.Option(help="Timeout for the job to end, in seconds.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=0, help="Timeout for the job to end, in seconds.")] = 600.0,
 ) -> None:
     """Stop a job: it saves and exits. Submitting the spec again resumes it."""
     from orchestrator.platforms.ray_jobs import JobServer
@@ -532,13 +590,11 @@ def deploy(
     from orchestrator.platforms.manifest import Request, deployment, write
 
     text, notes = deployment(Request(spec, set_, name, out), slurm, kubernetes, for_slurm)
+    if output is not None:
+        write(output, text)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
-    if output is None:
-        typer.echo(text, nl=False)
-    else:
-        write(output, text)
-        typer.echo(f"wrote {output}")
+    typer.echo(text if output is None else f"wrote {output}", nl=output is not None)
 
 
 def _ready(
@@ -635,10 +691,16 @@ def _own_algorithm(name: str, args: str, check: bool) -> None:
     from workers.contract.config import CustomConfig
 
     try:
-        config = CustomConfig(name=name, args=yaml.safe_load(args))
+        values = yaml.safe_load(args)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError(f"--args: expected a YAML mapping, as in '{{beta: 0.1}}', got {args[:60]!r}")
+    try:
+        config = CustomConfig(name=name, args=values)
         row = custom_row(config)
-    except (ValueError, yaml.YAMLError) as error:
-        _exit(f"error: {error}", USER_ERROR)
+    except ValueError as error:
+        raise UsageError(" ".join(str(error).split())) from None
     if not check:
         typer.echo(describe_row(row))
         return
