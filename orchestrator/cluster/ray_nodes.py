@@ -52,14 +52,22 @@ _LOCAL_SETTINGS = {
 """Additional environment of a cluster that is started here."""
 
 
+_SHARED_MEMORY = Path("/dev/shm")
+
+
 def start(cpus: int) -> Path:
     """Starts a cluster on this machine; returns its session folder.
 
     Ray's token authentication (the default for local clusters) protects its ports.
 
     Raises:
-        ClusterUnreachable: Ray did not start.
+        ClusterUnreachable: Ray did not start, or there is no shared memory to start it with.
     """
+    if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
+        raise ClusterUnreachable(
+            f"{_SHARED_MEMORY} is missing or cannot be written, and neither Ray nor vLLM starts without it: in a "
+            f"container use `docker run --shm-size=1g`, else `mount -t tmpfs tmpfs {_SHARED_MEMORY}`"
+        )
     _configure(_SETTINGS | _LOCAL_SETTINGS)
     context = _start(cpus)
     _protect_token()

@@ -35,6 +35,8 @@ AVERAGE = "model-average"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = 1
+_JSON_BYTES = 256 << 20
+"""Largest manifest or state that is read."""
 _REASON = 200
 """Characters of an error's message that are shown."""
 _NAME = re.compile(r"step-(\d{6,})")
@@ -340,9 +342,31 @@ def exported_model(directory: Path, step: int | None = None, model: str = MODEL)
 
 
 def write_model(source: Path, target: Path) -> Path:
-    """Copies a model to a new folder. Raises CheckpointError if `target` exists or cannot be written."""
-    with _naming(target):
-        shutil.copytree(source, target)
+    """Copies a model to a new folder, which appears when it is complete.
+
+    Raises:
+        CheckpointError: `target` exists or cannot be written.
+    """
+    scratch = target.with_name(f".{target.name}-{os.getpid()}")
+    failed: list[OSError] = []
+
+    def copy(file: str, to: str) -> None:
+        try:
+            shutil.copy2(file, to)
+        except OSError as error:
+            failed.append(error)
+            raise
+
+    try:
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        shutil.copytree(source, scratch, copy_function=copy)
+        os.rename(scratch, target)
+    except OSError as error:
+        first = failed[0] if failed else error  # copytree itself only lists what has failed
+        raise CheckpointError(first.errno, first.strerror, str(target)) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
@@ -407,11 +431,17 @@ def _describe_files(path: Path, sync: bool) -> dict[str, dict[str, Any]]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InvalidCheckpoint(f"{path.name} is not a regular file")  # a pipe would block
     try:
-        content = json.loads(path.read_bytes())
+        with path.open("rb") as stream:
+            text = stream.read(_JSON_BYTES + 1)
+        if len(text) > _JSON_BYTES:
+            raise InvalidCheckpoint(f"{path.name} is larger than {_JSON_BYTES >> 20} MiB")
+        content = json.loads(text)
     except FileNotFoundError:
         raise InvalidCheckpoint(f"{path.name} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidCheckpoint(f"{path.name} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise InvalidCheckpoint(f"{path.name} does not contain a JSON object")

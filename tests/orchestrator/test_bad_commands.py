@@ -270,6 +270,20 @@ MACHINES = [
     ("export PYTHONPATH=broken:$PYTHONPATH", f"jobs {SERVER}", FAILED, "`troupe doctor` lists the packages"),
     ("export PYTHONPATH=broken:$PYTHONPATH", "run good.yaml", FAILED, "`troupe doctor` lists the packages"),
 ]
+READ_ONLY, FULL = (
+    "mount -t tmpfs -o ro tmpfs disk",
+    "mount -t tmpfs -o size=64k tmpfs disk; head -c 1M /dev/zero > disk/x",
+)
+MOUNTS = [
+    ("mount -t tmpfs -o ro tmpfs /dev/shm", "run good.yaml", FAILED, "/dev/shm is missing or cannot be written"),
+    (READ_ONLY, "run good.yaml --out disk/run", FAILED, "disk/run: Read-only file system; use a path on another disk"),
+    (READ_ONLY, "export saved disk/model", FAILED, "disk/model: Read-only file system; use a path on another disk"),
+    (READ_ONLY, "init --from tiny-grpo -o disk/x.yaml", USAGE, "--output: disk/x.yaml: Read-only file system"),
+    (READ_ONLY, "deploy good.yaml -o disk/x.yaml", USAGE, "--output disk/x.yaml: Read-only file system"),
+    (FULL, "run good.yaml --out disk/run", FAILED, "No space left on device; free some space, or use another disk"),
+    (FULL, "export saved disk/model", FAILED, "No space left on device; free some space, or use another disk"),
+    (FULL, "deploy good.yaml -o disk/y.yaml", USAGE, "--output disk/y.yaml: No space left on device"),
+]
 
 
 def test_a_machine_without_memory_gives_one_line(
@@ -300,14 +314,37 @@ def test_a_bad_spec_gives_one_line_on_the_command_line(
 def test_a_machine_that_lacks_something_gives_one_line(
     workspace: Path, tmp_path: Path, how: str, line: str, code: int, words: str
 ) -> None:
+    assert_one_line(["bash", "-c", f"{how}; {shell(line)}"], workspace, tmp_path, code, words)
+
+
+def may_mount() -> bool:
+    return subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("how", "line", "code", "words"), MOUNTS, ids=[f"{one[0]}-{one[1]}" for one in MOUNTS])
+def test_a_disk_that_cannot_be_written_gives_one_line(
+    workspace: Path, tmp_path: Path, how: str, line: str, code: int, words: str
+) -> None:
+    if not may_mount():
+        pytest.skip("may not mount file systems")
+    assert_one_line(["unshare", "-m", "bash", "-c", f"({how}) 2>&-; {shell(line)}"], workspace, tmp_path, code, words)
+
+
+def shell(line: str) -> str:
+    return f"exec {shlex.quote(sys.executable)} -m orchestrator.cli {line}"
+
+
+def assert_one_line(command: list[str], workspace: Path, folder: Path, code: int, words: str) -> None:
+    """Run a command in a folder with a good spec, a saved run, a mount point and a package that cannot be imported."""
     for name in ("good.yaml", "rows.jsonl"):
-        (tmp_path / name).write_bytes((workspace / name).read_bytes())
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "ray.py").write_text("raise ImportError('no package ray')\n")
-    command = f"{how}; exec {shlex.quote(sys.executable)} -m orchestrator.cli {line}"
+        (folder / name).write_bytes((workspace / name).read_bytes())
+    (folder / "saved").symlink_to(workspace / "saved")
+    for name in ("disk", "broken"):
+        (folder / name).mkdir()
+    (folder / "broken" / "ray.py").write_text("raise ImportError('no package ray')\n")
     done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=tmp_path,
+        command,
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
