@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cluster import ray_nodes
 from orchestrator.live.control import FOLDER, ControlServer
 from orchestrator.private_files import write_private
 from orchestrator.rollout_run import write_spec
@@ -74,3 +75,25 @@ def test_the_cache_of_a_judge_is_private(tmp_path: Path) -> None:
     cache.add({"question": "answer"})
     assert {mode(file) for file in tmp_path.iterdir()} == {"0o600"}
     cache.close()
+
+
+def test_a_token_is_created_for_its_owner_only_and_an_existing_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ray_nodes._create_token()
+    token = tmp_path / ".ray" / "auth_token"
+    assert (len(token.read_text()), mode(token)) == (64, "0o600")
+    before = token.read_text()
+    ray_nodes._create_token()
+    assert token.read_text() == before and [path.name for path in token.parent.iterdir()] == ["auth_token"]
+    monkeypatch.setenv("HOME", str(tmp_path / "other"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
+    ray_nodes._create_token()
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    ray_nodes._create_token()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".ray", "file"]

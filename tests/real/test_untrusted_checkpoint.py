@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.real.commands import GRPO, Run, running
 from workers.training.shards import read_shard
 
 STAGES = [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")]
@@ -103,6 +105,35 @@ def test_a_poisoned_file_is_refused_and_named(found: list[tuple[int, str, str, s
     assert [one for one in found if one[1] not in one[3] or "\n" in one[3]] == []
     added = [said for _, _, damage, said, _ in found if damage == "an entry"]
     assert added and all("posix.system" in said for said in added)
+
+
+@pytest.mark.long
+def test_a_run_resumed_from_a_poisoned_checkpoint_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    """The model folder holds pickles, too; and whoever changes the checkpoint also writes a manifest that fits."""
+    canary, model = tmp_path / "canary", tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    for name in ("pytorch_model.bin", "adapter_model.bin", "training_args.bin", "vocab.pkl", "rng_state.pth"):
+        (model / name).write_bytes(pickle.dumps(Canary(canary)))
+    short = (f"model.path={model}", "checkpoint.every_steps=1", "schedule.prompts_per_step=2")
+    with running(Run(tmp_path, GRPO, *short, "schedule.steps=1", name="poisoned")) as first:
+        assert first.wait() == 0, first.output
+    (newest,) = (first.out / "checkpoints").glob("step-*")
+    poisoned_files = list(newest.rglob("*.pt"))
+    for file in poisoned_files:
+        state = torch.load(file, weights_only=False)
+        state["added"] = Canary(canary)
+        torch.save(state, file)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        content = (newest / name).read_bytes()
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    overrides = (*short, "schedule.steps=2", f"name={first.name}")
+    with running(Run(tmp_path, GRPO, *overrides, name="poisoned", resume=True)) as second:
+        assert second.wait() == 1, second.output
+    assert poisoned_files and not canary.exists()
+    (error,) = second.error_lines
+    assert "posix.system" in error and "mp_rank_00_model_states.pt cannot be read" in error
 
 
 def test_the_canary_would_be_made_by_an_ordinary_load(tmp_path: Path) -> None:
