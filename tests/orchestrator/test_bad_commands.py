@@ -124,6 +124,12 @@ COMMANDS = [
     ("apply good.yaml --out odd --dry-run", USAGE, "odd/spec.yaml"),
     ("apply good.yaml --out dead", USAGE, "dead: its run (process 99999999) has ended"),
     ("apply two.yaml --out dead", USAGE, "two.yaml: only a run with rollouts and without stages can change"),
+    ("samples none", USAGE, "none"),
+    ("samples file", USAGE, "file"),
+    ("samples saved", USAGE, "saved"),
+    ("samples saved --where 'reward <'", USAGE, ""),
+    ("samples saved --step -1", USAGE, "'--step'"),
+    ("samples saved --export xml out", USAGE, ""),
     # Clusters and job servers.
     ("plan good.yaml --cluster x", USAGE, "--cluster: 'x' is not NODESxGPUS"),
     ("plan good.yaml --cluster 1x8xZZ", USAGE, "--cluster: no GPU type 'ZZ'"),
