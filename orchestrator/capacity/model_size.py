@@ -17,8 +17,10 @@ from orchestrator.errors import TroupeError
 
 _CONFIG_BYTES = 1 << 20
 _INDEX_BYTES = 64 << 20
-_HEADER_BYTES = 100_000_000
-"""Longest header that the safetensors library reads."""
+_HEADER_BYTES = 32 << 20
+"""Longest header that is parsed: one of 200 000 tensors. The safetensors library reads 100 MB, which as Python objects
+are gigabytes."""
+_MOST_DIMENSIONS = 16
 _MOST_FILES = 10_000
 _MOST = 1 << 50
 """Largest dimension, and largest number of parameters, that is not taken for a broken file."""
@@ -188,7 +190,8 @@ def read_header(path: Path) -> Iterator[tuple[str, int]]:
         if name == "__metadata__":
             continue
         shape = entry.get("shape") if isinstance(entry, dict) else None
-        if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < _MOST for n in shape):
+        whole = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
+        if not whole or not all(type(n) is int and 0 <= n < _MOST for n in shape):
             raise SizeUnknown(f"{path}: the header gives {name[:60]!r} no shape")
         count = math.prod(shape)
         if count >= _MOST:
