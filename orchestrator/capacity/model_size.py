@@ -1,18 +1,20 @@
 """The size of a model, from its folder alone: `config.json` and the headers of its safetensors files.
 
 No tensor is read. The headers give every tensor's shape, which is exact for every architecture. Without weight files,
-the parameters of Llama and similar architectures are computed from the configuration.
+the parameters of known families are computed from the configuration (`families.py`).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from orchestrator.capacity.families import FieldUnknown, Shape, count_of, fused_experts, shape_of, with_defaults
 from orchestrator.errors import TroupeError
 
 _CONFIG_BYTES = 1 << 20
@@ -23,12 +25,11 @@ _MOST_FILES = 10_000
 _MOST = 1 << 50
 """Largest dimension, and largest number of parameters, that is not taken for a broken file."""
 
-_FORMULA = {"llama", "mistral", "qwen2", "qwen3"}
-"""Model types whose parameters `_from_config` counts."""
-_HEADS = ("lm_head.weight", "lm_head.bias")
+_HEADS = ("lm_head.weight", "lm_head.bias", "language_model.lm_head.weight")
 _SCORES = ("score.weight", "score.bias")
-_BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias")
-"""Ends of names of tensors in old checkpoints that are not parameters."""
+_BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "gate.e_score_correction_bias", "position_ids")
+"""Ends of names of tensors in checkpoints that are not parameters."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class SizeUnknown(TroupeError):
@@ -36,25 +37,21 @@ class SizeUnknown(TroupeError):
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """A causal language model's shape. Counts are of numbers, not of bytes."""
+class ModelSize(Shape):
+    """A causal language model's shape and size. Counts are of numbers, not of bytes."""
 
-    backbone: int
+    backbone: int = 0
     """Parameters without the output head."""
-    head: int
+    head: int = 0
     """Parameters of the output head; 0 where it shares the embedding's weight."""
-    largest: int
+    largest: int = 0
     """Numbers in the largest tensor."""
-    layers: int
-    hidden: int
-    intermediate: int
-    """Width of the feed-forward layers that one token passes through."""
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    counted: bool
+    counted: bool = False
     """Whether parameters are counted in the files; otherwise they are computed from the configuration."""
+    packed: int = 0
+    """Bytes of quantized weights, as they are stored; 0: the weights are not quantized."""
+    method: str = ""
+    """How the weights are quantized: `awq`, `gptq`, `fp8`, ...; empty: they are not."""
 
     @property
     def parameters(self) -> int:
@@ -66,81 +63,76 @@ class ModelSize:
         return replace(self, head=self.hidden)
 
 
+class Tensor(NamedTuple):
+    """One entry of a safetensors header."""
+
+    name: str
+    numbers: int
+    bytes: int
+    """0: the header does not say."""
+
+
 def read_size(folder: Path) -> ModelSize:
     """Size of the model in a folder. Raises SizeUnknown."""
-    config = _object(folder / "config.json", _CONFIG_BYTES)
+    path = folder / "config.json"
+    config = _object(path, _CONFIG_BYTES)
     text = config.get("text_config")
-    shape = config | text if isinstance(text, dict) else config
-    tensors = dict(_tensors(folder))
-    return _from_tensors(shape, tensors, folder) if tensors else _from_config(shape, folder)
+    config = with_defaults(config | text if isinstance(text, dict) else config)
+    tensors = list(_tensors(folder))
+    method = quantization(config)
+    try:
+        if not tensors:
+            return _from_config(config, folder, method)
+        size = _from_tensors(config, tensors, folder)
+    except FieldUnknown as error:
+        raise SizeUnknown(f"{path}: {error}") from None
+    return replace(size, packed=sum(tensor.bytes for tensor in tensors), method=method) if method else size
 
 
-def _from_tensors(config: Mapping[str, Any], tensors: Mapping[str, int], folder: Path) -> ModelSize:
-    own = {name: count for name, count in tensors.items() if not name.endswith(_BUFFERS)}
+def quantization(config: Mapping[str, Any]) -> str:
+    """How the weights of a model are quantized (`awq`, `gptq`, `fp8`, ...), by its config.json; empty: they are not."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(found, Mapping):
+        return ""
+    return str(found.get("quant_method") or "quantized")[:40]
+
+
+def _from_tensors(config: Mapping[str, Any], tensors: list[Tensor], folder: Path) -> ModelSize:
+    shape = shape_of(config)
+    own = {tensor.name: tensor.numbers for tensor in tensors if _is_loaded(tensor.name, shape.layers)}
     head = sum(own.pop(name, 0) for name in _HEADS)
     for name in _SCORES:
         own.pop(name, None)
     if not own:
         raise SizeUnknown(f"{folder}: its safetensors files hold no model")
-    dims = _dimensions(config, folder)
     tied = config.get("tie_word_embeddings", head == 0)  # some files hold the shared weight twice
-    head = 0 if tied else head or dims["vocabulary"] * dims["hidden"]  # a reward model's folder has none
-    return ModelSize(backbone=sum(own.values()), head=head, largest=max(head, *own.values()), counted=True, **dims)
+    head = 0 if tied else head or shape.vocabulary * shape.hidden  # a reward model's folder has none
+    largest = max(head, fused_experts(config), *own.values())
+    return ModelSize(**vars(shape), backbone=sum(own.values()), head=head, largest=largest, counted=True)
 
 
-def _from_config(config: Mapping[str, Any], folder: Path) -> ModelSize:
-    """Llama (arXiv 2302.13971): per layer q, k, v, o, gate, up, down and two norms; Qwen2 has biases on q, k and v,
-    Qwen3 norms over each head's q and k."""
-    kind = config.get("model_type")
-    if kind not in _FORMULA:
-        raise SizeUnknown(f"{folder} has no *.safetensors, and the config of a {str(kind)[:40]} does not tell its size")
-    dims = _dimensions(config, folder)
-    hidden, intermediate = dims["hidden"], dims["intermediate"]
-    q, kv = dims["heads"] * dims["head_dim"], dims["kv_heads"] * dims["head_dim"]
-    layer = hidden * (2 * q + 2 * kv) + 3 * hidden * intermediate + 2 * hidden
-    if kind == "qwen2":
-        layer += q + 2 * kv
-    elif config.get("attention_bias"):
-        layer += q + 2 * kv + hidden
-    if config.get("mlp_bias"):
-        layer += 2 * intermediate + hidden
-    if kind == "qwen3":
-        layer += 2 * dims["head_dim"]
-    embedding = dims["vocabulary"] * hidden
-    return ModelSize(
-        backbone=embedding + dims["layers"] * layer + hidden,
-        head=0 if config.get("tie_word_embeddings") else embedding,
-        largest=max(embedding, hidden * intermediate, hidden * q),
-        counted=False,
-        **dims,
-    )
+def _is_loaded(name: str, layers: int) -> bool:
+    """Whether transformers loads the tensor as a parameter: not a buffer, and none of the layers that predict further
+    tokens (DeepSeek-V3 numbers them after the model's own)."""
+    layer = _LAYER.match(name)
+    return not name.endswith(_BUFFERS) and (layer is None or int(layer[1]) < layers)
 
 
-def _dimensions(config: Mapping[str, Any], folder: Path) -> dict[str, int]:
-    def whole(*names: str, default: int | None = None) -> int:
-        found = next((config[name] for name in names if config.get(name) is not None), default)
-        if not isinstance(found, int) or isinstance(found, bool) or not 0 < found < _MOST:
-            raise SizeUnknown(f"{folder / 'config.json'}: {names[0]} is {str(found)[:40]}, not a whole number above 0")
-        return found
-
-    hidden = whole("hidden_size", "n_embd", "d_model")
-    heads = whole("num_attention_heads", "n_head")
-    # In a mixture of experts, a token passes through some experts; the others cost weights, not activations.
-    experts = whole("num_experts_per_tok", default=1)
-    width = whole("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    return {
-        "layers": whole("num_hidden_layers", "n_layer"),
-        "hidden": hidden,
-        "intermediate": experts * width,
-        "heads": heads,
-        "kv_heads": whole("num_key_value_heads", default=heads),
-        "head_dim": whole("head_dim", default=max(1, hidden // heads)),
-        "vocabulary": whole("vocab_size"),
-    }
+def _from_config(config: Mapping[str, Any], folder: Path, method: str) -> ModelSize:
+    if method:
+        raise SizeUnknown(
+            f"{folder} has no *.safetensors, and only these tell the size of weights quantized by {method}"
+        )
+    count = count_of(config)
+    if count is None:
+        kind = str(config.get("model_type"))[:40]
+        raise SizeUnknown(f"{folder} has no *.safetensors, and the config of a {kind} does not tell its size")
+    shape = shape_of(config)
+    return ModelSize(**vars(shape), backbone=count.backbone, head=count.head, largest=count.largest)
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, int]]:
-    """(name, numbers in it) of every tensor that transformers would load."""
+def _tensors(folder: Path) -> Iterator[Tensor]:
+    """Every tensor that transformers would load."""
     for path in _weight_files(folder):
         yield from read_header(path)
 
@@ -163,8 +155,8 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and value == Path(value).name and value.endswith(".safetensors")
 
 
-def read_header(path: Path) -> Iterator[tuple[str, int]]:
-    """(name, numbers in it) of every tensor of a safetensors file, from its header.
+def read_header(path: Path) -> Iterator[Tensor]:
+    """Every tensor of a safetensors file, from its header.
 
     The file begins with the header's length (8 bytes, little-endian) and the header, a JSON object.
 
@@ -193,7 +185,14 @@ def read_header(path: Path) -> Iterator[tuple[str, int]]:
         count = math.prod(shape)
         if count >= _MOST:
             raise SizeUnknown(f"{path}: the header gives {name[:60]!r} an impossible shape")
-        yield name, count
+        yield Tensor(name, count, _stored(entry.get("data_offsets")))
+
+
+def _stored(offsets: Any) -> int:
+    """Bytes of a tensor in the file; 0 where the header does not say."""
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
+        return 0
+    return min(max(0, offsets[1] - offsets[0]), _MOST)
 
 
 def _object(path: Path, most: int) -> dict[str, Any]:
