@@ -89,7 +89,7 @@ def _require_room(spec: RunSpec, options: Options) -> None:
             why = "Slurm nodes have no Ray labels; select nodes with sbatch --constraint"
             raise UsageError(f"roles.{role}.node_labels: {why}")
     size = (float(options.cpus_per_node), float(options.gpus_per_node))
-    if misfit := plan(spec, [Node(f"node-{i}", *size) for i in range(options.nodes)]).misfit:
+    if misfit := plan(spec, [Node(f"node-{i}", *size) for i in range(options.nodes)], advise=True).misfit:
         raise UsageError(misfit)
 
 

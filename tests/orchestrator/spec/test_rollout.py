@@ -427,6 +427,10 @@ def test_a_model_folder_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert _problems(tmp_path, GRPO)[0].startswith(f"{line} has no tokenizer")
     (folder / "tokenizer.json").write_text("")
     (folder / "config.json").write_text("[not json")
+    assert _problems(tmp_path, GRPO) == [
+        f"{line}/model.safetensors is not a safetensors file: a header of 0 bytes in 0"
+    ]
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert _problems(tmp_path, GRPO) == []
 
 

@@ -1,6 +1,6 @@
 """Shapes and parameter counts of model families, from `config.json` alone.
 
-The formulas follow transformers' models; `tests/orchestrator/capacity/test_families.py` builds these without memory and
+The formulas follow transformers' models; `tests/orchestrator/models/test_families.py` builds these without memory and
 compares the counts.
 """
 
@@ -14,6 +14,8 @@ from orchestrator.errors import TroupeError
 
 _MOST = 1 << 50
 """Largest number in a configuration that is not taken for a broken file."""
+_VOCABULARY_BLOCK = 64
+"""vLLM's `DEFAULT_VOCAB_PADDING_SIZE`."""
 _GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA | {"vocab_size": 256_000, "sliding_window": 4096},
@@ -135,6 +137,23 @@ def fused_experts(config: Mapping[str, Any]) -> int:
     """Numbers in the tensor that transformers makes of the first matrices of a layer's experts; 0 without experts."""
     experts = _experts(config)
     return 2 * experts * number(config, "hidden_size") * _expert_width(config) if experts else 0
+
+
+def undivided(shape: Shape, ranks: int) -> str:
+    """Why vLLM cannot divide a model among `ranks` GPUs (or processes); empty: it can.
+
+    It divides attention heads and feed-forward layers, the vocabulary (padded to a multiple of 64), and KV heads: among
+    the ranks, or, where there are fewer of them, the ranks among these.
+    """
+    if shape.heads % ranks:
+        return f"does not divide the model's {shape.heads} attention heads"
+    if not shape.latent and shape.kv_heads % ranks and ranks % shape.kv_heads:
+        return f"neither divides the model's {shape.kv_heads} KV heads nor is a multiple of them"
+    if not shape.experts and shape.intermediate % ranks:
+        return f"does not divide the model's feed-forward width, {shape.intermediate}"
+    if (padded := -(-shape.vocabulary // _VOCABULARY_BLOCK) * _VOCABULARY_BLOCK) % ranks:
+        return f"does not divide the model's vocabulary, {shape.vocabulary} (padded to {padded})"
+    return ""
 
 
 def number(config: Mapping[str, Any], *names: str, default: int | None = None, least: int = 1) -> int:

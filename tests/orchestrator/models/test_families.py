@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.capacity.families import shape_of
-from orchestrator.capacity.model_size import read_size
+from orchestrator.models.families import shape_of
+from orchestrator.models.model_size import read_size
 
 SIGLIP: dict[str, Any] = {
     "model_type": "siglip_vision_model",
@@ -160,8 +160,8 @@ def built(path: Path) -> tuple[int, int, int]:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head is None or head.weight is embedding.weight
-    return sum(sizes.values()), 0 if tied else head.weight.numel(), max(sizes.values())
+    own = 0 if head is None or head.weight is embedding.weight else head.weight.numel()
+    return sum(sizes.values()), own, max(sizes.values())
 
 
 @pytest.mark.parametrize("name", REAL)

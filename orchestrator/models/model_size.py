@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator.capacity.families import FieldUnknown, Shape, count_of, fused_experts, shape_of, with_defaults
 from orchestrator.errors import TroupeError
+from orchestrator.models.families import FieldUnknown, Shape, count_of, fused_experts, shape_of, with_defaults
 
 _CONFIG_BYTES = 1 << 20
 _INDEX_BYTES = 64 << 20
@@ -70,14 +70,14 @@ class Tensor(NamedTuple):
     numbers: int
     bytes: int
     """0: the header does not say."""
+    end: int
+    """Where its bytes end, counted from the end of the header; 0: the header does not say."""
 
 
 def read_size(folder: Path) -> ModelSize:
     """Size of the model in a folder. Raises SizeUnknown."""
     path = folder / "config.json"
-    config = _object(path, _CONFIG_BYTES)
-    text = config.get("text_config")
-    config = with_defaults(config | text if isinstance(text, dict) else config)
+    config = read_config(folder)
     tensors = list(_tensors(folder))
     method = quantization(config)
     try:
@@ -87,6 +87,27 @@ def read_size(folder: Path) -> ModelSize:
     except FieldUnknown as error:
         raise SizeUnknown(f"{path}: {error}") from None
     return replace(size, packed=sum(tensor.bytes for tensor in tensors), method=method) if method else size
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The configuration of a folder's language model, with what its family leaves out. Raises SizeUnknown."""
+    config = _object(folder / "config.json", _CONFIG_BYTES)
+    text = config.get("text_config")
+    return with_defaults(config | text if isinstance(text, dict) else config)
+
+
+def check_weights(folder: Path) -> None:
+    """Verify that the weight files of a folder are there and complete, by their headers.
+
+    Raises:
+        SizeUnknown: A file is missing, is no safetensors file, or ends before its tensors do.
+    """
+    for path in _weight_files(folder):
+        tensors = list(read_header(path))
+        header = 8 + _header_length(path)
+        size, stored = path.stat().st_size, header + max((tensor.end for tensor in tensors), default=0)
+        if size < stored:
+            raise SizeUnknown(f"{path} is incomplete: it has {size} of {stored} bytes; download or copy it again")
 
 
 def quantization(config: Mapping[str, Any]) -> str:
@@ -185,14 +206,21 @@ def read_header(path: Path) -> Iterator[Tensor]:
         count = math.prod(shape)
         if count >= _MOST:
             raise SizeUnknown(f"{path}: the header gives {name[:60]!r} an impossible shape")
-        yield Tensor(name, count, _stored(entry.get("data_offsets")))
+        start, end = _stored(entry.get("data_offsets"))
+        yield Tensor(name, count, end - start, end)
 
 
-def _stored(offsets: Any) -> int:
-    """Bytes of a tensor in the file; 0 where the header does not say."""
+def _stored(offsets: Any) -> tuple[int, int]:
+    """Where the bytes of a tensor begin and end; 0 and 0 where the header does not say."""
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
-        return 0
-    return min(max(0, offsets[1] - offsets[0]), _MOST)
+        return 0, 0
+    start, end = offsets
+    return (start, end) if 0 <= start <= end < _MOST else (0, 0)
+
+
+def _header_length(path: Path) -> int:
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(8), "little")
 
 
 def _object(path: Path, most: int) -> dict[str, Any]:
