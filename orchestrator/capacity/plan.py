@@ -104,7 +104,7 @@ class _Placed:
         )
         seated = [Seated(row.worker, row.group, row.bundle, row.gpus, row.node) for row in rows]
         memory = memory_plan(spec, seated, nodes, sizes)
-        if seating.missing is None:
+        if seating.missing is None or (memory.misfit is not None and memory.misfit.kind == "parallel"):
             return cls(placements, rows, memory, memory.misfit)
         missing = seating.missing
         problem = f"no room for {missing.name}: it asks for {missing.request}"

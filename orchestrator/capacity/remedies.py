@@ -230,4 +230,4 @@ def _sentence(data: Mapping[str, Any], remedy: Remedy) -> str:
     text = " and ".join(verb.format(" and ".join(fields)) for verb, fields in verbs.items())
     if remedy.then is None:
         return text
-    return f"{text} and add nodes" if remedy.then.kind == "placement" else f"{text} (then {remedy.then.where} is next)"
+    return f"{text} and add nodes" if remedy.then.kind == "placement" else f"{text} (then {remedy.then.problem})"
