@@ -274,7 +274,7 @@ def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
     for planned, lines in zip(runs, _read_data(runs), strict=True):
         loaded = planned.spec
         typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.batch_description} per step")
-        for line in lines:
+        for line in (*lines, *(f"warning: {warning}" for warning in loaded.warnings())):
             typer.echo(f"  {line}")
 
 

@@ -169,6 +169,10 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             *preflight.too_long(models, self.sequence_lengths()),
         ]
 
+    def warnings(self) -> list[str]:
+        """What works, and is probably not meant: one line each."""
+        return []
+
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that put another model in the place of the trained one."""
         return [f"model.path={json.dumps(str(path))}"]

@@ -44,6 +44,8 @@ from workers.contract.config import (
 )
 
 T = TypeVar("T")
+_SCORERS = ("reference", "reward", "environment")
+"""Roles whose workers have one sample at a time."""
 
 
 class RolloutSpec(RunSpec, frozen=True):
@@ -146,6 +148,19 @@ class RolloutSpec(RunSpec, frozen=True):
             old = self.needs_old_logprobs
             for problem in custom.check(self.algorithm.name, self.algorithm.args, old_logprobs=old, **available):
                 yield "algorithm.name", problem
+
+    def warnings(self) -> list[str]:
+        """Roles with more workers than there is work at a time."""
+        if section.dynamic_sampling(self.algorithm):  # more groups are dispatched than a step trains on
+            return []
+        groups = self.schedule.prompts_per_step * (1 + self.schedule.max_staleness)
+        most = {"rollout": (groups, "groups")} | dict.fromkeys(_SCORERS, (groups * self.group_size, "samples"))
+        return [
+            f"roles.{name}.workers: {role.workers}, but at most {most[name][0]} {most[name][1]} are in progress at a "
+            "time (schedule.prompts_per_step, max_staleness, algorithm.group_size); the other workers are idle"
+            for name, role in self.roles.scaled().items()
+            if name in most and role.workers > most[name][0]
+        ]
 
     def resolved_backend(self) -> TransferBackend:
         """The weight-transfer back-end, `auto` resolved."""

@@ -199,7 +199,9 @@ def test_a_plan_with_a_model_of_unknown_size_fails_unless_it_is_allowed() -> Non
     without, allowed = troupe(*arguments), troupe(*arguments, "--allow-unknown")
     assert (without.code, len(without.errors)) == (1, 1)
     assert "model.path: the size of models/policy-7b-instruct is not known: " in without.errors[0]
-    assert "No such file" in without.errors[0] and without.errors[0].endswith("--allow-unknown plans without its workers")
+    assert "No such file" in without.errors[0] and without.errors[0].endswith(
+        "--allow-unknown plans without its workers"
+    )
     assert (allowed.code, allowed.errors) == (0, [])
     assert "warning: model.path: the size of models/policy-7b-instruct is not known" in allowed.stdout
 
