@@ -96,7 +96,7 @@ TRAINER = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.one_of(SEPARATE, COLOCATED),
     TRAINER,
