@@ -15,21 +15,32 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 import yaml
 
-from orchestrator.environment_command import env_app
+from orchestrator.commands import jobs, live
+from orchestrator.commands import samples as samples_command
+from orchestrator.commands.environment import env_app
+from orchestrator.commands.options import (
+    FAILURE,
+    STOPPED,
+    USER_ERROR,
+    AddressOption,
+    OutOption,
+    RunArgument,
+    SetOption,
+    SpecArgument,
+    exit_with,
+)
 from orchestrator.errors import StopRequested, TroupeError, UsageError
 from orchestrator.platforms.flags import KubernetesFlags, SlurmFlags, with_flags
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.examples import MODELS_VARIABLE, models_folder
 from orchestrator.spec.hub import uses_hub
 from orchestrator.spec.load import spec_schema
-from orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
+from orchestrator.spec.stages import PlannedRun, plan_runs, read_document
 from orchestrator.starter.demo import DEFAULT, demo_folder, demo_spec, list_examples, named_models, next_steps
 
 if TYPE_CHECKING:
     from orchestrator.capacity.placement import Node
-    from orchestrator.launcher import WorkerClasses
     from orchestrator.run import RunRequest
-    from orchestrator.spec.rollout import RolloutSpec
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,23 +49,6 @@ app = typer.Typer(
 )
 
 app.add_typer(env_app, name="env")
-
-SpecArgument = Annotated[
-    Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
-]
-SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder (default: runs/NAME).")]
-AddressOption = Annotated[
-    str | None, typer.Option("--address", help="Ray cluster to join (default: start a local one).")
-]
-JobServerOption = Annotated[str, typer.Option("--address", help="URL of the cluster's job server, http://HOST:8265.")]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as in runs/NAME.")]
-AnswerOption = Annotated[float, typer.Option("--timeout-s", help="Timeout for the run's response, in seconds.")]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as printed by `troupe submit`.")]
-
-USER_ERROR = 2
-FAILURE = 1
-STOPPED = 130
 
 
 def main() -> NoReturn:
@@ -67,17 +61,17 @@ def main() -> NoReturn:
     try:
         app(standalone_mode=True)
     except SpecError as error:
-        _exit(str(error), USER_ERROR)
+        exit_with(str(error), USER_ERROR)
     except UsageError as error:
-        _exit(f"error: {error}", USER_ERROR)
+        exit_with(f"error: {error}", USER_ERROR)
     except StopRequested as error:
-        _exit(str(error), STOPPED)
+        exit_with(str(error), STOPPED)
     except TroupeError as error:
-        _exit("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), FAILURE)
+        exit_with("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), FAILURE)
     except MemoryError:
-        _exit("error: this machine has no memory left for the command", FAILURE)
+        exit_with("error: this machine has no memory left for the command", FAILURE)
     except OSError as error:
-        _exit(f"error: {_os_error(error)}", FAILURE)
+        exit_with(f"error: {_os_error(error)}", FAILURE)
     sys.exit(0)
 
 
@@ -85,11 +79,6 @@ def _os_error(error: OSError) -> str:
     """The path of a failed operation, and why it failed."""
     reason = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {reason}" if error.filename else reason
-
-
-def _exit(text: str, code: int) -> NoReturn:
-    sys.stderr.write(text + "\n")
-    sys.exit(code)
 
 
 def _show_versions(asked: bool) -> None:
@@ -188,6 +177,7 @@ def _train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> Non
     """Train every run of a file that is not complete yet."""
     from orchestrator.reporting.console import Console
     from orchestrator.run import run as run_spec
+    from orchestrator.worker_classes import worker_classes
 
     requests = [(planned, _request(planned, resume, address)) for planned in runs]
     _read_data([planned for planned, request in requests if request is not None][1:])  # the first run reads its own
@@ -221,12 +211,13 @@ def evaluate(
     """
     runs = plan_runs(read_document(spec, set_))
     if any(planned.stage for planned in runs):
-        _exit(f"{spec}: cannot evaluate a file with stages; use the spec.yaml in a stage's run folder", USER_ERROR)
+        exit_with(f"{spec}: cannot evaluate a file with stages; use the spec.yaml in a stage's run folder", USER_ERROR)
     overrides = set_ if model is None else [*set_, *runs[0].spec.with_model(model)]
     loaded = _ready(spec, overrides)[0].spec
     from orchestrator.reporting.console import Console
     from orchestrator.run import RunRequest
     from orchestrator.run import evaluate as evaluate_spec
+    from orchestrator.worker_classes import worker_classes
 
     console = Console(sys.stderr)  # standard output holds the result only
     metrics = evaluate_spec(RunRequest(loaded, loaded.run_folder, False, address), worker_classes, console)
@@ -253,7 +244,7 @@ def init(
     from orchestrator.starter.command import Flags, complete, copy_of, text_of, write
 
     if output.exists() and not force:
-        _exit(f"error: {output} exists; --force overwrites it, --output names another file", USER_ERROR)
+        exit_with(f"error: {output} exists; --force overwrites it, --output names another file", USER_ERROR)
 
     def ask(question: str, default: str) -> str:
         return str(typer.prompt(question, default=default or None))
@@ -318,10 +309,11 @@ def plan(
                 typer.echo(f"{planned.spec.name}:")
             show(found)
     if misfit := plans[-1][1].misfit:
-        _exit(f"{spec}: {misfit}", FAILURE)
+        exit_with(f"{spec}: {misfit}", FAILURE)
     unknown = unknown_sizes([found.memory for _, found in plans])
     if unknown and not allow_unknown:
-        _exit("\n".join(f"{spec}: {line}; --allow-unknown plans without its workers" for line in unknown), FAILURE)
+        lines = "\n".join(f"{spec}: {line}; --allow-unknown plans without its workers" for line in unknown)
+        exit_with(lines, FAILURE)
 
 
 @app.command()
@@ -372,13 +364,13 @@ def algorithms_(
     if name is not None and is_custom(name):
         _own_algorithm(name, args, check)
     elif check:
-        _exit("error: --check is for an algorithm of your own, package.module:attribute", USER_ERROR)
+        exit_with("error: --check is for an algorithm of your own, package.module:attribute", USER_ERROR)
     elif name is None:
         typer.echo(listing())
     elif name in ALGORITHMS or name in OFFLINE_ALGORITHMS:
         typer.echo(description(name))
     else:
-        _exit(f"error: {unknown_algorithm(name)}", USER_ERROR)
+        exit_with(f"error: {unknown_algorithm(name)}", USER_ERROR)
 
 
 @app.command()
@@ -401,7 +393,7 @@ def export(
     from orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model, write_model
 
     if target is None and push is None:
-        _exit("error: export where? Name a FOLDER, or --push ORG/NAME", USER_ERROR)
+        exit_with("error: export where? Name a FOLDER, or --push ORG/NAME", USER_ERROR)
     source = exported_model(run_folder / "checkpoints", step, AVERAGE if average else MODEL)
     if target is not None:
         typer.echo(f"wrote {write_model(source, target)}")
@@ -409,118 +401,17 @@ def export(
         _push(source, push, private=not public, ask=not yes)
 
 
-@app.command()
-def submit(
-    spec: SpecArgument,
-    address: JobServerOption,
-    set_: SetOption = [],  # noqa: B006
-    follow: Annotated[bool, typer.Option("--follow", help="Print the job's log until the job ends.")] = False,
-    job: Annotated[str | None, typer.Option("--submission-id", help="Job id (default: generated by Ray).")] = None,
-    working_dir: Annotated[Path | None, typer.Option(help="Folder to upload, as with your reward functions.")] = None,
-    requirements: Annotated[
-        Path | None, typer.Option(help="Requirements file with the pinned dependencies of your reward functions.")
-    ] = None,
-) -> None:
-    """Submit a spec to a cluster as a Ray job."""
-    document = read_document(spec, set_)
-    loaded = to_send(document, plan_runs(document))
-    from orchestrator.platforms.ray_jobs import JobServer, Submission
-
-    submission = Submission(job, working_dir, requirements)
-    server = JobServer(address)
-    job = server.submit(loaded, submission)
-    typer.echo(f"submitted {job}")
-    if not follow:
-        typer.echo(f"follow it with: troupe logs {job} --address {address} --follow")
-    elif not server.follow(job, typer.echo):
-        sys.exit(FAILURE)
-
-
-@app.command()
-def jobs(address: JobServerOption) -> None:
-    """List a cluster's jobs, newest first."""
-    from orchestrator.platforms.ray_jobs import JobServer
-
-    for state in JobServer(address).jobs():
-        typer.echo(state.line())
-
-
-@app.command()
-def status(job: JobArgument, address: JobServerOption) -> None:
-    """Show the state of a job."""
-    from orchestrator.platforms.ray_jobs import JobServer
-
-    typer.echo(JobServer(address).state(job).line())
-
-
-@app.command()
-def logs(
-    job: JobArgument,
-    address: JobServerOption,
-    follow: Annotated[bool, typer.Option("--follow", help="Keep printing until the job ends.")] = False,
-) -> None:
-    """Print a job's log."""
-    from orchestrator.platforms.ray_jobs import JobServer
-
-    server = JobServer(address)
-    if not follow:
-        typer.echo(server.logs(job), nl=False)
-    elif not server.follow(job, typer.echo):
-        sys.exit(FAILURE)
-
-
-@app.command()
-def stop(
-    job: JobArgument,
-    address: JobServerOption,
-    timeout_s: Annotated[float, typer.Option(help="Timeout for the job to end, in seconds.")] = 600.0,
-) -> None:
-    """Stop a job: it saves and exits. Submitting the spec again resumes it."""
-    from orchestrator.platforms.ray_jobs import JobServer
-
-    typer.echo(JobServer(address).stop(job, timeout_s).line())
-
-
-@app.command()
-def scale(
-    run_folder: RunArgument,
-    workers: Annotated[
-        list[str] | None, typer.Argument(metavar="[ROLE=WORKERS]...", help="New number of workers of a role.")
-    ] = None,
-    timeout_s: AnswerOption = 30.0,
-) -> None:
-    """Add or remove workers of an active run. Without ROLE=WORKERS, show the state of its roles."""
-    from orchestrator.live.control import ask
-    from orchestrator.live.diff import worker_changes
-
-    for state in ask(run_folder, worker_changes(workers or []), timeout_s):
-        typer.echo(state)
-
-
-@app.command()
-def apply(
-    spec: SpecArgument,
-    set_: SetOption = [],  # noqa: B006
-    out: OutOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the differences without changing anything.")] = False,
-    timeout_s: AnswerOption = 30.0,
-) -> None:
-    """Apply a changed spec to an active run: show the differences, change what can change, refuse the rest."""
-    runs = plan_runs(read_document(spec, set_), out)
-    from orchestrator.live.control import ask
-    from orchestrator.live.diff import compare
-
-    wanted: RolloutSpec | None = runs[0].spec.dispatch(lambda rollout: rollout, lambda offline: None)
-    if runs[0].stage or wanted is None:
-        _exit(f"{spec}: only a run with rollouts and without stages can change while it is active", USER_ERROR)
-    comparison = compare(runs[0].out, wanted)
-    for line in comparison.lines():
-        typer.echo(line)
-    if not dry_run:
-        for state in ask(runs[0].out, comparison.changes, timeout_s):
-            typer.echo(state)
-    if refused := comparison.refused:
-        _exit(f"{refused} of {len(comparison.differences)} difference(s) refused", USER_ERROR)
+for command in (
+    jobs.submit,
+    jobs.jobs,
+    jobs.status,
+    jobs.logs,
+    jobs.stop,
+    live.scale,
+    live.apply,
+    samples_command.samples,
+):
+    app.command()(command)
 
 
 @app.command()
@@ -645,7 +536,7 @@ def _own_algorithm(name: str, args: str, check: bool) -> None:
         config = CustomConfig(name=name, args=yaml.safe_load(args))
         row = custom_row(config)
     except (ValueError, yaml.YAMLError) as error:
-        _exit(f"error: {error}", USER_ERROR)
+        exit_with(f"error: {error}", USER_ERROR)
     if not check:
         typer.echo(describe_row(row))
         return
@@ -683,31 +574,6 @@ def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> l
     from orchestrator.cluster.ray_cluster import Cluster
 
     return Cluster.list_nodes(address or "auto")
-
-
-def worker_classes() -> WorkerClasses:
-    """The worker class of each role, imported on the first call because torch takes seconds to import."""
-    from orchestrator.launcher import WorkerClasses
-    from workers.critic import CriticWorker
-    from workers.environment import EnvironmentWorker
-    from workers.judge import JudgeWorker
-    from workers.offline import ExamplePolicyWorker, RewardTrainer
-    from workers.policy import PolicyWorker
-    from workers.reference import ReferenceWorker
-    from workers.reward import RewardWorker
-    from workers.rollout import RolloutWorker
-
-    return WorkerClasses(
-        RolloutWorker,
-        PolicyWorker,
-        CriticWorker,
-        ReferenceWorker,
-        RewardWorker,
-        EnvironmentWorker,
-        JudgeWorker,
-        example_policy=ExamplePolicyWorker,
-        reward_trainer=RewardTrainer,
-    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from benchmarks.support.harness import Turn
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Group
 from orchestrator.capacity.placement import demand, place, role_sizes
-from orchestrator.cli import worker_classes
 from orchestrator.cluster.ray_cluster import Cluster
 from orchestrator.cluster.worker_group import TableRef
 from orchestrator.data.prompts import PromptPick
@@ -26,6 +25,7 @@ from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
 from orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.training.ledger import Ledger
+from orchestrator.worker_classes import worker_classes
 from workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
 from workers.rollout import RolloutWorker
 

@@ -15,7 +15,6 @@ import ray
 from benchmarks.support.rollout_setup import CLOSE_TIMEOUT_S
 from benchmarks.support.weight_sync_workers import MeasuredPolicy, MeasuredRollout
 from orchestrator.capacity.placement import demand, place, role_sizes
-from orchestrator.cli import worker_classes
 from orchestrator.cluster.ray_cluster import Cluster
 from orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
 from orchestrator.data.prompts import load_pools
@@ -25,6 +24,7 @@ from orchestrator.rollouts.engine_pool import EnginePool
 from orchestrator.rollouts.scoring import TokenScorer
 from orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync
 from orchestrator.spec.rollout import RolloutSpec
+from orchestrator.worker_classes import worker_classes
 from workers.contract.messages import GroupRequest, GroupSummary
 from workers.contract.roles import Reply, TableRef
 

@@ -20,7 +20,6 @@ import pytest_asyncio
 
 from orchestrator.algorithms.table import ALGORITHMS
 from orchestrator.capacity.placement import Placement, Seat
-from orchestrator.cli import worker_classes
 from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from orchestrator.controller import RunOutcome
@@ -31,6 +30,7 @@ from orchestrator.rollouts.engine_pool import Engine
 from orchestrator.spec.load import load_rollout_spec
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.training.checkpoint import CheckpointStore
+from orchestrator.worker_classes import worker_classes
 from tests.conftest import ROOT
 from workers.contract.config import CriticConfig, PolicyConfig, RewardConfig
 from workers.critic import CriticWorker

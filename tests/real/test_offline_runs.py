@@ -24,7 +24,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from orchestrator.capacity.placement import Placement, Seat
-from orchestrator.cli import worker_classes
 from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
 from orchestrator.data.conversations import chat_messages
@@ -35,6 +34,7 @@ from orchestrator.reporting.console import Console
 from orchestrator.spec.offline import OfflineSpec
 from orchestrator.spec.stages import plan_runs, read_document
 from orchestrator.training.checkpoint import CheckpointStore, verify
+from orchestrator.worker_classes import worker_classes
 from tests.conftest import ROOT
 from tests.real.commands import Command, Run, checkpoint_weights, interrupt, running, troupe_command
 from workers.contract.config import ModelConfig

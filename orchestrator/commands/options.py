@@ -1,0 +1,32 @@
+"""Arguments, options and exit codes that several commands share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+SpecArgument = Annotated[
+    Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
+]
+SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder (default: runs/NAME).")]
+AddressOption = Annotated[
+    str | None, typer.Option("--address", help="Ray cluster to join (default: start a local one).")
+]
+JobServerOption = Annotated[str, typer.Option("--address", help="URL of the cluster's job server, http://HOST:8265.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as in runs/NAME.")]
+AnswerOption = Annotated[float, typer.Option("--timeout-s", help="Timeout for the run's response, in seconds.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as printed by `troupe submit`.")]
+
+USER_ERROR = 2
+FAILURE = 1
+STOPPED = 130
+
+
+def exit_with(text: str, code: int) -> NoReturn:
+    """Write a line to standard error and exit with this code."""
+    sys.stderr.write(text + "\n")
+    sys.exit(code)
