@@ -271,7 +271,7 @@ def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
     for planned, lines in zip(runs, _read_data(runs), strict=True):
         loaded = planned.spec
         typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.batch_description} per step")
-        for line in lines:
+        for line in (*lines, *(f"warning: {warning}" for warning in loaded.warnings())):
             typer.echo(f"  {line}")
 
 
@@ -291,16 +291,22 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: placement, memory in bytes, what does not fit.")
     ] = False,
+    allow_unknown: Annotated[
+        bool, typer.Option("--allow-unknown", help="Exit with 0 even where the size of a model is not known.")
+    ] = False,
 ) -> None:
-    """Show the placement and the memory of every worker, part by part, compared with the resources of the cluster."""
+    """Show the placement and the memory of every worker, part by part, compared with the resources of the cluster.
+
+    The exit code is 1 where something does not fit, or the size of a model is not known.
+    """
     runs = plan_runs(read_document(spec, set_))
     _create_models(runs)
     runs = _with_model_configs(runs)
     from orchestrator.capacity.plan import as_json as plan_json
     from orchestrator.capacity.stages import plan_stages
-    from orchestrator.reporting.plan_table import show
+    from orchestrator.reporting.plan_table import show, unknown_sizes
 
-    plans = list(plan_stages(runs, _nodes(cluster, address, cpus_per_node, gib_per_node)))
+    plans = list(plan_stages(runs, _nodes(cluster, address, cpus_per_node, gib_per_node), advise=True))
     if as_json:
         typer.echo(json.dumps([plan_json(planned.spec.name, found) for planned, found in plans], indent=2))
     else:
@@ -310,6 +316,10 @@ def plan(
             show(found)
     if misfit := plans[-1][1].misfit:
         exit_with(f"{spec}: {misfit}", FAILURE)
+    unknown = unknown_sizes([found.memory for _, found in plans])
+    if unknown and not allow_unknown:
+        lines = "\n".join(f"{spec}: {line}; --allow-unknown plans without its workers" for line in unknown)
+        exit_with(lines, FAILURE)
 
 
 @app.command()
