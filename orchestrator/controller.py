@@ -15,8 +15,9 @@ from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.errors import StopRequested, TroupeError, WorkerError, WorkerRaised
 from orchestrator.live.scaling import WorkerScaler
 from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import MetricSinks, PeakMemory, PhaseTimers, mean_of
+from orchestrator.reporting.metrics import PeakMemory, PhaseTimers, mean_of
 from orchestrator.reporting.recorder import EventLog, RunRecorder
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.rollouts.weight_sync import SyncReport, WeightSync
 from orchestrator.spec.base import RunSpec
 from orchestrator.spec.sections import AlarmConfig

@@ -21,9 +21,10 @@ from orchestrator.data.texts import Pieces, TextOrder
 from orchestrator.errors import TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from orchestrator.live.scaling import WorkerScaler
 from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import MetricSinks
 from orchestrator.reporting.recorder import EventLog, RunRecorder
 from orchestrator.reporting.run_folder import RunFolder
+from orchestrator.reporting.sinks.base import LoggedRun
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
 from orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
@@ -138,7 +139,7 @@ class RolloutRun(FakeRun):
             scaler=self.scaler(console),
             recorder=self.recorder(done),
         )
-        sinks = MetricSinks.open(self.out, tensorboard=False, resume_at=done)
+        sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
         self.controller = Controller(self.settings, components, store, sinks, console, self.stop, done)
         return self.controller
 
