@@ -126,7 +126,7 @@ def _plans(runs: Sequence[PlannedRun], options: Options) -> Iterator[Plan]:
     sizes = Sizes()
     for run in runs:
         _refuse_labels(run.spec)
-        planned = plan(run.spec, nodes, sizes)
+        planned = plan(run.spec, nodes, sizes, advise=True)
         if planned.misfit:
             raise UsageError(planned.misfit)
         trained = sizes.of(run.spec.model)
