@@ -18,6 +18,8 @@ from orchestrator.capacity.worker_memory import GIB, Part
 from orchestrator.errors import UsageError
 from orchestrator.spec.load import RunSpec
 
+_MOST_GIB = 1_000_000
+
 
 @dataclass(frozen=True)
 class PlanRow:
@@ -134,8 +136,10 @@ def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
         node_gib: Host memory of each node in GiB; 0: not known.
 
     Raises:
-        UsageError: The text has another form, or names an unknown type of GPU.
+        UsageError: The text has another form, or names an unknown type of GPU; or the memory is no number.
     """
+    if not 0 <= node_gib <= _MOST_GIB:  # also for nan
+        raise UsageError(f"--gib-per-node: must be between 0 and {_MOST_GIB}, got {node_gib:g}")
     match = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,3})(?:x(.+))?", text)
     if match is None:
         raise UsageError(f"--cluster: '{text}' is not NODESxGPUS, as in 2x8, or NODESxGPUSxTYPE, as in 2x8xH200")

@@ -154,7 +154,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             *preflight_models.broken_weights(self.models()),
             *self.model_problems(self.models()),
             *preflight.missing_data(self.data_sources()),
-            *preflight.missing_libraries(self.data_sources(), self.output.tensorboard),
+            *preflight.missing_libraries(self.data_sources(), self.output.sinks),
         ]
 
     def model_problems(self, models: Mapping[str, ModelConfig]) -> list[Finding]:

@@ -51,7 +51,8 @@ def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[F
 def unsupported_head_size(model: Path) -> Iterator[Finding]:
     """A size of attention heads that vLLM's CPU build does not support."""
     config = _read(model)
-    config = config.get("text_config", config)
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
     size, heads = config.get("head_dim"), config.get("num_attention_heads")
     if "kv_lora_rank" in config:  # latent attention: the size of the cache's entries is another
         return
