@@ -18,6 +18,7 @@ import yaml
 
 from orchestrator.commands import jobs, live
 from orchestrator.commands import samples as samples_command
+from orchestrator.commands import trace as trace_command
 from orchestrator.commands.environment import env_app
 from orchestrator.commands.messages import os_error, typer_error
 from orchestrator.commands.options import (
@@ -32,7 +33,7 @@ from orchestrator.commands.options import (
     exit_with,
 )
 from orchestrator.errors import StopRequested, TroupeError, UsageError
-from orchestrator.platforms.flags import KubernetesFlags, SlurmFlags, with_flags
+from orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.examples import MODELS_VARIABLE, models_folder
 from orchestrator.spec.hub import uses_hub
@@ -270,7 +271,7 @@ def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
     for planned, lines in zip(runs, _read_data(runs), strict=True):
         loaded = planned.spec
         typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.batch_description} per step")
-        for line in lines:
+        for line in (*lines, *(f"warning: {warning}" for warning in loaded.warnings())):
             typer.echo(f"  {line}")
 
 
@@ -290,16 +291,22 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: placement, memory in bytes, what does not fit.")
     ] = False,
+    allow_unknown: Annotated[
+        bool, typer.Option("--allow-unknown", help="Exit with 0 even where the size of a model is not known.")
+    ] = False,
 ) -> None:
-    """Show the placement and the memory of every worker, part by part, compared with the resources of the cluster."""
+    """Show the placement and the memory of every worker, part by part, compared with the resources of the cluster.
+
+    The exit code is 1 where something does not fit, or the size of a model is not known.
+    """
     runs = plan_runs(read_document(spec, set_))
     _create_models(runs)
     runs = _with_model_configs(runs)
     from orchestrator.capacity.plan import as_json as plan_json
     from orchestrator.capacity.stages import plan_stages
-    from orchestrator.reporting.plan_table import show
+    from orchestrator.reporting.plan_table import show, unknown_sizes
 
-    plans = list(plan_stages(runs, _nodes(cluster, address, cpus_per_node, gib_per_node)))
+    plans = list(plan_stages(runs, _nodes(cluster, address, cpus_per_node, gib_per_node), advise=True))
     if as_json:
         typer.echo(json.dumps([plan_json(planned.spec.name, found) for planned, found in plans], indent=2))
     else:
@@ -309,6 +316,10 @@ def plan(
             show(found)
     if misfit := plans[-1][1].misfit:
         exit_with(f"{spec}: {misfit}", FAILURE)
+    unknown = unknown_sizes([found.memory for _, found in plans])
+    if unknown and not allow_unknown:
+        lines = "\n".join(f"{spec}: {line}; --allow-unknown plans without its workers" for line in unknown)
+        exit_with(lines, FAILURE)
 
 
 @app.command()
@@ -398,23 +409,17 @@ def export(
         _push(source, push, private=not public, ask=not yes)
 
 
-for command in (
-    jobs.submit,
-    jobs.jobs,
-    jobs.status,
-    jobs.logs,
-    jobs.stop,
-    live.scale,
-    live.apply,
-    samples_command.samples,
-):
+for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply):
     app.command()(command)
+app.command()(samples_command.samples)
+app.command()(trace_command.trace)
 
 
 @app.command()
 @with_flags
 def deploy(
     spec: SpecArgument,
+    node_size: NodeFlags,
     kubernetes: KubernetesFlags,
     for_slurm: SlurmFlags,
     set_: SetOption = [],  # noqa: B006
@@ -426,7 +431,7 @@ def deploy(
     """Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."""
     from orchestrator.platforms.manifest import Request, deployment, write
 
-    text, notes = deployment(Request(spec, set_, name, out), slurm, kubernetes, for_slurm)
+    text, notes = deployment(Request(spec, set_, name, out), slurm, node_size, kubernetes, for_slurm)
     if output is not None:
         write(output, text)
     for note in notes:

@@ -32,8 +32,8 @@ from orchestrator.live.scaling import (
     WorkerScaler,
 )
 from orchestrator.private_files import write_private
-from orchestrator.reporting.metrics import MetricSinks
 from orchestrator.reporting.recorder import RunRecorder
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
 from orchestrator.rollouts.linked_pool import Callers, LinkedPool, PoolLimits
@@ -154,7 +154,7 @@ class RolloutRun:
             recorder=recorder,
             data=data_metrics(self._data.pools, self._data.refused),
         )
-        sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
+        sinks = MetricSinks.of_spec(spec, self._out, done)
         settings = TrainSettings.from_spec(spec, spec.failures.health_interval_s, spec.failures.alarm)
         return Controller(settings, components, store, sinks, self._context.console, self._context.stop, done, state)
 

@@ -31,14 +31,14 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
-from orchestrator.capacity.model_size import SizeUnknown, read_size
 from orchestrator.data.prompts import PromptSource, load_pool
 from orchestrator.errors import DataError, TroupeError, UsageError
 from orchestrator.live.control import FOLDER, ControlServer, ask
-from orchestrator.reporting.metrics import JsonlSink
+from orchestrator.models.model_size import SizeUnknown, read_size
 from orchestrator.reporting.run_folder import RunFolder
 from orchestrator.reporting.sample_filter import parse_filter
 from orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
+from orchestrator.reporting.sinks.jsonl import JsonlSink
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.preflight import model_folder, too_long
 from orchestrator.spec.preflight_models import unsupported_head_size, wrong_kinds

@@ -92,7 +92,7 @@ class TrainEngine:
                 model.enable_input_require_grads()
         module.train()
         check_deterministic(module, model)
-        if device == "cpu" and self._stage == 3:
+        if device == "cpu":
             return_freed()
         numbers = sum(parameter.numel() for parameter in module.parameters())
         # One of DeepSpeed's optimizers prints its memory use while it is built.
