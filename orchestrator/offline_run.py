@@ -10,6 +10,7 @@ from orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
 from orchestrator.data.survey import data_metrics, named
 from orchestrator.errors import TroupeError
 from orchestrator.launcher import RunContext
+from orchestrator.replay.recorder import RecorderSettings, StepRecorder
 from orchestrator.reporting.metrics import MetricSinks
 from orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
@@ -66,6 +67,7 @@ class OfflineRun:
             updates=updates,
             recovery=TrainerRecovery(*recovery, self._context.console, done),
             sync=None,
+            recorder=StepRecorder(RecorderSettings.from_spec(spec, self._out), updates.trainers),
             evaluator=evaluator,
             ledger=ledger,
             peaks=self._context.cluster.peaks,

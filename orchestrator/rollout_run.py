@@ -31,6 +31,7 @@ from orchestrator.live.scaling import (
     ScaledWorkers,
     WorkerScaler,
 )
+from orchestrator.replay.recorder import RecorderSettings, StepRecorder
 from orchestrator.reporting.metrics import MetricSinks
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
@@ -130,7 +131,7 @@ class RolloutRun:
             await self._load(found)
         scheduler = self._scheduler(ledger, prompts, curriculum, done)
         rollouts = RolloutComponents(policy, self._pool, scheduler, self._rewards, prompts, ledger, texts, curriculum)
-        updates = RolloutUpdates(_update_settings(spec), policy, self._workers.critic, self._context.console)
+        updates = RolloutUpdates(update_settings(spec), policy, self._workers.critic, self._context.console)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         recovery = RecoverySettings.from_spec(spec), updates, sync.push, store, self._context.launcher.restart
         components = RunComponents(
@@ -140,6 +141,7 @@ class RolloutRun:
             updates=updates,
             recovery=TrainerRecovery(*recovery, self._context.console, done),
             sync=sync,
+            recorder=StepRecorder(RecorderSettings.from_spec(spec, self._out), updates.trainers),
             evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
             ledger=ledger,
             scaler=self._scaler,
@@ -321,7 +323,8 @@ class RolloutRun:
             self._context.console.message(line)
 
 
-def _update_settings(spec: RolloutSpec) -> UpdateSettings:
+def update_settings(spec: RolloutSpec) -> UpdateSettings:
+    """How a batch of the spec becomes optimizer updates."""
     loss, penalty = spec.policy_config().loss, algorithms.kl_penalty(spec.algorithm)
     return replace(
         UpdateSettings.from_spec(spec),

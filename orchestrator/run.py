@@ -235,7 +235,8 @@ async def open_run(
         with _interrupts(cluster, stop):
             launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
             console.phase("start workers", 0, 1)
-            console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
+            started = [size for size in role_sizes(request.spec) if roles is None or size.role in roles]
+            console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
             workers = await unless_stopped(stop, launcher.open(roles))
             console.phase("start workers", 1, 1)
             try:

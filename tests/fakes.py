@@ -9,6 +9,7 @@ every way a worker can, and record what they were asked.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import json
 import random
@@ -33,8 +34,10 @@ from workers.contract import roles
 from workers.contract.config import Rendezvous
 from workers.contract.judges import Judge
 from workers.contract.messages import (
+    KEPT_BATCH,
     GroupRequest,
     GroupSummary,
+    KeptFile,
     PrepareRequest,
     RankPlan,
     RewardSummary,
@@ -381,6 +384,25 @@ class FakeTrainer:
         saved = [file for file in files if file.name.startswith("rank-")]
         self.learned = json.loads(saved[0].read_text()) if saved else []
         return len(files)
+
+    async def digest(self) -> str:
+        """Of everything learned."""
+        return hashlib.sha256(json.dumps(self.learned).encode()).hexdigest()
+
+    async def keep_batch(
+        self, folder: str, batch: FakeTable, texts: FakeTable | None = None, rows: Sequence[int] = ()
+    ) -> dict[str, KeptFile]:
+        """Writes what the table is."""
+        content = repr(batch).encode()
+        (Path(folder) / KEPT_BATCH).write_bytes(content)
+        return {KEPT_BATCH: KeptFile(len(content), hashlib.sha256(content).hexdigest())}
+
+    async def weight_digests(self) -> dict[str, str]:
+        """One weight."""
+        return {} if self.rank else {"weight": await self.digest()}
+
+    async def write_weights(self, path: str) -> None:
+        """Writes nothing."""
 
     async def export(self, directory: str) -> None:
         """As `save`."""

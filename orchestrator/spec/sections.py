@@ -567,6 +567,10 @@ class BaseOutput(Frozen):
     """Folder of runs: each is written to a folder in it, named after the spec."""
     tensorboard: bool = False
     """Write TensorBoard event files."""
+    replay_steps: int = Field(default=32, ge=0)
+    """Newest steps whose batches are kept for `troupe replay`; 0: none."""
+    replay_gib: float = Field(default=2.0, gt=0.0)
+    """Bound on what is kept for `troupe replay`, in GiB; the oldest steps go first."""
 
 
 class OutputConfig(BaseOutput):
