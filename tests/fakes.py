@@ -20,10 +20,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
+import pyarrow as pa
+
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
 from orchestrator.controller import Controller, RunOutcome, TrainSettings
 from orchestrator.errors import WorkerDied, WorkerTimeout
+from orchestrator.replay.recorder import RecorderSettings
 from orchestrator.reporting.console import Console
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
@@ -52,6 +55,7 @@ from workers.contract.messages import (
     WorkerHealth,
 )
 from workers.contract.roles import EngineLink, EnvironmentLink, Reply
+from workers.data.kept import write_tables
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -392,10 +396,8 @@ class FakeTrainer:
     async def keep_batch(
         self, folder: str, batch: FakeTable, texts: FakeTable | None = None, rows: Sequence[int] = ()
     ) -> dict[str, KeptFile]:
-        """Writes what the table is."""
-        content = repr(batch).encode()
-        (Path(folder) / KEPT_BATCH).write_bytes(content)
-        return {KEPT_BATCH: KeptFile(len(content), hashlib.sha256(content).hexdigest())}
+        """Writes the groups of the table."""
+        return write_tables(folder, {KEPT_BATCH: pa.table({"uids": list(batch.uids)})})
 
     async def weight_digests(self) -> dict[str, str]:
         """One weight."""
@@ -582,6 +584,7 @@ class FakeRun(ABC):
         self.resume = resume
         self.stop = asyncio.Event()
         self.recovers = RecoverySettings(restarts=0, replay_steps=4, load_timeout_s=1.0)
+        self.records: RecorderSettings | None = None
 
     @abstractmethod
     def build(self) -> Controller:

@@ -39,7 +39,7 @@ _PREFIX = "step-"
 class KeptStep(Frozen):
     """What the updates of one step need besides its tables, and what they made of the weights."""
 
-    model_config = ConfigDict(allow_inf_nan=True)  # a metric of an update may be NaN
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")  # a metric of an update may be NaN
 
     format: Literal[1] = 1
     step: int
@@ -90,6 +90,8 @@ class KeptFolder:
     def tables(self) -> Tables:
         """The tables. Raises UsageError: a file is missing or is not what the run wrote."""
         read = {name: self._table(name, entry) for name, entry in self.kept.files.items()}
+        if KEPT_BATCH not in read:
+            raise UsageError(f"{self.path / STEP} does not list {KEPT_BATCH}: replay another step")
         return Tables(read[KEPT_BATCH], read.get(KEPT_TEXTS))
 
     def batch(self, table: Any, texts: Any) -> Batch:

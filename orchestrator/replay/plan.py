@@ -40,7 +40,8 @@ def plan_replay(run: Path, step: int) -> ReplayPlan:
     """The shortest replay of a run that includes a step: from the newest valid checkpoint before it.
 
     Raises:
-        UsageError: A step that is needed is not kept, or the spec of the trainers changed between the steps.
+        UsageError: A step that is needed is not kept or was changed, or the spec of the trainers changed between the
+            steps.
     """
     return plan_up_to(run, step - 1, step, read_step(run / REPLAY, step))
 
@@ -55,7 +56,8 @@ def plan_up_to(run: Path, first_version: int, last: int, folder: KeptFolder) -> 
         folder: The step whose spec the trainers have.
 
     Raises:
-        UsageError: A step that is needed is not kept, or the spec of the trainers changed between the steps.
+        UsageError: A step that is needed is not kept or was changed, or the spec of the trainers changed between the
+            steps.
     """
     checkpoint = CheckpointStore(run / "checkpoints", keep=1).latest(before=first_version + 1)
     first = 1 if checkpoint is None else checkpoint.step + 1
@@ -66,6 +68,7 @@ def plan_up_to(run: Path, first_version: int, last: int, folder: KeptFolder) -> 
         raise UsageError(f"it takes steps {first} to {last}, from {origin} on: {error}") from None
     spec = spec_of(folder)
     for other in folders:
+        other.tables()  # refused here, before anything starts
         if other.spec_file.read_bytes() != folder.spec_file.read_bytes():
             _require_same_trainers(other, spec_of(other), spec)
     return ReplayPlan(spec, checkpoint, tuple(folders))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import platform
@@ -177,7 +176,7 @@ def _prepare(folder: Path, done: int) -> None:
 def _publish(settings: RecorderSettings, unfinished: Path, kept: KeptStep) -> None:
     """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds."""
     (unfinished / RESOLVED_SPEC).write_text(settings.spec)
-    (unfinished / STEP).write_text(json.dumps(kept.model_dump(mode="json")))
+    (unfinished / STEP).write_text(kept.model_dump_json())
     os.rename(unfinished, folder_of(settings.folder, kept.step))
     sizes = {step: size_of(folder_of(settings.folder, step)) for step in kept_steps(settings.folder)}
     while sizes and (len(sizes) > settings.steps or sum(sizes.values()) > settings.nbytes):
