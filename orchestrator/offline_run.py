@@ -10,8 +10,9 @@ from orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
 from orchestrator.data.survey import data_metrics, named
 from orchestrator.errors import TroupeError
 from orchestrator.launcher import RunContext
-from orchestrator.replay.recorder import RecorderSettings, StepRecorder
+from orchestrator.replay.keeper import KeeperSettings, StepKeeper
 from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.reporting.recorder import RunRecorder
 from orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from orchestrator.training.ledger import Ledger
@@ -62,15 +63,18 @@ class OfflineRun:
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
         updates = OfflineUpdates(UpdateSettings.from_spec(spec), self._trainer, self._context.console)
         recovery = RecoverySettings.from_spec(spec), updates, None, store, self._context.launcher.restart
+        cluster = self._context.cluster
+        recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
             source=OfflineSource(offline, self._context.console, self._context.stop),
             updates=updates,
             recovery=TrainerRecovery(*recovery, self._context.console, done),
             sync=None,
-            recorder=StepRecorder(RecorderSettings.from_spec(spec, self._out), updates.trainers),
+            keeper=StepKeeper(KeeperSettings.from_spec(spec, self._out), updates.trainers),
             evaluator=evaluator,
             ledger=ledger,
-            peaks=self._context.cluster.peaks,
+            peaks=cluster.peaks,
+            recorder=recorder,
             data=data,
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)

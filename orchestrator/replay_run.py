@@ -13,8 +13,8 @@ from orchestrator.errors import TroupeError
 from orchestrator.hub.resolve import fetch
 from orchestrator.launcher import Workers
 from orchestrator.replay.against import Difference, TensorDifference, difference, replay_there, tensor_differences
+from orchestrator.replay.keeper import software
 from orchestrator.replay.plan import TRAINERS, ReplayPlan, steps_of
-from orchestrator.replay.recorder import software
 from orchestrator.replay.repeat import Repeated, Replayer, software_changes, start_problem
 from orchestrator.reporting.console import Console
 from orchestrator.rollout_run import update_settings

@@ -31,8 +31,9 @@ from orchestrator.live.scaling import (
     ScaledWorkers,
     WorkerScaler,
 )
-from orchestrator.replay.recorder import RecorderSettings, StepRecorder
+from orchestrator.replay.keeper import KeeperSettings, StepKeeper
 from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.reporting.recorder import RunRecorder
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
 from orchestrator.rollouts.linked_pool import Callers, LinkedPool, PoolLimits
@@ -134,6 +135,8 @@ class RolloutRun:
         updates = RolloutUpdates(update_settings(spec), policy, self._workers.critic, self._context.console)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         recovery = RecoverySettings.from_spec(spec), updates, sync.push, store, self._context.launcher.restart
+        cluster = self._context.cluster
+        recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
             source=RolloutSource(
                 _rollout_settings(spec, self._out), rollouts, self._context.console, self._context.stop, advantages
@@ -141,12 +144,13 @@ class RolloutRun:
             updates=updates,
             recovery=TrainerRecovery(*recovery, self._context.console, done),
             sync=sync,
-            recorder=StepRecorder(RecorderSettings.from_spec(spec, self._out), updates.trainers),
+            keeper=StepKeeper(KeeperSettings.from_spec(spec, self._out), updates.trainers),
             evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
             ledger=ledger,
             scaler=self._scaler,
             budgets=[*self._budgets, *(pool.budget for pool in self._pools())],
-            peaks=self._context.cluster.peaks,
+            peaks=cluster.peaks,
+            recorder=recorder,
             data=data_metrics(self._data.pools, self._data.refused),
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)

@@ -26,7 +26,7 @@ from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
 from orchestrator.controller import Controller, RunOutcome, TrainSettings
 from orchestrator.errors import WorkerDied, WorkerTimeout
-from orchestrator.replay.recorder import RecorderSettings
+from orchestrator.replay.keeper import KeeperSettings
 from orchestrator.reporting.console import Console
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
@@ -327,7 +327,7 @@ class FakeReward:
         rewards = _alternating(samples)
         return RewardSummary(uid, rollouts.attempt, ("ok",) * samples, rewards, {"fake": rewards}), rollouts
 
-    async def write_trajectories(self, path: str, *tables: FakeTable) -> int:
+    async def write_trajectories(self, path: str, step: int, *tables: FakeTable) -> int:
         """Writes nothing."""
         return 0
 
@@ -479,6 +479,10 @@ class FakePolicy(FakeTrainer):
         """Lists the groups of the wave."""
         return 0, FakeTable("ref_logprobs", tuple(uid for table in rollouts for uid in table.uids))
 
+    async def token_records(self) -> tuple[int, FakeTable]:
+        """Keeps none."""
+        return 0, FakeTable("records", ())
+
     async def cut_texts(self, texts: FakeTable, max_tokens: int) -> tuple[TextSummary, FakeTable]:
         """No text."""
         return TextSummary(()), texts
@@ -584,7 +588,7 @@ class FakeRun(ABC):
         self.resume = resume
         self.stop = asyncio.Event()
         self.recovers = RecoverySettings(restarts=0, replay_steps=4, load_timeout_s=1.0)
-        self.records: RecorderSettings | None = None
+        self.records: KeeperSettings | None = None
 
     @abstractmethod
     def build(self) -> Controller:

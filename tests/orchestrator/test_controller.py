@@ -19,7 +19,7 @@ from orchestrator.data.prompts import PromptPick, PromptSource
 from orchestrator.data.texts import Pieces, TextOrder
 from orchestrator.errors import TrainingDiverged, TroupeError, WorkerError
 from orchestrator.live.scaling import WorkerScaler
-from orchestrator.replay.recorder import StepRecorder
+from orchestrator.replay.keeper import StepKeeper
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.metrics import MetricSinks
 from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
@@ -133,7 +133,7 @@ class RolloutRun(FakeRun):
             sync=sync,
             evaluator=None,
             ledger=ledger,
-            recorder=StepRecorder(self.records, updates.trainers),
+            keeper=StepKeeper(self.records, updates.trainers),
             scaler=self.scaler(console),
         )
         sinks = MetricSinks.open(self.out, tensorboard=False, resume_at=done)

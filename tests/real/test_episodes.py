@@ -142,6 +142,22 @@ async def test_later_turns_compute_only_what_is_new(worker: RolloutWorker) -> No
     assert episode.cached_tokens > episode.engine_prompt_tokens / 2
 
 
+async def test_the_choices_of_an_agents_request_are_rows_with_the_engines_tokens(
+    worker: RolloutWorker, tiny_model: Path
+) -> None:
+    bounds = BOUNDS.model_copy(update={"turn_timeout_s": 30.0})
+    args = {"function": "tests.workers.environments.agents:three_choices"}
+    played = await rows(worker, "agent", bounds, replace(REQUEST, samples=2), **args)
+    assert [(row["sample_index"], row["segment"]) for row in played] == [(i, n) for i in range(2) for n in range(3)]
+    assert {row["episode_status"] for row in played} == {"ok"}
+    model = load_model(tiny_model)
+    for row in played:
+        expected = reference_logprobs(model, row, 0.7)
+        assert torch.allclose(torch.tensor(row["rollout_logprobs"]), expected, atol=2e-4)
+    assert len({tuple(row["prompt_ids"]) for row in played}) == 1, "all choices have the request's prompt"
+    assert len({tuple(row["response_ids"]) for row in played}) == 6, "and are sampled independently"
+
+
 @pytest.mark.parametrize("fault", ["raises", "hangs", "exits", "crashes", "eats", "nothing", "nan"])
 async def test_a_fault_costs_its_samples_and_says_where(worker: RolloutWorker, fault: str) -> None:
     bounds = BOUNDS.model_copy(update={"turn_timeout_s": 1.0})

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 
 from orchestrator.errors import UsageError, WorkerRaised
+from orchestrator.replay.keeper import KeeperSettings
 from orchestrator.replay.kept import STEP, KeptFolder, folder_of, kept_steps, read_step, read_steps
-from orchestrator.replay.recorder import RecorderSettings
 from orchestrator.replay.repeat import Repeated, Replayer
 from orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from orchestrator.training.updates import Updates
@@ -27,9 +27,9 @@ from tests.orchestrator.training.test_recovery import RECOVERS, RecoveringRun
 from workers.contract.messages import KEPT_BATCH, KeptFile
 
 
-def recorder(out: Path, **bounds: Any) -> RecorderSettings:
+def keeper(out: Path, **bounds: Any) -> KeeperSettings:
     """Settings that keep up to 8 steps."""
-    return replace(RecorderSettings(out / "replay", 8, 2**20, 1.0, "name: fakes\n"), **bounds)
+    return replace(KeeperSettings(out / "replay", 8, 2**20, 1.0, "name: fakes\n"), **bounds)
 
 
 class RecordedRun(RolloutRun):
@@ -37,7 +37,7 @@ class RecordedRun(RolloutRun):
 
     def __init__(self, out: Path, resume: bool = False, **bounds: Any) -> None:
         super().__init__(out, policies=2, updates=replace(UPDATES, minibatches=2, critic_warmup=1), resume=resume)
-        self.records = recorder(out, **bounds)
+        self.records = keeper(out, **bounds)
 
     @property
     def root(self) -> Path:
@@ -130,11 +130,11 @@ def test_a_resumed_run_replaces_what_was_kept_after_its_checkpoint(tmp_path: Pat
 
 def test_a_restarted_trainer_has_the_digest_of_a_run_without_a_loss(tmp_path: Path) -> None:
     whole = RecoveringRun(tmp_path / "whole")
-    whole.records = recorder(whole.out)
+    whole.records = keeper(whole.out)
     whole.run()
     for number, method in enumerate(("update", "digest", "keep_batch")):
         run = RecoveringRun(tmp_path / method, ("policy-0", method, 3), ("critic-0", "digest", 2 + number))
-        run.records, run.recovers = recorder(run.out), RECOVERS
+        run.records, run.recovers = keeper(run.out), RECOVERS
         run.run()
         for step in (1, 2, 3, 4):
             ours, theirs = (read_step(out / "replay", step).kept for out in (run.out, whole.out))
@@ -159,7 +159,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
         return controller
 
     run.build = building
-    with caplog.at_level(logging.WARNING, "orchestrator.replay.recorder"):
+    with caplog.at_level(logging.WARNING, "orchestrator.replay.keeper"):
         assert run.run().steps_done == 4
     assert kept_steps(run.root) == [3, 4]
     assert [path.name for path in run.root.iterdir() if path.name.startswith(".")] == []

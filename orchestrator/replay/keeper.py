@@ -29,7 +29,7 @@ _UNFINISHED = ".unfinished-"
 
 
 @dataclass(frozen=True)
-class RecorderSettings:
+class KeeperSettings:
     """Where steps are kept, and how many."""
 
     folder: Path
@@ -42,7 +42,7 @@ class RecorderSettings:
     working_folder: str = field(default_factory=os.getcwd)
 
     @classmethod
-    def from_spec(cls, spec: RunSpec, out: Path) -> RecorderSettings | None:
+    def from_spec(cls, spec: RunSpec, out: Path) -> KeeperSettings | None:
         """The settings of a spec of either kind; None: it keeps no steps."""
         if not spec.output.replay_steps:
             return None
@@ -50,13 +50,13 @@ class RecorderSettings:
         return cls(out / REPLAY, *bounds, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
 
 
-class StepRecorder:
+class StepKeeper:
     """Writes one folder for each step, in the background: a rank writes the tables, this process the rest.
 
     The tables never come to this process. A step that cannot be kept (disk full, ...) is logged and left out.
     """
 
-    def __init__(self, settings: RecorderSettings | None = None, trainers: Sequence[TrainerGroup[Any]] = ()) -> None:
+    def __init__(self, settings: KeeperSettings | None = None, trainers: Sequence[TrainerGroup[Any]] = ()) -> None:
         """Writes nothing yet.
 
         Args:
@@ -109,7 +109,7 @@ class StepRecorder:
 
     async def _keep(
         self,
-        settings: RecorderSettings,
+        settings: KeeperSettings,
         step: int,
         batch: Batch,
         state: ControllerState,
@@ -150,7 +150,7 @@ class StepRecorder:
             self._warn(step, error)
             await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
 
-    async def _take_digests(self, settings: RecorderSettings) -> dict[str, str]:
+    async def _take_digests(self, settings: KeeperSettings) -> dict[str, str]:
         """Digest of the weights of each role; the roles' ranks compute it at the same time."""
         trainers, timeout_s = self._trainers, settings.timeout_s
         digests = await asyncio.gather(*(group.digest(timeout_s=timeout_s) for group in trainers))
@@ -173,7 +173,7 @@ def _prepare(folder: Path, done: int) -> None:
             shutil.rmtree(folder_of(folder, step))
 
 
-def _publish(settings: RecorderSettings, unfinished: Path, kept: KeptStep) -> None:
+def _publish(settings: KeeperSettings, unfinished: Path, kept: KeptStep) -> None:
     """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds."""
     (unfinished / RESOLVED_SPEC).write_text(settings.spec)
     (unfinished / STEP).write_text(kept.model_dump_json())
