@@ -137,11 +137,14 @@ def compare(request: ReplayRequest, checkout: Path, classes: Classes, console: C
         there.mkdir()
         console.message(f"repeating {steps_of(steps)} with {checkout}")
         other = replay_there(checkout, request.run, steps[-1].kept.step, there, timeout_s, weights=False)
+        by_step = {step.step: step for step in other.steps}
+        if missing := [folder.kept.step for folder in steps if folder.kept.step not in by_step]:
+            raise TroupeError(f"{checkout} has not repeated step {missing[0]}")
         found: list[Difference] = []
 
         def until_different(step: Repeated) -> bool:
             each(step)
-            differs = difference(step, other.steps[step.step - steps[0].kept.step])
+            differs = difference(step, by_step[step.step])
             found.extend([] if differs is None else [differs])
             return differs is None
 

@@ -7,8 +7,9 @@ import logging
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ class StepKeeper:
                 rows,
                 timeout_s=settings.timeout_s,
             )
-            kept = KeptStep(
+            kept = partial(
+                KeptStep,
                 step=step,
                 software=settings.software,
                 working_folder=settings.working_folder,
@@ -144,7 +146,7 @@ class StepKeeper:
                 after=self._digests,
                 updates=tuple(dict(metrics) for metrics in updates),
             )
-            await asyncio.to_thread(_publish, settings, unfinished, kept)
+            await asyncio.to_thread(_publish, settings, unfinished, step, kept)
             self._failed = False
         except (OSError, WorkerError) as error:
             self._warn(step, error)
@@ -173,11 +175,11 @@ def _prepare(folder: Path, done: int) -> None:
             shutil.rmtree(folder_of(folder, step))
 
 
-def _publish(settings: KeeperSettings, unfinished: Path, kept: KeptStep) -> None:
+def _publish(settings: KeeperSettings, unfinished: Path, step: int, kept: Callable[[], KeptStep]) -> None:
     """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds."""
     (unfinished / RESOLVED_SPEC).write_text(settings.spec)
-    (unfinished / STEP).write_text(kept.model_dump_json())
-    os.rename(unfinished, folder_of(settings.folder, kept.step))
+    (unfinished / STEP).write_text(kept().model_dump_json())
+    os.rename(unfinished, folder_of(settings.folder, step))
     sizes = {step: size_of(folder_of(settings.folder, step)) for step in kept_steps(settings.folder)}
     while sizes and (len(sizes) > settings.steps or sum(sizes.values()) > settings.nbytes):
         oldest = min(sizes)

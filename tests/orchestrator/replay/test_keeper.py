@@ -21,7 +21,7 @@ from orchestrator.replay.kept import STEP, KeptFolder, folder_of, kept_steps, re
 from orchestrator.replay.repeat import Repeated, Replayer
 from orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from orchestrator.training.updates import Updates
-from tests.fakes import SETTINGS, UPDATES, FakeTable, fakes_of
+from tests.fakes import SETTINGS, UPDATES, FakePolicy, FakeTable, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_recovery import RECOVERS, RecoveringRun
 from workers.contract.messages import KEPT_BATCH, KeptFile
@@ -145,20 +145,17 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
     run = RecordedRun(tmp_path)
     full = {1, 2}
 
-    async def keep_batch(folder: str, *_: Any) -> dict[str, KeptFile]:
-        step = int(folder[-6:])
-        if step in full:
-            raise WorkerRaised("policy-0", "keep_batch", "[Errno 28] No space left on device")
-        return {}
+    class FullDisk(FakePolicy):
+        """A policy whose disk is full in the first steps."""
 
-    build = run.build
+        async def keep_batch(
+            self, folder: str, batch: FakeTable, texts: FakeTable | None = None, rows: Sequence[int] = ()
+        ) -> dict[str, KeptFile]:
+            if int(folder[-6:]) in full:
+                raise WorkerRaised("policy-0", "keep_batch", "[Errno 28] No space left on device")
+            return await super().keep_batch(folder, batch, texts, rows)
 
-    def building() -> Any:
-        controller = build()
-        run.policies[0].keep_batch = keep_batch
-        return controller
-
-    run.build = building
+    run.policies[:] = [FullDisk(0), FullDisk(1)]
     with caplog.at_level(logging.WARNING, "orchestrator.replay.keeper"):
         assert run.run().steps_done == 4
     assert kept_steps(run.root) == [3, 4]
