@@ -68,9 +68,10 @@ async def _resample(
                 tables += await unless_stopped(context.stop, sampling.sample(version, groups))
         finally:
             await sampling.pool.close()
-    uids = [group.prompt_uid for groups in plan.groups.values() for group in groups]
-    samples, differences, gap = compare_samples(plan.folder.tables().batch, tables, uids)
-    return Resampled(plan.folder.kept.step, samples, differences, plan.mixed, gap)
+        # The tables lie in the object store, which ends with the block.
+        uids = [group.prompt_uid for groups in plan.groups.values() for group in groups]
+        samples, differences, gap = compare_samples(plan.folder.tables().batch, tables, uids)
+        return Resampled(plan.folder.kept.step, samples, differences, plan.mixed, gap)
 
 
 class _Sampling:
