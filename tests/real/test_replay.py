@@ -104,6 +104,17 @@ def test_grpo_is_repeated_with_every_zero_stage(tmp_path: Path, workers: int, st
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_same_code_agrees_with_itself_where_weights_are_partitioned(tmp_path: Path, stage: int) -> None:
+    """The digests of whole parameters are gathered from both ranks, in two processes of their own."""
+    sets = ("roles.policy.workers=2", f"roles.policy.zero_stage={stage}", *SHORT)
+    run = trained(tmp_path, GRPO, *sets, name=f"same-{stage}")
+    found = replayed(run, 2, "--against", str(ROOT))
+    assert equal_steps(found) == [1, 2]
+    assert f"{ROOT} has the same weights after every step (2 repeated)" in found.stdout
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("workers", "stage"), [(1, 0), (2, 1), (2, 3)])
 def test_a_replay_from_a_checkpoint_is_equal_with_zero(tmp_path: Path, workers: int, stage: int) -> None:
     sets = (f"roles.policy.workers={workers}", f"roles.policy.zero_stage={stage}", "checkpoint.every_steps=1", *SHORT)
