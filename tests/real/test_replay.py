@@ -14,6 +14,11 @@ from tests.real.commands import GRPO, PPO, Command, Run, running, troupe_command
 DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
 SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
 SHORT = ("schedule.steps=3", "schedule.prompts_per_step=4")
+TEXTS = (
+    "algorithm.ptx_coef=0.1",
+    "data.ptx={kind: jsonl, path: deploy/specs/data/texts.jsonl, max_tokens: 64, texts_per_step: 8}",
+)
+"""Every update of the policy also trains on plain texts."""
 PLANTED = (
     "loss, clipped = torch.maximum(plain, bounded), bounded > plain",
     "loss, clipped = torch.minimum(plain, bounded), bounded > plain",
@@ -44,9 +49,9 @@ def equal_steps(command: Command) -> list[int]:
 
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PPO with a critic and two updates per step: two steps, a checkpoint, and after a resume two more."""
+    """PPO with a critic, texts and two updates per step: two steps, a checkpoint, and after a resume two more."""
     folder = tmp_path_factory.mktemp("replay")
-    sets = ("schedule.prompts_per_step=4", "checkpoint.every_steps=2", "output.replay_steps=8")
+    sets = ("schedule.prompts_per_step=4", "checkpoint.every_steps=2", *TEXTS)
     trained(folder, PPO, *sets, "schedule.steps=2", name="ppo")
     return trained(folder, PPO, *sets, "schedule.steps=4", name="ppo", resume=True)
 
