@@ -18,6 +18,7 @@ import yaml
 from orchestrator.cluster.worker_group import TrainerGroup
 from orchestrator.doctor.versions import versions
 from orchestrator.errors import WorkerError
+from orchestrator.private_files import write_private
 from orchestrator.replay.kept import REPLAY, STEP, KeptStep, folder_of, kept_steps, packed_texts, size_of
 from orchestrator.spec.base import RunSpec
 from orchestrator.spec.preflight import RESOLVED_SPEC
@@ -177,7 +178,7 @@ def _prepare(folder: Path, done: int) -> None:
 
 def _publish(settings: KeeperSettings, unfinished: Path, step: int, kept: Callable[[], KeptStep]) -> None:
     """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds."""
-    (unfinished / RESOLVED_SPEC).write_text(settings.spec)
+    write_private(unfinished / RESOLVED_SPEC, settings.spec)
     (unfinished / STEP).write_text(kept().model_dump_json())
     os.rename(unfinished, folder_of(settings.folder, step))
     sizes = {step: size_of(folder_of(settings.folder, step)) for step in kept_steps(settings.folder)}

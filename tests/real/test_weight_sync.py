@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ from tests.real.rollout_helpers import (
     sampling_config,
     save_model,
 )
-from workers.contract.config import EpisodeConfig
-from workers.contract.environments import EpisodeReply, Message, Observation, Row
 from workers.contract.messages import GroupRequest, WeightUpdate
 from workers.engine.errors import EngineClosed
 from workers.rollout import RolloutWorker
@@ -170,72 +167,6 @@ async def test_an_update_during_generation_records_the_version_of_every_token(
         assert torch.allclose(sampled[:switch], by_old[:switch], atol=1e-3)
         assert torch.allclose(sampled[switch:], by_new[switch:], atol=1e-3)
         assert not torch.allclose(sampled[switch:], by_old[switch:], atol=1e-1)
-
-
-class Talk:
-    """An environment of three turns, which updates the engine after the first turn that ends."""
-
-    def __init__(self, update: Callable[[], Awaitable[object]]) -> None:
-        self.update: Callable[[], Awaitable[object]] | None = update
-        self.turns: Counter[str] = Counter()
-
-    async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
-        return "environment-0", EpisodeReply(Observation(row.messages))
-
-    async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
-        update, self.update = self.update, None
-        if update is not None:
-            await update()
-        self.turns[episode] += 1
-        if self.turns[episode] == 3:
-            return EpisodeReply(Observation(done=True, reward=1.0))
-        return EpisodeReply(Observation([{"role": "user", "content": "Go on."}]))
-
-    def end(self, worker: str, episode: str) -> None:
-        raise AssertionError(f"{episode} was cut short")
-
-
-async def test_an_update_in_the_middle_of_episodes_records_the_version_of_every_token(
-    worker: RolloutWorker, trainer: Trainer
-) -> None:
-    """Turns before, across and after the update: every sampled token has the log-prob of its recorded version."""
-    old = trainer.publish()
-    await worker.update_weights(old)
-    before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
-
-    async def update() -> None:
-        for kind in KINDS:
-            perturb(trainer.model, kind)
-        await worker.update_weights(trainer.publish())
-
-    bounds = EpisodeConfig(max_turns=4, truncated_turns="continue", turn_timeout_s=60.0, episode_timeout_s=200.0)
-    config, worker._config = worker._config, worker._config.model_copy(update={"episode": bounds})
-    try:
-        await worker.connect_environments(Talk(update))
-        with sampling_config(worker, max_tokens=40):
-            groups = [GroupRequest(f"p{row}", row, 0, samples=2, seed=row) for row in range(4)]
-            generated = await asyncio.gather(*(worker.generate(group, PROMPTS) for group in groups))
-    finally:
-        worker._config = config
-    rows = [row for _, table in generated for row in table.to_pylist()]
-    assert len(rows) == 8 and {row["episode_status"] for row in rows} == {"ok"}
-    by_new = [reference_logprobs(trainer.model, row, 0.7) for row in rows]
-    with torch.no_grad():
-        for name, tensor in trainer.tensors.items():
-            tensor.copy_(before[name])
-    across = 0
-    for row, new in zip(rows, by_new, strict=True):
-        versions = torch.full((len(row["response_ids"]),), -1)
-        for span in row["weight_versions"]:
-            versions[span["start"] : span["end"]] = span["version"]
-        mask = torch.tensor(row["loss_mask"])
-        assert torch.equal(versions >= 0, mask), "exactly the sampled tokens have a version"
-        assert versions[mask].unique().tolist() == [old.version, old.version + 1]
-        expected = torch.where(versions == old.version, reference_logprobs(trainer.model, row, 0.7), new)
-        assert torch.allclose(torch.tensor(row["rollout_logprobs"])[mask], expected[mask], atol=1e-3)
-        turns = [versions[turn["start"] : turn["end"]] for turn in row["turns"] if turn["name"] == "assistant"]
-        across += sum(len(turn.unique()) == 2 for turn in turns)
-    assert across, "the update came in the middle of a turn of some episode"
 
 
 async def test_the_end_of_sequence_token_is_part_of_the_response(worker: RolloutWorker, trainer: Trainer) -> None:
