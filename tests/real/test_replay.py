@@ -13,6 +13,7 @@ from tests.real.commands import GRPO, PPO, Command, Run, running, troupe_command
 
 DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
 SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
+OFFLINE = ("schedule.steps=3", "checkpoint.every_steps=2", "evaluation=null")
 SHORT = ("schedule.steps=3", "schedule.prompts_per_step=4")
 TEXTS = (
     "algorithm.ptx_coef=0.1",
@@ -128,11 +129,19 @@ def test_a_replay_from_a_checkpoint_is_equal_with_zero(tmp_path: Path, workers: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spec", [DPO, SFT], ids=["dpo", "sft"])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_offline_runs_are_repeated(tmp_path: Path, spec: Path, workers: int) -> None:
-    sets = ("schedule.steps=3", "checkpoint.every_steps=2", f"roles.policy.workers={workers}")
-    run = trained(tmp_path, spec, *sets, name=f"{spec.stem}-{workers}")
+@pytest.mark.parametrize(("workers", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_sft_is_repeated_with_every_zero_stage(tmp_path: Path, workers: int, stage: int) -> None:
+    """From the checkpoint of step 2, and from the initial model."""
+    sets = (f"roles.policy.workers={workers}", f"roles.policy.zero_stage={stage}", *OFFLINE)
+    run = trained(tmp_path, SFT, *sets, name=f"sft-{workers}-{stage}")
     assert equal_steps(replayed(run, 3)) == [3]
     shutil.rmtree(run / "checkpoints")
     assert equal_steps(replayed(run, 3)) == [1, 2, 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 2])
+def test_dpo_is_repeated(tmp_path: Path, workers: int) -> None:
+    """Pairs stay together, and the reference's log-probs are in the batch: the replay starts no reference."""
+    run = trained(tmp_path, DPO, f"roles.policy.workers={workers}", *OFFLINE, name=f"dpo-{workers}")
+    assert equal_steps(replayed(run, 3)) == [3]
