@@ -99,10 +99,19 @@ def _require_same_trainers(folder: KeptFolder, before: RunSpec, spec: RunSpec) -
     for role in TRAINERS:
         if (role in before.roles.trainers()) != (role in spec.roles.trainers()):
             raise UsageError(f"step {folder.kept.step} was trained with another set of trainers than the last step")
-        if role in spec.roles.trainers() and before.worker_settings(role) != spec.worker_settings(role):
+        if role in spec.roles.trainers() and _trained_by(before, role) != _trained_by(spec, role):
             changed = ", ".join(field for field, _, _ in field_changes(before, spec))
             words = f"the spec changed between step {folder.kept.step} and the last step ({changed})"
             raise UsageError(f"{words}, and there is no checkpoint between them: replay an earlier step")
+
+
+def _trained_by(spec: RunSpec, role: RoleName) -> tuple[object, ...]:
+    """What the updates of a role depend on. A constant learning rate does not depend on the length of the run."""
+    settings = spec.worker_settings(role)
+    config, *rest = settings.args
+    if spec.roles.trainers()[role].schedule == "constant":
+        config = config.model_copy(update={"total_updates": 0})
+    return settings.kind, config, *rest, settings.threads
 
 
 def steps_of(folders: Sequence[KeptFolder]) -> str:

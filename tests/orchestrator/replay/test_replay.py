@@ -125,9 +125,8 @@ def test_paths_of_a_kept_spec_do_not_depend_on_the_current_folder(
 
 def test_steps_with_other_trainers_are_not_repeated_together(tmp_path: Path, keep: Keep) -> None:
     spec = load_rollout_spec(SPECS / "tiny-grpo.yaml")
-    engines = load_rollout_spec(SPECS / "tiny-grpo.yaml", ["roles.rollout.max_num_seqs=3"])
     faster = load_rollout_spec(SPECS / "tiny-grpo.yaml", ["roles.policy.learning_rate=0.2"])
-    keep(1, engines)
+    keep(1, load_rollout_spec(SPECS / "tiny-grpo.yaml", ["roles.rollout.max_num_seqs=3", "schedule.steps=99"]))
     keep(2, spec)
     keep(3, faster)
     assert len(plan_replay(tmp_path, 2).folders) == 2
@@ -136,6 +135,14 @@ def test_steps_with_other_trainers_are_not_repeated_together(tmp_path: Path, kee
         plan_replay(tmp_path, 3)
     save(tmp_path, 2)
     assert len(plan_replay(tmp_path, 3).folders) == 1
+
+
+def test_a_longer_run_is_another_one_only_where_the_learning_rate_depends_on_it(tmp_path: Path, keep: Keep) -> None:
+    for steps in (15, 30):
+        decaying = ["roles.policy.schedule=cosine", f"schedule.steps={steps}"]
+        keep(steps // 15, load_rollout_spec(SPECS / "tiny-grpo.yaml", decaying))
+    with pytest.raises(UsageError, match=r"the spec changed between step 1 and the last step \(schedule.steps\)"):
+        plan_replay(tmp_path, 2)
 
 
 def test_kept_texts_make_the_plans_of_the_run() -> None:
