@@ -128,7 +128,7 @@ class WorkerLauncher:
         placements = [p for p in place(role_sizes(spec)) if only is None or any(s.role in only for s in p.seats)]
         await self._cluster.reserve(placements, bound)
         for placement in placements:
-            self._take(placement)
+            self._take(placement, only)
         await self._download()
         self._progress = progress
         self._report()
@@ -221,8 +221,10 @@ class WorkerLauncher:
         if self._snapshots:
             await self._cluster.prepare_nodes(download_all, self._spec.schedule.start_timeout_s, self._snapshots)
 
-    def _take(self, placement: Placement) -> None:
-        self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in placement.seats}
+    def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
+        """Takes the seats of a placement, or those of the roles in `only`."""
+        seats = [seat for seat in placement.seats if only is None or seat.role in only]
+        self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}
 
     def _names(self, role: RoleName) -> list[str]:
         """Names of the role's workers that have a seat, in order."""

@@ -32,6 +32,7 @@ from orchestrator.live.scaling import (
     WorkerScaler,
 )
 from orchestrator.private_files import write_private
+from orchestrator.replay.keeper import KeeperSettings, StepKeeper
 from orchestrator.reporting.recorder import RunRecorder
 from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
@@ -134,7 +135,7 @@ class RolloutRun:
             await self._load(found)
         scheduler = self._scheduler(ledger, prompts, curriculum, done)
         rollouts = RolloutComponents(policy, self._pool, scheduler, self._rewards, prompts, ledger, texts, curriculum)
-        updates = RolloutUpdates(_update_settings(spec), policy, self._workers.critic, self._context.console)
+        updates = RolloutUpdates(update_settings(spec), policy, self._workers.critic, self._context.console)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         recovery = RecoverySettings.from_spec(spec), updates, sync.push, store, self._context.launcher.restart
         cluster = self._context.cluster
@@ -146,6 +147,7 @@ class RolloutRun:
             updates=updates,
             recovery=TrainerRecovery(*recovery, self._context.console, done),
             sync=sync,
+            keeper=StepKeeper(KeeperSettings.from_spec(spec, self._out), updates.trainers),
             evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
             ledger=ledger,
             scaler=self._scaler,
@@ -327,7 +329,8 @@ class RolloutRun:
             self._context.console.message(line)
 
 
-def _update_settings(spec: RolloutSpec) -> UpdateSettings:
+def update_settings(spec: RolloutSpec) -> UpdateSettings:
+    """How a batch of the spec becomes optimizer updates."""
     loss, penalty = spec.policy_config().loss, algorithms.kl_penalty(spec.algorithm)
     return replace(
         UpdateSettings.from_spec(spec),

@@ -257,7 +257,8 @@ async def open_run(
     try:
         with _interrupts(cluster, stop), recorded_failure(cluster.events):
             launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
-            console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
+            started = [size for size in role_sizes(request.spec) if roles is None or size.role in roles]
+            console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
             workers = await unless_stopped(stop, launcher.open(roles, partial(console.phase, "start workers")))
             try:
                 yield RunContext(cluster, launcher, workers, console, stop)

@@ -320,6 +320,11 @@ class Cluster:
         return ray.put(table)
 
     @staticmethod
+    async def get(table: TableRef, timeout_s: float) -> Any:
+        """The table behind a reference. Raises TimeoutError."""
+        return await within(timeout_s, table)
+
+    @staticmethod
     def link(engines: Sequence[WorkerHandle[Engine]], ranks_per_engine: int, timeout_s: float) -> ActorLink:
         """The trainer's link to rollout engines, for transfers from GPU to GPU."""
         return ActorLink([e for e in engines if isinstance(e, ActorWorker)], ranks_per_engine, timeout_s)

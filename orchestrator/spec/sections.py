@@ -587,6 +587,10 @@ class BaseOutput(Frozen):
     """Project (wandb) or experiment (mlflow) to which the run belongs."""
     prometheus: PrometheusConfig | None = None
     """Serve the metrics of the latest step to Prometheus, from the controller's node."""
+    replay_steps: int = Field(default=32, ge=0)
+    """Newest steps whose batches are kept for `troupe replay`; 0: none."""
+    replay_gib: float = Field(default=2.0, gt=0.0)
+    """Bound on what is kept for `troupe replay`, in GiB; the oldest steps go first."""
     keep_gib: float = Field(default=20.0, ge=0.0)
     """GiB that the samples and timelines of the steps may take; the oldest steps are deleted. 0: no bound."""
 

@@ -371,6 +371,19 @@ class RankPlan:
     """Policy: pieces of text trained on in the same update (PPO-ptx), as rows of the TEXTS table."""
 
 
+KEPT_BATCH, KEPT_TEXTS = "batch.arrow", "texts.arrow"
+"""Files of a step that is kept for a replay."""
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    """A file of a step that is kept for a replay."""
+
+    nbytes: int
+    digest: str
+    """xxh3-128 of its bytes."""
+
+
 @dataclass(frozen=True)
 class TextSummary:
     """Scalars of a TEXTS table."""
