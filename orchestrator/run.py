@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from orchestrator.audit.auditor import one_engine
+from orchestrator.audit.report import AuditReport
 from orchestrator.capacity.placement import role_sizes, room
 from orchestrator.cluster.ray_cluster import Cluster
 from orchestrator.controller import RunOutcome
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 _SAME_SIGNAL_S = 0.5
 _EVALUATION_ROLES = frozenset({"rollout", "reward", "environment", "judge"})
 """Roles that evaluate on prompts."""
+_AUDIT_ROLES = frozenset({"rollout", "policy", "environment"})
+"""Roles that sample, and the trainer that is compared with them."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,40 @@ def evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[st
     return asyncio.run(evaluation)
 
 
+def audit(request: RunRequest, classes: Classes, console: Console) -> AuditReport:
+    """Compares sampler and trainer with plain float32 transformers, without training.
+
+    One engine and the policy are started. With `request.resume`, the policy loads the newest checkpoint in the run
+    folder, and its weights are pushed to the engine as the run pushes them.
+
+    Raises:
+        UsageError: The spec has no rollouts, or the folder no checkpoint.
+    """
+
+    def no_rollouts(_: RunSpec) -> RolloutSpec:
+        raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
+
+    spec = request.spec.dispatch(one_engine, no_rollouts)
+    found = CheckpointStore(request.out / "checkpoints", spec.checkpoint.keep).latest() if request.resume else None
+    if request.resume and found is None:
+        raise UsageError(f"{request.out}: there is no valid checkpoint to audit; name the spec instead")
+    return asyncio.run(_audit(replace(request, spec=spec), spec, classes, console, found))
+
+
+async def _audit(
+    request: RunRequest, spec: RolloutSpec, classes: Classes, console: Console, found: Checkpoint | None
+) -> AuditReport:
+    local = fetch(spec, console)
+    data = load_data(local.spec)
+    async with open_run(request, local, classes, console, _AUDIT_ROLES) as context:
+        parts = RolloutRun(local.spec, request.out, context, data)
+        try:
+            await parts.start()
+            return await unless_stopped(context.stop, parts.audit(local.spec, found, load=True))
+        finally:
+            await parts.close()
+
+
 async def _train_on_rollouts(
     request: RunRequest,
     spec: RolloutSpec,
@@ -139,6 +177,10 @@ async def _train_on_rollouts(
             controller = await parts.controller(store, found)
             if found is not None:  # the resume stands
                 write_spec(spec, request.out / RESOLVED_SPEC)
+            if spec.audit.at_start:
+                report = await unless_stopped(context.stop, parts.audit(local.spec, found, load=False))
+                _say(console, report.lines())
+                report.require()
             parts.listen()
             return await controller.run()
         finally:
@@ -235,7 +277,8 @@ async def open_run(
         with _interrupts(cluster, stop):
             launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
             console.phase("start workers", 0, 1)
-            console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
+            sizes = [size for size in role_sizes(request.spec) if roles is None or size.role in roles]
+            console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in sizes))
             workers = await unless_stopped(stop, launcher.open(roles))
             console.phase("start workers", 1, 1)
             try:
