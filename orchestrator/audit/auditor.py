@@ -73,7 +73,7 @@ class Auditor:
         """
         self._seconds = {}
         found = await self._measure(weights, thorough=False)
-        report = self._report(weights, found, None, thorough=False)
+        report = self._report(weights, found, None)
         if all(gap.passed for gap in report.gaps):
             return report
         fresh = None
@@ -82,7 +82,7 @@ class Auditor:
         if sampler_failed and self._spec.roles.rollout.enable_prefix_caching:
             await self.forget()
             fresh = await self._measure(weights, thorough=False)
-        return self._report(weights, found, fresh, thorough=True)
+        return self._report(weights, found, fresh)
 
     async def warm(self) -> None:
         """Samples as an audit does, so that the engines' caches hold the prompts under the weights of now."""
@@ -153,9 +153,7 @@ class Auditor:
         finally:
             await self._pool.release(engine, request.samples)
 
-    def _report(
-        self, weights: AuditedWeights, found: Judgement, fresh: Judgement | None, *, thorough: bool
-    ) -> AuditReport:
+    def _report(self, weights: AuditedWeights, found: Judgement, fresh: Judgement | None) -> AuditReport:
         engines = sorted(set(found.engine))
         by_engine = [
             attribute("sampler", of_engine(found, name), None if fresh is None else of_engine(fresh, name))
@@ -169,7 +167,6 @@ class Auditor:
             between=distance(found.sampler, found.trainer),
             prompts=found.prompts,
             prompt_differences=found.prompt_differences,
-            thorough=thorough,
             seconds=dict(self._seconds),
         )
 

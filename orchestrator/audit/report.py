@@ -53,7 +53,6 @@ class AuditReport:
     """Mean |sampler - trainer| in nats."""
     prompts: int
     prompt_differences: tuple[PromptDifference, ...]
-    thorough: bool
     seconds: dict[str, float]
     """By phase."""
 

@@ -1,14 +1,13 @@
 """A sampler and a trainer on the real stack, and faults to plant in them, for the tests of the audit.
 
-Faults are planted in subclasses of the workers and, inside the engine's process, by an extension of vLLM's worker. The
-product has no switch for any of them.
+Faults are planted in subclasses of the workers and, inside the engine's process, by an extension of vLLM's worker
+(`engine_faults.py`). The product has no switch for any of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,10 @@ from workers.contract.messages import GroupRequest, RankPlan
 from workers.models.modeling import CausalLogprobs
 from workers.policy import PolicyWorker
 from workers.rollout import RolloutWorker
-from workers.weights import vllm_transfer
-from workers.weights.vllm_transfer import EngineExtension, ShmWeightTransferEngine
 
-EXTENSION = f"{__name__}.FaultyExtension"
+EXTENSION = "tests.real.engine_faults.FaultyExtension"
 LEFT_OUT = "model.layers.1."
 OTHER_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SYNC_S = 120.0
 
 
@@ -53,86 +49,6 @@ def audit_spec(folder: Path, model: Path, dtype: str, *overrides: str) -> Rollou
         f"data.train={{kind: jsonl, path: {data}}}",
     ]
     return load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", [*changes, *overrides])
-
-
-class FaultyExtension(EngineExtension):
-    """Plants faults in the process that holds the engine's model."""
-
-    model_runner: Any
-
-    def plant(self, fault: str, about: str) -> None:
-        """Plants a fault."""
-        _ENGINE_FAULTS[fault](self.model_runner, about)
-
-    def cure(self) -> None:
-        """Removes every fault."""
-        while _CURES:
-            _CURES.pop()()
-
-
-_CURES: list[Callable[[], None]] = []
-
-
-def _replace(owner: Any, name: str, value: Any) -> None:
-    old = getattr(owner, name)
-    own = name in vars(owner)
-    setattr(owner, name, value)
-    _CURES.append(lambda: setattr(owner, name, old) if own else delattr(owner, name))
-
-
-def _stale_head(runner: Any, about: str) -> None:
-    _replace(vllm_transfer, "_repack_heads", lambda model: None)
-
-
-def _left_out(runner: Any, about: str) -> None:
-    """Updates from now on lack the weights whose names contain `about`, and nothing notices."""
-    load = ShmWeightTransferEngine._load
-
-    def without(self: ShmWeightTransferEngine, tensors: Any) -> None:
-        load(self, ((name, tensor) for name, tensor in tensors if about not in name))
-
-    _replace(ShmWeightTransferEngine, "_load", without)
-    _replace(vllm_transfer, "_missing_layers", lambda model, tied: [])
-
-
-def _no_update(runner: Any, about: str) -> None:
-    _replace(ShmWeightTransferEngine, "_load", lambda self, tensors: None)
-
-
-def _positions(runner: Any, about: str) -> None:
-    """Tokens from position `about` on are one position late."""
-    start = int(about)
-
-    def late(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        positions = kwargs["positions"]
-        return args, kwargs | {"positions": positions + (positions >= start)}
-
-    for layer in runner.model.model.layers:
-        _CURES.append(layer.self_attn.register_forward_pre_hook(late, with_kwargs=True).remove)
-
-
-def _head(runner: Any, about: str) -> None:
-    """The output head computes in the type `about`; the tiny model's head is its embedding."""
-    dtype, weight = DTYPES[about], runner.model.model.embed_tokens.weight
-
-    def short(states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return functional.linear(states.to(dtype), weight.to(dtype)).float()
-
-    _replace(runner.model, "compute_logits", short)
-
-
-def _raw_logprobs(runner: Any, about: str) -> None:
-    _replace(runner.sampler, "logprobs_mode", "raw_logprobs")
-
-
-_ENGINE_FAULTS: dict[str, Callable[[Any, str], None]] = {
-    "stale head": _stale_head,
-    "left out": _left_out,
-    "no update": _no_update,
-    "positions": _positions,
-    "head": _head,
-    "raw logprobs": _raw_logprobs,
-}
 
 
 class FaultyRollout(RolloutWorker):
