@@ -89,10 +89,16 @@ class FaultyPolicy(PolicyWorker):
     head: torch.dtype | None = None
     """The output head computes in this type."""
 
-    def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
-        """As the policy does, with the faults."""
+    @property
+    def logprobs_module(self) -> CausalLogprobs:
+        """The module that scores tokens."""
         module = self.engine.module
         assert isinstance(module, CausalLogprobs)
+        return module
+
+    def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
+        """As the policy does, with the faults."""
+        module = self.logprobs_module
         hooks = []
         if self.late:
             starts = {tuple(ids) for table in rollouts for ids in table.column("prompt_ids").to_pylist()}
@@ -109,7 +115,9 @@ class FaultyPolicy(PolicyWorker):
             def short(head: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
                 return functional.linear(args[0].to(dtype), head.weight.to(dtype)).float()
 
-            hooks.append(module.model.get_output_embeddings().register_forward_hook(short))
+            found = module.model.get_output_embeddings()
+            assert found is not None
+            hooks.append(found.register_forward_hook(short))
         try:
             return super().compute_logprobs(plan, *rollouts)
         finally:
@@ -119,7 +127,7 @@ class FaultyPolicy(PolicyWorker):
     def cure(self) -> None:
         """Removes every fault."""
         self.late, self.head = False, None
-        self.engine.module.temperature = self._config.sampling.temperature
+        self.logprobs_module.temperature = self._config.sampling.temperature
 
 
 class Stack:

@@ -109,7 +109,7 @@ async def _temperature(stack: Stack) -> None:
 
 
 async def _trainer_temperature(stack: Stack) -> None:
-    stack.policy.engine.module.temperature = 1.0
+    stack.policy.logprobs_module.temperature = 1.0
 
 
 async def _top_p(stack: Stack) -> None:
@@ -182,7 +182,7 @@ async def test_truncation_that_the_logprobs_do_not_show_is_named(stack: Stack) -
         stack.engine._config = stack.engine._config.model_copy(
             update={"sampling": own.sampling.model_copy(update={"temperature": 1.0})}
         )
-        stack.policy.engine.module.temperature = 1.0
+        stack.policy.logprobs_module.temperature = 1.0
         stack.auditor._spec = own.model_copy(update={"sampling": own.sampling.model_copy(update={"temperature": 1.0})})
         report = await stack.audit()
     finally:

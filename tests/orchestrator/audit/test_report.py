@@ -12,6 +12,7 @@ from orchestrator.audit.attribution import Cause, Gap
 from orchestrator.audit.auditor import one_engine
 from orchestrator.audit.report import AuditFailed, AuditReport
 from orchestrator.errors import UsageError
+from orchestrator.launcher import WorkerClasses
 from orchestrator.reporting.console import Console
 from orchestrator.run import RunRequest, audit
 from orchestrator.spec.load import load_rollout_spec, parse_spec
@@ -89,7 +90,7 @@ def test_an_audit_has_one_engine_and_any_form_of_response() -> None:
     assert spec.sampling.structured is None
 
 
-def never() -> None:
+def never() -> WorkerClasses:
     raise AssertionError("the workers were imported")
 
 

@@ -159,7 +159,9 @@ def test_older_weights_by_module(folders: tuple[Path, Path]) -> None:
     mixed.load_state_dict({k: v for k, v in old.state_dict().items() if "layers.1." in k}, strict=False)
     np.testing.assert_allclose(found["weights:model.layers.1"], expected(mixed), atol=1e-5)
     head = load(folders[0])
-    head.get_output_embeddings().weight = old.get_input_embeddings().weight
+    output = head.get_output_embeddings()
+    assert output is not None
+    output.weight = old.get_input_embeddings().weight
     np.testing.assert_allclose(found["weights:lm_head"], expected(head), atol=1e-5)
     np.testing.assert_allclose(judge(request(folders), rollouts(), scores()).judge, expected(new), atol=1e-5)
 
