@@ -23,7 +23,8 @@ from workers.data.tokenizer import load_chat_tokenizer, render, token_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_TEMPERATURES = 65
+_TEMPERATURES = {False: 17, True: 65}
+"""Number of temperatures that are tried, without and with `thorough`: odd, so that the run's own is among them."""
 _RANGE = 4.0
 """Largest ratio of a temperature that is tried to the run's own, either way."""
 _TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -89,7 +90,7 @@ def judge(request: JudgeRequest, *tables: pa.Table) -> Judgement:
         judge=judged,
         rounded=rounded,
         hypotheses=hypotheses,
-        temperatures=_temperatures(request.temperature),
+        temperatures=_temperatures(request),
         tempered=tempered,
         engine=tuple(row["engine"] for row in rollouts for kept in row["loss_mask"] if kept),
         prompts=prompts,
@@ -144,7 +145,7 @@ def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -
 
 def _score(request: JudgeRequest, model: PreTrainedModel, rows: list[_Row]) -> tuple[Floats, dict[str, Floats], Floats]:
     """Log-probs in float32, under the hypotheses that need no pass of their own, and at every temperature."""
-    temperature, grid = request.temperature, _temperatures(request.temperature)
+    temperature, grid = request.temperature, _temperatures(request)
     judged: list[torch.Tensor] = []
     tempered: list[torch.Tensor] = []
     others: dict[str, list[torch.Tensor]] = {}
@@ -164,9 +165,9 @@ def _joined(parts: list[torch.Tensor]) -> Floats:
     return torch.cat(parts).double().numpy()
 
 
-def _temperatures(own: float) -> Floats:
+def _temperatures(request: JudgeRequest) -> Floats:
     """Temperatures to try, evenly spaced in their logarithm around the run's own."""
-    return own * np.exp(np.linspace(-np.log(_RANGE), np.log(_RANGE), _TEMPERATURES))
+    return request.temperature * np.exp(np.linspace(-np.log(_RANGE), np.log(_RANGE), _TEMPERATURES[request.thorough]))
 
 
 def _truncated(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> Iterator[tuple[str, torch.Tensor]]:
