@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -53,6 +54,9 @@ class RunRequest:
     resume: bool
     address: str | None
 
+
+AUDIT = "audit.json"
+"""File of a run folder with the report of the audit at its start."""
 
 Classes = Callable[[], WorkerClasses]
 """Called after all cheap checks have passed: importing the workers takes seconds."""
@@ -180,6 +184,7 @@ async def _train_on_rollouts(
             if spec.audit.at_start:
                 report = await unless_stopped(context.stop, parts.audit(local.spec, found, load=False))
                 _say(console, report.lines())
+                (request.out / AUDIT).write_text(json.dumps(report.as_json(), indent=1) + "\n")
                 report.require()
             parts.listen()
             return await controller.run()
