@@ -33,7 +33,8 @@ from orchestrator.live.scaling import (
     ScaledWorkers,
     WorkerScaler,
 )
-from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.reporting.recorder import RunRecorder
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
 from orchestrator.rollouts.linked_pool import Callers, LinkedPool, PoolLimits
@@ -135,6 +136,8 @@ class RolloutRun:
         updates = RolloutUpdates(_update_settings(spec), policy, self._workers.critic, self._context.console)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         recovery = RecoverySettings.from_spec(spec), updates, sync.push, store, self._context.launcher.restart
+        cluster = self._context.cluster
+        recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
             source=RolloutSource(
                 _rollout_settings(spec, self._out), rollouts, self._context.console, self._context.stop, advantages
@@ -146,21 +149,24 @@ class RolloutRun:
             ledger=ledger,
             scaler=self._scaler,
             budgets=[*self._budgets, *(pool.budget for pool in self._pools())],
-            peaks=self._context.cluster.peaks,
+            peaks=cluster.peaks,
+            recorder=recorder,
             data=data_metrics(self._data.pools, self._data.refused),
         )
-        sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
+        sinks = MetricSinks.of_spec(spec, self._out, done)
         state = ControllerState.model_validate(found.state["memory"]) if found is not None else None
         settings = TrainSettings.from_spec(spec, spec.failures.health_interval_s, spec.failures.alarm)
         return Controller(settings, components, store, sinks, self._context.console, self._context.stop, done, state)
 
-    async def audit(self, spec: RolloutSpec, found: Checkpoint | None, *, load: bool) -> AuditReport:
+    async def audit(
+        self, spec: RolloutSpec, found: Checkpoint | None, controller: Controller | None = None
+    ) -> AuditReport:
         """Compares engines and trainer with the judge, with the initial weights or those of the checkpoint.
 
         Args:
             spec: With models that are folders.
             found: The checkpoint; None: the initial weights.
-            load: Whether the policy has yet to load it.
+            controller: The run's, which has loaded the checkpoint; None: nothing has loaded it.
         """
         policy, model = self._workers.policy, Path(spec.model.path)
         if policy is None:
@@ -172,9 +178,11 @@ class RolloutRun:
             report = await auditor.run(AuditedWeights("the initial weights", 0, model))
         else:
             await auditor.warm()
-            if load:
+            sync = None if controller is None else controller.components.sync
+            if sync is None:
                 await self._load(found)
-            await weight_sync(spec, policy, self._pool, self._context.cluster).push(found.step)
+                sync = weight_sync(spec, policy, self._pool, self._context.cluster)
+            await sync.push(found.step)
             weights = AuditedWeights(f"the checkpoint of step {found.step}", found.step, found.path / MODEL, model)
             report = await auditor.run(weights)
         await auditor.forget()

@@ -154,7 +154,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             *preflight_models.wrong_kinds(self.models(), self.trains),
             *preflight.too_long(self.models(), self.sequence_lengths()),
             *preflight.missing_data(self.data_sources()),
-            *preflight.missing_libraries(self.data_sources(), self.output.tensorboard),
+            *preflight.missing_libraries(self.data_sources(), self.output.sinks),
         ]
 
     def with_model(self, path: Path) -> list[str]:

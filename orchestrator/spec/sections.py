@@ -571,13 +571,33 @@ class FailureConfig(BaseFailures):
     """Watch for reward hacking."""
 
 
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
+"""A destination of metrics."""
+
+
+class PrometheusConfig(Frozen):
+    """An endpoint `/metrics`, without authentication."""
+
+    port: int = Field(default=9464, ge=1, le=65535)
+    """Port to listen on."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on; the default is reached from the same node only."""
+
+
 class BaseOutput(Frozen):
     """What the run writes, besides its log, metrics and checkpoints."""
 
     folder: str = Field(default="runs", min_length=1)
     """Folder of runs: each is written to a folder in it, named after the spec."""
-    tensorboard: bool = False
-    """Write TensorBoard event files."""
+    sinks: tuple[SinkName, ...] = ()
+    """Where metrics go besides `metrics.jsonl`: `tensorboard` (event files in the run folder), `wandb`, `mlflow`
+    (packages of these names, configured by their own environment variables)."""
+    project: str = Field(default="troupe", min_length=1)
+    """Project (wandb) or experiment (mlflow) to which the run belongs."""
+    prometheus: PrometheusConfig | None = None
+    """Serve the metrics of the latest step to Prometheus, from the controller's node."""
+    keep_gib: float = Field(default=20.0, ge=0.0)
+    """GiB that the samples and timelines of the steps may take; the oldest steps are deleted. 0: no bound."""
 
 
 class OutputConfig(BaseOutput):

@@ -20,7 +20,8 @@ from orchestrator.data.texts import Pieces, TextOrder
 from orchestrator.errors import TrainingDiverged, TroupeError, WorkerError
 from orchestrator.live.scaling import WorkerScaler
 from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.reporting.sinks.base import LoggedRun
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
 from orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
@@ -134,7 +135,7 @@ class RolloutRun(FakeRun):
             ledger=ledger,
             scaler=self.scaler(console),
         )
-        sinks = MetricSinks.open(self.out, tensorboard=False, resume_at=done)
+        sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
         self.controller = Controller(self.settings, components, store, sinks, console, self.stop, done)
         return self.controller
 
