@@ -81,7 +81,7 @@ def judge(request: JudgeRequest, *tables: pa.Table) -> Judgement:
         judged, hypotheses, tempered = _score(request, model, rows)
         if request.thorough:
             hypotheses |= _thorough(request, model, rows)
-        rounded = _score_rounded(request, model, rows)
+        rounded = _score_rounded(request, rows)
     prompts, differences = _compare_prompts(request, rollouts)
     masks = [row["loss_mask"] for row in rollouts]
     return Judgement(
@@ -139,7 +139,7 @@ def _run(model: PreTrainedModel, row: _Row, positions: torch.Tensor | None = Non
 
 def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
     """[T] log-probs of `targets` [T, 1]."""
-    scaled = logits.float() / temperature
+    scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     return (scaled.gather(-1, targets) - scaled.logsumexp(-1, keepdim=True))[:, 0]
 
 
@@ -207,39 +207,21 @@ def _heads(
             yield f"head:{name}", _logprobs(short, targets, request.temperature)
 
 
-def _score_rounded(request: JudgeRequest, model: PreTrainedModel, rows: list[_Row]) -> Floats:
-    """Log-probs with the rounding of the run's data type and head."""
+def _score_rounded(request: JudgeRequest, rows: list[_Row]) -> Floats:
+    """Log-probs that differ from the judge's by the rounding of the run's data type and head."""
     temperature = request.temperature
-    if request.model.dtype == "float32":
-        return _joined(_score_batch(model, rows, temperature))
-    short = _load(request, request.weights, torch.bfloat16)
-    head = short.get_output_embeddings()
+    dtype = torch.float64 if request.model.dtype == "float32" else torch.bfloat16
+    other = _load(request, request.weights, dtype)
+    head = other.get_output_embeddings()
     parts = []
     for row in rows:
-        logits, states = _run(short, row)
+        logits, states = _run(other, row)
         if request.model.computes_float32_logits and isinstance(head, torch.nn.Linear):
             bias = None if head.bias is None else head.bias.float()
             full = functional.linear(states.float(), head.weight.float(), bias)
             logits = full if torch.allclose(full, logits.float(), rtol=0.1, atol=0.1) else logits
         parts.append(_logprobs(logits, row.targets, temperature))
     return _joined(parts)
-
-
-def _score_batch(model: PreTrainedModel, rows: list[_Row], temperature: float) -> list[torch.Tensor]:
-    """As `_score`, with all rows in one padded batch: the same sums in another order."""
-    width = max(row.ids.shape[1] for row in rows)
-    padded = [functional.pad(row.ids, (0, width - row.ids.shape[1])) for row in rows]
-    lengths = torch.tensor([row.ids.shape[1] for row in rows])
-    mask = (torch.arange(width)[None] < lengths[:, None]).long()
-    states = model.base_model(input_ids=torch.cat(padded), attention_mask=mask, use_cache=False)[0]
-    parts = []
-    for row, own in zip(rows, states, strict=True):
-        chosen = row.of(own[None, : row.ids.shape[1]])
-        plain, head = _run(model, row)[0], model.get_output_embeddings()
-        logits = plain if head is None else head(chosen)
-        logits = logits if torch.allclose(logits, plain, rtol=1e-3, atol=1e-3) else plain
-        parts.append(_logprobs(logits, row.targets, temperature))
-    return parts
 
 
 def _thorough(request: JudgeRequest, model: PreTrainedModel, rows: list[_Row]) -> dict[str, Floats]:

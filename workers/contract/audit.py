@@ -65,7 +65,7 @@ class Judgement:
     judge: Floats
     """In float32, at the run's temperature."""
     rounded: Floats
-    """As `judge`, with the run's data type and head; in float32, with sums in another order."""
+    """As `judge`, with the run's data type and head; for a run in float32, in float64."""
     hypotheses: Mapping[str, Floats]
     """By key. -inf: the token cannot be sampled under the hypothesis."""
     temperatures: Floats

@@ -194,7 +194,7 @@ def test_rounding_is_that_of_the_runs_type(folders: tuple[Path, Path]) -> None:
     short = judge(request(folders, model=short_config), rollouts(), scores())
     exact = judge(request(folders), rollouts(), scores())
     gaps = [np.abs(found.rounded - found.judge).mean() for found in (exact, full, short)]
-    assert gaps[0] < 1e-5 < gaps[1] < gaps[2]
+    assert 0 < gaps[0] < 1e-5 < gaps[1] < gaps[2]
     assert "head:bfloat16" in full.hypotheses
     assert "head:bfloat16" not in short.hypotheses
 
