@@ -44,8 +44,8 @@ def audit_spec(folder: Path, model: Path, dtype: str, *overrides: str) -> Rollou
     rows = [{"prompt": f"Tell me what {a} + {b} is.", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = [
-        *(f"model.path={model}", f"model.dtype={dtype}", "sampling.max_tokens=24", "sampling.temperature=0.7"),
-        *("roles.rollout.threads=2", "roles.policy.threads=2"),
+        *(f"model.path={model}", f"model.dtype={dtype}", "sampling.max_tokens=20", "sampling.temperature=0.7"),
+        *("roles.rollout.threads=2", "roles.policy.threads=2", "audit.tokens=160"),
         f"data.train={{kind: jsonl, path: {data}}}",
     ]
     return load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", [*changes, *overrides])
