@@ -187,7 +187,7 @@ def _candidates(numbers: Floats, found: Judgement) -> Iterator[tuple[Cause, Floa
     """Every hypothesis with its log-probs; shares are not known yet."""
     temperature, column = fit_temperature(numbers, found)
     if abs(temperature / _own_temperature(found) - 1.0) > _TEMPERATURE_STEP:
-        yield Cause("temperature", f"{temperature:.3g}", 0.0), column
+        yield Cause("temperature", f"{temperature:.2g}", 0.0), column
     for key, hypothesis in found.hypotheses.items():
         kind, _, about = key.partition(":")
         yield Cause(kind, about, 0.0), hypothesis

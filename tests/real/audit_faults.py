@@ -142,6 +142,7 @@ class Stack:
         self.engine = FaultyRollout(spec.rollout_config(), "rollout-0")
         self.policy = FaultyPolicy(spec.policy_config(), "policy-0")
         pool = EnginePool([Engine(FaultyWorker("rollout-0", self.engine), "here")], self._no_other, pool_bounds(spec))
+        self.pool = pool
         group = PolicyGroup("policy", [FaultyWorker("policy-0", self.policy)], spec.roles.policy.micro_batch_tokens)
         self.group = group
         self.sync = FileSync(group, pool, SYNC_S)
@@ -150,13 +151,17 @@ class Stack:
 
     async def start(self) -> None:
         """Starts both workers."""
-        await self.engine.start()
-        await self.group.start(SYNC_S)
+        health = await self.engine.start()
+        self.pool.engines[0].host = health.host
+        if torch.distributed.is_initialized():
+            self.policy.build()  # DeepSpeed knows only the first group of a process
+        else:
+            await self.group.start(SYNC_S)
 
     async def close(self) -> None:
         """Ends both workers."""
         await self.engine.close()
-        self.policy.close()
+        self.policy.release()
 
     async def update(self, seed: int) -> None:
         """Changes every weight of the policy a little, and pushes them, after the engine has sampled."""

@@ -123,7 +123,7 @@ def test_a_wrong_temperature_is_fitted(noise: float, temperature: float) -> None
     assert fitted == pytest.approx(temperature, rel=0.01)
     assert distance(column, found.sampler) < noise + 1e-3
     (cause,) = attribute("sampler", found).causes
-    assert (cause.kind, cause.about) == ("temperature", f"{fitted:.3g}")
+    assert (cause.kind, cause.about) == ("temperature", f"{fitted:.2g}")
 
 
 def test_two_layers_of_older_weights_are_named_together() -> None:
