@@ -36,6 +36,9 @@ _LOG_RATIO = 12.0
 """Log of the likelihood ratio from which the samples speak: for 100 hypotheses, a false alarm in 1600 audits."""
 _MOST = 20.0
 """Largest gap of one token that counts: one impossible token must not decide."""
+_STRAY = 0.01
+"""Share of tokens that may be drawn as the judge says although a hypothesis holds: rounding moves a token across the
+border of a truncated distribution."""
 _TEMPERATURE_STEP = 0.02
 """Relative difference of temperatures that counts as one."""
 _PRESENT = 0.5
@@ -238,11 +241,11 @@ def _nearest(numbers: Floats, found: Judgement, gap: float) -> str:
 
 def _of_samples(found: Judgement) -> list[Cause]:
     """Causes that only the choice of the tokens shows, the likeliest first."""
-    ratios = {key: float((column - found.judge).sum()) for key, column in found.hypotheses.items()}
+    ratios = {key: _log_ratio(column, found.judge) for key, column in found.hypotheses.items()}
     own = _own_temperature(found)
     for temperature, column in zip(found.temperatures, found.tempered.T, strict=True):
         if abs(temperature / own - 1.0) > _TEMPERATURE_STEP:
-            ratios[f"temperature:{temperature:.2g}"] = float((column - found.judge).sum())
+            ratios[f"temperature:{temperature:.2g}"] = _log_ratio(column, found.judge)
     if not ratios:
         return []
     key, ratio = max(ratios.items(), key=lambda item: item[1])
@@ -250,3 +253,8 @@ def _of_samples(found: Judgement) -> list[Cause]:
         return []
     kind, _, about = key.partition(":")
     return [Cause(kind, about, 0.0, samples_only=True)]
+
+
+def _log_ratio(hypothesis: Floats, judge: Floats) -> float:
+    """Log of the likelihood ratio of a hypothesis, mixed with a little of the judge's distribution, to the judge."""
+    return float(np.log((1.0 - _STRAY) * np.exp(hypothesis - judge) + _STRAY).sum())

@@ -148,6 +148,15 @@ def test_truncation_that_the_logprobs_hide_is_named_by_the_samples() -> None:
     assert attribute("trainer", world.judgement).passed
 
 
+def test_a_token_at_the_border_does_not_hide_truncation() -> None:
+    """Rounding makes it impossible under the hypothesis that holds."""
+    world = World(5, top_p=0.8)
+    hypotheses = {key: column.copy() for key, column in world.judgement.hypotheses.items()}
+    hypotheses["top_p:0.8"][[3, 70]] = -np.inf
+    (cause,) = attribute("sampler", replace(world.judgement, hypotheses=hypotheses)).causes
+    assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", True)
+
+
 def test_a_gap_without_a_hypothesis_is_unexplained() -> None:
     world = World(6)
     strange = world.judgement.judge + world.generator.normal(0.0, 0.5, TOKENS)
