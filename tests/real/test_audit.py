@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[Callable[[Stack], Awaitable[None]], str, str]] = {
 
 
 HIDDEN = {
-    "the packed output head is not renewed (trap 3)": "no effect: vLLM packs no copy of a float32 head",
+    "the packed output head is not renewed (trap 3)": "without effect beside a float32 head",
     "the engine's head is in bfloat16": "less than the rounding of the layers",
     "the engine's head is in float16": "less than the rounding of the layers",
     "the trainer's head is in bfloat16": "less than the rounding of the layers",
