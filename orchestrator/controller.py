@@ -368,7 +368,8 @@ class Controller:
         """Events for what changed during the step in counts that the run keeps anyway."""
         recorder, ledger = self._recorder, self.components.ledger
         for reason, samples in recorder.counts("dropped", ledger.drop_reasons()).items():
-            recorder.events.record("dropped", reason=reason, samples=int(samples))
+            if samples > 0:  # a retry takes dropped samples back
+                recorder.events.record("dropped", reason=reason, samples=int(samples))
         if retries := recorder.counts("ledger", ledger.counts()).get("retries"):
             recorder.events.record("retry", groups=int(retries))
         workers = {name: value for name, value in metrics.items() if name.startswith("workers/")}

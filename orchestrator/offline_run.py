@@ -54,9 +54,11 @@ class OfflineRun:
             evaluator = self._evaluator(tokenized, table)
             data |= _tokenized("eval", held_out, tokenized)
         order = PromptSource(examples, spec.seed)
-        ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
+        ledger = Ledger()
         if found is not None:
-            order.restore(found.state["source"])
+            with found.restoring():
+                ledger = Ledger.restore(found.state["ledger"])
+                order.restore(found.state["source"])
             for line in await load_checkpoint(found, [self._trainer], spec.schedule.train_timeout_s):
                 self._context.console.message(line)
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)

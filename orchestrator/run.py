@@ -10,6 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from orchestrator.audit.auditor import one_engine
@@ -172,10 +173,11 @@ async def _train_on_rollouts(
     data = load_data(local.spec)
     data = replace(data, refused=_check_data(console, local.spec, data.pools, COUNTED).refused)
     if found is not None:
-        state = found.state["source"]
-        require_same_rows("data.train", state["prompts"], data.train.digest)
-        if data.texts is not None:
-            require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
+        with found.restoring():
+            state = found.state["source"]
+            require_same_rows("data.train", state["prompts"], data.train.digest)
+            if data.texts is not None:
+                require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
     async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
         parts = RolloutRun(spec, request.out, context, data)
         try:
@@ -206,7 +208,8 @@ async def _train_offline(
     examples = load_examples(local.spec)
     _check_data(console, local.spec, named(*examples))
     if found is not None:
-        require_same_rows("data.train", found.state["source"], examples[0].digest)
+        with found.restoring():
+            require_same_rows("data.train", found.state["source"], examples[0].digest)
     async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
         controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
         if found is not None:  # the resume stands
@@ -301,11 +304,9 @@ async def open_run(
     try:
         with _interrupts(cluster, stop), recorded_failure(cluster.events):
             launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
-            console.phase("start workers", 0, 1)
             sizes = [size for size in role_sizes(request.spec) if roles is None or size.role in roles]
             console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in sizes))
-            workers = await unless_stopped(stop, launcher.open(roles))
-            console.phase("start workers", 1, 1)
+            workers = await unless_stopped(stop, launcher.open(roles, partial(console.phase, "start workers")))
             try:
                 yield RunContext(cluster, launcher, workers, console, stop)
             finally:

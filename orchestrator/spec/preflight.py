@@ -66,6 +66,8 @@ def model_folder(folder: Path) -> str:
         return f"no such folder: {folder}"
     if not (folder / "config.json").is_file():
         return f"{folder} is not a model folder: it has no config.json"
+    if (folder / "config.json").stat().st_size > _CONFIG_BYTES:
+        return f"{folder / 'config.json'} is larger than {_CONFIG_BYTES >> 20} MiB: this is no model's configuration"
     if not any(folder.glob("*.safetensors")):
         return f"{folder} has no *.safetensors"
     if not any((folder / name).is_file() for name in TOKENIZERS):

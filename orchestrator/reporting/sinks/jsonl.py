@@ -93,6 +93,6 @@ def _step_of(line: str) -> float:
     """The step of a complete line; infinity for a truncated or foreign line."""
     try:
         step = json.loads(line)["step"] if line.endswith("\n") else None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         step = None
     return step if isinstance(step, int) else math.inf
