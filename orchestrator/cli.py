@@ -28,6 +28,7 @@ from orchestrator.commands.options import (
     SpecArgument,
     exit_with,
 )
+from orchestrator.commands.report import report
 from orchestrator.errors import StopRequested, TroupeError, UsageError
 from orchestrator.platforms.flags import KubernetesFlags, SlurmFlags, with_flags
 from orchestrator.spec.errors import SpecError
@@ -390,7 +391,7 @@ def export(
         _push(source, push, private=not public, ask=not yes)
 
 
-for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply):
+for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply, report):
     app.command()(command)
 
 

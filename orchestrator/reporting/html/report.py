@@ -1,0 +1,184 @@
+"""`troupe report`: collects the data of runs and writes the page."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import TroupeError
+from orchestrator.reporting.html.budget import fitting
+from orchestrator.reporting.html.overview import overview, sections, spec_differences
+from orchestrator.reporting.html.page import render
+from orchestrator.reporting.html.samples import step_block
+from orchestrator.reporting.html.timeline import phases_from_metrics, spans_of, timeline_block
+from orchestrator.reporting.html.token_texts import TokenTexts
+from orchestrator.reporting.run_folder import RunFolder
+from orchestrator.reporting.verdicts.history import History
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+REPORT = "report.html"
+"""Name of the file in a run's folder, where no other is asked for."""
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a run the page holds."""
+
+    samples: int = 24 * MIB
+    """Bytes of samples, over all runs."""
+    spans: int = 4 * MIB
+    """Bytes of spans, over all runs."""
+
+
+def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = None) -> Path:
+    """Write the report of one or several runs.
+
+    Args:
+        folders: Run folders; curves of several are drawn over each other.
+        output: The file. It is replaced as a whole.
+        budget: How much the page may hold; None: the defaults.
+
+    Returns:
+        The file. Raises UsageError where a folder holds no run, and OSError where the file cannot be written.
+    """
+    text = render(page_data([RunFolder(folder) for folder in folders], budget or Budget()))
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return output
+
+
+def page_data(runs: Sequence[RunFolder], budget: Budget) -> Json:
+    """Everything that a page shows, as JSON-ready data."""
+    shared = Budget(budget.samples // max(len(runs), 1), budget.spans // max(len(runs), 1))
+    return summary(runs) | {
+        "samples": [samples_data(run, shared.samples) for run in runs],
+        "timeline": [timeline_data(run, shared.spans) for run in runs],
+    }
+
+
+def summary(runs: Sequence[RunFolder]) -> Json:
+    """The data without samples and spans."""
+    overviews = [overview(run) for run in runs]
+    names = list(dict.fromkeys(name for one in overviews for name in one["metrics"]))
+    return {
+        "generated": round(time.time(), 3),
+        "runs": overviews,
+        "sections": sections(names),
+        "differences": spec_differences([run.spec for run in runs]) if len(runs) > 1 else [],
+    }
+
+
+def samples_data(run: RunFolder, budget: int) -> Json:
+    """The samples of as many steps as fit into the budget, evenly spread."""
+    steps = list(run.sample_files())
+    texts = TokenTexts(run.spec.get("model") or {})
+    blocks: dict[int, Json | None] = {}
+
+    def block(step: int) -> Json | None:
+        if step not in blocks:
+            blocks[step] = sample_block(run, step, texts)
+        return blocks[step]
+
+    if steps:  # one question to the tokenizer for most of the run's tokens, instead of one for each step
+        texts.learn(_distinct_ids(run, fitting(steps, lambda step: 1, 64)))
+    kept = fitting(steps, _sizes(block), budget)
+    found = [one for step in kept if (one := block(step)) is not None]
+    if sum(len(json.dumps(one)) for one in found) > budget:  # even the last step alone is too large
+        found = [_first_groups(one, budget) for one in found[-1:]]
+    return {
+        "blocks": found,
+        "steps": steps,
+        "rule": _rule(len(found), len(steps), "samples"),
+        "problem": texts.problem,
+    }
+
+
+def sample_block(run: RunFolder, step: int, texts: TokenTexts) -> Json | None:
+    """One step's samples; None where its file cannot be read."""
+    try:
+        return step_block(run.samples(step), step, texts)
+    except (TroupeError, KeyError) as error:
+        logger.warning("the samples of step %d are left out: %s", step, error)
+        return None
+
+
+def timeline_data(run: RunFolder, budget: int) -> Json:
+    """The controller's phases of every step, and the spans of as many steps as fit into the budget."""
+    steps = list(run.timeline_files())
+    blocks: dict[int, Json | None] = {step: span_block(run, step) for step in steps}
+    kept = fitting(steps, _sizes(blocks.__getitem__), budget)
+    found = [one for step in kept if (one := blocks[step]) is not None]
+    return {
+        "phases": phases_from_metrics(History.of(run.metrics())),
+        "times": [{"step": one["step"], **one["times"]} for one in blocks.values() if one is not None],
+        "blocks": found,
+        "steps": steps,
+        "rule": _rule(len(found), len(steps), "spans"),
+    }
+
+
+def span_block(run: RunFolder, step: int) -> Json | None:
+    """One step's spans; None where its file cannot be read or holds none."""
+    try:
+        return timeline_block(step, spans_of(run.timeline(step)))
+    except (TroupeError, KeyError) as error:
+        logger.warning("the timeline of step %d is left out: %s", step, error)
+        return None
+
+
+def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:
+    found: set[int] = set()
+    for step in steps:
+        try:
+            ids = run.samples(step)["response_ids"].combine_chunks().flatten()
+        except (TroupeError, KeyError):
+            continue
+        found.update(ids.unique().to_pylist())
+    return found
+
+
+def _sizes(block: Callable[[int], Json | None]) -> Callable[[int], int]:
+    known: dict[int, int] = {}
+
+    def size(step: int) -> int:
+        if step not in known:
+            known[step] = len(json.dumps(block(step)))
+        return known[step]
+
+    return size
+
+
+def _first_groups(block: Json, budget: int) -> Json:
+    """The first rows of a block that fit: whole groups."""
+    rows = len(block["group"])
+    keep = max(1, rows * budget // max(len(json.dumps(block)), 1))
+    while keep > 1 and keep < rows and block["group"][keep] == block["group"][keep - 1]:
+        keep -= 1
+
+    def cut(value: Any) -> Any:
+        return value[:keep] if isinstance(value, list) and len(value) == rows else value
+
+    part = {name: cut(value) for name, value in block.items() if name not in {"prompts", "vocabulary"}}
+    part["components"] = {name: cut(values) for name, values in block["components"].items()}
+    part["values"] = {name: one | {"rows": one["rows"][:keep]} for name, one in block.get("values", {}).items()}
+    return part | {name: block[name] for name in ("prompts", "vocabulary") if name in block}
+
+
+def _rule(kept: int, steps: int, what: str) -> str:
+    if kept == steps:
+        return ""
+    return f"The {what} of {kept} of {steps} steps are in this file, evenly spread, so that it stays small."
