@@ -17,12 +17,14 @@ from orchestrator.controller import RunOutcome
 from orchestrator.data.examples import load_examples
 from orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
 from orchestrator.data.survey import Pools, describe, named
+from orchestrator.doctor.versions import versions as describe_versions
 from orchestrator.errors import TroupeError, UsageError, WorkerError
 from orchestrator.hub.resolve import LocalFiles, fetch
 from orchestrator.launcher import RunContext, WorkerClasses, WorkerLauncher
 from orchestrator.live.resume import require_same_rows, resumption
 from orchestrator.offline_run import OfflineRun
 from orchestrator.reporting.console import Console
+from orchestrator.reporting.recorder import recorded_failure
 from orchestrator.rollout_run import CLOSE_TIMEOUT_S, RolloutRun, load_data, write_spec
 from orchestrator.run_lock import locked
 from orchestrator.spec.base import RunSpec
@@ -132,7 +134,7 @@ async def _train_on_rollouts(
         require_same_rows("data.train", state["prompts"], data.train.digest)
         if data.texts is not None:
             require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
-    async with open_run(request, local, classes, console) as context:
+    async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
         parts = RolloutRun(spec, request.out, context, data)
         try:
             await parts.start()
@@ -158,7 +160,7 @@ async def _train_offline(
     _check_data(console, local.spec, named(*examples))
     if found is not None:
         require_same_rows("data.train", found.state["source"], examples[0].digest)
-    async with open_run(request, local, classes, console) as context:
+    async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
         controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
         if found is not None:  # the resume stands
             write_spec(spec, request.out / RESOLVED_SPEC)
@@ -213,6 +215,17 @@ def _check_data(console: Console, spec: RunSpec, pools: Pools, most: int = PROMP
     return found
 
 
+def _facts(spec: RunSpec) -> dict[str, object]:
+    """What a run consists of: workers by role, and versions of the packages that it builds on."""
+    versions = dict(line.split(" ", 1) for line in describe_versions().splitlines())
+    return {"name": spec.name, "roles": {size.role: size.workers for size in role_sizes(spec)}, "versions": versions}
+
+
+def _done(found: Checkpoint | None) -> int:
+    """Steps that a run has completed which resumes from this checkpoint."""
+    return 0 if found is None else found.step
+
+
 def _say(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         console.message(line)
@@ -225,14 +238,21 @@ async def open_run(
     classes: Classes,
     console: Console,
     roles: frozenset[str] | None = None,
+    resume_at: int | None = None,
 ) -> AsyncIterator[RunContext]:
-    """A cluster with the workers of all roles (or of `roles`) running; all of it ends with the block."""
+    """A cluster with the workers of all roles (or of `roles`) running; all of it ends with the block.
+
+    `resume_at`: steps that the run has completed; None: nothing is recorded, as this is no training.
+    """
     console.phase("start Ray", 0, 1)
     cluster = Cluster.connect(room(request.spec), request.address)
+    if resume_at is not None:
+        cluster.events.open(request.out, resume_at)
+        cluster.events.record("run_started", **_facts(request.spec), resume_at=resume_at)
     cluster.watch(request.spec.failures.stopped_s)
     stop = asyncio.Event()
     try:
-        with _interrupts(cluster, stop):
+        with _interrupts(cluster, stop), recorded_failure(cluster.events):
             launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
             console.phase("start workers", 0, 1)
             console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
@@ -247,6 +267,7 @@ async def open_run(
         error.add_note(f"worker logs: {cluster.logs}")
         raise
     finally:
+        cluster.events.close()
         cluster.abandon()
 
 

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from orchestrator.capacity.placement import Node, Placement, Seat, fit, misfit
 from orchestrator.cluster import ray_nodes
+from orchestrator.cluster.call_log import CallLog
 from orchestrator.cluster.environment_link import ActorEnvironments
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.judge_link import ActorJudges
@@ -35,8 +36,16 @@ from orchestrator.errors import (
     WorkerTimeout,
 )
 from orchestrator.reporting.metrics import PeakMemory
+from orchestrator.reporting.recorder import EventLog
 from workers.contract.judges import JudgeGone
-from workers.contract.messages import WeightsDamaged, WorkerGone
+from workers.contract.messages import (
+    GroupRequest,
+    GroupSummary,
+    RewardSummary,
+    WeightsDamaged,
+    WeightUpdate,
+    WorkerGone,
+)
 from workers.contract.roles import Engine, Environment, JudgeEngine, Reply, TableRef, Worker
 
 logger = logging.getLogger(__name__)
@@ -60,21 +69,35 @@ def _submit(actor: Any, method: Callable[..., object], args: Sequence[object], k
 class ActorWorker(Generic[W_co]):
     """A worker that is a Ray actor: the `WorkerHandle` of a run."""
 
-    def __init__(self, name: str, actor: Any, peaks: PeakMemory, watch: ProcessWatch | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        peaks: PeakMemory,
+        calls: CallLog,
+        watch: ProcessWatch | None = None,
+        on_loss: Callable[[str, str], None] = lambda worker, detail: None,
+    ) -> None:
         """A worker that runs.
 
         Args:
             name: Role and index.
             actor: The Ray actor.
             peaks: Collects the peak memory that the worker reports along with its answers.
+            calls: Records every call.
             watch: Knows more about the end of its process.
+            on_loss: Called once with its name and the reason when its process turns out to be gone.
         """
         self._name = name
         self.actor = actor
         self._peaks = peaks
+        self._calls = calls
         self._watch = watch
+        self._on_loss = on_loss
         self._process: Process | None = None
         self._verdict = ""
+        self._ended = False
+        """Whether the process was ended on purpose, or its loss was reported."""
 
     @property
     def name(self) -> str:
@@ -85,7 +108,7 @@ class ActorWorker(Generic[W_co]):
         self, method: Callable[Concatenate[W_co, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """See `WorkerHandle.call`."""
-        return await self._wait(_submit(self.actor, method, args, kwargs), method.__name__, timeout_s)
+        return await self._wait(_submit(self.actor, method, args, kwargs), method.__name__, timeout_s, args)
 
     async def call_for_table(
         self,
@@ -97,10 +120,11 @@ class ActorWorker(Generic[W_co]):
         """See `WorkerHandle.call_for_table`; only the summary is fetched."""
         name = method.__name__
         summary, table = getattr(self.actor, name).options(num_returns=2).remote(*args, **kwargs)
-        return await self._wait(summary, name, timeout_s), table
+        return await self._wait(summary, name, timeout_s, args), table
 
     def kill(self) -> None:
         """Ends the actor's process immediately; does nothing if it is gone."""
+        self._ended = True
         ray.kill(self.actor, no_restart=True)
 
     def locate(self, process: Process) -> None:
@@ -111,11 +135,24 @@ class ActorWorker(Generic[W_co]):
         """See `process_watch.Watched`."""
         self._verdict = verdict
         self.kill()
+        self._on_loss(self._name, verdict)
 
-    async def _wait(self, ref: Any, method: str, timeout_s: float) -> Any:
-        """Awaits a result and records the peak memory in it; turns Ray's errors into WorkerErrors."""
+    async def _wait(self, ref: Any, method: str, timeout_s: float, args: Sequence[object]) -> Any:
+        """Awaits a result; records the call, and the peak memory in the result."""
+        call = self._calls.begin(self._name, method, timeout_s, _subject(args[0]) if args else "")
         try:
-            answer = await within(timeout_s, ref)
+            answer = await self._answer(ref, method, timeout_s)
+        except BaseException as error:
+            self._calls.end(call, type(error).__name__)
+            raise
+        self._calls.end(call, detail=_subject(answer))
+        self._peaks.note(self._name, answer)
+        return answer
+
+    async def _answer(self, ref: Any, method: str, timeout_s: float) -> Any:
+        """Awaits a result; turns Ray's errors into WorkerErrors."""
+        try:
+            return await within(timeout_s, ref)
         except TimeoutError:
             raise WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s") from None
         except RayTaskError as error:
@@ -124,16 +161,25 @@ class ActorWorker(Generic[W_co]):
                 raise WorkerDied(self._name, method, reason, cause.fault) from error
             raise _kind(cause)(self._name, method, reason) from error
         except RayActorError as error:
-            raise WorkerDied(self._name, method, self._verdict or self._death(error)) from error
+            detail = self._verdict or self._death(error)
+            if not self._ended:
+                self._ended = True
+                self._on_loss(self._name, detail)
+            raise WorkerDied(self._name, method, detail) from error
         except RayError as error:
             raise _kind(error)(self._name, method, ray_nodes.one_line(error)) from error
-        self._peaks.note(self._name, answer)
-        return answer
 
     def _death(self, error: RayActorError) -> str:
         """Ray's reason for the actor's death, with what the node knows about it."""
         words = "" if self._watch is None else self._watch.last_words(self._process)
         return f"{_reason(error)}{words and f' ({words})'}"
+
+
+def _subject(value: object) -> str:
+    """What a call with this first argument or result is about; empty where it says nothing."""
+    if isinstance(value, GroupRequest | GroupSummary | RewardSummary):
+        return value.prompt_uid
+    return f"version {value.version}" if isinstance(value, WeightUpdate) else ""
 
 
 def _kind(cause: BaseException) -> type[WorkerError]:
@@ -219,6 +265,10 @@ class Cluster:
         self.logs = session / "logs"
         """Folder of the workers' own logs, on this node."""
         self.peaks = PeakMemory()
+        self.calls = CallLog()
+        """Every call to a worker."""
+        self.events = EventLog()
+        """What happens to workers, and in the run."""
         self._reserved: dict[str, _Reservation] = {}
         self._actors: list[ActorWorker[Any]] = []
         self._watch: ProcessWatch | None = None
@@ -294,7 +344,8 @@ class Cluster:
             where = NodeAffinitySchedulingStrategy(node.id, soft=False)
             done = task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*args)
             try:
-                await within(timeout_s, done)
+                with self.calls.during(f"node {node.name}", function.__name__, timeout_s):
+                    await within(timeout_s, done)
             except TimeoutError:
                 raise WorkerTimeout(f"node {node.name}", function.__name__, f"not done in {timeout_s:g} s") from None
             except RayTaskError as error:
@@ -317,8 +368,10 @@ class Cluster:
         deadline = time.monotonic() + limit_s
         for placement in placements:
             group = self._reserve(placement)
+            left_s = max(0.1, deadline - time.monotonic())
             try:
-                await asyncio.wait_for(group.ready(), max(0.1, deadline - time.monotonic()))
+                with self.calls.during("cluster", self.reserve.__name__, left_s, placement.name):
+                    await asyncio.wait_for(group.ready(), left_s)
             except TimeoutError:
                 self.release(placement.name)
                 raise DoesNotFit(misfit(placement, placements, ray_nodes.free(), limit_s)) from None
@@ -365,11 +418,14 @@ class Cluster:
         if spec.concurrent:
             options["max_concurrency"] = _ASYNC_CALLS
         actor = ray.remote(spec.worker_class).options(**options).remote(*spec.args)
-        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks, self._watch)
+        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks, self.calls, self._watch, self._lost)
         self._actors.append(worker)
         if self._watch is not None:
             self._watch.add(worker)
         return worker
+
+    def _lost(self, worker: str, detail: str) -> None:
+        self.events.record("worker_lost", worker=worker, detail=detail)
 
     async def end(self, worker: ActorWorker[Any], timeout_s: float) -> None:
         """Asks a worker to close, then ends its process."""
