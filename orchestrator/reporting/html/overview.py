@@ -23,7 +23,6 @@ from orchestrator.reporting.verdicts.history import History, Series
 from orchestrator.reporting.verdicts.judge import judge
 from orchestrator.spec.load import RunSpec, parse_spec
 from orchestrator.spec.yaml_reader import read_file
-from orchestrator.training.checkpoint import STATE
 
 Json = dict[str, Any]
 
@@ -31,6 +30,8 @@ MOST_POINTS = 2000
 """Points of a curve that the page keeps."""
 _MOST_EVENTS = 500
 _OTHER = "Other"
+_STATE = "state.json"
+"""What a checkpoint holds of the controller."""
 _CHECKPOINT = re.compile(r"step-\d+")
 
 
@@ -139,7 +140,7 @@ def _saved_reasons(checkpoints: Path) -> dict[str, float]:
     if not folders:
         return {}
     try:
-        dropped = json.loads((folders[-1] / STATE).read_bytes())["ledger"]["dropped"]
+        dropped = json.loads((folders[-1] / _STATE).read_bytes())["ledger"]["dropped"]
         return {str(reason)[:200]: float(count) for reason, count in dropped.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -124,7 +124,9 @@ def timeline_data(run: RunFolder, budget: int) -> Json:
     found = [one for step in kept if (one := blocks[step]) is not None]
     return {
         "phases": phases_from_metrics(History.of(run.metrics())),
-        "times": [{"step": one["step"], **one["times"]} for one in blocks.values() if one is not None],
+        "times": [
+            {"step": one["step"], **one["times"]} for one in blocks.values() if one is not None and one["step"] > 0
+        ],
         "blocks": found,
         "steps": steps,
         "rule": _rule(len(found), len(steps), "spans"),

@@ -65,7 +65,7 @@ def step_times(spans: Sequence[Span], start: float, end: float) -> Json:
     """
     workers: dict[str, dict[str, list[Span]]] = {}
     for span in spans:
-        if span.role != DRIVER and span.end > start and span.start < end:
+        if span.role in _ROLES[1:] and span.end > start and span.start < end:
             workers.setdefault(span.role, {}).setdefault(span.worker, []).append(span)
     roles: Json = {}
     for role, of_role in workers.items():

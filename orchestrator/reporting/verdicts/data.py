@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.reporting.verdicts.history import History
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field
+from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow
 
 _SOME, _MANY = 0.02, 0.2
-_MOST_PASSES = 10
+_MOST_PASSES = 20
 _BAD_ROWS = 0.05
 _DROPPED = 0.1
 
@@ -37,11 +37,17 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
             (name, "reward/mean"),
             (
                 Remedy(f"{remedy}: their `status` is the reason (filter the samples by `status`)."),
-                Remedy(
-                    "Give slow functions more time.", "roles:\n  reward:\n    functions:\n      - {..., timeout_s: 30}"
-                ),
+                Remedy("Give slow functions more time.", _more_time(run)),
             ),
         )
+
+
+def _more_time(run: History) -> str:
+    """The run's reward functions with a longer timeout; empty where the spec does not have them."""
+    functions = [{"name": one["name"], **one} for one in run.get("roles.reward.functions", []) if "name" in one]
+    for one in functions:
+        one["timeout_s"] = 3 * float(one.get("timeout_s") or 10.0)
+    return flow("roles.reward.functions", functions) if functions else ""
 
 
 def repeated_data(run: History) -> Iterator[Verdict]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from orchestrator.reporting.verdicts.history import History
 from orchestrator.reporting.verdicts.learning import add_kl, lower_learning_rate
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field
+from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow
 
 _GROWTH, _SHRINKAGE = 2.0, 0.4
 _CUT = 0.3
@@ -15,6 +15,14 @@ _CUT = 0.3
 
 def _longest(run: History) -> int:
     return int(run.get("sampling.max_tokens", 0)) or int(run["response_tokens/max"].highest)
+
+
+def _overlong(run: History) -> str:
+    """The run's reward functions, and one that charges for length; empty where the spec does not have them."""
+    longest = _longest(run)
+    charge = {"name": "overlong", "args": {"limit": longest, "buffer": max(1, longest // 4)}, "weight": 0.2}
+    functions = run.get("roles.reward.functions", [])
+    return flow("roles.reward.functions", [*functions, charge]) if functions else ""
 
 
 def length_explosion(run: History) -> Iterator[Verdict]:
@@ -35,11 +43,7 @@ def length_explosion(run: History) -> Iterator[Verdict]:
         found.until,
         (length.name, cut.name, "reward/mean"),
         (
-            Remedy(
-                "Make length cost something near the limit.",
-                "roles:\n  reward:\n    functions:\n      - {name: overlong, args: "
-                f"{{limit: {_longest(run)}, buffer: {max(1, _longest(run) // 4)}}}, weight: 0.2}}",
-            ),
+            Remedy("Make length cost something near the limit.", _overlong(run)),
             Remedy("Do not let a length's share of the loss grow with it.", field("algorithm.name", "dr_grpo")),
         ),
     )
@@ -78,14 +82,15 @@ def truncation(run: History) -> Iterator[Verdict]:
     if found is None:
         return
     rises = cut.trend().rises and cut.last > cut.first + 0.2
-    harmless = run.reward_rises and not rises
+    always = min(cut.values) > 0.99 and run["reward/std"].last > 0.0  # then the reward judges cut responses as such
+    harmless = (run.reward_rises or always) and not rises
     longest = _longest(run)
     yield Verdict(
         "truncation",
         Level.NOTE if harmless else Level.WARNING,
         "Responses are cut before they end",
         f"{cut.last:.0%} of the responses reach `sampling.max_tokens` ({longest})"
-        + (", and the reward rises all the same." if harmless else "; what they would have said earns nothing."),
+        + ("; the reward tells them apart all the same." if harmless else "; what they would have said earns nothing."),
         found.start,
         found.until,
         (cut.name, "response_tokens/mean", "reward/mean"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.reporting.verdicts.history import SHORTEST, History, Series
+from orchestrator.reporting.verdicts.history import SHORTEST, History, Series, Stretch
 from orchestrator.reporting.verdicts.learning import add_kl, lower_learning_rate
 from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field
 
@@ -38,21 +38,26 @@ def kl_explosion(run: History) -> Iterator[Verdict]:
             return
 
 
+def _while_it_lasts(found: Stretch, level: Level) -> Level:
+    """What is over, and the run went on, is a note."""
+    return level if found.ongoing else Level.NOTE
+
+
 def steps_too_large(run: History) -> Iterator[Verdict]:
     """One step moves the policy far from the one that sampled."""
     for name in ("policy/kl_exact", "policy/kl_old"):
         kl = run[name]
-        if found := kl.stretch(lambda value: value > _MOST_KL_STEP, at_least=2):
+        if found := kl.stretch(lambda value: value > _MOST_KL_STEP):
             several = int(run.get("schedule.epochs", 1)) * int(run.get("schedule.minibatches", 1)) > 1
             remedies = [lower_learning_rate(run)]
             if several:
                 remedies.append(Remedy("Make fewer updates of a batch.", field("schedule.epochs", 1)))
             remedies.append(
-                Remedy("Warm the learning rate up.", field("roles.policy.warmup_steps", max(5, run.last_step // 20)))
+                Remedy("Warm the learning rate up.", field("roles.policy.warmup_updates", max(5, run.last_step // 20)))
             )
             yield Verdict(
                 "steps-too-large",
-                Level.PROBLEM if not run.reward_rises else Level.WARNING,
+                _while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
                 "A step changes the policy too much",
                 f"KL(old || new) of a step is {kl.highest:.3g} nats per token at most and {kl.last:.3g} at the end; "
                 "below 0.1 is usual.",
@@ -169,7 +174,7 @@ def blind_critic(run: History) -> Iterator[Verdict]:
     if len(late) < SHORTEST:
         return
     worse = late.last < -0.05
-    blind = len(late) >= 4 * _WARM_UP and late.last < 0.05
+    blind = len(late) >= 3 * _WARM_UP and late.last < 0.05
     if not (worse or blind) or late.trend().rises:
         return
     found = explained.stretch(lambda value: value < 0.05, at_least=2)

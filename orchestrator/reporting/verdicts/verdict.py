@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
+
+import yaml
 
 
 class Level(StrEnum):
@@ -55,6 +59,15 @@ def field(path: str, value: object) -> str:
     *sections, name = path.split(".")
     lines = [f"{'  ' * depth}{section}:" for depth, section in enumerate(sections)]
     return "\n".join([*lines, f"{'  ' * len(sections)}{name}: {_shown(value)}"])
+
+
+def flow(path: str, items: Sequence[Mapping[str, Any]]) -> str:
+    """Lines of a spec that set a list of sections, each on a line; what is null or empty is left out."""
+    rows = [{name: value for name, value in item.items() if value not in (None, {}, [], "")} for item in items]
+    head = field(path, "").rstrip()
+    indent = " " * (2 * path.count(".") + 2)
+    texts = [yaml.safe_dump(row, default_flow_style=True, sort_keys=False, width=10_000).strip() for row in rows]
+    return "\n".join([head, *(f"{indent}- {text}" for text in texts)])
 
 
 def _shown(value: object) -> str:
