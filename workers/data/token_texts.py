@@ -36,4 +36,6 @@ def _text(tokenizer: Any, token: int) -> str:
         piece = tokenizer.convert_ids_to_tokens(token)
     except (IndexError, KeyError, OverflowError):
         return f"<{token}>"  # a row of the embedding that the tokenizer does not know
-    return f" {text}" if isinstance(piece, str) and piece.startswith(_SPACE) and not text.startswith(" ") else text
+    if isinstance(piece, str) and piece.startswith(_SPACE) and not text.startswith(" "):
+        return f" {text}"
+    return text or f"<{token}>"

@@ -104,7 +104,7 @@ async function poll() {
         merge(update);
         const busy = document.activeElement?.closest('#samples');
         const top = window.scrollY;
-        draw(Object.keys(PARTS).filter((name) => name !== 'samples' || !busy));
+        draw(Object.keys(PARTS).filter((name) => name !== 'spec' && (name !== 'samples' || !busy)));
         window.scrollTo(0, top);
       }
     }
@@ -117,4 +117,4 @@ async function poll() {
 draw();
 if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
 document.documentElement.dataset.ready = 'true';
-if (app.data.live) setTimeout(poll, 2000);
+if (app.data.live) poll();

@@ -11,7 +11,7 @@ const ORDERS = {
 
 function sampleSection(app) {
   const runs = app.data.runs.map((run, number) => number).filter((number) => app.data.samples[number].steps.length);
-  if (!runs.length) return section('samples', 'Samples', null, el('p', { class: 'empty', text: 'No samples are recorded (output.trajectories: false, or an offline run).' }));
+  if (!runs.length) return section('samples', 'Samples', null, el('p', { class: 'empty', text: app.data.live ? 'No samples yet.' : 'No samples are recorded (output.trajectories: false, or an offline run).' }));
   const state = app.state.samples;
   if (!runs.includes(state.run)) state.run = runs[0];
   const view = new SampleView(app, runs);
