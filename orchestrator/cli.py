@@ -16,6 +16,8 @@ import typer
 import yaml
 
 from orchestrator.commands import jobs, live
+from orchestrator.commands import samples as samples_command
+from orchestrator.commands import trace as trace_command
 from orchestrator.commands.environment import env_app
 from orchestrator.commands.options import (
     FAILURE,
@@ -402,6 +404,8 @@ def export(
 
 for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply, report, watch):
     app.command()(command)
+app.command()(samples_command.samples)
+app.command()(trace_command.trace)
 
 
 @app.command()
