@@ -8,13 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from orchestrator.reporting.busy import ENGINES, TRAINERS, covered
 from orchestrator.reporting.verdicts.history import History
 
 Json = dict[str, Any]
 
 DRIVER = "driver"
-SAMPLING, TRAINING = ("generate",), ("prepare", "update", "publish")
-"""Phases that make up R, the time of the engines, and T, the time of the trainers."""
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,6 @@ def _sane(row: Json) -> bool:
     return 0 < row["start"] <= row["end"]
 
 
-def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reach = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return total
-
-
 def step_times(spans: Sequence[Span], start: float, end: float) -> Json:
     """Busy and idle seconds of a step by role, and its bound.
 
@@ -60,9 +51,10 @@ def step_times(spans: Sequence[Span], start: float, end: float) -> Json:
 
     Returns:
         `seconds`; `roles`: for every role its workers, and busy seconds by phase and idle seconds, each a mean over its
-        workers; `R`, `T`: means over engines and trainers of the time they work; the step cannot take less than the
+        workers; `R`, `T`: time of the busiest engine and of the busiest trainer; the step cannot take less than the
         larger of the two, however well they overlap.
     """
+    window = (start, end)
     workers: dict[str, dict[str, list[Span]]] = {}
     for span in spans:
         if span.role in _ROLES[1:] and span.end > start and span.start < end:
@@ -70,37 +62,30 @@ def step_times(spans: Sequence[Span], start: float, end: float) -> Json:
     roles: Json = {}
     for role, of_role in workers.items():
         phases: dict[str, float] = {}
-        idle = 0.0
         for own in of_role.values():
-            clipped = [(s.phase, max(s.start, start), min(s.end, end)) for s in own]
-            idle += (end - start) - union((a, b) for _, a, b in clipped)
-            for phase in dict.fromkeys(name for name, _, _ in clipped):
-                seconds = union((a, b) for name, a, b in clipped if name == phase)
+            for phase in dict.fromkeys(span.phase for span in own):
+                seconds = covered(_times(span for span in own if span.phase == phase), window)
                 phases[phase] = phases.get(phase, 0.0) + seconds
-        count = len(of_role)
+        busy = sum(covered(_times(own), window) for own in of_role.values())
         roles[role] = {
-            "workers": count,
-            "busy": {name: round(seconds / count, 4) for name, seconds in phases.items()},
-            "idle": round(idle / count, 4),
+            "workers": len(of_role),
+            "busy": {name: round(seconds / len(of_role), 4) for name, seconds in phases.items()},
+            "idle": round(end - start - busy / len(of_role), 4),
         }
     return {
         "seconds": round(end - start, 4),
         "roles": roles,
-        "R": round(_work(workers.get("rollout", {}), SAMPLING, start, end), 4),
-        "T": round(
-            max((_work(workers.get(r, {}), TRAINING, start, end) for r in ("policy", "critic")), default=0.0), 4
-        ),
+        "R": round(_longest(workers, ENGINES, window), 4),
+        "T": round(_longest(workers, TRAINERS, window), 4),
     }
 
 
-def _work(of_role: dict[str, list[Span]], phases: Sequence[str], start: float, end: float) -> float:
-    parts = [
-        union(
-            (max(s.start, start), min(s.end, end)) for s in own if s.phase in phases and s.end > start and s.start < end
-        )
-        for own in of_role.values()
-    ]
-    return sum(parts) / len(parts) if parts else 0.0
+def _longest(workers: Json, roles: Sequence[str], window: Interval) -> float:
+    return max((covered(_times(own), window) for role in roles for own in workers.get(role, {}).values()), default=0.0)
+
+
+def _times(spans: Iterable[Span]) -> list[Interval]:
+    return [(span.start, span.end) for span in spans]
 
 
 def step_bounds(spans: Sequence[Span]) -> tuple[float, float] | None:

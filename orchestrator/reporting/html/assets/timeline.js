@@ -33,7 +33,7 @@ function phaseCard(app, run, number, line) {
     el('figcaption', {}, el('b', { text: 'Seconds of each step, by phase of the controller' })),
     box,
     el('div', { class: 'legend' }, names.map((name) => el('span', {}, el('i', { class: 'key', style: { background: phaseColor(name) } }), name)), el('span', {}, el('i', { class: 'key dash' }), 'bound max(R, T)')),
-    el('p', { class: 'healthy', text: `R: time the engines sample; T: time the trainers prepare, update and publish. All steps: ${seconds(spent)}; bound ${seconds(least)} (${percent(least / spent)}); ${slack}.` }),
+    el('p', { class: 'healthy', text: `R: time of the busiest engine; T: time of the busiest trainer. All steps: ${seconds(spent)}; bound ${seconds(least)} (${percent(least / spent)}); ${slack}.` }),
   );
 }
 
