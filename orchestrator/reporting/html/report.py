@@ -6,14 +6,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import TroupeError
-from orchestrator.reporting.html.budget import fitting
-from orchestrator.reporting.html.overview import overview, sections, spec_differences
+from orchestrator.reporting.html.budget import fitting, spread
+from orchestrator.reporting.html.overview import MOST_POINTS, overview, sections, spec_differences
 from orchestrator.reporting.html.page import render
 from orchestrator.reporting.html.samples import step_block
 from orchestrator.reporting.html.timeline import phases_from_metrics, spans_of, timeline_block
@@ -27,6 +27,9 @@ Json = dict[str, Any]
 REPORT = "report.html"
 """Name of the file in a run's folder, where no other is asked for."""
 MIB = 2**20
+
+_TOKEN_STEPS = 64
+"""Steps whose tokens are asked for at once."""
 
 
 @dataclass(frozen=True)
@@ -84,27 +87,51 @@ def summary(runs: Sequence[RunFolder]) -> Json:
 
 def samples_data(run: RunFolder, budget: int) -> Json:
     """The samples of as many steps as fit into the budget, evenly spread."""
-    steps = list(run.sample_files())
+    files = run.sample_files()
+    steps = list(files)
     texts = TokenTexts(run.spec.get("model") or {})
-    blocks: dict[int, Json | None] = {}
-
-    def block(step: int) -> Json | None:
-        if step not in blocks:
-            blocks[step] = sample_block(run, step, texts)
-        return blocks[step]
-
     if steps:  # one question to the tokenizer for most of the run's tokens, instead of one for each step
-        texts.learn(_distinct_ids(run, fitting(steps, lambda step: 1, 64)))
-    kept = fitting(steps, _sizes(block), budget)
-    found = [one for step in kept if (one := block(step)) is not None]
-    if sum(len(json.dumps(one)) for one in found) > budget:  # even the last step alone is too large
-        found = [_first_groups(one, budget) for one in found[-1:]]
+        texts.learn(_distinct_ids(run, spread(steps, _TOKEN_STEPS)))
+    found = _fitting_blocks(steps, {step: _bytes(file) for step, file in files.items()}, budget, run, texts)
+    if _size(found) > budget:  # even the last step alone is too large
+        found = [_first_groups(found[-1], budget)]
     return {
         "blocks": found,
         "steps": steps,
         "rule": _rule(len(found), len(steps), "samples"),
         "problem": texts.problem,
     }
+
+
+def _fitting_blocks(
+    steps: Sequence[int], sizes: Mapping[int, int], budget: int, run: RunFolder, texts: TokenTexts
+) -> list[Json]:
+    """Blocks of evenly spread steps within the budget; of the last step in any case.
+
+    How large a block will be is estimated from the size of its file, so that only what is kept has to be read.
+    """
+    blocks: dict[int, Json | None] = {step: sample_block(run, step, texts) for step in steps[-1:]}
+    ratio = max(_size([one]) / max(sizes[step], 1) for step, one in blocks.items()) if blocks else 1.0
+    while True:
+        kept = fitting(steps, lambda step, ratio=ratio: round(ratio * sizes[step]), budget)
+        for step in kept:
+            if step not in blocks:
+                blocks[step] = sample_block(run, step, texts)
+        found = [one for step in kept if (one := blocks[step]) is not None]
+        if len(kept) <= 1 or _size(found) <= budget:
+            return found
+        ratio = 1.05 * ratio * _size(found) / budget
+
+
+def _size(blocks: Sequence[Json | None]) -> int:
+    return sum(len(json.dumps(one)) for one in blocks)
+
+
+def _bytes(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0  # deleted meanwhile, to make room
 
 
 def sample_block(run: RunFolder, step: int, texts: TokenTexts) -> Json | None:
@@ -119,17 +146,20 @@ def sample_block(run: RunFolder, step: int, texts: TokenTexts) -> Json | None:
 def timeline_data(run: RunFolder, budget: int) -> Json:
     """The controller's phases of every step, and the spans of as many steps as fit into the budget."""
     steps = list(run.timeline_files())
-    blocks: dict[int, Json | None] = {step: span_block(run, step) for step in steps}
-    kept = fitting(steps, _sizes(blocks.__getitem__), budget)
-    found = [one for step in kept if (one := blocks[step]) is not None]
+    times: list[Json] = []
+    sizes: dict[int, int] = {}
+    for step in spread(steps, MOST_POINTS):
+        block = span_block(run, step)
+        sizes[step] = _size([block])
+        if block is not None and step > 0:  # step 0 is the start of the workers
+            times.append({"step": step, **block["times"]})
+    kept = fitting(list(sizes), sizes.__getitem__, budget)
     return {
         "phases": phases_from_metrics(History.of(run.metrics())),
-        "times": [
-            {"step": one["step"], **one["times"]} for one in blocks.values() if one is not None and one["step"] > 0
-        ],
-        "blocks": found,
+        "times": times,
+        "blocks": [one for step in kept if (one := span_block(run, step)) is not None],
         "steps": steps,
-        "rule": _rule(len(found), len(steps), "spans"),
+        "rule": _rule(len(kept), len(steps), "spans"),
     }
 
 
@@ -151,17 +181,6 @@ def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:
             continue
         found.update(ids.unique().to_pylist())
     return found
-
-
-def _sizes(block: Callable[[int], Json | None]) -> Callable[[int], int]:
-    known: dict[int, int] = {}
-
-    def size(step: int) -> int:
-        if step not in known:
-            known[step] = len(json.dumps(block(step)))
-        return known[step]
-
-    return size
 
 
 def _first_groups(block: Json, budget: int) -> Json:

@@ -152,7 +152,7 @@ def gradient_spikes(run: History) -> Iterator[Verdict]:
         parts += [f"{len(lost)} steps have updates that were skipped, because the gradient was not finite"] * bool(lost)
         yield Verdict(
             "gradient-spikes",
-            Level.PROBLEM if lost else Level.WARNING,
+            Level.PROBLEM if lost else Level.WARNING if len(spikes) > 1 else Level.NOTE,
             f"The gradient of the {role.replace('_', ' ')} spikes",
             f"{'; '.join(parts)}.",
             min([*spikes, *lost]),

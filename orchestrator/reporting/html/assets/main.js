@@ -48,7 +48,7 @@ function header() {
 }
 
 function facts(one, runs) {
-  if (runs.length > 1) return `${runs.length} runs`;
+  if (runs.length > 1) return runs.map((run) => `${run.name}: ${run.algorithm}, step ${count(run.steps_done)} of ${count(run.steps)}`).join('  ·  ');
   const reward = one.metrics['reward/mean'];
   const loss = one.metrics['policy/loss'];
   const span = one.updated && one.started ? seconds(one.updated - one.started) : '';

@@ -64,6 +64,8 @@ TUNED = (
     real("sick-failing-reward", "failing-rewards"),
     real("sick-epochs", "steps-too-large", "kl-explosion"),
     real("sick-learning-rate", "steps-too-large", "kl-explosion"),
+    real("sick-collapse-grpo", "entropy-collapse", "no-signal"),
+    real("sick-collapse-ppo", "entropy-collapse", "no-signal"),
     real("healthy-grpo"),
     real("healthy-ppo"),
     modelled("healthy-grpo", models.gap_jumps, 1, "sampler-gap"),
