@@ -20,7 +20,7 @@ def test_a_stretch_that_reaches_the_end_wins_over_a_longer_one() -> None:
     assert found == Stretch(9, 11, ongoing=True)
     over = series(0, 0, 5, 5, 5, 0, 0, 0).stretch(lambda value: value > 1)
     assert over == Stretch(3, 5, ongoing=False)
-    assert (found.until, over.until) == (None, 5)
+    assert found is not None and over is not None and (found.until, over.until) == (None, 5)
 
 
 def test_single_outliers_make_no_stretch() -> None:
