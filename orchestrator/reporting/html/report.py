@@ -93,7 +93,7 @@ def samples_data(run: RunFolder, budget: int) -> Json:
     if steps:  # one question to the tokenizer for most of the run's tokens, instead of one for each step
         texts.learn(_distinct_ids(run, spread(steps, _TOKEN_STEPS)))
     found = _fitting_blocks(steps, {step: _bytes(file) for step, file in files.items()}, budget, run, texts)
-    if _size(found) > budget:  # even the last step alone is too large
+    if len(found) == 1 and _size(found) > budget:
         found = [_first_groups(found[-1], budget)]
     return {
         "blocks": found,
@@ -110,17 +110,26 @@ def _fitting_blocks(
 
     How large a block will be is estimated from the size of its file, so that only what is kept has to be read.
     """
-    blocks: dict[int, Json | None] = {step: sample_block(run, step, texts) for step in steps[-1:]}
-    ratio = max(_size([one]) / max(sizes[step], 1) for step, one in blocks.items()) if blocks else 1.0
+    blocks: dict[int, Json | None] = {}
+    written: dict[int, int] = {}
+
+    def read(step: int) -> None:
+        if step not in blocks:
+            blocks[step] = sample_block(run, step, texts)
+            written[step] = _size([blocks[step]])
+
+    if not steps:
+        return []
+    read(steps[-1])
+    ratio = written[steps[-1]] / max(sizes[steps[-1]], 1)
     while True:
         kept = fitting(steps, lambda step, ratio=ratio: round(ratio * sizes[step]), budget)
         for step in kept:
-            if step not in blocks:
-                blocks[step] = sample_block(run, step, texts)
-        found = [one for step in kept if (one := blocks[step]) is not None]
-        if len(kept) <= 1 or _size(found) <= budget:
-            return found
-        ratio = 1.05 * ratio * _size(found) / budget
+            read(step)
+        total = sum(written[step] for step in kept)
+        if len(kept) <= 1 or total <= budget:
+            return [one for step in kept if (one := blocks[step]) is not None]
+        ratio = 1.05 * ratio * total / budget
 
 
 def _size(blocks: Sequence[Json | None]) -> int:

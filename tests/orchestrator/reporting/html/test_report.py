@@ -196,6 +196,9 @@ def test_a_folder_with_metrics_only_has_a_report(tmp_path: Path, run: RunFolder)
 def test_the_command_writes_into_the_run_and_refuses_what_is_no_run(run: RunFolder, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["report", str(run.path)])
     assert result.exit_code == 0 and f"wrote {run.path}/report.html" in result.stdout
+    assert f"{run.path}: warning" in result.stdout or "healthy" in result.stdout
+    verdicts = CliRunner().invoke(app, ["report", str(run.path), "--json"])
+    assert isinstance(json.loads(verdicts.stdout)[str(run.path)], list)
     missing = CliRunner().invoke(app, ["report", str(tmp_path / "nothing")])
     assert isinstance(missing.exception, UsageError)
     folder = CliRunner().invoke(app, ["report", str(run.path), "-o", str(tmp_path)])
