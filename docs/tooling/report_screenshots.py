@@ -1,4 +1,4 @@
-"""Screenshots of the report for the documentation: `python -m docs.tooling.report_screenshots DEMO_RUN PPO_RUN`.
+"""Screenshots of the report for the documentation: `python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN`.
 
 Needs Chromium (Debian: `apt-get install chromium`). Writes docs/images/report-*.png. The live page is that of the PPO
 run.
@@ -19,19 +19,19 @@ from tests.browser import Page, browser_page
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 
 
-async def take(demo: Path, ppo: Path, images: Path) -> None:
+async def take(grpo: Path, ppo: Path, images: Path) -> None:
     """All screenshots."""
     images.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        first = write_report([demo], Path(folder) / "demo.html")
+        first = write_report([grpo], Path(folder) / "grpo.html")
         second = write_report([ppo], Path(folder) / "ppo.html")
         async with browser_page(1280, 860) as page:
             await page.open(first.as_uri())
-            await _shot(page, images / "report-demo.png", "#page", 860)
-            await _shot(page, images / "report-demo-curves.png", "#curves", 620)
+            await _shot(page, images / "report-grpo.png", "#page", 860)
+            await _shot(page, images / "report-grpo-curves.png", "#curves", 620)
             await page.run("window.scrollTo(0, 0)")
             await _pick(page, "#sort", "best")
-            await _shot(page, images / "report-demo-samples.png", "#samples", 730)
+            await _shot(page, images / "report-grpo-samples.png", "#samples", 730)
             await page.theme("dark")
             await page.open(second.as_uri())
             await _shot(page, images / "report-ppo.png", "#page", 860)

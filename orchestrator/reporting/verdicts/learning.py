@@ -13,6 +13,7 @@ _LOW_ENTROPY, _LOST_ENTROPY = 0.05, 0.15
 _FEW_MIXED = 0.1
 """Share of groups with different rewards below which most of a batch is wasted."""
 _MOST_KL, _MOST_REPETITION = 0.5, 0.3
+_MOST_PENALTY = 0.3
 _LEARNING_RATE = "roles.policy.learning_rate"
 
 
@@ -160,7 +161,7 @@ def reward_falls(run: History) -> Iterator[Verdict]:
     reward = run["reward/mean"]
     trend = reward.trend()
     spread = run["reward/std"].first
-    if not trend.falls or not spread or -trend.change < 0.25 * spread:
+    if not trend.falls or not spread or -trend.change < 0.5 * spread:
         return
     best = max(range(len(reward)), key=lambda i: reward.smooth.values[i])
     yield Verdict(
@@ -179,8 +180,10 @@ def penalty_dominates(run: History) -> Iterator[Verdict]:
     """The KL penalty holds the policy where it is."""
     coef = float(run.get("algorithm.kl.coef", 0.0))
     reward = run["reward/mean"]
-    penalty, loss = run["policy/kl_loss"], run["policy/policy_loss"].map(abs)
-    held = penalty.stretch(lambda value: value > 3 * loss.median and value > 1e-4) if penalty and loss else None
+    penalty = run["policy/kl_loss"]
+    # Advantages are about 1 in size, and so is what they can earn. The loss itself is no measure: at the first update
+    # of a batch it is 0 however large its gradient.
+    held = penalty.stretch(lambda value: value > _MOST_PENALTY)
     if coef < 1.0 and held is None:
         return
     if run.reward_rises or len(reward) < 2 * SHORTEST:
@@ -190,11 +193,11 @@ def penalty_dominates(run: History) -> Iterator[Verdict]:
         Level.WARNING,
         "The KL penalty outweighs the reward",
         f"`algorithm.kl.coef` is {coef:g}"
-        + (f"; the penalty is {penalty.last:.3g}, the policy's loss {loss.last:.3g}" if penalty else "")
+        + (f"; the penalty is {penalty.last:.3g} where advantages are about 1" if penalty else "")
         + ". The reward does not rise: the policy is held at the reference.",
         held.start if held else reward.steps[0],
         None,
-        (reward.name, "policy/kl_loss", "policy/policy_loss", "kl_ref"),
+        (reward.name, "policy/kl_loss", "kl_ref"),
         (Remedy("Lower the coefficient.", field("algorithm.kl", f"{{coef: {max(coef / 100, 0.001):g}}}")),),
     )
 

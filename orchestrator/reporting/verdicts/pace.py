@@ -37,14 +37,20 @@ def slow_rewards(run: History) -> Iterator[Verdict]:
     generate, reward = _typical(run, "seconds/generate"), _typical(run, "seconds/reward")
     workers = _workers(run, "reward")
     busy = reward / workers
-    if generate < 0.5 or busy < _SCORING * generate or generate < 0.2 * _typical(run, "seconds/step"):
+    late = run["seconds/reward"].after(_WARM_UP)
+    if (
+        len(late) < SHORTEST
+        or generate < 0.5
+        or busy < _SCORING * generate
+        or generate < 0.2 * _typical(run, "seconds/step")
+    ):
         return
     yield Verdict(
         "slow-rewards",
         Level.WARNING,
         "Scoring holds generation up",
         f"The reward workers are busy for {busy:.1f} s of the {generate:.1f} s that a step waits for samples.",
-        run["seconds/reward"].after(_WARM_UP).steps[0],
+        late.steps[0],
         None,
         ("seconds/reward", "seconds/generate", "seconds/step"),
         (

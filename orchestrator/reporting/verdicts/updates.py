@@ -98,9 +98,11 @@ def sampler_gap(run: History) -> Iterator[Verdict]:
         return
     stale = int(run.get("schedule.max_staleness", 0))
     limit = _STALE_GAP if stale else _GAPS.get(str(run.get("model.dtype", "bfloat16")), 0.1)
-    found = gap.stretch(lambda value: value > limit, at_least=2)
+    # Asynchronous runs begin with a large gap, which the first steps of a fresh optimizer cause.
+    late = gap.after(gap.steps[0] + 1) if stale else gap
+    found = late.stretch(lambda value: value > limit, at_least=SHORTEST if stale else 2)
     jump = None if stale else _jump(gap, limit / 5)
-    grows = gap.last > 3 * gap.first and gap.last > limit / 2 and gap.trend().rises
+    grows = late.last > 3 * late.first and late.last > limit / 2 and late.trend().rises
     if found is None and jump is None and not grows:
         return
     since = min(step for step in (found.start if found else None, jump, gap.steps[-1]) if step is not None)

@@ -31,13 +31,13 @@ function range(series) {
 }
 
 // series: [{name, color, steps, values}]; marks: [{step, text}]; since: shade from this step on.
-function lineChart({ series, marks = [], since = null, until = null, height = 132, onStep = null }) {
+function lineChart({ series, marks = [], since = null, until = null, level = '', height = 132, onStep = null }) {
   const box = el('div', { class: 'chart', style: { height: `${height}px` } });
-  whenSeen(box, (width) => drawLines({ series, marks, since, until, width, height, onStep }));
+  whenSeen(box, (width) => drawLines({ series, marks, since, until, level, width, height, onStep }));
   return box;
 }
 
-function drawLines({ series, marks, since, until, width, height, onStep }) {
+function drawLines({ series, marks, since, until, level, width, height, onStep }) {
   const known = series.filter((one) => one.steps.length);
   const [low, high] = range(known);
   const from = Math.min(...known.map((one) => one.steps[0]));
@@ -50,7 +50,7 @@ function drawLines({ series, marks, since, until, width, height, onStep }) {
   root.append(svg('title', { text: known.map((one) => one.name).join(', ') }));
   if (since !== null && since <= to) {
     const start = x(Math.max(since, from));
-    root.append(svg('rect', { class: 'since', x: start, y: edge.top, width: Math.max(2, x(until ?? to) - start), height: height - edge.top - edge.bottom }));
+    root.append(svg('rect', { class: `since ${level}`, x: start, y: edge.top, width: Math.max(2, x(until ?? to) - start), height: height - edge.top - edge.bottom }));
   }
   for (const at of labels) {
     root.append(svg('line', { class: 'grid', x1: edge.left, x2: width - edge.right, y1: y(at), y2: y(at) }));

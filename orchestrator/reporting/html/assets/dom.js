@@ -57,6 +57,9 @@ function visible(text) {
 // Text of a model, in an element that its directions cannot leave.
 const modelText = (tag, text, props) => el(tag, { dir: 'auto', ...props, text: visible(text) });
 
+// Text in which `code` stands between backquotes.
+const marked = (text) => text.split('`').map((part, i) => (i % 2 ? el('code', { text: part }) : part)).filter((part) => part !== '');
+
 function debounce(wait, action) {
   let timer = 0;
   return (...given) => {

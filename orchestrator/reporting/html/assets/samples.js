@@ -76,8 +76,8 @@ class SampleView {
     this.found.textContent = `${count(this.items.length)} samples`;
     this.span = this.rewardSpan();
     const kept = this.items.findIndex(([block, row]) => this.isChosen(block, row));
-    this.choose(kept < 0 ? 0 : kept, kept >= 0);
     this.list.show(this.items.length);
+    this.choose(kept < 0 ? 0 : kept, kept >= 0);
   }
 
   select() {

@@ -69,6 +69,8 @@ function weightSection(app) {
   return found.length ? section('weights', 'Weights', null, ...found) : null;
 }
 
+const gib = (value) => (value === undefined ? '–' : value.toFixed(2));
+
 function memorySection(app) {
   const cards = app.data.runs.map((run) => {
     const { peaks, planned, problem } = run.memory;
@@ -80,7 +82,7 @@ function memorySection(app) {
       'figure',
       { class: 'card' },
       el('figcaption', {}, el('b', { text: app_title(run, 'Peak memory of the largest worker') }), el('span', { class: 'legend' }, el('span', {}, el('i', { class: 'key peak' }), 'measured'), el('span', {}, el('i', { class: 'key planned' }), 'planned'))),
-      el('div', { class: 'bars' }, names.map((name) => el('div', { class: 'bar-row' }, el('span', { class: 'who', text: name.replace('_gpu', ' (GPU)') }), el('div', { class: 'both' }, bar(peaks[name], 'peak'), bar(planned[name], 'planned')), el('span', { class: 'much', text: `${short(peaks[name])} / ${short(planned[name])} GiB` })))),
+      el('div', { class: 'bars' }, names.map((name) => el('div', { class: 'bar-row' }, el('span', { class: 'who', text: name.replace('_gpu', ' (GPU)') }), el('div', { class: 'both' }, bar(peaks[name], 'peak'), bar(planned[name], 'planned')), el('span', { class: 'much', text: `${gib(peaks[name])} / ${gib(planned[name])} GiB` })))),
       problem ? el('p', { class: 'healthy', text: `Plan: ${problem}` }) : null,
     );
   });
@@ -93,7 +95,7 @@ function eventSection(app) {
     const { time, step, event: what, ...rest } = event;
     return [time ? new Date(1000 * time).toISOString().slice(0, 19).replace('T', ' ') : '–', app.data.runs.length > 1 ? run.name : '', String(step ?? '–'), String(what), modelText('code', JSON.stringify(rest).slice(1, -1).slice(0, 400))];
   }));
-  return rows.length ? section('events', 'Events', null, table(['time (UTC)', '', 'step', 'event', 'details'], rows, ['nowrap', '', 'num'])) : null;
+  return rows.length ? section('events', 'Events', null, table(['time (UTC)', '', 'step', 'event', 'details'], rows, ['nowrap', 'nowrap', 'num', 'nowrap'])) : null;
 }
 
 function specSection(app) {

@@ -23,7 +23,7 @@ function healthBanner(run) {
 
 function verdictCard(app, number, verdict) {
   const run = app.data.runs[number];
-  const plots = verdict.evidence.filter((name) => (run.metrics[name]?.steps.length ?? 0) > 1).slice(0, 3);
+  const plots = verdict.evidence.filter((name, i) => plottable(run.metrics[name], i === 0)).slice(0, 3);
   const span = verdict.until === null ? `since step ${verdict.since}` : `steps ${verdict.since} to ${verdict.until}`;
   return el(
     'article',
@@ -35,10 +35,16 @@ function verdictCard(app, number, verdict) {
       el('h4', { text: verdict.title }),
       el('button', { class: 'link', text: span, title: 'Show the samples of this step', onclick: () => app.showStep(number, verdict.since) }),
     ),
-    el('p', { text: verdict.summary }),
+    el('p', {}, marked(verdict.summary)),
     el('div', { class: 'evidence' }, plots.map((name) => evidence(app, number, name, verdict))),
     verdict.remedies.length ? el('div', { class: 'remedies' }, el('h5', { text: 'What to try' }), verdict.remedies.map(remedy)) : null,
   );
+}
+
+// A flat line shows nothing, unless it is what the verdict is about.
+function plottable(points, main) {
+  if (!points || points.steps.length < 2) return false;
+  return main || points.values.some((value) => value !== points.values[0]);
 }
 
 function evidence(app, number, name, verdict) {
@@ -48,10 +54,10 @@ function evidence(app, number, name, verdict) {
     'figure',
     {},
     el('figcaption', {}, el('code', { text: name })),
-    lineChart({ series, since: verdict.since, until: verdict.until, height: 110, onStep: (step) => app.showStep(number, step) }),
+    lineChart({ series, since: verdict.since, until: verdict.until, level: verdict.level, height: 110, onStep: (step) => app.showStep(number, step) }),
   );
 }
 
 function remedy(one) {
-  return el('div', { class: 'remedy' }, el('span', { text: one.text }), one.spec ? el('pre', { text: one.spec }) : null);
+  return el('div', { class: 'remedy' }, el('span', {}, marked(one.text)), one.spec ? el('pre', { text: one.spec }) : null);
 }

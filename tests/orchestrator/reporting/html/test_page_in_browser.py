@@ -141,6 +141,8 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
 
 async def test_text_of_a_model_stays_text(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2, rows=8)
+    spec = (run / "spec.yaml").read_text().replace(".cache/models/tiny-llama", "no/tokenizer")
+    (run / "spec.yaml").write_text(spec)  # responses are then shown as text, not as the tokens of their ids
     rows = [sample(2, row, lambda _, row: HOSTILE[row % len(HOSTILE)], 6) for row in range(len(HOSTILE))]
     for row, hostile in zip(rows, HOSTILE, strict=True):
         row["messages"] = json.dumps([{"role": hostile[:60], "content": hostile}])

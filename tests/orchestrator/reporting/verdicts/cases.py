@@ -68,6 +68,11 @@ TUNED = (
     real("sick-collapse-ppo", "entropy-collapse", "no-signal"),
     real("healthy-grpo"),
     real("healthy-ppo"),
+    modelled("healthy-grpo", models.nothing, 8),
+    modelled("healthy-grpo", models.length_grows_with_reward, 9),
+    modelled("healthy-grpo", models.one_spike, 10),
+    real("healthy-async"),
+    modelled("healthy-grpo-kl", models.nothing, 21),
     modelled("healthy-grpo", models.gap_jumps, 1, "sampler-gap"),
     modelled("healthy-grpo", models.length_explodes, 2, "length-explosion"),
     modelled("healthy-grpo", models.spikes, 3, "gradient-spikes"),
@@ -87,5 +92,10 @@ HELD_OUT = (
     modelled("healthy-grpo", models.workers_die, 18, "lost-workers"),
     modelled("healthy-grpo", models.rows_lost, 19, "unusable-data"),
     modelled("healthy-grpo", models.trainer_waits, 20, "starved-trainer", spec={"schedule": {"max_staleness": 1}}),
+    real("healthy-grpo-kl"),
+    modelled("healthy-grpo", models.entropy_falls_slowly, 22),
+    modelled("healthy-async", models.stale_gap, 23),
+    modelled("healthy-grpo", models.few_failures, 24),
+    modelled("healthy-grpo", models.rewards_fluctuate, 25),
 )
 """Never looked at while thresholds were chosen."""

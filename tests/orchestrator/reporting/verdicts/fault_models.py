@@ -136,3 +136,45 @@ def trainer_waits(line: Line, far: float, noise: random.Random) -> Mapping[str, 
     """Asynchronous, and one engine is too few: the trainer waits for most of each step."""
     wait = 6.0 * noise.uniform(0.95, 1.05)
     return {"seconds/generate": wait, "seconds/step": wait + 2.0, "utilisation/generate": wait / (wait + 2.0)}
+
+
+# What looks like a fault and is none: healthy runs must stay healthy with these.
+
+
+def nothing(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:
+    """No fault; a longer run."""
+    return {}
+
+
+def length_grows_with_reward(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:
+    """The policy learns to think longer, and is rewarded for its answers; nothing is cut."""
+    return {
+        "response_tokens/mean": (100 + 200 * far) * noise.uniform(0.97, 1.03),
+        "truncated": 0.0,
+        "reward/mean": 0.2 + 0.5 * far + noise.gauss(0, 0.01),
+    }
+
+
+def entropy_falls_slowly(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:
+    """The policy becomes surer, as it should."""
+    return {"policy/entropy": 1.2 - 0.5 * far + noise.gauss(0, 0.02), "reward/mean": 0.3 + 0.3 * far}
+
+
+def one_spike(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:
+    """One batch with a large gradient, which clipping bounds."""
+    return {"policy/grad_norm": 20.0 if line["step"] == ONSET else noise.uniform(0.8, 1.2)}
+
+
+def stale_gap(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:
+    """Asynchronous: the trainer has learned since the samples were drawn."""
+    return {"policy/rollout_logprob_gap": noise.uniform(0.05, 0.15), "utilisation/generate": 0.15}
+
+
+def few_failures(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:
+    """One sample in some steps has no reward."""
+    return {"failed_samples": float(line["step"] % 6 == 0), "truncated": noise.uniform(0.0, 0.08)}
+
+
+def rewards_fluctuate(line: Line, far: float, noise: random.Random) -> Mapping[str, float | None]:
+    """A hard task: the reward is noise around its start."""
+    return {"reward/mean": noise.gauss(0.3, 0.02), "groups/mixed": noise.uniform(0.4, 0.8)}

@@ -61,6 +61,8 @@ VARIANTS: dict[str, Variant] = {
         "tiny-grpo",
         (STEPS, SLOWER, "schedule.max_staleness=2", "schedule.epochs=12", "roles.policy.micro_batch_tokens=256"),
     ),
+    "sick-collapse-grpo": Variant("tiny-grpo"),  # its learning rate is for a few steps: the policy ends as one word
+    "sick-collapse-ppo": Variant("tiny-ppo"),
     "healthy-grpo": Variant("tiny-grpo", (STEPS, SLOWER)),
     "healthy-grpo-seed-11": Variant("tiny-grpo", ("schedule.steps=10", SLOWER, "seed=11")),
     "healthy-grpo-kl": Variant("tiny-grpo", (STEPS, SLOWER, "seed=3", REFERENCE, "algorithm.kl={coef: 0.01}")),
