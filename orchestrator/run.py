@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from orchestrator.capacity.placement import role_sizes, room
@@ -256,10 +257,8 @@ async def open_run(
     try:
         with _interrupts(cluster, stop), recorded_failure(cluster.events):
             launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
-            console.phase("start workers", 0, 1)
             console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
-            workers = await unless_stopped(stop, launcher.open(roles))
-            console.phase("start workers", 1, 1)
+            workers = await unless_stopped(stop, launcher.open(roles, partial(console.phase, "start workers")))
             try:
                 yield RunContext(cluster, launcher, workers, console, stop)
             finally:
