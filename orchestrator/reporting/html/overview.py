@@ -175,5 +175,5 @@ def _memory(history: History, spec: RunSpec | None) -> Json:
             for worker in found.workers:
                 name = worker.worker.rpartition("-")[0] + ("_gpu" if worker.where == "gpu" else "")
                 planned[name] = max(planned.get(name, 0.0), worker.total / GIB)
-            problem = "; ".join(f"{path}: {why}" for path, why in found.unknown.items())
+            problem = "; ".join(f"the size of {model.path} is not known: {model.why}" for model in found.unknown)
     return {"peaks": peaks, "planned": planned, "problem": problem}

@@ -89,8 +89,11 @@ def _times(spans: Iterable[Span]) -> list[Interval]:
 
 
 def step_bounds(spans: Sequence[Span]) -> tuple[float, float] | None:
-    """Start and end of the step that a step's spans describe: those of the driver's phases."""
-    own = [span for span in spans if span.role == DRIVER] or list(spans)
+    """Start and end of the step that a step's spans describe: those of the driver's phases.
+
+    A checkpoint counts in the next step's metrics, although its spans end before that step begins.
+    """
+    own = [span for span in spans if span.role == DRIVER and span.phase != "checkpoint"] or list(spans)
     return (min(span.start for span in own), max(span.end for span in own)) if own else None
 
 

@@ -93,6 +93,8 @@ HELD_OUT = (
     modelled("healthy-grpo", models.rows_lost, 19, "unusable-data"),
     modelled("healthy-grpo", models.trainer_waits, 20, "starved-trainer", spec={"schedule": {"max_staleness": 1}}),
     real("healthy-grpo-kl"),
+    real("healthy-sft"),
+    real("healthy-dpo"),
     modelled("healthy-grpo", models.entropy_falls_slowly, 22),
     modelled("healthy-async", models.stale_gap, 23),
     modelled("healthy-grpo", models.few_failures, 24),
