@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ def decode(request: Mapping[str, Any]) -> Iterator[list[str]]:
     Raises:
         ValueError: the tokenizer cannot be loaded.
     """
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a report asks no network; read when the tokenizer's library is imported
     model = ModelConfig.model_validate(request["model"])
     if not model.trust_remote_code:
         # transformers then works without torch, whose import takes two thirds of the time. Run this in its own process.

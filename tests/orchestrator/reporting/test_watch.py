@@ -19,7 +19,7 @@ from .html.folders import RECORDED, write_run
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[WatchServer]:
     """A server of a run with three steps."""
-    with WatchServer([write_run(tmp_path / "run", steps=3)], 0) as serving:
+    with WatchServer([write_run(tmp_path / "run", steps=3, tokens=0)], 0) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
         yield serving
         serving.shutdown()

@@ -24,7 +24,10 @@ Text = Callable[[int, int], str]
 
 
 def write_run(folder: Path, steps: int = 4, rows: int = 16, text: Text | None = None, tokens: int = 12) -> Path:
-    """A run folder: metrics and spec of a recorded PPO run, and made samples, spans and events."""
+    """A run folder: metrics and spec of a recorded PPO run, and made samples, spans and events.
+
+    With `tokens=0` no tokenizer is loaded for its report, which takes seconds.
+    """
     folder.mkdir(parents=True)
     shutil.copy(RECORDED / "healthy-ppo.yaml", folder / "spec.yaml")
     lines = (RECORDED / "healthy-ppo.jsonl").read_text().splitlines()[:steps]

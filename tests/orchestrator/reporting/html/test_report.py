@@ -55,7 +55,7 @@ def test_the_page_names_the_hash_of_its_own_code_and_allows_no_connection(run: R
 
 
 def test_a_hostile_name_of_a_run_is_escaped_in_the_title(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+    folder = write_run(tmp_path / "run", tokens=0)
     spec = (folder / "spec.yaml").read_text().replace("name: tiny-ppo", "name: '</title><script>x</script>'")
     (folder / "spec.yaml").write_text(spec)
     assert "<script>x" not in render(page_data([RunFolder(folder)], Budget()))
@@ -89,7 +89,7 @@ def test_a_token_that_the_tokenizer_does_not_know_has_its_number() -> None:
 
 
 def test_samples_beyond_the_budget_are_left_out_by_whole_steps_and_the_page_says_so(tmp_path: Path) -> None:
-    run = RunFolder(write_run(tmp_path / "run", steps=8))
+    run = RunFolder(write_run(tmp_path / "run", steps=8, tokens=0))
     whole = samples_data(run, 2**24)
     assert [one["step"] for one in whole["blocks"]] == list(range(1, 9)) and whole["rule"] == ""
     part = samples_data(run, len(json.dumps(whole["blocks"])) // 2)
@@ -109,7 +109,7 @@ def test_of_one_step_that_is_too_large_the_first_groups_are_kept(tmp_path: Path)
 
 
 def test_a_damaged_file_of_samples_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = write_run(tmp_path / "run")
+    folder = write_run(tmp_path / "run", tokens=0)
     (folder / "trajectories" / "step-000002.parquet").write_bytes(b"PAR1 not a file")
     assert [one["step"] for one in samples_data(RunFolder(folder), 2**24)["blocks"]] == [1, 3, 4]
     assert "step 2 are left out" in caplog.text
