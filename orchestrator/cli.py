@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 import yaml
 
-from orchestrator.commands import jobs, live
+from orchestrator.commands import jobs, live, why
 from orchestrator.commands.environment import env_app
 from orchestrator.commands.options import (
     FAILURE,
@@ -390,7 +390,7 @@ def export(
         _push(source, push, private=not public, ask=not yes)
 
 
-for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply):
+for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply, why.why):
     app.command()(command)
 
 

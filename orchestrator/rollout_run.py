@@ -31,6 +31,7 @@ from orchestrator.live.scaling import (
     ScaledWorkers,
     WorkerScaler,
 )
+from orchestrator.live.why.facts import EngineQueue, Queues
 from orchestrator.reporting.metrics import MetricSinks
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
@@ -151,6 +152,11 @@ class RolloutRun:
         state = ControllerState.model_validate(found.state["memory"]) if found is not None else None
         settings = TrainSettings.from_spec(spec, spec.failures.health_interval_s, spec.failures.alarm)
         return Controller(settings, components, store, sinks, self._context.console, self._context.stop, done, state)
+
+    def queues(self) -> Queues:
+        """What the engines have to do. May be called from any thread."""
+        engines = [EngineQueue(e.name, e.state.value, e.outstanding) for e in list(self._pool.engines)]
+        return Queues(tuple(engines), self._pool.starting_names, self._pool.waiting)
 
     def listen(self) -> None:
         """Accepts changes of the spec from now on (`troupe scale`, `troupe apply`)."""

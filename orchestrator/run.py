@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from orchestrator.errors import TroupeError, UsageError, WorkerError
 from orchestrator.hub.resolve import LocalFiles, fetch
 from orchestrator.launcher import RunContext, WorkerClasses, WorkerLauncher
 from orchestrator.live.resume import require_same_rows, resumption
+from orchestrator.live.why.observer import RunObserver
 from orchestrator.offline_run import OfflineRun
 from orchestrator.reporting.console import Console
 from orchestrator.rollout_run import CLOSE_TIMEOUT_S, RolloutRun, load_data, write_spec
@@ -132,8 +133,10 @@ async def _train_on_rollouts(
         require_same_rows("data.train", state["prompts"], data.train.digest)
         if data.texts is not None:
             require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
-    async with open_run(request, local, classes, console) as context:
+    async with open_run(request, local, classes, console, observed=True) as context:
         parts = RolloutRun(spec, request.out, context, data)
+        if context.observer is not None:
+            context.observer.queues = parts.queues
         try:
             await parts.start()
             controller = await parts.controller(store, found)
@@ -158,7 +161,7 @@ async def _train_offline(
     _check_data(console, local.spec, named(*examples))
     if found is not None:
         require_same_rows("data.train", found.state["source"], examples[0].digest)
-    async with open_run(request, local, classes, console) as context:
+    async with open_run(request, local, classes, console, observed=True) as context:
         controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
         if found is not None:  # the resume stands
             write_spec(spec, request.out / RESOLVED_SPEC)
@@ -225,29 +228,39 @@ async def open_run(
     classes: Classes,
     console: Console,
     roles: frozenset[str] | None = None,
+    *,
+    observed: bool = False,
 ) -> AsyncIterator[RunContext]:
-    """A cluster with the workers of all roles (or of `roles`) running; all of it ends with the block."""
-    console.phase("start Ray", 0, 1)
-    cluster = Cluster.connect(room(request.spec), request.address)
-    cluster.watch(request.spec.failures.stopped_s)
-    stop = asyncio.Event()
-    try:
-        with _interrupts(cluster, stop):
-            launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
-            console.phase("start workers", 0, 1)
-            console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
-            workers = await unless_stopped(stop, launcher.open(roles))
-            console.phase("start workers", 1, 1)
-            try:
-                yield RunContext(cluster, launcher, workers, console, stop)
-            finally:
-                console.phase("close", 0, 1)
-                await cluster.close(CLOSE_TIMEOUT_S)
-    except WorkerError as error:
-        error.add_note(f"worker logs: {cluster.logs}")
-        raise
-    finally:
-        cluster.abandon()
+    """A cluster with the workers of all roles (or of `roles`) running; all of it ends with the block.
+
+    `observed`: `troupe why` reaches the run through its folder.
+    """
+    with RunObserver(request.out, request.spec.name, console) if observed else nullcontext() as observer:
+        console.phase("start Ray", 0, 1)
+        cluster = Cluster.connect(room(request.spec), request.address)
+        cluster.watch(request.spec.failures.stopped_s)
+        stop = asyncio.Event()
+        if observer is not None:
+            observer.attach(cluster)
+        try:
+            with _interrupts(cluster, stop):
+                launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
+                console.phase("start workers", 0, 1)
+                console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
+                with nullcontext() if observer is None else observer.reporting():
+                    workers = await unless_stopped(stop, launcher.open(roles))
+                console.phase("start workers", 1, 1)
+                try:
+                    with nullcontext() if observer is None else observer.reporting():
+                        yield RunContext(cluster, launcher, workers, console, stop, observer)
+                finally:
+                    console.phase("close", 0, 1)
+                    await cluster.close(CLOSE_TIMEOUT_S)
+        except WorkerError as error:
+            error.add_note(f"worker logs: {cluster.logs}")
+            raise
+        finally:
+            cluster.abandon()
 
 
 @contextmanager

@@ -48,6 +48,24 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is."""
+
+    steps: int
+    """Steps that have ended."""
+    total: int
+    phase: str
+    """Empty before the first."""
+    done: int
+    """Parts of the phase that have ended."""
+    parts: int
+    phase_s: float
+    """Seconds since the phase began."""
+    step_s: float
+    """Seconds since the last step ended."""
+
+
 class Console:
     """Shows one run. Every method may be called before `start`; nothing is shown twice."""
 
@@ -62,6 +80,7 @@ class Console:
         self._done = 0
         self._phase = ("", 0, 0)
         self._phase_started = time.monotonic()
+        self._step_ended = time.monotonic()
         self._latest: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=SHOWN_STEPS)
         self._quiet_s = quiet_s
         self._printed = time.monotonic()
@@ -90,11 +109,17 @@ class Console:
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """Show the metrics of the finished step `step`, counted from 1."""
         self._done = step
+        self._step_ended = time.monotonic()
         self._latest.append((step, metrics))
         if self._live is None:
             cells = ((column.title, cell(metrics, column)) for column in COLUMNS)
             shown = "  ".join(f"{title} {text}" for title, text in cells if text != "-")
             self._line(f"step {step}/{self._total}  {shown}".rstrip())
+
+    def progress(self) -> Progress:
+        """Where the run is. May be called from any thread."""
+        now = time.monotonic()
+        return Progress(self._done, self._total, *self._phase, now - self._phase_started, now - self._step_ended)
 
     def message(self, text: str) -> None:
         """Print a line; it stays above the live display."""

@@ -1,0 +1,283 @@
+"""What the kernel, the files of stacks and the GPUs of this node say about the processes of a run.
+
+Everything is read from outside, so that a process that hangs needs no part in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.cluster.processes import out_of_memory_kills
+from orchestrator.cluster.stack_dumps import Thread, read_stacks, request_stacks
+
+SHARED_MEMORY = Path("/dev/shm")
+_SAMPLE_S = 1.0
+"""Time over which CPU seconds are counted."""
+_STACK_S = 1.5
+"""Longest wait for stacks, from the beginning of the sample."""
+_DISK_S = 0.5
+"""Longest wait for a file system."""
+_TICKS = os.sysconf("SC_CLK_TCK")
+_FILE_CALLS: Mapping[int, str] = {
+    0: "read",
+    1: "write",
+    17: "pread",
+    18: "pwrite",
+    19: "readv",
+    20: "writev",
+    74: "fsync",
+    75: "fdatasync",
+    77: "ftruncate",
+    285: "fallocate",
+    296: "pwritev",
+    328: "pwritev",
+    40: "sendfile",
+}
+"""System calls (x86-64) whose first argument is a descriptor."""
+_SERVICES = ("gcs_server", "raylet")
+_LONGEST_TITLE = 60
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """One process of a run."""
+
+    worker: str
+    """Role and index, `driver-0`, or a process of Ray: `gcs_server`, `raylet`."""
+    node: str
+    pid: int
+    parent: int
+    title: str
+    state: str
+    """The kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; empty: there is none."""
+    cpu: float = 0.0
+    """CPU seconds used in the last second."""
+    waits_in: str = ""
+    """The kernel's function in which it sleeps."""
+    file_call: str = ""
+    """System call on a regular file or FIFO in which it is, with the path."""
+    resident: int = 0
+    age_s: float = 0.0
+    threads: tuple[Thread, ...] = ()
+    """Its stacks, the main thread last; none where it wrote none."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node of a run."""
+
+    name: str
+    reachable: bool = True
+    """Whether the node's watch has answered."""
+    alive: bool = True
+    """What Ray says."""
+    workers: tuple[str, ...] = ()
+    shm_free: int = -1
+    shm_total: int = -1
+    memory_free: int = -1
+    memory_total: int = -1
+    load: float = 0.0
+    cores: int = 0
+    out_of_memory_kills: int = 0
+    disks: tuple[tuple[str, int, int], ...] = ()
+    """(path, free bytes, total bytes)."""
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What one node says."""
+
+    node: NodeFacts
+    processes: tuple[ProcessFacts, ...] = ()
+
+
+@dataclass(frozen=True)
+class Look:
+    """What to look at on a node."""
+
+    roots: Mapping[int, str]
+    """Workers by process id; their descendants are included."""
+    stacks: Path
+    """Folder of the files of stacks."""
+    session: str = ""
+    """Name of Ray's session, to find its own processes."""
+    paths: tuple[Path, ...] = ()
+    """Folders whose disks matter."""
+    extra: Mapping[int, Path] = field(default_factory=dict)
+    """Folders of stacks of processes that use another one."""
+
+
+def look_at(look: Look) -> NodeReport:
+    """Looks at the processes of this node for about a second; blocks meanwhile."""
+    began = time.monotonic()
+    found = [*_trees(look.roots), *_services(look.session)]
+    asked = [
+        (folder, request_stacks(folder, [pid for pid, _ in found if look.extra.get(pid, look.stacks) == folder]))
+        for folder in {look.stacks, *look.extra.values()}
+    ]
+    before = {pid: _cpu_seconds(pid) for pid, _ in found}
+    time.sleep(_SAMPLE_S)
+    seconds = time.monotonic() - began
+    used = {pid: max(0.0, (_cpu_seconds(pid) - before[pid]) / seconds) for pid, _ in found}
+    stacks: dict[int, tuple[Thread, ...]] = {}
+    for folder, sizes in asked:
+        stacks |= read_stacks(folder, sizes, began + _STACK_S)
+    processes = tuple(
+        replace(_describe(pid, worker), cpu=round(used[pid], 2), threads=stacks.get(pid, ())) for pid, worker in found
+    )
+    return NodeReport(node_facts(look.paths), processes)
+
+
+def node_facts(paths: Iterable[Path] = ()) -> NodeFacts:
+    """Memory, shared memory, disks, load and GPUs of this node."""
+    memory = psutil.virtual_memory()
+    shm = _usage(SHARED_MEMORY)
+    return NodeFacts(
+        name=socket.gethostname(),
+        shm_free=shm[0],
+        shm_total=shm[1],
+        memory_free=memory.available,
+        memory_total=memory.total,
+        load=os.getloadavg()[0],
+        cores=os.cpu_count() or 1,
+        out_of_memory_kills=out_of_memory_kills(),
+        disks=tuple((str(path), *_usage(path)) for path in paths),
+        gpus=_gpus(),
+    )
+
+
+def _trees(roots: Mapping[int, str]) -> list[tuple[int, str]]:
+    """The processes of workers, each with its descendants; a descendant that is a worker itself belongs to itself."""
+    found: dict[int, str] = dict(roots)
+    for pid, worker in roots.items():
+        if worker.startswith("driver"):
+            continue  # its descendants are Ray's
+        try:
+            children = psutil.Process(pid).children(recursive=True)
+        except psutil.Error:
+            continue
+        for child in children:
+            found.setdefault(child.pid, worker)
+    return list(found.items())
+
+
+def _services(session: str) -> list[tuple[int, str]]:
+    """Ray's own processes of this session."""
+    if not session:
+        return []
+    found = []
+    for process in psutil.process_iter(["name", "cmdline"]):
+        name, words = process.info["name"], process.info["cmdline"] or []
+        if name in _SERVICES and any(session in word for word in words):
+            found.append((process.pid, name))
+    return found
+
+
+def _describe(pid: int, worker: str) -> ProcessFacts:
+    """State of one process, as the kernel has it."""
+    node = socket.gethostname()
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        process = psutil.Process(pid)
+        title = (" ".join(process.cmdline()) or process.name())[:_LONGEST_TITLE]
+        age = time.time() - process.create_time()
+        resident = process.memory_info().rss
+    except (OSError, psutil.Error, IndexError):
+        return ProcessFacts(worker, node, pid, 0, "", "")
+    call = _file_call(pid)
+    return ProcessFacts(
+        worker, node, pid, int(fields[1]), title, fields[0], 0.0, _waits_in(pid), call, resident, round(age, 1)
+    )
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+    except (OSError, IndexError):
+        return 0.0
+
+
+def _waits_in(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/wchan").read_text().strip()
+    except OSError:
+        return ""
+    return "" if text == "0" else text
+
+
+def _file_call(pid: int) -> str:
+    """The system call of the main thread on a file, where it is in one; the kernel shows it to the process's user."""
+    try:
+        words = Path(f"/proc/{pid}/syscall").read_text().split()
+        number, first = int(words[0]), int(words[1], 16)
+    except (OSError, ValueError, IndexError):
+        return ""
+    if number == 257:  # openat
+        return f"openat {path}" if (path := _text_at(pid, int(words[2], 16))) else ""
+    if number not in _FILE_CALLS:
+        return ""
+    try:
+        path = os.readlink(f"/proc/{pid}/fd/{first}")
+    except OSError:
+        return ""
+    return f"{_FILE_CALLS[number]} {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
+
+
+def _text_at(pid: int, address: int) -> str:
+    """The path at an address of another process."""
+    try:
+        with Path(f"/proc/{pid}/mem").open("rb") as memory:
+            memory.seek(address)
+            return memory.read(256).split(b"\0")[0].decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _usage(path: Path) -> tuple[int, int]:
+    """(free, total) bytes of a path's file system; -1 where they are not known, or the file system hangs."""
+    found = (-1, -1)
+
+    def ask() -> None:
+        nonlocal found
+        with contextlib.suppress(OSError):
+            usage = shutil.disk_usage(path)
+            found = usage.free, usage.total
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_DISK_S)
+    return found
+
+
+def _gpus() -> tuple[str, ...]:
+    """One line for each GPU, where NVIDIA's management library can be imported."""
+    try:
+        pynvml: Any = import_module("pynvml")
+    except ImportError:
+        return ()
+    lines: list[str] = []
+    try:
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            device = pynvml.nvmlDeviceGetHandleByIndex(index)
+            use, memory = pynvml.nvmlDeviceGetUtilizationRates(device), pynvml.nvmlDeviceGetMemoryInfo(device)
+            used, total = int(memory.used) >> 20, int(memory.total) >> 20
+            lines.append(f"GPU {index}: {use.gpu}% busy, {used} of {total} MiB used")
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return tuple(lines)
+    return tuple(lines)
