@@ -25,6 +25,8 @@ from orchestrator.cluster.stack_dumps import Thread, read_stacks, request_stacks
 SHARED_MEMORY = Path("/dev/shm")
 _SAMPLE_S = 1.0
 """Time over which CPU seconds are counted."""
+_SETTLE_S = 0.3
+"""Time after which the request for stacks no longer interrupts a system call."""
 _STACK_S = 1.5
 """Longest wait for stacks, from the beginning of the sample."""
 _DISK_S = 0.5
@@ -35,17 +37,27 @@ _FILE_CALLS: Mapping[int, str] = {
     1: "write",
     17: "pread",
     18: "pwrite",
-    19: "readv",
     20: "writev",
+    40: "sendfile",
     74: "fsync",
     75: "fdatasync",
     77: "ftruncate",
     285: "fallocate",
     296: "pwritev",
-    328: "pwritev",
-    40: "sendfile",
 }
 """System calls (x86-64) whose first argument is a descriptor."""
+_PATH_CALLS: Mapping[int, tuple[str, int]] = {
+    2: ("open", 0),
+    82: ("rename", 0),
+    83: ("mkdir", 0),
+    84: ("rmdir", 0),
+    87: ("unlink", 0),
+    257: ("openat", 1),
+    258: ("mkdirat", 1),
+    263: ("unlinkat", 1),
+    264: ("renameat", 1),
+}
+"""System calls (x86-64) with a path, and which of their arguments it is."""
 _SERVICES = ("gcs_server", "raylet")
 _LONGEST_TITLE = 60
 
@@ -67,7 +79,7 @@ class ProcessFacts:
     waits_in: str = ""
     """The kernel's function in which it sleeps."""
     file_call: str = ""
-    """System call on a regular file or FIFO in which it is, with the path."""
+    """System call on a regular file or FIFO in which a thread has been for the last second, with the path."""
     resident: int = 0
     age_s: float = 0.0
     threads: tuple[Thread, ...] = ()
@@ -129,14 +141,22 @@ def look_at(look: Look) -> NodeReport:
         for folder in {look.stacks, *look.extra.values()}
     ]
     before = {pid: _cpu_seconds(pid) for pid, _ in found}
-    time.sleep(_SAMPLE_S)
+    time.sleep(_SETTLE_S)
+    calls = {pid: _file_calls(pid) for pid, _ in found}
+    time.sleep(_SAMPLE_S - _SETTLE_S)
     seconds = time.monotonic() - began
     used = {pid: max(0.0, (_cpu_seconds(pid) - before[pid]) / seconds) for pid, _ in found}
     stacks: dict[int, tuple[Thread, ...]] = {}
     for folder, sizes in asked:
         stacks |= read_stacks(folder, sizes, began + _STACK_S)
     processes = tuple(
-        replace(_describe(pid, worker), cpu=round(used[pid], 2), threads=stacks.get(pid, ())) for pid, worker in found
+        replace(
+            _describe(pid, worker),
+            cpu=round(used[pid], 2),
+            file_call=next((call for t, call in _file_calls(pid).items() if calls[pid].get(t) == call), ""),
+            threads=stacks.get(pid, ()),
+        )
+        for pid, worker in found
     )
     return NodeReport(node_facts(look.paths), processes)
 
@@ -197,10 +217,8 @@ def _describe(pid: int, worker: str) -> ProcessFacts:
         resident = process.memory_info().rss
     except (OSError, psutil.Error, IndexError):
         return ProcessFacts(worker, node, pid, 0, "", "")
-    call = _file_call(pid)
-    return ProcessFacts(
-        worker, node, pid, int(fields[1]), title, fields[0], 0.0, _waits_in(pid), call, resident, round(age, 1)
-    )
+    waits_in = _waits_in(Path(f"/proc/{pid}"))
+    return ProcessFacts(worker, node, pid, int(fields[1]), title, fields[0], 0.0, waits_in, "", resident, round(age, 1))
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -211,39 +229,50 @@ def _cpu_seconds(pid: int) -> float:
         return 0.0
 
 
-def _waits_in(pid: int) -> str:
+def _waits_in(task: Path) -> str:
     try:
-        text = Path(f"/proc/{pid}/wchan").read_text().strip()
+        text = (task / "wchan").read_text().strip()
     except OSError:
         return ""
     return "" if text == "0" else text
 
 
-def _file_call(pid: int) -> str:
-    """The system call of the main thread on a file, where it is in one; the kernel shows it to the process's user."""
+def _file_calls(pid: int) -> dict[int, str]:
+    """System calls on files in which threads of a process are now: the main thread and those that wait for a device."""
+    tasks = Path(f"/proc/{pid}/task")
     try:
-        words = Path(f"/proc/{pid}/syscall").read_text().split()
-        number, first = int(words[0]), int(words[1], 16)
-    except (OSError, ValueError, IndexError):
-        return ""
-    if number == 257:  # openat
-        return f"openat {path}" if (path := _text_at(pid, int(words[2], 16))) else ""
-    if number not in _FILE_CALLS:
-        return ""
-    try:
-        path = os.readlink(f"/proc/{pid}/fd/{first}")
+        threads = [int(name) for name in os.listdir(tasks)]
     except OSError:
-        return ""
-    return f"{_FILE_CALLS[number]} {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
+        return {}
+    calls = {thread: _file_call(tasks / str(thread)) for thread in threads if thread == pid or _state(thread) == "D"}
+    return {thread: call for thread, call in calls.items() if call}
 
 
-def _text_at(pid: int, address: int) -> str:
-    """The path at an address of another process."""
+def _file_call(task: Path) -> str:
+    """The system call of a thread on a file, where it is in one; the kernel shows it to the process's user."""
     try:
-        with Path(f"/proc/{pid}/mem").open("rb") as memory:
-            memory.seek(address)
-            return memory.read(256).split(b"\0")[0].decode(errors="replace")
-    except (OSError, ValueError):
+        number, *arguments = (task / "syscall").read_text().split()
+        if (call := _PATH_CALLS.get(int(number))) is not None:
+            return f"{call[0]} {_text_at(task, int(arguments[call[1]], 16))}"
+        if (name := _FILE_CALLS.get(int(number))) is not None:
+            path = os.readlink(task / "fd" / str(int(arguments[0], 16)))
+            return f"{name} {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
+    except (OSError, ValueError, IndexError):
+        pass
+    return f"a device, in {_waits_in(task)}" if _state(int(task.name)) == "D" else ""
+
+
+def _text_at(task: Path, address: int) -> str:
+    """The path at an address of another process. Raises OSError, ValueError."""
+    with (task / "mem").open("rb") as memory:
+        memory.seek(address)
+        return memory.read(256).split(b"\0")[0].decode(errors="replace")
+
+
+def _state(thread: int) -> str:
+    try:
+        return Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
         return ""
 
 

@@ -2,8 +2,8 @@
 
 The driver looks at the processes of its own node itself. On every other node an actor does, which answers when it has
 found something. A worker that is found stopped loses its process, so that its calls fail at once and it is replaced
-like any worker that has died. The same watch says what the processes of a node do (`process_facts.py`) when it is asked,
-as for `troupe why`.
+like any worker that has died. The same watch says what the processes of a node do (`process_facts.py`) when it is
+asked, as for `troupe why`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, STACKS
 _OUTSIDE_S = 3.0
 """Time that is left for a look from outside."""
 _POLL_S = 0.1
+_WRITE_S = 0.5
 
 
 def why(run_folder: Path, timeout_s: float) -> Report:
@@ -61,18 +64,35 @@ def _ask(folder: Path, timeout_s: float) -> Report | None:
     name = uuid.uuid4().hex
     request, answer = folder / f"request-{name}", folder / f"answer-{name}"
     deadline = time.monotonic() + timeout_s
-    try:
-        request.touch(mode=0o600)
-        while time.monotonic() < deadline:
-            if answer.exists():
-                return ANSWER.read(folder, answer.name)
-            time.sleep(_POLL_S)
+    if not _in_a_child(lambda: request.touch(mode=0o600)):
         return None
-    except OSError as error:
-        raise TroupeError(f"{folder}: cannot be written: {error.strerror}") from error
-    finally:
-        request.unlink(missing_ok=True)
-        answer.unlink(missing_ok=True)
+    while time.monotonic() < deadline:
+        if answer.exists():
+            found = ANSWER.read(folder, answer.name)
+            answer.unlink(missing_ok=True)
+            return found
+        time.sleep(_POLL_S)
+    _in_a_child(lambda: request.unlink(missing_ok=True))
+    return None
+
+
+def _in_a_child(write: Callable[[], object]) -> bool:
+    """Writes in a process of its own; whether it has ended well. On a disk that hangs, that process hangs alone."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            write()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + _WRITE_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(_POLL_S / 10)
+    return False
 
 
 def _from_outside(run_folder: Path, snapshot: Snapshot, state: DriverState) -> Facts:

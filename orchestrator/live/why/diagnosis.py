@@ -123,7 +123,8 @@ def _driver_blocked(facts: Facts) -> Diagnosis | None:
     for_s = f" for {driver.blocked_s:.0f} s" if driver.blocked_s else ""
     what = "the driver's event loop is blocked" if driver.state == "blocked" else "the driver does not answer"
     doing = "" if behaviour is None else f": its process {driver.pid} {behaviour.doing}"
-    return Diagnosis("driver_blocked", f"{what}{for_s}{doing}", DRIVER, () if own is None else tuple(stack_lines(own)))
+    cause = "disk" if behaviour is not None and behaviour.kind == "disk" else "driver_blocked"
+    return Diagnosis(cause, f"{what}{for_s}{doing}", DRIVER, () if own is None else tuple(stack_lines(own)))
 
 
 def _no_space(facts: Facts) -> Diagnosis | None:

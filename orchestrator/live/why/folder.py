@@ -1,8 +1,8 @@
 """The files through which `troupe why` reaches a run: the folder `why` of the run's folder, for the run's user only.
 
 `driver.json` is rewritten every few seconds and tells where the driver and its workers are and what the driver waits
-for; it is what remains when the driver is dead or does not answer. `ended.json` is the last report. Requests and answers are
-files as in `orchestrator/live/control.py`. `reports/` has the newest reports that the run made by itself.
+for; it is what remains when the driver is dead or does not answer. `ended.json` is the last report. Requests and
+answers are files as in `orchestrator/live/control.py`. `reports/` has the newest reports that the run made by itself.
 """
 
 from __future__ import annotations

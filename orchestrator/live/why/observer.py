@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _SNAPSHOT_S = 5.0
+"""Interval at which the driver writes what it waits for, and looks for what takes too long."""
 _NODES_S = 3.0
 """Longest wait for what other nodes say."""
 _BLOCKED_S = 2.0
@@ -48,6 +49,8 @@ _LEAST_S = 30.0
 """A step reports by itself after so many times its median, and not before so many seconds."""
 _PAUSE_S = 60.0
 """Shortest time between two reports that the run makes by itself."""
+_MOST_CALLS = 256
+"""The oldest calls; thousands of engines have more."""
 _STEPS = 20
 """Steps of which the median is taken."""
 
@@ -188,6 +191,8 @@ class RunObserver:
         """What needs no look at processes."""
         cluster, now, progress = self._cluster, time.time(), self._console.progress()
         calls = [] if cluster is None else [c for c in cluster.open_calls() if is_bounded(c.worker, c.method)]
+        calls = calls[:_MOST_CALLS]
+        waited = {call.worker for call in calls}
         run = RunFacts(
             self._name,
             progress.steps,
@@ -202,7 +207,7 @@ class RunObserver:
             run,
             DriverFacts(os.getpid(), socket.gethostname()),
             tuple(Call(c.worker, c.method, now - c.since, c.timeout_s, c.detail) for c in calls),
-            workers={} if cluster is None else {name: p.pid for name, p in cluster.whereabouts().items()},
+            workers={} if cluster is None else {n: p.pid for n, p in cluster.whereabouts().items() if n in waited},
             queues=self.queues(),
             kills_before=self._kills_before,
         )
@@ -217,8 +222,8 @@ class RunObserver:
                     ANSWER.write(self.folder, self.report(), request.name.replace("request", "answer", 1))
                 if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
                     self._write_snapshot()
-                if (reason := self._too_long()) is not None:
-                    self._report_itself(reason)
+                    if (reason := self._too_long()) is not None:
+                        self._report_itself(reason)
             except Exception as error:
                 logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
 
