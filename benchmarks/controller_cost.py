@@ -25,6 +25,7 @@ import ray
 from benchmarks.support.harness import SEQUENCES, NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter, stopped
 from benchmarks.support.simulated import Shape, SimPolicy, SimulatedWorkers, Simulation, check
+from orchestrator.cluster.call_log import CallLog
 from orchestrator.cluster.ray_cluster import ActorWorker, Cluster
 from orchestrator.reporting.metrics import PeakMemory
 from tests.fakes import FakeEngine, FakeReward
@@ -77,7 +78,8 @@ def actors(shape: Shape) -> WorkersMaker:
     """
 
     def actor(name: str, kind: type, *args: Any) -> ActorWorker[Any]:
-        return ActorWorker(name, ray.remote(kind).options(num_cpus=0, max_concurrency=1000).remote(*args), PeakMemory())
+        actor = ray.remote(kind).options(num_cpus=0, max_concurrency=1000).remote(*args)
+        return ActorWorker(name, actor, PeakMemory(), CallLog())
 
     engines = [actor(f"rollout-{i}", FakeEngine, f"rollout-{i}") for i in range(shape.engines)]
     reward = actor("reward-0", FakeReward)

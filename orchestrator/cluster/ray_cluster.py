@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from orchestrator.capacity.placement import Node, Placement, Seat, fit, misfit
 from orchestrator.cluster import ray_nodes
+from orchestrator.cluster.call_log import CallLog
 from orchestrator.cluster.environment_link import ActorEnvironments
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.judge_link import ActorJudges
@@ -37,7 +38,14 @@ from orchestrator.errors import (
 )
 from orchestrator.reporting.metrics import PeakMemory
 from workers.contract.judges import JudgeGone
-from workers.contract.messages import WeightsDamaged, WorkerGone
+from workers.contract.messages import (
+    GroupRequest,
+    GroupSummary,
+    RewardSummary,
+    WeightsDamaged,
+    WeightUpdate,
+    WorkerGone,
+)
 from workers.contract.roles import Engine, Environment, JudgeEngine, Reply, TableRef, Worker
 
 logger = logging.getLogger(__name__)
@@ -61,18 +69,22 @@ def _submit(actor: Any, method: Callable[..., object], args: Sequence[object], k
 class ActorWorker(Generic[W_co]):
     """A worker that is a Ray actor: the `WorkerHandle` of a run."""
 
-    def __init__(self, name: str, actor: Any, peaks: PeakMemory, watch: ProcessWatch | None = None) -> None:
+    def __init__(
+        self, name: str, actor: Any, peaks: PeakMemory, calls: CallLog, watch: ProcessWatch | None = None
+    ) -> None:
         """A worker that runs.
 
         Args:
             name: Role and index.
             actor: The Ray actor.
             peaks: Collects the peak memory that the worker reports along with its answers.
+            calls: Records every call.
             watch: Knows more about the end of its process.
         """
         self._name = name
         self.actor = actor
         self._peaks = peaks
+        self._calls = calls
         self._watch = watch
         self._process: Process | None = None
         self._verdict = ""
@@ -86,7 +98,7 @@ class ActorWorker(Generic[W_co]):
         self, method: Callable[Concatenate[W_co, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> R:
         """See `WorkerHandle.call`."""
-        return await self._wait(_submit(self.actor, method, args, kwargs), method.__name__, timeout_s)
+        return await self._wait(_submit(self.actor, method, args, kwargs), method.__name__, timeout_s, args)
 
     async def call_for_table(
         self,
@@ -98,7 +110,7 @@ class ActorWorker(Generic[W_co]):
         """See `WorkerHandle.call_for_table`; only the summary is fetched."""
         name = method.__name__
         summary, table = getattr(self.actor, name).options(num_returns=2).remote(*args, **kwargs)
-        return await self._wait(summary, name, timeout_s), table
+        return await self._wait(summary, name, timeout_s, args), table
 
     def kill(self) -> None:
         """Ends the actor's process immediately; does nothing if it is gone."""
@@ -113,10 +125,22 @@ class ActorWorker(Generic[W_co]):
         self._verdict = verdict
         self.kill()
 
-    async def _wait(self, ref: Any, method: str, timeout_s: float) -> Any:
-        """Awaits a result and records the peak memory in it; turns Ray's errors into WorkerErrors."""
+    async def _wait(self, ref: Any, method: str, timeout_s: float, args: Sequence[object]) -> Any:
+        """Awaits a result; records the call, and the peak memory in the result."""
+        call = self._calls.begin(self._name, method, timeout_s, _subject(args[0]) if args else "")
         try:
-            answer = await within(timeout_s, ref)
+            answer = await self._answer(ref, method, timeout_s)
+        except BaseException as error:
+            self._calls.end(call, type(error).__name__)
+            raise
+        self._calls.end(call, detail=_subject(answer))
+        self._peaks.note(self._name, answer)
+        return answer
+
+    async def _answer(self, ref: Any, method: str, timeout_s: float) -> Any:
+        """Awaits a result; turns Ray's errors into WorkerErrors."""
+        try:
+            return await within(timeout_s, ref)
         except TimeoutError:
             raise WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s") from None
         except RayTaskError as error:
@@ -128,13 +152,18 @@ class ActorWorker(Generic[W_co]):
             raise WorkerDied(self._name, method, self._verdict or self._death(error)) from error
         except RayError as error:
             raise _kind(error)(self._name, method, ray_nodes.one_line(error)) from error
-        self._peaks.note(self._name, answer)
-        return answer
 
     def _death(self, error: RayActorError) -> str:
         """Ray's reason for the actor's death, with what the node knows about it."""
         words = "" if self._watch is None else self._watch.last_words(self._process)
         return f"{_reason(error)}{words and f' ({words})'}"
+
+
+def _subject(value: object) -> str:
+    """What a call with this first argument or result is about; empty where it says nothing."""
+    if isinstance(value, GroupRequest | GroupSummary | RewardSummary):
+        return value.prompt_uid
+    return f"version {value.version}" if isinstance(value, WeightUpdate) else ""
 
 
 def _kind(cause: BaseException) -> type[WorkerError]:
@@ -220,6 +249,8 @@ class Cluster:
         self.logs = session / "logs"
         """Folder of the workers' own logs, on this node."""
         self.peaks = PeakMemory()
+        self.calls = CallLog()
+        """Every call to a worker."""
         self._reserved: dict[str, _Reservation] = {}
         self._actors: list[ActorWorker[Any]] = []
         self._watch: ProcessWatch | None = None
@@ -314,7 +345,8 @@ class Cluster:
             where = NodeAffinitySchedulingStrategy(node.id, soft=False)
             done = task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*args)
             try:
-                await within(timeout_s, done)
+                with self.calls.during(f"node {node.name}", function.__name__, timeout_s):
+                    await within(timeout_s, done)
             except TimeoutError:
                 raise WorkerTimeout(f"node {node.name}", function.__name__, f"not done in {timeout_s:g} s") from None
             except RayTaskError as error:
@@ -337,8 +369,10 @@ class Cluster:
         deadline = time.monotonic() + limit_s
         for placement in placements:
             group = self._reserve(placement)
+            left_s = max(0.1, deadline - time.monotonic())
             try:
-                await asyncio.wait_for(group.ready(), max(0.1, deadline - time.monotonic()))
+                with self.calls.during("cluster", self.reserve.__name__, left_s, placement.name):
+                    await asyncio.wait_for(group.ready(), left_s)
             except TimeoutError:
                 self.release(placement.name)
                 raise DoesNotFit(misfit(placement, placements, ray_nodes.free(), limit_s)) from None
@@ -385,7 +419,7 @@ class Cluster:
         if spec.concurrent:
             options["max_concurrency"] = _ASYNC_CALLS
         actor = ray.remote(spec.worker_class).options(**options).remote(*spec.args)
-        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks, self._watch)
+        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks, self.calls, self._watch)
         self._actors.append(worker)
         if self._watch is not None:
             self._watch.add(worker)

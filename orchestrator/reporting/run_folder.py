@@ -1,0 +1,126 @@
+"""Reads what a run has recorded in its folder, also while it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from orchestrator.errors import DataError, UsageError
+from orchestrator.reporting.timeline import TIMELINE
+from workers.contract.samples import SAMPLES, conform
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+TRAJECTORIES = "trajectories"
+TIMELINES = "timeline"
+SPEC = "spec.yaml"
+
+_STEP_FILE = re.compile(r"step-(\d{6,})\.parquet")
+
+
+class RunFolder:
+    """The records of one run. A method reads its file when it is called; only the spec is kept."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises UsageError where the path is no folder of a run."""
+        self.path = Path(path)
+        if not (self.path / SPEC).is_file() and not (self.path / METRICS).is_file():
+            reason = "it has no spec.yaml and no metrics.jsonl" if self.path.is_dir() else "there is no such folder"
+            raise UsageError(f"{self.path} is not the folder of a run: {reason}")
+
+    @cached_property
+    def spec(self) -> dict[str, Any]:
+        """The resolved spec, with every default; empty where the folder has none."""
+        file = self.path / SPEC
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not isinstance(loaded, dict):
+            raise DataError(f"{file}: expected a mapping")
+        return loaded
+
+    @property
+    def name(self) -> str:
+        """The run's name, that of its folder where the spec has none."""
+        return str(self.spec.get("name") or self.path.name)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One mapping for each step, in order; step 0 is the evaluation at the start. null is nan or infinity."""
+        return _lines(self.path / METRICS)
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """What happened, in order; only events of these kinds if some are given."""
+        return [event for event in _lines(self.path / EVENTS) if not kinds or event.get("event") in kinds]
+
+    def steps(self) -> list[int]:
+        """Steps with metrics, in order; 0 included where the run was evaluated at its start."""
+        return sorted({int(line["step"]) for line in self.metrics() if "step" in line})
+
+    def sample_files(self) -> dict[int, Path]:
+        """The file of the samples of each step that has one, in order of the steps."""
+        return _step_files(self.path / TRAJECTORIES)
+
+    def timeline_files(self) -> dict[int, Path]:
+        """The file of the timeline of each step that has one, in order of the steps."""
+        return _step_files(self.path / TIMELINES)
+
+    def samples(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """The samples of a step as a SAMPLES table, or these columns of it; columns that the file lacks are null.
+
+        Raises:
+            UsageError: There are no samples of the step.
+            DataError: The file cannot be read.
+        """
+        files = self.sample_files()
+        if step not in files:
+            raise UsageError(f"{self.path / TRAJECTORIES}: no samples of step {step}{_range(files)}")
+        schema = SAMPLES if columns is None else pa.schema([SAMPLES.field(name) for name in columns])
+        return conform(_read(files[step], schema.names), schema, step=step)
+
+    def timeline(self, step: int | None = None) -> pa.Table:
+        """The spans that ended during a step (None: of all steps) as a TIMELINE table; empty where none is recorded."""
+        files = self.timeline_files()
+        chosen = files.values() if step is None else [files[step]] if step in files else []
+        tables = [conform(_read(file, TIMELINE.names), TIMELINE) for file in chosen]
+        return pa.concat_tables(tables) if tables else TIMELINE.empty_table()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file. A last line that is being written is left out."""
+    if not path.is_file():
+        return []
+    found: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def _step_files(folder: Path) -> dict[int, Path]:
+    found = ((match, path) for path in folder.glob("step-*.parquet") if (match := _STEP_FILE.fullmatch(path.name)))
+    return dict(sorted((int(match[1]), path) for match, path in found))
+
+
+def _range(steps: Iterable[int]) -> str:
+    numbers = list(steps)
+    return f" (there are {len(numbers)} of steps {numbers[0]} to {numbers[-1]})" if numbers else ""
+
+
+def _read(path: Path, names: Sequence[str]) -> pa.Table:
+    """Those of the columns that the file has."""
+    try:
+        with pq.ParquetFile(path) as file:
+            present = set(file.schema_arrow.names)
+            return file.read([name for name in names if name in present])
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
