@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,8 +38,8 @@ _ANSWER_S = 60.0
 """Time beyond a round in which the actor must answer. Ray finds lost nodes itself."""
 _WITH_DESCENDANTS = ("rollout", "judge")
 """Roles whose worker cannot serve when a process that it started is stopped: vLLM's engine."""
-_RAY_S = 2.0
-"""Longest wait for Ray's list of nodes."""
+_FETCH_S = 1.0
+"""Longest wait for what a node has answered."""
 STACKS = "stacks"
 """Folder for stacks (`workers/contract/stacks.py`) in the log folder of Ray's session, on every node."""
 
@@ -167,16 +168,19 @@ class ProcessWatch:
         asked = {
             node: actor.look.remote(roots[node], paths) for node, actor in list(self._actors.items()) if node in roots
         }
+        nodes = _NodeTable()
+        deadline = time.monotonic() + timeout_s
         extra = dict.fromkeys(own, own_stacks)
         here = look_at(Look(roots[self.node], self._logs / STACKS, self._logs.parent.name, paths, extra))
-        names, dead = _ray_nodes()
-        done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+        names, dead = nodes.read(deadline)
+        left = max(0.1, deadline - time.monotonic())
+        done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=left) if asked else ([], [])
         reports = [here]
         for node, ref in asked.items():
             workers = tuple(roots[node].values())
             report = NodeReport(NodeFacts(names.get(node, node[:8]), reachable=False))
             with contextlib.suppress(RayError):
-                report: NodeReport = ray.get(ref) if ref in done else report
+                report: NodeReport = ray.get(ref, timeout=_FETCH_S) if ref in done else report
             reports.append(replace(report, node=replace(report.node, workers=workers, alive=node not in dead)))
         return reports + [NodeReport(NodeFacts(names[node], False, False)) for node in dead - set(asked)]
 
@@ -241,11 +245,17 @@ def own_logs() -> Path:
     return Path(node.get_logs_dir_path())
 
 
-def _ray_nodes() -> tuple[dict[str, str], set[str]]:
-    """Names of all nodes by id, and the ids of those that are dead; empty where Ray does not answer in time."""
-    found: list[dict[str, Any]] = []
-    asking = threading.Thread(target=lambda: found.extend(ray.nodes()), daemon=True)
-    asking.start()
-    asking.join(_RAY_S)
-    names = {node["NodeID"]: f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}" for node in found}
-    return names, {node["NodeID"] for node in found if not node["Alive"]}
+class _NodeTable:
+    """Ray's list of nodes, read in a thread: without its GCS, Ray waits for minutes."""
+
+    def __init__(self) -> None:
+        self._found: list[dict[str, Any]] = []
+        self._reading = threading.Thread(target=lambda: self._found.extend(ray.nodes()), daemon=True)
+        self._reading.start()
+
+    def read(self, deadline: float) -> tuple[dict[str, str], set[str]]:
+        """Names of all nodes by id, and the ids of those that are dead; empty where Ray does not answer in time."""
+        self._reading.join(max(0.0, deadline - time.monotonic()))
+        found = list(self._found)
+        names = {node["NodeID"]: f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}" for node in found}
+        return names, {node["NodeID"] for node in found if not node["Alive"]}

@@ -17,7 +17,7 @@ from orchestrator.live.why.diagnosis import diagnose
 from orchestrator.live.why.facts import DRIVER, Diagnosis, DriverState, Facts
 from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, STACKS, Report, Snapshot
 
-_OUTSIDE_S = 3.0
+_OUTSIDE_S = 4.0
 """Time that is left for a look from outside."""
 _POLL_S = 0.1
 _WRITE_S = 0.5
