@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from orchestrator.cluster.processes import out_of_memory_kills
-from orchestrator.cluster.stack_dumps import Thread, read_stacks, request_stacks
+from orchestrator.cluster.stack_dumps import Thread, read_stacks, read_stopped, request_stacks
 
 SHARED_MEMORY = Path("/dev/shm")
 _SAMPLE_S = 1.0
@@ -60,6 +60,8 @@ _PATH_CALLS: Mapping[int, tuple[str, int]] = {
 """System calls (x86-64) with a path, and which of their arguments it is."""
 _SERVICES = ("gcs_server", "raylet")
 _LONGEST_TITLE = 60
+_MOST_STOPPED = 3
+"""Stopped processes whose stacks are read."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,8 @@ def look_at(look: Look) -> NodeReport:
     stacks: dict[int, tuple[Thread, ...]] = {}
     for folder, sizes in asked:
         stacks |= read_stacks(folder, sizes, began + _STACK_S)
+    stopped = [pid for pid, worker in found if _state(pid) == "T" and worker not in _SERVICES]
+    stacks |= {pid: read_stopped(pid) for pid in stopped[:_MOST_STOPPED]}
     processes = tuple(
         replace(
             _describe(pid, worker),

@@ -12,8 +12,9 @@ from orchestrator.live.why.waiting import missing_rank, oldest_wait, open_calls,
 
 _SERVICES = ("gcs_server", "raylet")
 _FULL_BYTES = 2**22
-_FULL_SHARE = 0.005
 """Free space below which a file system counts as full."""
+_NEARLY = 0.05
+"""Share of free space below which a file system may be what an error about space is about."""
 _SLOW = 3.0
 """Times its usual duration from which on a step counts as slow."""
 _SHOWN_CALLS = 8
@@ -53,7 +54,7 @@ def _run_failed(facts: Facts) -> Diagnosis | None:
         return None
     where = f"{facts.run.here}{f' ({facts.run.phase})' if facts.run.phase else ''}"
     verdict, text = f"{where} failed: {facts.error}", facts.error.lower()
-    if any(word in text for word in _SPACE) and (full := _full(facts)):
+    if any(word in text for word in _SPACE) and (full := _full(facts, nearly=True)):
         return Diagnosis("full", f"{full} is full, and {verdict}", full)
     if _kills(facts) or any(word in text for word in _MEMORY):
         return Diagnosis("memory", f"{verdict}; the node has run out of memory", "")
@@ -91,7 +92,7 @@ def _worker_stopped(facts: Facts) -> Diagnosis | None:
     others = missing_rank(facts, call, {process.worker for process in stopped})
     who = subject(facts, call, process)
     verdict = f"{facts.run.here} waits for {call}: {who} is stopped (SIGSTOP, state T){others}"
-    return Diagnosis("worker_stopped", verdict, process.worker, (process_line(process),))
+    return Diagnosis("worker_stopped", verdict, process.worker, (process_line(process), *stack_lines(process)))
 
 
 def _node_lost(facts: Facts) -> Diagnosis | None:
@@ -190,14 +191,16 @@ _RULES: Sequence[Callable[[Facts], Diagnosis | None]] = (
 )
 
 
-def _full(facts: Facts) -> str:
-    """The first file system that is full; empty: there is none."""
-    for node in facts.nodes:
-        places = (("/dev/shm", node.shm_free, node.shm_total), *node.disks)
-        for path, free, total in places:
-            if 0 <= free < max(_FULL_BYTES, _FULL_SHARE * total) and total > 0:
-                return f"{path} on {node.name}"
-    return ""
+def _full(facts: Facts, *, nearly: bool = False) -> str:
+    """The fullest file system that is full, or nearly full; empty: there is none."""
+    places = [
+        (free, total, f"{path} on {node.name}")
+        for node in facts.nodes
+        for path, free, total in (("/dev/shm", node.shm_free, node.shm_total), *node.disks)
+        if free >= 0 and total > 0
+    ]
+    full = [place for place in places if place[0] < max(_FULL_BYTES, _NEARLY * place[1] * nearly)]
+    return min(full, key=lambda place: place[0] / place[1])[2] if full else ""
 
 
 def _kills(facts: Facts) -> int:

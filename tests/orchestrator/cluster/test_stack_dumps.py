@@ -101,15 +101,16 @@ def test_threads_are_told_apart_and_unknown_lines_are_ignored() -> None:
 def test_a_look_tells_what_each_process_does(tmp_path: Path) -> None:
     code = f"import os\n{INSTALL}os.mkfifo('FIFO')\nREADY\nopen('FIFO', 'w')\n"
     fifo = tmp_path / "fifo"
-    with python(tmp_path, code.replace("FIFO", str(fifo))) as pid:
-        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-            report = look_at(Look({pid: "policy-0", busy.pid: "reward-0"}, tmp_path / "stacks", paths=(tmp_path,)))
-            busy.send_signal(signal.SIGSTOP)
-            time.sleep(0.1)
-            stopped = look_at(Look({busy.pid: "reward-0"}, tmp_path / "stacks")).processes[0]
-            busy.kill()
+    loop_forever = [sys.executable, "-c", "while True: pass"]
+    with python(tmp_path, code.replace("FIFO", str(fifo))) as pid, subprocess.Popen(loop_forever) as busy:
+        report = look_at(Look({pid: "policy-0", busy.pid: "reward-0"}, tmp_path / "stacks", paths=(tmp_path,)))
+        busy.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        (stopped,) = look_at(Look({busy.pid: "reward-0"}, tmp_path / "stacks")).processes
+        busy.kill()
     writer, loop = report.processes
     assert writer.file_call == f"openat {fifo}"
-    assert writer.cpu < 0.1 < loop.cpu
-    assert (stopped.state, stopped.threads) == ("T", ())
+    assert writer.cpu < loop.cpu
+    assert stopped.state == "T"
+    assert [thread.frames[-1].function for thread in stopped.threads] in ([], ["<module>"])  # where py-spy may look
     assert report.node.disks[0][0] == str(tmp_path)
