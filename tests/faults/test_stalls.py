@@ -73,7 +73,7 @@ def test_engine_stopped(grpo: Run) -> None:
     with recovers(grpo), stopped(*workers(grpo, "VLLM::EngineCore")):
         wait_for_stall(grpo)
         answer = why(grpo)
-    words = ("rollout-0 (generate", "VLLM::EngineCore", "SIGSTOP")
+    words = ("waits for rollout-0", "VLLM::EngineCore", "SIGSTOP")
     outcome = record("engine's process stopped (SIGSTOP)", answer, cause="worker_stopped", words=words)
     assert outcome.named and answer.seconds < LIMIT_S
 
