@@ -6,15 +6,18 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
+from orchestrator.cluster.call_log import CallLog
 from orchestrator.cluster.event_loop import rare_collections
 from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.errors import StopRequested, TroupeError, WorkerError, WorkerRaised
 from orchestrator.live.scaling import WorkerScaler
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.metrics import MetricSinks, PeakMemory, PhaseTimers, mean_of
-from orchestrator.rollouts.weight_sync import WeightSync
+from orchestrator.reporting.recorder import EventLog, RunRecorder
+from orchestrator.rollouts.weight_sync import SyncReport, WeightSync
 from orchestrator.spec.base import RunSpec
 from orchestrator.spec.sections import AlarmConfig
 from orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_stopped
@@ -26,6 +29,8 @@ from orchestrator.training.updates import Updates
 
 logger = logging.getLogger(__name__)
 
+_MOST_DIGESTS = 64
+"""Engines whose acknowledgement an event names."""
 _QUIET_METRICS = ("eval/refused", "eval/failed_samples")
 """Shown after an evaluation only where they are not 0."""
 
@@ -92,6 +97,8 @@ class RunComponents:
     """Peak memory as reported by the workers."""
     data: Mapping[str, float] = field(default_factory=dict)
     """Counts of the data's rows, a metric of every step."""
+    recorder: RunRecorder = field(default_factory=lambda: RunRecorder(CallLog(), EventLog()))
+    """Records events and the timeline."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,10 @@ class Controller:
         self.stop = stop
         penalty = components.updates.settings.kl_penalty
         self.state = state or ControllerState(kl_old_coef=0.0 if penalty is None else penalty.coef)
-        self._timers = PhaseTimers()
+        self._recorder = components.recorder
+        self._recorder.counts("dropped", components.ledger.drop_reasons())
+        self._recorder.counts("ledger", components.ledger.counts())
+        self._timers = self._new_timers()
         self._saved_at = done
         self._failed_saves = 0
         self._alarm = ""
@@ -174,8 +184,10 @@ class Controller:
                 await self._push(self.version)
             if settings.evaluate_at_start and not self.version:
                 first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
+            if not self.version:
+                await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
-            self._timers = PhaseTimers()
+            self._timers = self._new_timers()
             while self.version < settings.steps and not self._alarm_stops():
                 async with asyncio.timeout(settings.step_timeout_s):
                     last_eval = await self.step(self.version) or last_eval
@@ -192,11 +204,15 @@ class Controller:
             heartbeat.cancel()
             await source.close()
             await self.components.recovery.close()
+            await self._recorder.close()
         await source.flush()
         await self._save()
+        await self._recorder.close()
         self.sinks.close()
         ledger = self.components.ledger
         ledger.check()
+        how = "finished" if self.version >= settings.steps else "alarm" if self._alarm_stops() else "stopped"
+        self._recorder.events.record("run_ended", how=how)
         return RunOutcome(
             self.version,
             self.version < settings.steps,
@@ -211,9 +227,13 @@ class Controller:
         """Whether the alarm ends the run. The run is saved as at any other stop."""
         return bool(self._alarm) and self.settings.alarm is not None and self.settings.alarm.action == "stop"
 
+    def _new_timers(self) -> PhaseTimers:
+        return PhaseTimers(record=self._recorder.phase)
+
     async def step(self, step: int) -> dict[str, float]:
         """One step: take a batch, update, sync the weights, account for the samples, report."""
         timers, source = self._timers, self.components.source
+        self._recorder.events.step = step + 1
         # 1. A batch, ready to train on.
         batch = await source.next_batch(self.version, timers)
         # 2. Policy and critic learn from it.
@@ -235,17 +255,24 @@ class Controller:
         with timers.phase("evaluate"):
             evaluation = await self._evaluate_if_due()
         await self._report(batch, updates, timers, evaluation)
-        self._timers = PhaseTimers()  # the metrics of this step are written: the next step's include the checkpoint
+        self._timers = self._new_timers()  # this step's metrics are written: the next step's include the checkpoint
         with self._timers.phase("checkpoint"):
             await self._save_if_due()
         await source.save_trajectories(self.version)
+        await self._recorder.end_step(self.version)
         return evaluation
 
     async def _push(self, version: int) -> None:
         """Loads the policy's weights into the engines as `version`, if the run has engines."""
         sync = self.components.sync
         if sync is not None:
-            await self.components.recovery.retry(lambda: sync.push(version))
+            self._record_weights(await self.components.recovery.retry(lambda: sync.push(version)))
+
+    def _record_weights(self, report: SyncReport) -> None:
+        digests = dict(islice(report.engines.items(), _MOST_DIGESTS))
+        fields = {"version": report.version, "digest": report.digest, "bytes": report.nbytes}
+        seconds = round(report.publish_s + report.apply_s, 4)
+        self._recorder.events.record("weights", **fields, seconds=seconds, loaded=len(report.engines), engines=digests)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         last = self.version == self.settings.steps
@@ -272,6 +299,7 @@ class Controller:
             await self._save()
         except (OSError, WorkerRaised) as error:
             self._failed_saves += 1
+            self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
             limit = self.settings.failed_saves
             if self._failed_saves > limit:
                 why = f"{error} ({self.store.free_space()})"
@@ -289,8 +317,11 @@ class Controller:
         state = {"step": self.version, "source": components.source.state(), "ledger": components.ledger.state()}
         state["memory"] = self.state.model_dump(mode="json")
         state["trainers"] = {role: asdict(layout) for role, layout in self.settings.trainers.items()}
+        started = asyncio.get_running_loop().time()
         folder = await components.recovery.retry(self._save_trainers)
-        await asyncio.to_thread(self.store.commit, folder, state)
+        saved = await asyncio.to_thread(self.store.commit, folder, state)
+        seconds = round(asyncio.get_running_loop().time() - started, 4)
+        self._recorder.events.record("checkpoint", path=str(saved.path), ok=True, seconds=seconds)
         components.recovery.saved(self.version)
         self._saved_at = self.version
 
@@ -330,7 +361,22 @@ class Controller:
         if components.scaler is not None:
             metrics |= components.scaler.after_step(timers.shares().get("generate", 0.0))
         self.sinks.write(self.version, metrics)
+        self._record_changes(metrics)
         self.console.step(self.version, metrics)
+
+    def _record_changes(self, metrics: Mapping[str, float]) -> None:
+        """Events for what changed during the step in counts that the run keeps anyway."""
+        recorder, ledger = self._recorder, self.components.ledger
+        for reason, samples in recorder.counts("dropped", ledger.drop_reasons()).items():
+            recorder.events.record("dropped", reason=reason, samples=int(samples))
+        if retries := recorder.counts("ledger", ledger.counts()).get("retries"):
+            recorder.events.record("retry", groups=int(retries))
+        workers = {name: value for name, value in metrics.items() if name.startswith("workers/")}
+        first = not recorder.knows("workers")
+        changed = recorder.counts("workers", workers)
+        if changed and not first:
+            now = {name.removeprefix("workers/"): int(workers[name]) for name in changed}
+            recorder.events.record("scaled", workers=now)
 
     def _check_alarm(self, metrics: dict[str, float]) -> dict[str, float]:
         """Warns where the reward rises while text or policy degenerate: a sign of reward hacking."""
@@ -340,6 +386,7 @@ class Controller:
         if reasons:
             self._alarm = f"step {self.version}: the reward rises while {' and '.join(reasons)} (failures.alarm)"
             logger.warning("%s", self._alarm)
+            self._recorder.events.record("alarm", detail=self._alarm)
         return {"alarm/reward_hacking": float(bool(reasons))}
 
     async def _heartbeat(self) -> None:

@@ -19,6 +19,7 @@ from orchestrator.spec.base import RunSpec, WorkerKind
 from orchestrator.spec.sections import RoleName
 from workers.contract import roles
 from workers.contract.config import CPU_THREADS
+from workers.contract.messages import WorkerHealth
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
 
@@ -106,6 +107,8 @@ class WorkerLauncher:
         self._seats: dict[str, tuple[Placement, Seat]] = {}
         """By worker name."""
         self._workers: dict[str, ActorWorker[Any]] = {}
+        self._served: set[str] = set()
+        """Names of workers that have started before."""
 
     async def open(self, only: frozenset[str] | None = None) -> Workers:
         """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently.
@@ -153,12 +156,13 @@ class WorkerLauncher:
         await self._download()
         worker: ActorWorker[roles.Engine] = self._spawn(name)
         health = await worker.call(roles.Engine.start, self._spec.schedule.start_timeout_s)
+        self._started(name, health)
         return Engine(worker, health.host)
 
     async def replica(self, name: str) -> ActorWorker[Any]:
         """Starts the reward, reference, environment or judge worker of this name."""
         worker: ActorWorker[roles.Replica] = self._spawn(name)
-        await worker.call(roles.Replica.start, self._spec.schedule.start_timeout_s)
+        self._started(name, await worker.call(roles.Replica.start, self._spec.schedule.start_timeout_s))
         return worker
 
     async def restart(self, groups: Sequence[TrainerGroup[Any]]) -> None:
@@ -172,6 +176,8 @@ class WorkerLauncher:
         for group in groups:
             group.workers = tuple(self._spawn(worker.name) for worker in group.workers)
         await gather_all(group.start(self._spec.schedule.start_timeout_s) for group in groups)
+        names = [worker.name for group in groups for worker in group.workers]
+        self._cluster.events.record("trainer_restarted", workers=names)
 
     async def make_room(self, name: str) -> None:
         """Reserves resources for one more worker of a role whose workers are placed one by one.
@@ -192,6 +198,7 @@ class WorkerLauncher:
     async def dismiss(self, name: str, timeout_s: float) -> None:
         """Ends the worker of this name, if there is one, and releases its resources."""
         worker = self._workers.pop(name, None)
+        self._served.discard(name)
         if worker is not None:
             await self._cluster.end(worker, timeout_s)
         if name in self._seats:
@@ -221,6 +228,8 @@ class WorkerLauncher:
         section = self._spec.roles.trainers()[self._seats[names[0]][1].role]
         ranks = group(role, [self._spawn(name) for name in names], section.micro_batch_tokens)
         await ranks.start(self._spec.schedule.start_timeout_s)
+        for name in names:
+            self._started(name)
         return ranks
 
     async def _reference(self) -> ReferenceGroup | None:
@@ -230,6 +239,13 @@ class WorkerLauncher:
 
     async def _replicas(self, role: RoleName) -> tuple[ActorWorker[Any], ...]:
         return tuple(await asyncio.gather(*(self.replica(name) for name in self._names(role))))
+
+    def _started(self, name: str, health: WorkerHealth | None = None) -> None:
+        """Records that a worker serves, and where."""
+        event = "worker_replaced" if name in self._served else "worker_started"
+        self._served.add(name)
+        detail = "" if health is None else f"host {health.host}, pid {health.pid}"
+        self._cluster.events.record(event, worker=name, detail=detail)
 
     def _spawn(self, name: str) -> ActorWorker[Any]:
         placement, seat = self._seats[name]

@@ -11,6 +11,7 @@ from orchestrator.data.survey import data_metrics, named
 from orchestrator.errors import TroupeError
 from orchestrator.launcher import RunContext
 from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.reporting.recorder import RunRecorder
 from orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from orchestrator.training.ledger import Ledger
@@ -61,6 +62,8 @@ class OfflineRun:
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
         updates = OfflineUpdates(UpdateSettings.from_spec(spec), self._trainer, self._context.console)
         recovery = RecoverySettings.from_spec(spec), updates, None, store, self._context.launcher.restart
+        cluster = self._context.cluster
+        recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
             source=OfflineSource(offline, self._context.console, self._context.stop),
             updates=updates,
@@ -68,7 +71,8 @@ class OfflineRun:
             sync=None,
             evaluator=evaluator,
             ledger=ledger,
-            peaks=self._context.cluster.peaks,
+            peaks=cluster.peaks,
+            recorder=recorder,
             data=data,
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)

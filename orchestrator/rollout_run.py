@@ -33,6 +33,7 @@ from orchestrator.live.scaling import (
 )
 from orchestrator.live.why.facts import EngineQueue, Queues
 from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.reporting.recorder import RunRecorder
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
 from orchestrator.rollouts.linked_pool import Callers, LinkedPool, PoolLimits
@@ -134,6 +135,8 @@ class RolloutRun:
         updates = RolloutUpdates(_update_settings(spec), policy, self._workers.critic, self._context.console)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         recovery = RecoverySettings.from_spec(spec), updates, sync.push, store, self._context.launcher.restart
+        cluster = self._context.cluster
+        recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
             source=RolloutSource(
                 _rollout_settings(spec, self._out), rollouts, self._context.console, self._context.stop, advantages
@@ -145,7 +148,8 @@ class RolloutRun:
             ledger=ledger,
             scaler=self._scaler,
             budgets=[*self._budgets, *(pool.budget for pool in self._pools())],
-            peaks=self._context.cluster.peaks,
+            peaks=cluster.peaks,
+            recorder=recorder,
             data=data_metrics(self._data.pools, self._data.refused),
         )
         sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)

@@ -17,6 +17,7 @@ from orchestrator.controller import RunOutcome
 from orchestrator.data.examples import load_examples
 from orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
 from orchestrator.data.survey import Pools, describe, named
+from orchestrator.doctor.versions import versions as describe_versions
 from orchestrator.errors import TroupeError, UsageError, WorkerError
 from orchestrator.hub.resolve import LocalFiles, fetch
 from orchestrator.launcher import RunContext, WorkerClasses, WorkerLauncher
@@ -24,6 +25,7 @@ from orchestrator.live.resume import require_same_rows, resumption
 from orchestrator.live.why.observer import RunObserver
 from orchestrator.offline_run import OfflineRun
 from orchestrator.reporting.console import Console
+from orchestrator.reporting.recorder import recorded_failure
 from orchestrator.rollout_run import CLOSE_TIMEOUT_S, RolloutRun, load_data, write_spec
 from orchestrator.run_lock import locked
 from orchestrator.spec.base import RunSpec
@@ -133,7 +135,7 @@ async def _train_on_rollouts(
         require_same_rows("data.train", state["prompts"], data.train.digest)
         if data.texts is not None:
             require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
-    async with open_run(request, local, classes, console, observed=True) as context:
+    async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
         parts = RolloutRun(spec, request.out, context, data)
         if context.observer is not None:
             context.observer.queues = parts.queues
@@ -161,7 +163,7 @@ async def _train_offline(
     _check_data(console, local.spec, named(*examples))
     if found is not None:
         require_same_rows("data.train", found.state["source"], examples[0].digest)
-    async with open_run(request, local, classes, console, observed=True) as context:
+    async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
         controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
         if found is not None:  # the resume stands
             write_spec(spec, request.out / RESOLVED_SPEC)
@@ -216,6 +218,17 @@ def _check_data(console: Console, spec: RunSpec, pools: Pools, most: int = PROMP
     return found
 
 
+def _facts(spec: RunSpec) -> dict[str, object]:
+    """What a run consists of: workers by role, and versions of the packages that it builds on."""
+    versions = dict(line.split(" ", 1) for line in describe_versions().splitlines())
+    return {"name": spec.name, "roles": {size.role: size.workers for size in role_sizes(spec)}, "versions": versions}
+
+
+def _done(found: Checkpoint | None) -> int:
+    """Steps that a run has completed which resumes from this checkpoint."""
+    return 0 if found is None else found.step
+
+
 def _say(console: Console, lines: Sequence[str]) -> None:
     for line in lines:
         console.message(line)
@@ -228,39 +241,42 @@ async def open_run(
     classes: Classes,
     console: Console,
     roles: frozenset[str] | None = None,
-    *,
-    observed: bool = False,
+    resume_at: int | None = None,
 ) -> AsyncIterator[RunContext]:
     """A cluster with the workers of all roles (or of `roles`) running; all of it ends with the block.
 
-    `observed`: `troupe why` reaches the run through its folder.
+    `resume_at`: steps that the run has completed; None: nothing is recorded or observed, as this is no training.
     """
-    with RunObserver(request.out, request.spec.name, console) if observed else nullcontext() as observer:
-        console.phase("start Ray", 0, 1)
-        cluster = Cluster.connect(room(request.spec), request.address)
-        cluster.watch(request.spec.failures.stopped_s)
-        stop = asyncio.Event()
-        if observer is not None:
-            observer.attach(cluster)
-        try:
-            with _interrupts(cluster, stop):
-                launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
-                console.phase("start workers", 0, 1)
-                console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
+    console.phase("start Ray", 0, 1)
+    cluster = Cluster.connect(room(request.spec), request.address)
+    if resume_at is not None:
+        cluster.events.open(request.out, resume_at)
+        cluster.events.record("run_started", **_facts(request.spec), resume_at=resume_at)
+    cluster.watch(request.spec.failures.stopped_s)
+    stop = asyncio.Event()
+    observer = None if resume_at is None else RunObserver(request.out, request.spec.name, console, cluster)
+    try:
+        with _interrupts(cluster, stop), recorded_failure(cluster.events):
+            launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
+            console.phase("start workers", 0, 1)
+            console.message("starting " + ", ".join(f"{s.workers} {s.role}" for s in role_sizes(request.spec)))
+            with nullcontext() if observer is None else observer.reporting():
+                workers = await unless_stopped(stop, launcher.open(roles))
+            console.phase("start workers", 1, 1)
+            try:
                 with nullcontext() if observer is None else observer.reporting():
-                    workers = await unless_stopped(stop, launcher.open(roles))
-                console.phase("start workers", 1, 1)
-                try:
-                    with nullcontext() if observer is None else observer.reporting():
-                        yield RunContext(cluster, launcher, workers, console, stop, observer)
-                finally:
-                    console.phase("close", 0, 1)
-                    await cluster.close(CLOSE_TIMEOUT_S)
-        except WorkerError as error:
-            error.add_note(f"worker logs: {cluster.logs}")
-            raise
-        finally:
-            cluster.abandon()
+                    yield RunContext(cluster, launcher, workers, console, stop, observer)
+            finally:
+                console.phase("close", 0, 1)
+                await cluster.close(CLOSE_TIMEOUT_S)
+    except WorkerError as error:
+        error.add_note(f"worker logs: {cluster.logs}")
+        raise
+    finally:
+        cluster.events.close()
+        cluster.abandon()
+        if observer is not None:
+            observer.close()
 
 
 @contextmanager

@@ -320,7 +320,7 @@ class FakeReward:
         rewards = _alternating(samples)
         return RewardSummary(uid, rollouts.attempt, ("ok",) * samples, rewards, {"fake": rewards}), rollouts
 
-    async def write_trajectories(self, path: str, *tables: FakeTable) -> int:
+    async def write_trajectories(self, path: str, step: int, *tables: FakeTable) -> int:
         """Writes nothing."""
         return 0
 
@@ -454,6 +454,10 @@ class FakePolicy(FakeTrainer):
     async def reference_logprobs(self, plan: RankPlan, *rollouts: FakeTable) -> tuple[int, FakeTable]:
         """Lists the groups of the wave."""
         return 0, FakeTable("ref_logprobs", tuple(uid for table in rollouts for uid in table.uids))
+
+    async def token_records(self) -> tuple[int, FakeTable]:
+        """Keeps none."""
+        return 0, FakeTable("records", ())
 
     async def cut_texts(self, texts: FakeTable, max_tokens: int) -> tuple[TextSummary, FakeTable]:
         """No text."""

@@ -17,6 +17,7 @@ from workers.algorithms.policy_loss import LossOutput, PolicyTokens, exact_kl, p
 from workers.algorithms.train_batch import prepare
 from workers.contract.config import PolicyConfig, Rendezvous
 from workers.contract.messages import (
+    TOKEN_RECORDS,
     PrepareRequest,
     RankPlan,
     TextSummary,
@@ -34,6 +35,7 @@ from workers.training.deepspeed_engine import Forward, TrainEngine
 from workers.training.group import free_port, own_address
 from workers.training.rank import TrainingRank, update_metrics
 from workers.training.step_length import HeldStep
+from workers.training.token_records import TokenRecorder
 from workers.weights.file import WeightPublisher, read_payload
 from workers.weights.shared_memory import shared_directory
 
@@ -63,6 +65,7 @@ class PolicyWorker(TrainingRank):
         self._link: EngineLink | None = None
         self._held: list[tuple[TokenBatch, torch.Tensor]] = []
         self._held_step: HeldStep | None = None
+        self._records = TokenRecorder() if config.records_tokens else None
 
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
         """Join the group and load the models. Raises OSError for a missing model."""
@@ -147,8 +150,18 @@ class PolicyWorker(TrainingRank):
         if texts is not None and plan.texts is not None:
             work += [partial(of_texts, part) for part in text_batches(texts, plan.texts)]
         step = self.engine.update(work, lambda forward, loss: loss(forward))
+        if self._records is not None:
+            self._records.end_update(batch)
         metrics = update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
         return _with_texts(metrics, text_losses, self._config.ptx_coef) if text_losses else metrics
+
+    def token_records(self) -> tuple[int, pa.Table]:
+        """(rows, TOKEN_RECORDS table): what the updates since the last call computed; no rows where it is not kept.
+
+        A row's numbers are those of its forward pass, before the optimizer step of that update.
+        """
+        table = TOKEN_RECORDS.empty_table() if self._records is None else self._records.take()
+        return table.num_rows, table
 
     def hold_distributions(self, plan: RankPlan, batch: pa.Table, stride: int, weights: bool = False) -> None:
         """Store the current policy's distributions for `divergence`. Collective.
@@ -278,6 +291,8 @@ class PolicyWorker(TrainingRank):
             micro_batch.position_ids,
             temperature=None if self._config.loss.has_ratio else 1.0,
         )
+        if self._records is not None:
+            self._records.note(micro_batch, logprobs, entropy)
         rollout_logprobs = table.floats("rollout_logprobs", micro_batch)
         advantages = table.floats("advantages", micro_batch)
         if rollout_logprobs is None or advantages is None:

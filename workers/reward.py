@@ -241,9 +241,9 @@ class RewardWorker:
         )
         return summary, _rewards_table(identities, self.labels, rewards, per_sample)
 
-    def write_trajectories(self, path: str, *tables: pa.Table) -> int:
-        """Join ROLLOUTS and REWARDS tables into one Parquet file; returns its rows. See `workers.data.trajectories`."""
-        return write_trajectories(path, tables)
+    def write_trajectories(self, path: str, step: int, *tables: pa.Table) -> int:
+        """Join the tables of a step into one Parquet file; returns its rows. See `workers.data.trajectories`."""
+        return write_trajectories(path, step, tables)
 
     def write_evaluation(self, path: str, step: int, *tables: pa.Table) -> int:
         """Write the readable columns of ROLLOUTS and REWARDS tables; returns the number of rows."""

@@ -37,6 +37,7 @@ from orchestrator.errors import (
     WorkerTimeout,
 )
 from orchestrator.reporting.metrics import PeakMemory
+from orchestrator.reporting.recorder import EventLog
 from workers.contract.judges import JudgeGone
 from workers.contract.messages import (
     GroupRequest,
@@ -70,7 +71,13 @@ class ActorWorker(Generic[W_co]):
     """A worker that is a Ray actor: the `WorkerHandle` of a run."""
 
     def __init__(
-        self, name: str, actor: Any, peaks: PeakMemory, calls: CallLog, watch: ProcessWatch | None = None
+        self,
+        name: str,
+        actor: Any,
+        peaks: PeakMemory,
+        calls: CallLog,
+        watch: ProcessWatch | None = None,
+        on_loss: Callable[[str, str], None] = lambda worker, detail: None,
     ) -> None:
         """A worker that runs.
 
@@ -80,14 +87,18 @@ class ActorWorker(Generic[W_co]):
             peaks: Collects the peak memory that the worker reports along with its answers.
             calls: Records every call.
             watch: Knows more about the end of its process.
+            on_loss: Called once with its name and the reason when its process turns out to be gone.
         """
         self._name = name
         self.actor = actor
         self._peaks = peaks
         self._calls = calls
         self._watch = watch
+        self._on_loss = on_loss
         self._process: Process | None = None
         self._verdict = ""
+        self._ended = False
+        """Whether the process was ended on purpose, or its loss was reported."""
 
     @property
     def name(self) -> str:
@@ -114,6 +125,7 @@ class ActorWorker(Generic[W_co]):
 
     def kill(self) -> None:
         """Ends the actor's process immediately; does nothing if it is gone."""
+        self._ended = True
         ray.kill(self.actor, no_restart=True)
 
     def locate(self, process: Process) -> None:
@@ -124,6 +136,7 @@ class ActorWorker(Generic[W_co]):
         """See `process_watch.Watched`."""
         self._verdict = verdict
         self.kill()
+        self._on_loss(self._name, verdict)
 
     async def _wait(self, ref: Any, method: str, timeout_s: float, args: Sequence[object]) -> Any:
         """Awaits a result; records the call, and the peak memory in the result."""
@@ -149,7 +162,11 @@ class ActorWorker(Generic[W_co]):
                 raise WorkerDied(self._name, method, reason, cause.fault) from error
             raise _kind(cause)(self._name, method, reason) from error
         except RayActorError as error:
-            raise WorkerDied(self._name, method, self._verdict or self._death(error)) from error
+            detail = self._verdict or self._death(error)
+            if not self._ended:
+                self._ended = True
+                self._on_loss(self._name, detail)
+            raise WorkerDied(self._name, method, detail) from error
         except RayError as error:
             raise _kind(error)(self._name, method, ray_nodes.one_line(error)) from error
 
@@ -251,6 +268,8 @@ class Cluster:
         self.peaks = PeakMemory()
         self.calls = CallLog()
         """Every call to a worker."""
+        self.events = EventLog()
+        """What happens to workers, and in the run."""
         self._reserved: dict[str, _Reservation] = {}
         self._actors: list[ActorWorker[Any]] = []
         self._watch: ProcessWatch | None = None
@@ -419,11 +438,14 @@ class Cluster:
         if spec.concurrent:
             options["max_concurrency"] = _ASYNC_CALLS
         actor = ray.remote(spec.worker_class).options(**options).remote(*spec.args)
-        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks, self.calls, self._watch)
+        worker: ActorWorker[Any] = ActorWorker(name, actor, self.peaks, self.calls, self._watch, self._lost)
         self._actors.append(worker)
         if self._watch is not None:
             self._watch.add(worker)
         return worker
+
+    def _lost(self, worker: str, detail: str) -> None:
+        self.events.record("worker_lost", worker=worker, detail=detail)
 
     async def end(self, worker: ActorWorker[Any], timeout_s: float) -> None:
         """Asks a worker to close, then ends its process."""

@@ -254,6 +254,11 @@ class PolicyGroup(TrainerGroup[Policy]):
         """
         return await self._scatter(Policy.update, timeout_s, plans, batch, kl_old_coef, texts)
 
+    async def token_records(self, *, timeout_s: float) -> list[TableRef]:
+        """What each rank's updates computed for every token since the last call. Call it after a step's updates."""
+        calls = (worker.call_for_table(Policy.token_records, timeout_s) for worker in self.workers)
+        return [table for _, table in await gather_all(calls)]
+
     async def hold_distributions(
         self, plans: Sequence[RankPlan], batch: TableRef, stride: int, weights: bool, *, timeout_s: float
     ) -> None:

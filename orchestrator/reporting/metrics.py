@@ -12,7 +12,7 @@ import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -33,8 +33,14 @@ Metrics = Mapping[str, object]
 class PhaseTimers:
     """Seconds spent in named phases since construction. Phases may overlap; each counts its own time."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        record: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`record`: records the block of a phase of this name in the run's timeline."""
         self._clock = clock
+        self._record = record
         self._started = clock()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self.failed = ""
@@ -45,7 +51,8 @@ class PhaseTimers:
         """Count the time inside the block, also if it raises."""
         started = self._clock()
         try:
-            yield
+            with self._record(name):
+                yield
         except BaseException:
             self.failed = name
             raise

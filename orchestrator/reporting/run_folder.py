@@ -64,11 +64,11 @@ class RunFolder:
 
     def sample_files(self) -> dict[int, Path]:
         """The file of the samples of each step that has one, in order of the steps."""
-        return _step_files(self.path / TRAJECTORIES)
+        return step_files(self.path / TRAJECTORIES)
 
     def timeline_files(self) -> dict[int, Path]:
         """The file of the timeline of each step that has one, in order of the steps."""
-        return _step_files(self.path / TIMELINES)
+        return step_files(self.path / TIMELINES)
 
     def samples(self, step: int, columns: Sequence[str] | None = None) -> pa.Table:
         """The samples of a step as a SAMPLES table, or these columns of it; columns that the file lacks are null.
@@ -106,7 +106,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _step_files(folder: Path) -> dict[int, Path]:
+def step_files(folder: Path) -> dict[int, Path]:
+    """The files `step-NNNNNN.parquet` of a folder, in order of the steps."""
     found = ((match, path) for path in folder.glob("step-*.parquet") if (match := _STEP_FILE.fullmatch(path.name)))
     return dict(sorted((int(match[1]), path) for match, path in found))
 

@@ -70,7 +70,7 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
     ),
     "update": (
         *(roles.Policy.update, roles.Policy.hold_distributions, roles.Policy.divergence),
-        *(roles.Policy.shorten_step, roles.Policy.release_held),
+        *(roles.Policy.shorten_step, roles.Policy.release_held, roles.Policy.token_records),
     ),
     "publish": (roles.Policy.publish_weights, roles.Policy.read_weights, roles.Policy.send_weights),
     "load": (roles.Engine.update_weights, roles.Engine.write_weights),

@@ -178,9 +178,9 @@ class RewardPool:
                 self._faults.note(summary.faults)
                 return summary, table
 
-    async def write(self, path: str, tables: Sequence[TableRef], timeout_s: float) -> None:
+    async def write(self, path: str, step: int, tables: Sequence[TableRef], timeout_s: float) -> None:
         """Writes the samples of a step as Parquet, on the least-loaded worker; raises WorkerError if that fails."""
-        await self._on_a_worker(lambda worker: worker.call(Reward.write_trajectories, timeout_s, path, *tables))
+        await self._on_a_worker(lambda worker: worker.call(Reward.write_trajectories, timeout_s, path, step, *tables))
 
     async def write_evaluation(self, path: str, step: int, tables: Sequence[TableRef]) -> None:
         """Writes the samples of an evaluation as Parquet, on the least-loaded worker; raises WorkerError."""

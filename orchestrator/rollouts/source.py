@@ -80,6 +80,8 @@ class RolloutSource:
         self._stop = stop
         self._memory = memory or AdvantageState()
         self._groups: Sequence[ScoredGroup] = ()
+        self._train: TableRef | None = None
+        """TRAIN table of the last batch, until its samples are written."""
         self._writing: asyncio.Task[object] | None = None
 
     def start(self) -> None:
@@ -134,13 +136,23 @@ class RolloutSource:
     async def save_trajectories(self, version: int) -> None:
         """Has a reward worker write the samples of the step in the background; waits for those of the step before."""
         await self.flush()
-        if self._settings.trajectories is None:
+        folder, train, self._train = self._settings.trajectories, self._train, None
+        if folder is None:
             return
         tables = [ref for group in self._groups for ref in (group.rollouts, group.reward_table)]
-        path = str(self._settings.trajectories / f"step-{version:06d}.parquet")
-        writing = self._components.rewards.write(path, tables, self._settings.train_timeout_s)
-        self._writing = asyncio.ensure_future(writing)
+        tables += [] if train is None else [train]
+        self._writing = asyncio.ensure_future(self._write_samples(folder, version, tables))
         self._writing.add_done_callback(_retrieve)  # a run that ends with an error does not flush
+
+    async def _write_samples(self, folder: Path, version: int, tables: list[TableRef]) -> None:
+        """Writes the tables of a step with what the policy computed in its updates. Raises WorkerError."""
+        timeout_s = self._settings.train_timeout_s
+        try:
+            tables = tables + await self._components.policy.token_records(timeout_s=timeout_s)
+        except WorkerError as error:
+            logger.warning("the samples of step %d have no log-probs of its updates: %s", version, error)
+        path = str(folder / f"step-{version:06d}.parquet")
+        await self._components.rewards.write(path, version, tables, timeout_s)
 
     async def flush(self) -> None:
         """Waits until the samples of the last step are written."""
@@ -179,6 +191,7 @@ class RolloutSource:
         request = self._prepare_request(groups)
         summary, table = await policy.prepare(request, *tables, timeout_s=timeout_s)
         self._memory = self._memory.after(summary.state)
+        self._train = table
         return Batch(summary, table, texts=None if self._components.texts is None else self._components.texts.pick())
 
     def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:

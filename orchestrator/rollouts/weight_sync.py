@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +28,10 @@ class SyncReport:
     publish_s: float
     apply_s: float
     nbytes: int
-    engines: int
+    engines: Mapping[str, str]
+    """The digest that each engine acknowledged; an empty one with a back-end that has none."""
+    digest: str = ""
+    """Of the weights that were published."""
 
 
 class WeightSync(Protocol):
@@ -72,8 +76,10 @@ class FileSync:
                 engines = await self._load(update)
             except UpdateDamaged as error:
                 logger.warning("%s; publishing version %d again", error, version)
-                engines = await self._load(await self._publish(version))
-            return SyncReport(version, published_at - started, clock() - published_at, update.nbytes, engines)
+                update = await self._publish(version)
+                engines = await self._load(update)
+            times = published_at - started, clock() - published_at
+            return SyncReport(version, *times, update.nbytes, engines, update.digest)
 
     async def _publish(self, version: int) -> WeightUpdate:
         """Writes the policy's weights as `version`; new engines receive them from now on."""
@@ -81,16 +87,19 @@ class FileSync:
         self._current, self._hosts_written = update, {update.host}
         return update
 
-    async def _load(self, update: WeightUpdate) -> int:
-        """Loads an update into every engine; returns their number, or raises, when none of them reads it any more."""
+    async def _load(self, update: WeightUpdate) -> dict[str, str]:
+        """Loads an update into every engine, or raises, when none of them reads it any more.
+
+        Returns the digest that each engine acknowledged; engines that were lost meanwhile are left out.
+        """
         # Suspect engines too: one that recovers must not serve the previous version.
         engines = list(self._pool.engines)
         await self._write_to_hosts(update, engines)
         applied = await asyncio.gather(*(self._apply(update, engine) for engine in engines), return_exceptions=True)
-        for error in applied:
-            if error is not None:
-                raise error
-        return len(engines)
+        for outcome in applied:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return {ack.engine: ack.digest for ack in applied if isinstance(ack, WeightAck)}
 
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""
@@ -98,8 +107,8 @@ class FileSync:
             await self._write_to_hosts(self._current, [engine])
             self._verify(await engine.update_weights(self._current, self._timeout_s), self._current, engine)
 
-    async def _apply(self, update: WeightUpdate, engine: Engine) -> None:
-        """Loads an update into one engine; reports an engine that does not answer to the pool."""
+    async def _apply(self, update: WeightUpdate, engine: Engine) -> WeightAck | None:
+        """Loads an update into one engine; None: it does not answer, which was reported to the pool."""
         try:
             ack = await engine.update_weights(update, self._timeout_s)
         except (WorkerDied, WorkerTimeout) as error:
@@ -108,8 +117,9 @@ class FileSync:
                 raise WeightsNotVerified(f"{engine.name} did not load version {update.version}: {error}") from error
             if not self._pool.engines and not self._pool.starting:
                 raise EnginesLost(f"no rollout engine is left after version {update.version}: {error}") from error
-            return
+            return None
         self._verify(ack, update, engine)
+        return ack
 
     @staticmethod
     def _verify(ack: WeightAck, update: WeightUpdate, engine: Engine) -> None:
@@ -183,4 +193,5 @@ class DeviceSync:
             if health.version != self._version:
                 raise WeightsNotVerified(f"{engine.name} serves version {health.version}, sent was {self._version}")
             engine.version = health.version
-        return SyncReport(self._version, connected_at - started, clock() - connected_at, nbytes, len(engines))
+        digests = {engine.name: "" for engine in engines}
+        return SyncReport(self._version, connected_at - started, clock() - connected_at, nbytes, digests)

@@ -200,6 +200,7 @@ class RolloutSpec(RunSpec, frozen=True):
             seed=self.seed,
             device=self.device,
             transfer_backend=self.resolved_backend(),
+            records_tokens=self.output.trajectories,
         )
 
     def critic_config(self) -> CriticConfig | None:

@@ -567,6 +567,8 @@ class BaseOutput(Frozen):
     """Folder of runs: each is written to a folder in it, named after the spec."""
     tensorboard: bool = False
     """Write TensorBoard event files."""
+    keep_gib: float = Field(default=20.0, ge=0.0)
+    """GiB that the samples and timelines of the steps may take; the oldest steps are deleted. 0: no bound."""
 
 
 class OutputConfig(BaseOutput):

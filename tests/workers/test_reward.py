@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig
 from workers.contract.memory import resident_peak
 from workers.contract.messages import REWARDS, ROLLOUTS
+from workers.contract.samples import SAMPLES
 from workers.data.trajectories import join_rewards, write_trajectories
 from workers.reward import RewardWorker, combine, component_labels
 from workers.rewards.loading import RewardFunctionError
@@ -290,10 +291,12 @@ def scored(table: pa.Table, worker: RewardWorker) -> pa.Table:
 def test_trajectories_join_on_identity_whatever_the_order(worker: RewardWorker, tmp_path: Path) -> None:
     first, second = rollouts(["5", "6"], order=[1, 0]), rollouts(["x", "5"], uid="p1", attempt=2)
     path = tmp_path / "trajectories" / "step-000001.parquet"
-    rows = worker.write_trajectories(str(path), scored(second, worker), first, scored(first, worker), second)
+    rows = worker.write_trajectories(str(path), 1, scored(second, worker), first, scored(first, worker), second)
     assert rows == 4
     written = pq.read_table(path)
-    assert written.column_names == [*ROLLOUTS.names, "status", "reward", "components", "reward_spans"]
+    assert written.column_names == SAMPLES.names
+    assert written["step"].to_pylist() == [1] * 4
+    assert written["trained"].to_pylist() == [False] * 4 and written["advantages"].null_count == 4
     assert written["response"].to_pylist() == ["6", "5", "x", "5"]
     assert written["reward"].to_pylist() == [0.0, 2.0, -0.5, 2.0]
     assert written["attempt"].to_pylist() == [0, 0, 2, 2]
@@ -335,5 +338,5 @@ def test_a_file_that_cannot_be_written_leaves_nothing(worker: RewardWorker, tmp_
     table = rollouts(["5"])
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError, match="taken"):
-        write_trajectories(tmp_path / "taken", [table, scored(table, worker)])
+        write_trajectories(tmp_path / "taken", 1, [table, scored(table, worker)])
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]

@@ -496,6 +496,8 @@ class PolicyConfig(Frozen):
     """Weight of the texts' negative log-likelihood (PPO-ptx)."""
     share_prompts: bool = False
     """Train the samples of a group behind one copy of their prompt, where the model supports it."""
+    records_tokens: bool = False
+    """Keep log-probs and entropies of the updates until they are taken."""
 
 
 class CriticConfig(Frozen):

@@ -120,6 +120,17 @@ TRAIN = pa.schema(
 """Batch of one step, for the trainers."""
 
 
+TOKEN_RECORDS = pa.schema(
+    [
+        *IDENTITY,
+        SEGMENT,
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("entropy", pa.list_(pa.float32()), nullable=False),
+    ],
+    metadata=SCHEMA_METADATA,
+)
+"""What the policy computed in its updates for every response token: a row for each row of each update."""
+
 TEXTS = pa.schema(
     [
         *IDENTITY,

@@ -187,8 +187,8 @@ class Reward(Replica, Protocol):
         """Scores one group; returns its rewards by sample and a REWARDS table."""
         ...
 
-    def write_trajectories(self, path: str, *tables: TableRef) -> Reply[int]:
-        """Writes samples as Parquet; returns the number of rows."""
+    def write_trajectories(self, path: str, step: int, *tables: TableRef) -> Reply[int]:
+        """Writes the samples of a step as Parquet; returns the number of rows."""
         ...
 
     def write_evaluation(self, path: str, step: int, *tables: TableRef) -> Reply[int]:
@@ -259,6 +259,11 @@ class Policy(Trainer, Protocol):
         self, plan: RankPlan, batch: TableRef, kl_old_coef: float = 0.0, texts: TableRef | None = None
     ) -> Reply[UpdateMetrics]:
         """One optimizer step on the plan's rows of a TRAIN table, and on pieces of text (PPO-ptx)."""
+        ...
+
+    def token_records(self) -> Reply[tuple[int, TableRef]]:
+        """(rows, TOKEN_RECORDS table) of this rank's updates since the last call, where they are kept. Not
+        collective."""
         ...
 
     def hold_distributions(self, plan: RankPlan, batch: TableRef, stride: int, weights: bool = False) -> Reply[None]:

@@ -9,8 +9,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from workers.contract.messages import IDENTITY_NAMES, REWARDS, ROLLOUTS, SEGMENT, Identity, identities
+from workers.contract.messages import (
+    IDENTITY_NAMES,
+    REWARDS,
+    ROLLOUTS,
+    SEGMENT,
+    TOKEN_RECORDS,
+    TRAIN,
+    Identity,
+    identities,
+)
+from workers.contract.samples import SAMPLES, TRAINED, conform
 
+_RECORDED = TOKEN_RECORDS.names[-2:]
 _JUDGEMENT = tuple(name for name in REWARDS.names if name not in IDENTITY_NAMES)
 READABLE = (
     *("prompt_uid", "sample_index", "messages", "conversation", "response", "answer", "finish_reason"),
@@ -52,14 +63,56 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
     return samples
 
 
-def write_trajectories(path: str | Path, tables: Sequence[pa.Table]) -> int:
-    """Write samples with their rewards to one Parquet file, atomically; returns its number of rows.
+def join_samples(step: int, tables: Sequence[pa.Table]) -> pa.Table:
+    """Join what was sampled, how it was rewarded and what was trained.
+
+    Args:
+        step: The step in which they were trained.
+        tables: ROLLOUTS, REWARDS, TRAIN and TOKEN_RECORDS tables in any order and number.
+
+    Returns:
+        A SAMPLES table with one row per row of the ROLLOUTS tables. Of several records of a row, the last one counts.
 
     Raises:
         ValueError: see :func:`join_rewards`.
+    """
+    kinds = {"train": TRAIN, "records": TOKEN_RECORDS}
+    found: dict[str, list[pa.Table]] = {"train": [], "records": [], "rest": []}
+    for table in tables:
+        names = set(table.column_names)
+        found[next((kind for kind, schema in kinds.items() if set(schema.names) <= names), "rest")].append(table)
+    samples = join_rewards(found["rest"])
+    train = pa.concat_tables(found["train"]) if found["train"] else TRAIN.empty_table()
+    records = pa.concat_tables(found["records"]) if found["records"] else TOKEN_RECORDS.empty_table()
+    keys = _row_keys(samples)
+    trained, recorded = _places(keys, train), _places(keys, records)
+    columns = {"trained": trained.is_valid()}
+    columns |= {name: records[name].take(recorded) for name in _RECORDED}
+    columns |= {field.name: train[field.name].take(trained) for field in TRAINED if field.name not in columns}
+    for name, column in columns.items():
+        samples = samples.append_column(name, column)
+    return conform(samples, SAMPLES, step=step)
+
+
+def _row_keys(table: pa.Table) -> list[tuple[Identity, int]]:
+    """Identity and segment of every row."""
+    return list(zip(identities(table), table[SEGMENT.name].to_pylist(), strict=True))
+
+
+def _places(keys: Sequence[tuple[Identity, int]], table: pa.Table) -> pa.Array:
+    """For each key the number of the table's last row with it; null where it has none."""
+    rows = {key: row for row, key in enumerate(_row_keys(table))}
+    return pa.array([rows.get(key) for key in keys], pa.int64())
+
+
+def write_trajectories(path: str | Path, step: int, tables: Sequence[pa.Table]) -> int:
+    """Write the samples of a step to one Parquet file, atomically; returns its number of rows.
+
+    Raises:
+        ValueError: see :func:`join_samples`.
         OSError: the file cannot be written.
     """
-    return _write(Path(path), join_rewards(tables))
+    return _write(Path(path), join_samples(step, tables))
 
 
 def write_evaluation(path: str | Path, step: int, tables: Sequence[pa.Table]) -> int:

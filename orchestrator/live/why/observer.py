@@ -96,15 +96,15 @@ class Observed(Protocol):
 class RunObserver:
     """Observes one run until `close`. Created in the thread of the event loop."""
 
-    def __init__(self, run_folder: Path, name: str, console: Console) -> None:
-        """Observes from now on."""
+    def __init__(self, run_folder: Path, name: str, console: Console, cluster: Observed) -> None:
+        """Observes from now on; a folder that cannot be written costs the observer, not the run."""
         self.folder = run_folder / FOLDER
         self.queues: Callable[[], Queues] = Queues
         """What waits for engines."""
         self._run_folder = run_folder
         self._name = name
         self._console = console
-        self._cluster: Observed | None = None
+        self._cluster = cluster
         self._loop = asyncio.get_running_loop()
         self._beat = time.monotonic()
         self._kills_before = out_of_memory_kills()
@@ -117,15 +117,9 @@ class RunObserver:
         self._snapshot_at = 0.0
         self._thread = threading.Thread(target=self._observe, name="observer", daemon=True)
 
-    def __enter__(self) -> RunObserver:
-        self.start()
-        return self
+        self._start()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Starts the thread; a folder that cannot be written costs the observer, not the run."""
+    def _start(self) -> None:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for stale in (*self.folder.glob("request-*"), *self.folder.glob("answer-*"), self.folder / ENDED.name):
@@ -136,10 +130,6 @@ class RunObserver:
             return
         write_stacks_on_signal(self.folder / STACKS)
         self._thread.start()
-
-    def attach(self, cluster: Observed) -> None:
-        """From now on, the workers of this cluster are observed."""
-        self._cluster = cluster
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -169,8 +159,6 @@ class RunObserver:
         began, cluster = time.monotonic(), self._cluster
         self._ping()
         known = replace(self._known(), error=error)
-        if cluster is None:
-            return known
         own = {os.getpid(): DRIVER}
         reports = cluster.look(own, self.folder / STACKS, (self._run_folder,), _NODES_S)
         late = time.monotonic() - self._beat
@@ -190,7 +178,7 @@ class RunObserver:
     def _known(self) -> Facts:
         """What needs no look at processes."""
         cluster, now, progress = self._cluster, time.time(), self._console.progress()
-        calls = [] if cluster is None else [c for c in cluster.open_calls() if is_bounded(c.worker, c.method)]
+        calls = [c for c in cluster.open_calls() if is_bounded(c.worker, c.method)]
         calls = calls[:_MOST_CALLS]
         waited = {call.worker for call in calls}
         run = RunFacts(
@@ -207,7 +195,7 @@ class RunObserver:
             run,
             DriverFacts(os.getpid(), socket.gethostname()),
             tuple(Call(c.worker, c.method, now - c.since, c.timeout_s, c.detail) for c in calls),
-            workers={} if cluster is None else {n: p.pid for n, p in cluster.whereabouts().items() if n in waited},
+            workers={n: p.pid for n, p in cluster.whereabouts().items() if n in waited},
             queues=self.queues(),
             kills_before=self._kills_before,
         )
@@ -246,7 +234,7 @@ class RunObserver:
             late.append(("step", progress.steps))
         if time.monotonic() - self._beat > _LEAST_S:
             late.append(("blocked", self._beat))
-        for call in () if self._cluster is None else self._cluster.open_calls():
+        for call in self._cluster.open_calls():
             if is_bounded(call.worker, call.method) and now - call.since > SHARE * call.timeout_s:
                 late.append((call.worker, call.method, call.since))
         return next((reason for reason in late if reason not in self._reported), None)
@@ -282,9 +270,8 @@ class RunObserver:
 
     def _write_snapshot(self) -> None:
         cluster = self._cluster
-        logs = "" if cluster is None else str(cluster.logs)
-        places = {} if cluster is None else cluster.whereabouts()
-        roots = {p.pid: name for name, p in places.items() if cluster is not None and p.node == cluster.node}
+        roots = {p.pid: name for name, p in cluster.whereabouts().items() if p.node == cluster.node}
+        logs = str(cluster.logs)
         snapshot = Snapshot(time.time(), socket.gethostname(), os.getpid(), self._created, self._known(), logs, roots)
         SNAPSHOT.write(self.folder, snapshot)
         self._snapshot_at = time.monotonic()

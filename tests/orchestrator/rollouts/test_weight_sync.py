@@ -26,7 +26,8 @@ def test_two_engines_receive_the_same_version() -> None:
     async def run() -> None:
         sync = FileSync(policy_group(FakePolicy(0), FakePolicy(1)), fake_pool(engines), 1.0)
         report = await sync.push(3)
-        assert (report.version, report.engines, report.nbytes) == (3, 2, 100)
+        assert (report.version, report.digest, report.nbytes) == (3, "d3", 100)
+        assert report.engines == {"rollout-0": "d3", "rollout-1": "d3"}
 
     asyncio.run(run())
     assert {(e.version, e.digest) for e in engines} == {(3, "d3")}

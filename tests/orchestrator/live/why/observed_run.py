@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from orchestrator.cluster.call_log import CallLog, OpenCall
@@ -47,8 +48,7 @@ async def main(folder: Path, what: str) -> None:
     console.phase("update", 0, 1)
     worker = await asyncio.create_subprocess_exec("sleep", "300")
     cluster = Cluster(folder, {"policy-0": worker.pid})
-    with RunObserver(folder, "demo", console) as observer:
-        observer.attach(cluster)
+    with closing(RunObserver(folder, "demo", console, cluster)) as observer:
         cluster.calls.begin("policy-0", "update", 600.0)
         observer._write_snapshot()
         (folder / "ready").write_text(f"{os.getpid()} {worker.pid}")

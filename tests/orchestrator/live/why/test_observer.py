@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,7 @@ async def test_a_call_reports_itself_at_half_of_its_bound(tmp_path: Path, monkey
 
     monkeypatch.setattr(observing, "_SNAPSHOT_S", 0.2)
     cluster = Cluster(tmp_path, {"policy-0": os.getppid()})
-    with observing.RunObserver(tmp_path, "demo", Console(io.StringIO())) as observer:
-        observer.attach(cluster)
+    with closing(observing.RunObserver(tmp_path, "demo", Console(io.StringIO()), cluster)):
         cluster.calls.begin("policy-0", "update", 6.0)
         cluster.calls.begin("environment-0", "watch", 0.1)
         await asyncio.sleep(1.5)

@@ -1,0 +1,213 @@
+"""Records what happens in a run, beside its metrics: `events.jsonl` and the timeline of every step.
+
+Nothing here ends a run: what cannot be written is reported in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from orchestrator.errors import StopRequested
+from orchestrator.reporting.metrics import GIB, JsonlSink
+from orchestrator.reporting.run_folder import EVENTS, TIMELINES, TRAJECTORIES, step_files
+from orchestrator.reporting.timeline import DRIVER, Span, timeline_table
+
+logger = logging.getLogger(__name__)
+
+_MOST_EARLY = 10_000
+"""Events that are kept until the file is open."""
+_LONGEST_REASON = 2000
+"""Characters of an error's message in an event."""
+
+
+class EventLog:
+    """`events.jsonl`: what happened at which step of a run. Events before `open` are written when it opens."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """The step in progress; every event carries it."""
+        self._early: deque[tuple[int, dict[str, object]]] = deque(maxlen=_MOST_EARLY)
+        self._sink: JsonlSink | None = None
+
+    def open(self, folder: Path, resume_at: int) -> None:
+        """Writes to the folder from now on; events of steps after `resume_at` are dropped, all of them at 0."""
+        self.step = resume_at
+        try:
+            self._sink = JsonlSink(folder / EVENTS, resume_at if resume_at > 0 else -1)
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", folder / EVENTS, error.strerror)
+            return
+        for step, fields in self._early:
+            self._sink.write(step, fields)
+        self._early.clear()
+
+    def record(self, event: str, **fields: object) -> None:
+        """Records an event of the current step."""
+        line = {"event": event, **fields}
+        if self._sink is None:
+            self._early.append((self.step, line))
+        else:
+            self._sink.write(self.step, line)
+
+    def close(self) -> None:
+        """Closes the file; later events are not written."""
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None
+
+
+@contextmanager
+def recorded_failure(events: EventLog) -> Iterator[None]:
+    """Records how the run ends if the block raises."""
+    try:
+        yield
+    except StopRequested:
+        events.record("run_ended", how="stopped")
+        raise
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        events.record("run_ended", how="failed", error=type(error).__name__, detail=reason[:_LONGEST_REASON])
+        raise
+
+
+class Calls(Protocol):
+    """The log of calls to workers (`orchestrator/cluster/call_log.py`)."""
+
+    def during(self, worker: str, method: str, timeout_s: float, detail: str = "") -> AbstractContextManager[None]:
+        """Records the block as a call."""
+        ...
+
+    def drain(self) -> list[Span]:
+        """The calls that have ended since the last time."""
+        ...
+
+
+class RunRecorder:
+    """Writes the timeline of every step, deletes what is beyond the bound, and turns counts into events."""
+
+    def __init__(
+        self, calls: Calls, events: EventLog, folder: Path | None = None, resume_at: int = 0, keep_gib: float = 0.0
+    ) -> None:
+        """Drops the timeline and the samples of steps after `resume_at`, all of them at 0.
+
+        Args:
+            calls: Where workers' calls and the controller's phases are recorded.
+            events: The events of the run.
+            folder: The run folder; None: no timeline is written.
+            resume_at: Steps that the run has completed.
+            keep_gib: GiB that samples and timelines may take; the oldest steps are deleted. 0: no bound.
+        """
+        self.events = events
+        self._calls = calls
+        self._folder = folder
+        self._bound = int(keep_gib * GIB)
+        self._writing: asyncio.Task[None] | None = None
+        self._seen: dict[str, Mapping[str, float]] = {}
+        if folder is not None:
+            _drop_after(folder, resume_at if resume_at > 0 else -1)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Records the block as a phase of the controller."""
+        return self._calls.during(DRIVER, name, 0.0)
+
+    def counts(self, group: str, counts: Mapping[str, float]) -> dict[str, float]:
+        """What was added to each of these counts since the last call with this group; only changes."""
+        before = self._seen.get(group, {})
+        self._seen[group] = dict(counts)
+        return {name: added for name, count in counts.items() if (added := count - before.get(name, 0.0))}
+
+    def knows(self, group: str) -> bool:
+        """Whether `counts` was called with this group before."""
+        return group in self._seen
+
+    async def end_step(self, step: int) -> None:
+        """Writes the spans that ended during the step in the background; waits for those of the step before."""
+        await self.flush()
+        spans = self._calls.drain()
+        if self._folder is not None:
+            self._writing = asyncio.create_task(asyncio.to_thread(self._write, self._folder, step, spans))
+
+    async def flush(self) -> None:
+        """Waits until the timeline of the last step is written."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    async def close(self) -> None:
+        """Adds the spans that are left to the timeline of the step in progress, the last one after a complete run."""
+        await self.flush()
+        spans = self._calls.drain()
+        if self._folder is not None and spans:
+            await asyncio.to_thread(self._write, self._folder, self.events.step, spans, append=True)
+
+    def _write(self, folder: Path, step: int, spans: Sequence[Span], *, append: bool = False) -> None:
+        """Writes one file. Runs in a thread."""
+        table = timeline_table(step, spans)
+        path = folder / TIMELINES / f"step-{step:06d}.parquet"
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if append and path.exists():
+                table = pa.concat_tables([pq.read_table(path), table])
+            pq.write_table(table, unfinished, compression="zstd")
+            os.replace(unfinished, path)
+            if self._bound:
+                delete_oldest(folder, self._bound)
+        except (OSError, pa.ArrowException) as error:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            logger.warning("the timeline of step %d is not written: %s", step, error)
+
+
+def delete_oldest(folder: Path, bound: int) -> list[int]:
+    """Deletes samples and timelines of the oldest steps until the rest takes at most `bound` bytes.
+
+    The newest step stays. Returns the steps that were deleted.
+    """
+    of_step: dict[int, list[Path]] = {}
+    for files in _files(folder):
+        for step, path in files.items():
+            of_step.setdefault(step, []).append(path)
+    sizes = {step: sum(_size(path) for path in paths) for step, paths in of_step.items()}
+    total, deleted = sum(sizes.values()), []
+    for step in sorted(sizes)[:-1]:
+        if total <= bound:
+            break
+        for path in of_step[step]:
+            path.unlink(missing_ok=True)
+        total -= sizes[step]
+        deleted.append(step)
+    if deleted:
+        logger.info("%s: deleted samples and timelines of steps %d to %d", folder, deleted[0], deleted[-1])
+    return deleted
+
+
+def _drop_after(folder: Path, step: int) -> None:
+    for files in _files(folder):
+        for number, path in files.items():
+            if number > step:
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    logger.warning("%s cannot be deleted: %s", path, error.strerror)
+
+
+def _files(folder: Path) -> Iterable[dict[int, Path]]:
+    return [step_files(folder / name) for name in (TRAJECTORIES, TIMELINES)]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
