@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -130,27 +130,20 @@ class Look:
     """Name of Ray's session, to find its own processes."""
     paths: tuple[Path, ...] = ()
     """Folders whose disks matter."""
-    extra: Mapping[int, Path] = field(default_factory=dict)
-    """Folders of stacks of processes that use another one."""
 
 
 def look_at(look: Look) -> NodeReport:
     """Looks at the processes of this node for about a second; blocks meanwhile."""
     began = time.monotonic()
     found = [*_trees(look.roots), *_services(look.session)]
-    asked = [
-        (folder, request_stacks(folder, [pid for pid, _ in found if look.extra.get(pid, look.stacks) == folder]))
-        for folder in {look.stacks, *look.extra.values()}
-    ]
+    asked = request_stacks(look.stacks, [pid for pid, _ in found])
     before = {pid: _cpu_seconds(pid) for pid, _ in found}
     time.sleep(_SETTLE_S)
     calls = {pid: _file_calls(pid) for pid, _ in found}
     time.sleep(_SAMPLE_S - _SETTLE_S)
     seconds = time.monotonic() - began
     used = {pid: max(0.0, (_cpu_seconds(pid) - before[pid]) / seconds) for pid, _ in found}
-    stacks: dict[int, tuple[Thread, ...]] = {}
-    for folder, sizes in asked:
-        stacks |= read_stacks(folder, sizes, began + _STACK_S)
+    stacks = read_stacks(look.stacks, asked, began + _STACK_S)
     stopped = [pid for pid, worker in found if _state(pid) == "T" and worker not in _SERVICES]
     stacks |= {pid: read_stopped(pid) for pid in stopped[:_MOST_STOPPED]}
     processes = tuple(

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.process_facts import Look, NodeFacts, NodeReport, look_at
 from orchestrator.cluster.processes import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
+from workers.contract.stacks import FOLDER as STACKS
 from workers.contract.stacks import write_stacks_on_signal
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,6 @@ _WITH_DESCENDANTS = ("rollout", "judge")
 """Roles whose worker cannot serve when a process that it started is stopped: vLLM's engine."""
 _FETCH_S = 1.0
 """Longest wait for what a node has answered."""
-STACKS = "stacks"
-"""Folder for stacks (`workers/contract/stacks.py`) in the log folder of Ray's session, on every node."""
 
 
 @dataclass(frozen=True)
@@ -149,16 +148,13 @@ class ProcessWatch:
         """Where the workers' processes are, by name. May be called from any thread."""
         return {worker.name: process for process, worker in list(self._workers.items())}
 
-    def look(
-        self, own: Mapping[int, str], own_stacks: Path, paths: tuple[Path, ...], timeout_s: float
-    ) -> list[NodeReport]:
+    def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         """What the processes of all nodes do; for a thread other than that of the event loop.
 
         A node whose watch does not answer in time is reported as not reachable.
 
         Args:
             own: Further processes of this node by id, such as the driver.
-            own_stacks: Folder of their stacks.
             paths: Folders whose disks matter.
             timeout_s: Longest wait for the other nodes.
         """
@@ -170,8 +166,7 @@ class ProcessWatch:
         }
         nodes = _NodeTable()
         deadline = time.monotonic() + timeout_s
-        extra = dict.fromkeys(own, own_stacks)
-        here = look_at(Look(roots[self.node], self._logs / STACKS, self._logs.parent.name, paths, extra))
+        here = look_at(Look(roots[self.node], self._logs / STACKS, self._logs.parent.name, paths))
         names, dead = nodes.read(deadline)
         left = max(0.1, deadline - time.monotonic())
         done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=left) if asked else ([], [])

@@ -322,11 +322,9 @@ class Cluster:
         """Where the workers' processes are, by name. May be called from any thread."""
         return {} if self._watch is None else self._watch.whereabouts()
 
-    def look(
-        self, own: Mapping[int, str], own_stacks: Path, paths: tuple[Path, ...], timeout_s: float
-    ) -> list[NodeReport]:
+    def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         """See `ProcessWatch.look`."""
-        return [] if self._watch is None else self._watch.look(own, own_stacks, paths, timeout_s)
+        return [] if self._watch is None else self._watch.look(own, paths, timeout_s)
 
     @staticmethod
     def put(table: Any) -> TableRef:

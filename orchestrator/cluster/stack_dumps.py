@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from workers.contract.stacks import LARGEST, SIGNAL, stack_file
@@ -116,6 +117,15 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
             number = int(match["line"]) if match["line"].isdecimal() else 0
             threads[-1].append(_frame(match["file"], number, match["function"]))
     return tuple(Thread(tuple(frames)) for frames in threads if frames)
+
+
+def thread_at(frame: FrameType | None) -> Thread:
+    """The stack of a thread of this process, from its innermost frame."""
+    frames = []
+    while frame is not None:
+        frames.append(_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        frame = frame.f_back
+    return Thread(tuple(frames))
 
 
 def read_stopped(pid: int) -> tuple[Thread, ...]:

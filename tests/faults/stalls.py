@@ -131,6 +131,11 @@ def workers(run: Command, title: str) -> list[psutil.Process]:
     return sorted(run.processes(title), key=lambda process: process.pid)
 
 
+def services(run: Command, name: str) -> list[psutil.Process]:
+    """Ray's own processes of this name."""
+    return [process for process in run.processes() if process.name() == name]
+
+
 @contextlib.contextmanager
 def own_disk(folder: Path, mebibytes: int = 256) -> Iterator[Path]:
     """A file system of its own that can be frozen, mounted at `folder`."""

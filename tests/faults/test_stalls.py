@@ -23,6 +23,7 @@ from tests.faults.stalls import (
     own_disk,
     planted_environment,
     record,
+    services,
     stopped,
     wait_for_stall,
     why,
@@ -163,14 +164,14 @@ def test_driver_stopped(grpo: Run) -> None:
 
 
 def test_gcs_stopped(grpo: Run) -> None:
-    with recovers(grpo), stopped(*workers(grpo, "gcs_server")[:1]):
+    with recovers(grpo), stopped(*services(grpo, "gcs_server")):
         answer = why(grpo)  # calls between workers do not need it: the run does not stall at once
     outcome = record("Ray's gcs_server stopped", answer, cause="ray_stopped", words=("gcs_server", "SIGSTOP"))
     assert outcome.named and answer.seconds < LIMIT_S
 
 
 def test_raylet_stopped(grpo: Run) -> None:
-    with recovers(grpo), stopped(*workers(grpo, "/raylet/raylet")):
+    with recovers(grpo), stopped(*services(grpo, "raylet")):
         answer = why(grpo)  # at once: some seconds later Ray declares the node dead
     outcome = record("Ray's raylet stopped", answer, cause="ray_stopped", words=("raylet", "SIGSTOP"))
     assert outcome.named and answer.seconds < LIMIT_S
@@ -264,6 +265,6 @@ def test_policy_killed(tmp_path: Path) -> None:
         policy.kill()
         run.wait(120)
         answer = why(run)
-    words = ("policy-0", "killed from outside (SIGKILL)")
+    words = ("policy-0", "it was killed (SIGKILL)")
     outcome = record("policy killed, no restarts left", answer, cause="run_failed", words=words)
     assert outcome.named and answer.seconds < LIMIT_S, run.output[-3000:]

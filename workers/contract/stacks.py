@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "TROUPE_STACKS"
 """Environment variable with the folder for the files of stacks."""
+FOLDER = "stacks"
+"""The folder, in the log folder of Ray's session on every node: a local disk, on which writing does not hang."""
 SIGNAL = signal.SIGUSR1
 LARGEST = 2**20
 """Bytes at which a file of stacks is emptied before the next request."""

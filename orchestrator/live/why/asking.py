@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import textwrap
 import time
 import uuid
 from collections.abc import Callable
@@ -15,12 +17,18 @@ from orchestrator.cluster.process_facts import Look, NodeFacts, look_at, node_fa
 from orchestrator.errors import TroupeError, UsageError
 from orchestrator.live.why.diagnosis import diagnose
 from orchestrator.live.why.facts import DRIVER, Diagnosis, DriverState, Facts
-from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, STACKS, Report, Snapshot
+from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot
+from orchestrator.reporting.run_folder import RunFolder
+from workers.contract.stacks import FOLDER as STACKS
 
 _OUTSIDE_S = 4.0
 """Time that is left for a look from outside."""
 _POLL_S = 0.1
+_LAST_EVENTS = 3
+_LONGEST_EVENT = 200
+"""Characters of an event that are shown."""
 _WRITE_S = 0.5
+_DESCRIPTORS = 256
 
 
 def why(run_folder: Path, timeout_s: float) -> Report:
@@ -82,6 +90,7 @@ def _in_a_child(write: Callable[[], object]) -> bool:
     if child == 0:
         code = 1
         try:
+            os.closerange(0, _DESCRIPTORS)  # whoever reads the command's output does not wait for this process
             write()
             code = 0
         finally:
@@ -101,23 +110,26 @@ def _from_outside(run_folder: Path, snapshot: Snapshot, state: DriverState) -> F
     known, paths = snapshot.facts, (run_folder,)
     driver = replace(known.driver, state=state, last_seen_s=since)
     if state == "dead":
-        remaining = tuple(name for pid, name in snapshot.roots.items() if psutil.pid_exists(pid))
-        words = (f"processes that are left: {', '.join(remaining)}",) if remaining else ()
-        return replace(known, driver=driver, nodes=(node_facts(paths),), last_words=words)
-    logs = Path(snapshot.logs) if snapshot.logs else None
-    stacks = run_folder / FOLDER / STACKS
-    look = Look(
-        {**snapshot.roots, snapshot.pid: DRIVER},
-        stacks if logs is None else logs / "stacks",
-        "" if logs is None else logs.parent.name,
-        paths,
-        {snapshot.pid: stacks},
-    )
+        return replace(known, driver=driver, nodes=(node_facts(paths),), last_words=_remains(run_folder, snapshot))
+    logs = Path(snapshot.logs)
+    look = Look({**snapshot.roots, snapshot.pid: DRIVER}, logs / STACKS, logs.parent.name, paths)
     report = look_at(look)
     calls = tuple(replace(call, age_s=call.age_s + since) for call in known.calls)
     run = replace(known.run, phase_s=known.run.phase_s + since, step_s=known.run.step_s + since)
     nodes: tuple[NodeFacts, ...] = (report.node,)
     return replace(known, run=run, driver=driver, calls=calls, processes=report.processes, nodes=nodes)
+
+
+def _remains(run_folder: Path, snapshot: Snapshot) -> tuple[str, ...]:
+    """What is left of a run whose driver is dead: its last events, its workers' processes."""
+    try:
+        words = [json.dumps(event) for event in RunFolder(run_folder).events()[-_LAST_EVENTS:]]
+    except UsageError:  # it died before its first step
+        words = []
+    lines = [f"last event: {textwrap.shorten(word, _LONGEST_EVENT)}" for word in words]
+    if remaining := [name for pid, name in snapshot.roots.items() if psutil.pid_exists(pid)]:
+        lines.append(f"processes that are left: {', '.join(remaining)}")
+    return tuple(lines)
 
 
 def text_of(report: Report) -> str:

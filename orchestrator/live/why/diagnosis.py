@@ -19,7 +19,7 @@ _SLOW = 3.0
 """Times its usual duration from which on a step counts as slow."""
 _SHOWN_CALLS = 8
 _SPACE = ("no space left", "disk quota exceeded", "enospc")
-_MEMORY = ("out of memory", "cannot allocate memory", "memoryerror", "out-of-memory", "oom")
+_MEMORY = ("out of memory", "cannot allocate memory", "memoryerror", "out-of-memory")
 
 
 def diagnose(facts: Facts) -> Diagnosis:
@@ -54,7 +54,7 @@ def _run_failed(facts: Facts) -> Diagnosis | None:
         return None
     where = f"{facts.run.here}{f' ({facts.run.phase})' if facts.run.phase else ''}"
     verdict, text = f"{where} failed: {facts.error}", facts.error.lower()
-    if any(word in text for word in _SPACE) and (full := _full(facts, nearly=True)):
+    if full := _full(facts, nearly=any(word in text for word in _SPACE)):
         return Diagnosis("full", f"{full} is full, and {verdict}", full)
     if _kills(facts) or any(word in text for word in _MEMORY):
         return Diagnosis("memory", f"{verdict}; the node has run out of memory", "")
@@ -141,7 +141,7 @@ def _worker_gone(facts: Facts) -> Diagnosis | None:
     for call in open_calls(facts):
         pid = facts.workers.get(call.worker)
         process = next((p for p in facts.tree(call.worker) if p.pid == pid), None)
-        if process is not None and process.state in ("", "Z"):
+        if process is not None and process.state in ("", "Z") and call.method != "start":
             words = "; ".join(facts.last_words)
             verdict = f"{facts.run.here} waits for {call}: its process {pid} has ended{words and f': {words}'}"
             return Diagnosis("worker_gone", verdict, call.worker)

@@ -22,8 +22,6 @@ from pydantic import TypeAdapter, ValidationError
 from orchestrator.live.why.facts import Diagnosis, Facts
 
 FOLDER = "why"
-STACKS = "stacks"
-"""Folder for the driver's stacks."""
 _KEPT_REPORTS = 20
 
 T = TypeVar("T")
@@ -41,8 +39,8 @@ class Snapshot:
     """When the driver's process was created: a process id may be reused."""
     facts: Facts
     """Without processes and nodes."""
-    logs: str = ""
-    """Log folder of Ray's session on the driver's node; empty: Ray has not started."""
+    logs: str
+    """Log folder of Ray's session on the driver's node."""
     roots: Mapping[int, str] = field(default_factory=dict)
     """Workers on the driver's node, by process id."""
 

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +23,17 @@ from typing import Protocol
 
 import psutil
 
-from orchestrator.cluster.process_facts import NodeReport
+from orchestrator.cluster.process_facts import NodeReport, ProcessFacts
 from orchestrator.cluster.process_watch import Process
 from orchestrator.cluster.processes import last_error_line, out_of_memory_kills
+from orchestrator.cluster.stack_dumps import thread_at
 from orchestrator.errors import StopRequested, UsageError
 from orchestrator.live.why.diagnosis import diagnose
 from orchestrator.live.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
-from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, STACKS, Report, Snapshot, keep_report
+from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
 from orchestrator.live.why.waiting import is_bounded
 from orchestrator.reporting.console import Console
+from workers.contract.stacks import FOLDER as STACKS
 from workers.contract.stacks import write_stacks_on_signal
 
 logger = logging.getLogger(__name__)
@@ -86,9 +89,7 @@ class Observed(Protocol):
         """Where the workers' processes are."""
         ...
 
-    def look(
-        self, own: dict[int, str], own_stacks: Path, paths: tuple[Path, ...], timeout_s: float
-    ) -> list[NodeReport]:
+    def look(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         """What the processes of all nodes do."""
         ...
 
@@ -128,7 +129,7 @@ class RunObserver:
         except OSError as error:
             logger.warning("`troupe why` will not reach this run: %s", error)
             return
-        write_stacks_on_signal(self.folder / STACKS)
+        write_stacks_on_signal(self._cluster.logs / STACKS)
         self._thread.start()
 
     @contextmanager
@@ -160,11 +161,11 @@ class RunObserver:
         self._ping()
         known = replace(self._known(), error=error)
         own = {os.getpid(): DRIVER}
-        reports = cluster.look(own, self.folder / STACKS, (self._run_folder,), _NODES_S)
+        reports = cluster.look(own, (self._run_folder,), _NODES_S)
         late = time.monotonic() - self._beat
         blocked = late > _BLOCKED_S and self._beat < began and not error
         driver = replace(known.driver, state="blocked", blocked_s=late) if blocked else known.driver
-        processes = tuple(process for report in reports for process in report.processes)
+        processes = tuple(_with_own_stacks(process) for report in reports for process in report.processes)
         words = tuple(self._last_words(cluster, {p.pid for p in processes if p.state not in ("", "Z")}))
         nodes = tuple(report.node for report in reports)
         return replace(known, driver=driver, processes=processes, nodes=nodes, last_words=words)
@@ -287,8 +288,19 @@ class RunObserver:
         for name, process in cluster.whereabouts().items():
             if process.node == cluster.node and process.pid not in alive:
                 line = last_error_line(cluster.logs, process.pid)
-                words = f"its log: {line}" if line else "its log has no error: it was killed from outside (SIGKILL)"
+                words = (
+                    f"its log: {line}" if line else "its log has no error: it was killed (SIGKILL), or left by itself"
+                )
                 yield f"{name} (process {process.pid}) has ended; {words}"
+
+
+def _with_own_stacks(process: ProcessFacts) -> ProcessFacts:
+    """The driver's process with its stacks also where its main thread cannot write them: on a disk that hangs."""
+    if process.pid != os.getpid() or process.threads or process.worker != DRIVER:
+        return process
+    main = threading.main_thread().ident
+    stacks = sorted(sys._current_frames().items(), key=lambda item: item[0] == main)
+    return replace(process, threads=tuple(thread_at(frame) for _, frame in stacks))
 
 
 def _median_step(metrics: Path) -> float:

@@ -32,7 +32,10 @@ def open_calls(facts: Facts) -> list[Call]:
 
 def related(facts: Facts, call: Call) -> tuple[ProcessFacts, ...]:
     """The processes that serve a call: those of its worker, and of workers that this worker calls."""
-    return (*facts.tree(call.worker), *facts.role(_BEHIND.get(call.method, "")))
+    own = facts.tree(call.worker)
+    if call.method == "start":  # what has ended is what it replaces
+        own = tuple(process for process in own if process.state)
+    return (*own, *facts.role(_BEHIND.get(call.method, "")))
 
 
 def subject(facts: Facts, call: Call, process: ProcessFacts) -> str:

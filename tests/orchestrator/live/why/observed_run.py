@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -36,18 +37,16 @@ class Cluster:
     def whereabouts(self) -> dict[str, Process]:
         return {name: Process(self.node, pid) for name, pid in self._workers.items()}
 
-    def look(
-        self, own: dict[int, str], own_stacks: Path, paths: tuple[Path, ...], timeout_s: float
-    ) -> list[NodeReport]:
+    def look(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         roots = own | {pid: name for name, pid in self._workers.items()}
-        return [look_at(Look(roots, self.logs / "stacks", "", paths, dict.fromkeys(own, own_stacks)))]
+        return [look_at(Look(roots, self.logs / "stacks", "", paths))]
 
 
 async def main(folder: Path, what: str) -> None:
     console = Console(io.StringIO())
     console.phase("update", 0, 1)
     worker = await asyncio.create_subprocess_exec("sleep", "300")
-    cluster = Cluster(folder, {"policy-0": worker.pid})
+    cluster = Cluster(Path(tempfile.mkdtemp()) / "logs", {"policy-0": worker.pid})
     with closing(RunObserver(folder, "demo", console, cluster)) as observer:
         cluster.calls.begin("policy-0", "update", 600.0)
         observer._write_snapshot()

@@ -180,3 +180,14 @@ def test_every_verdict_comes_with_who_waits_for_whom() -> None:
     assert "the driver waits for policy-1 (update, 84 s of 600 s)" in evidence
     assert "and for 5 further call(s)" in evidence
     assert any(line.startswith("node n1: load") for line in evidence)
+
+
+def test_a_worker_that_starts_again_is_not_taken_for_the_one_that_died() -> None:
+    start = Call("rollout-0", "start", 9.0, 600.0)
+    found = diagnose(facts(process("rollout-0", state=""), calls=(start,)))
+    assert found.cause not in ("worker_gone", "gone")
+
+
+def test_a_full_disk_explains_an_error_that_does_not_mention_it() -> None:
+    failed = replace(facts(node=replace(NODE, shm_free=0)), error="policy-0.publish_weights: its process has died")
+    assert diagnose(failed).culprit == "/dev/shm on n1"

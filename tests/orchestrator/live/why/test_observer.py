@@ -20,6 +20,7 @@ from orchestrator.live.why import observer as observing
 from orchestrator.live.why.facts import Diagnosis
 from orchestrator.live.why.folder import ENDED, FOLDER, Report, keep_report
 from tests.conftest import ROOT
+from tests.faults.stalls import frozen, may_mount, own_disk
 from tests.real.commands import troupe_command
 
 WAIT_S = 60.0
@@ -76,6 +77,16 @@ def test_a_driver_whose_threads_do_not_run_is_examined_from_outside(tmp_path: Pa
     assert said["seconds"] < 10.0
 
 
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount file systems")
+def test_a_run_folder_on_a_disk_that_hangs_is_examined_from_outside(tmp_path: Path) -> None:
+    with own_disk(tmp_path / "disk", 32) as disk, observed(disk, "waits"), frozen(disk):
+        time.sleep(6.0)  # the driver writes what it waits for, and hangs
+        said = ask(disk)
+    assert said["cause"] == "disk"
+    assert f"waits for the disk (openat {disk}/why/" in said["verdict"]
+    assert said["seconds"] < 10.0
+
+
 def test_a_stopped_driver_is_named(tmp_path: Path) -> None:
     with observed(tmp_path, "waits") as driver:
         driver.suspend()
@@ -85,10 +96,13 @@ def test_a_stopped_driver_is_named(tmp_path: Path) -> None:
 
 def test_a_dead_driver_is_named_with_what_it_waited_for(tmp_path: Path) -> None:
     with observed(tmp_path, "waits") as driver:
+        (tmp_path / "metrics.jsonl").touch()
+        (tmp_path / "events.jsonl").write_text('{"time": 1.0, "step": 3, "event": "checkpoint"}\n')
         driver.kill()
         driver.wait()
         said = ask(tmp_path)
     assert said["cause"] == "driver_dead"
+    assert any("last event" in line and "checkpoint" in line for line in said["evidence"])
     assert "waiting for policy-0 (update" in said["verdict"]
 
 
