@@ -16,6 +16,7 @@ import typer
 import yaml
 
 from orchestrator.commands import jobs, live, why
+from orchestrator.commands import samples as samples_command
 from orchestrator.commands.environment import env_app
 from orchestrator.commands.options import (
     FAILURE,
@@ -390,7 +391,17 @@ def export(
         _push(source, push, private=not public, ask=not yes)
 
 
-for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply, why.why):
+for command in (
+    jobs.submit,
+    jobs.jobs,
+    jobs.status,
+    jobs.logs,
+    jobs.stop,
+    live.scale,
+    live.apply,
+    samples_command.samples,
+    why.why,
+):
     app.command()(command)
 
 

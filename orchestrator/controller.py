@@ -319,10 +319,9 @@ class Controller:
         state["trainers"] = {role: asdict(layout) for role, layout in self.settings.trainers.items()}
         started = asyncio.get_running_loop().time()
         folder = await components.recovery.retry(self._save_trainers)
-        saved = await asyncio.to_thread(self.store.commit, folder, state)
+        saved = await components.recovery.commit(self.version, lambda: self.store.commit(folder, state))
         seconds = round(asyncio.get_running_loop().time() - started, 4)
         self._recorder.events.record("checkpoint", path=str(saved.path), ok=True, seconds=seconds)
-        components.recovery.saved(self.version)
         self._saved_at = self.version
 
     async def _save_trainers(self) -> Path:
@@ -336,7 +335,7 @@ class Controller:
             await trainers[0].export(str(folder / MODEL), timeout_s=bound)
             if self.settings.averages:
                 await trainers[0].export_average(str(folder / AVERAGE), timeout_s=bound)
-        except WorkerError:
+        except (WorkerError, asyncio.CancelledError):
             self.store.discard(folder)
             raise
         return folder

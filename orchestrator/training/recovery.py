@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -98,6 +98,11 @@ class TrainerRecovery:
         self._steps: list[_Trained] | None = []
         """Since the checkpoint; None: there were more than are kept."""
         self._restarting: asyncio.Task[None] | None = None
+        self._committing = asyncio.Lock()
+        self._calls: set[asyncio.Task[Any]] = set()
+        """Calls of `retry` under way. A restart ends them first: none may reach a trainer before it is what it was."""
+        self._interrupted: set[asyncio.Task[Any]] = set()
+        """Those of them that a restart has ended."""
         self._restarts = 0
         self.budget = RestartBudget("trainer", settings.restarts, settings.steps_per_restart)
         for group in updates.trainers:
@@ -112,11 +117,17 @@ class TrainerRecovery:
                 self._steps = None
         return done
 
-    def saved(self, step: int) -> None:
-        """Records that the trainers' state after `step` steps is in a checkpoint."""
-        self._saved, self._steps = step, []
+    async def commit(self, step: int, write: Callable[[], T]) -> T:
+        """Runs `write` in a thread: the trainers' state after `step` steps is in a valid checkpoint then.
 
-    async def retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        No restart begins meanwhile: it would look for the checkpoint before, which may be removed.
+        """
+        async with self._committing:
+            written = await asyncio.to_thread(write)
+            self._saved, self._steps = step, []
+        return written
+
+    async def retry(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of `call`, which is repeated after the trainers were restarted because one was lost meanwhile.
 
         Raises:
@@ -125,14 +136,21 @@ class TrainerRecovery:
         while True:
             if self._restarting is not None:
                 await asyncio.shield(self._restarting)
-            before = self._restarts
+            before, task = self._restarts, asyncio.ensure_future(call())
+            self._calls.add(task)
             try:
-                return await call()
+                return await task
+            except asyncio.CancelledError:
+                if task not in self._interrupted or _is_cancelled():
+                    raise
             except WorkerError as error:
                 lost = await self._lost(error)
                 if lost is None:
                     raise
                 await self._recover(before, lost)
+            finally:
+                self._calls.discard(task)
+                self._interrupted.discard(task)
 
     async def close(self) -> None:
         """Ends a restart that is under way."""
@@ -168,6 +186,12 @@ class TrainerRecovery:
 
     async def _restart(self, lost: WorkerError) -> None:
         """Restarts all trainers and brings them to where they were. Raises WorkerError where that is not possible."""
+        async with self._committing:
+            await self._interrupt()
+            await self._restore(lost)
+
+    async def _restore(self, lost: WorkerError) -> None:
+        """See `_restart`; repeated where a trainer is lost again meanwhile."""
         groups = self._updates.trainers
         while True:
             steps = self._steps
@@ -193,6 +217,17 @@ class TrainerRecovery:
                 self._console.message(f"{names} restarted from {origin}, {len(steps)} step(s) repeated")
                 return
 
+    async def _interrupt(self) -> None:
+        """Ends the calls under way; each is repeated after the restart.
+
+        The updates of a step are many calls. Those that remain after the loss would otherwise reach trainers that are
+        restarted and not yet brought to where they were.
+        """
+        for task in self._calls:
+            if task.cancel():
+                self._interrupted.add(task)
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
     async def _load(self, lost: WorkerError) -> None:
         """Loads the last checkpoint into the restarted trainers, if the run has one. Raises WorkerError."""
         if not self._saved:
@@ -211,3 +246,9 @@ class TrainerRecovery:
         version = self._saved + len(steps)
         if self._push is not None and version:
             await self._push(version)
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task itself is to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

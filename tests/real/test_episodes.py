@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,24 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from transformers import PreTrainedModel
 
-from tests.real.rollout_helpers import chat, load_model, prompt_table, reference_logprobs, rollout_config
+from tests.real.rollout_helpers import (
+    chat,
+    load_model,
+    named_weights,
+    perturb,
+    prompt_table,
+    reference_logprobs,
+    rollout_config,
+    sampling_config,
+)
 from workers.contract.config import EnvironmentConfig, EpisodeConfig
-from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
+from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Observation, Row
 from workers.contract.messages import ROLLOUTS, GroupRequest
 from workers.environment import EnvironmentWorker
 from workers.rollout import RolloutWorker
+from workers.weights.file import WeightPublisher
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -140,6 +152,89 @@ async def test_later_turns_compute_only_what_is_new(worker: RolloutWorker) -> No
     assert episode is not None and episode.turns == 4
     # Blocks of 32 tokens: of every later prompt, all whole blocks of the turn before are in the cache.
     assert episode.cached_tokens > episode.engine_prompt_tokens / 2
+
+
+async def test_the_choices_of_an_agents_request_are_rows_with_the_engines_tokens(
+    worker: RolloutWorker, tiny_model: Path
+) -> None:
+    bounds = BOUNDS.model_copy(update={"turn_timeout_s": 30.0})
+    args = {"function": "tests.workers.environments.agents:three_choices"}
+    played = await rows(worker, "agent", bounds, replace(REQUEST, samples=2), **args)
+    assert [(row["sample_index"], row["segment"]) for row in played] == [(i, n) for i in range(2) for n in range(3)]
+    assert {row["episode_status"] for row in played} == {"ok"}
+    model = load_model(tiny_model)
+    for row in played:
+        expected = reference_logprobs(model, row, 0.7)
+        assert torch.allclose(torch.tensor(row["rollout_logprobs"]), expected, atol=2e-4)
+    assert len({tuple(row["prompt_ids"]) for row in played}) == 1, "all choices have the request's prompt"
+    assert len({tuple(row["response_ids"]) for row in played}) == 6, "and are sampled independently"
+
+
+class Talk:
+    """An environment of three turns, which updates the engine after the first turn that ends."""
+
+    def __init__(self, update: Callable[[], Awaitable[object]]) -> None:
+        self.update: Callable[[], Awaitable[object]] | None = update
+        self.turns: Counter[str] = Counter()
+
+    async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
+        return "environment-0", EpisodeReply(Observation(row.messages))
+
+    async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
+        update, self.update = self.update, None
+        if update is not None:
+            await update()
+        self.turns[episode] += 1
+        if self.turns[episode] == 3:
+            return EpisodeReply(Observation(done=True, reward=1.0))
+        return EpisodeReply(Observation([{"role": "user", "content": "Go on."}]))
+
+    def end(self, worker: str, episode: str) -> None:
+        raise AssertionError(f"{episode} was cut short")
+
+
+async def test_an_update_in_the_middle_of_episodes_records_the_version_of_every_token(
+    worker: RolloutWorker, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Turns before, across and after the update: every sampled token has the log-prob of its recorded version."""
+    old, new = load_model(tiny_model), load_model(tiny_model)
+    for kind in ("self_attn", "mlp", "embed_tokens"):
+        perturb(new, kind)
+    versions = iter((1, 2))
+
+    async def load(model: PreTrainedModel) -> None:
+        version = next(versions)
+        publisher = WeightPublisher(lambda: named_weights(model), tmp_path, f"test-{version}")
+        published = publisher.publish(version)
+        assert published is not None
+        await worker.update_weights(published)
+        publisher.close()
+
+    bounds = EpisodeConfig(max_turns=4, truncated_turns="continue", turn_timeout_s=60.0, episode_timeout_s=200.0)
+    config, worker._config = worker._config, worker._config.model_copy(update={"episode": bounds})
+    try:
+        await worker.connect_environments(Talk(lambda: load(new)))
+        with sampling_config(worker, max_tokens=40):
+            groups = [GroupRequest(f"p{row}", row, 0, samples=2, seed=row) for row in range(4)]
+            generated = await asyncio.gather(*(worker.generate(group, PROMPTS) for group in groups))
+    finally:
+        worker._config = config
+        await load(old)
+    rows = [row for _, table in generated for row in table.to_pylist()]
+    assert len(rows) == 8 and {row["episode_status"] for row in rows} == {"ok"}
+    across = 0
+    for row in rows:
+        seen = torch.full((len(row["response_ids"]),), -1)
+        for span in row["weight_versions"]:
+            seen[span["start"] : span["end"]] = span["version"]
+        mask = torch.tensor(row["loss_mask"])
+        assert torch.equal(seen >= 0, mask), "exactly the sampled tokens have a version"
+        assert seen[mask].unique().tolist() == [0, 1]
+        expected = torch.where(seen == 0, *(reference_logprobs(model, row, 0.7) for model in (old, new)))
+        assert torch.allclose(torch.tensor(row["rollout_logprobs"])[mask], expected[mask], atol=1e-3)
+        turns = [seen[turn["start"] : turn["end"]] for turn in row["turns"] if turn["name"] == "assistant"]
+        across += sum(len(turn.unique()) == 2 for turn in turns)
+    assert across, "the update came in the middle of a turn of some episode"
 
 
 @pytest.mark.parametrize("fault", ["raises", "hangs", "exits", "crashes", "eats", "nothing", "nan"])

@@ -49,6 +49,10 @@ class Observation:
     """Strings that end the next turn, besides `sampling.stop`."""
     max_tokens: int | None = None
     """Longest next turn, if shorter than `sampling.max_tokens`."""
+    also: Sequence[Observation] = ()
+    """Conversations of their own whose responses are sampled at the same time as the next turn. Read of each are
+    `messages`, `tools`, `stop` and `max_tokens`. The message of the next step has their responses as `also`, in this
+    order (fewer where the turns have run out), and the sample has a row for each."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the metrics: their means are reported as `environment/NAME`."""
 
@@ -117,8 +121,20 @@ def read_observation(value: Any) -> Observation:
         restart=bool(value.get("restart", False)),
         stop=tuple(map(str, value.get("stop") or ())),
         max_tokens=longest,
+        also=tuple(_conversation(number, one) for number, one in enumerate(value.get("also") or ())),
         info=info,
     )
+
+
+def _conversation(number: int, value: Any) -> Observation:
+    """One of `also`, as read."""
+    try:
+        read = read_observation(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"also.{number}.{error}") from None
+    if not read.messages:
+        raise ValueError(f"also.{number}.messages: there are none")
+    return Observation(read.messages, tools=read.tools, restart=True, stop=read.stop, max_tokens=read.max_tokens)
 
 
 def _message(number: int, message: Any) -> Message:

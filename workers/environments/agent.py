@@ -3,7 +3,8 @@
 The agent is the environment. Every request that it makes is an observation, and every turn of the policy is the
 response to one: what is trained are the tokens of the responses, exactly as they were sampled. A request that continues
 the conversation of the one before continues its tokens; any other (a branch, a rewritten history, other tools) begins
-a new row of the sample with its own prompt.
+a new row of the sample with its own prompt. Requests that wait at the same time, and the choices of one request (`n`),
+are sampled at the same time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -53,6 +54,11 @@ class Choice:
     max_tokens: int | None
     answer: asyncio.Future[Message] = field(repr=False)
 
+    @property
+    def observation(self) -> Observation:
+        """It as a conversation of its own."""
+        return Observation(self.messages, tools=self.tools, restart=True, stop=self.stop, max_tokens=self.max_tokens)
+
 
 class Agent(Environment):
     """Runs `function(row, client)`, or a command, against an endpoint of its own.
@@ -71,7 +77,8 @@ class Agent(Environment):
         self._command, self._args = list(command), dict(args or {})
         self._key = secrets.token_urlsafe(24)
         self._waiting: asyncio.Queue[Choice] = asyncio.Queue()
-        self._pending: Choice | None = None
+        self._pending: list[Choice] = []
+        """Choices that are being sampled: that of the next turn, then those of the conversations beside it."""
         self._known: list[Message] = []
         self._tools: list[dict[str, Any]] | None = None
         self._agent: asyncio.Task[float | None] | None = None
@@ -93,10 +100,13 @@ class Agent(Environment):
         return await self._next()
 
     async def step(self, message: Message) -> Observation:
-        """The response to the pending request; then the next request, or the end."""
-        if self._pending is not None and not self._pending.answer.done():
-            self._known = [*self._pending.messages, plain(message)]
-            self._pending.answer.set_result(message)
+        """The responses to the pending requests; then the next requests, or the end."""
+        also = message.pop("also", ())
+        if self._pending:
+            self._known = [*self._pending[0].messages, plain(message)]
+        for choice, response in zip(self._pending, (message, *also), strict=False):
+            if not choice.answer.done():
+                choice.answer.set_result(response)
         return await self._next()
 
     async def close(self) -> None:
@@ -107,10 +117,8 @@ class Agent(Environment):
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        if self._pending is not None:
-            self._pending.answer.cancel()
-        while not self._waiting.empty():
-            self._waiting.get_nowait().answer.cancel()
+        for choice in (*self._pending, *self._waiting_now()):
+            choice.answer.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._agent is not None:
@@ -129,15 +137,29 @@ class Agent(Environment):
                 raise ValueError("the agent ended without a request")
             info = {"requests": float(self._requests), "restarted": float(self._restarts)}
             return Observation(reward=reward, done=True, info=info)
-        choice = self._pending = request.result()
-        self._requests += 1
-        continues = bool(self._known) and choice.tools == self._tools
-        continues = continues and choice.messages[: len(self._known)] == self._known
-        added = choice.messages[len(self._known) :] if continues else choice.messages
-        self._restarts += bool(self._known) and not continues
-        self._tools = choice.tools
-        limits: dict[str, Any] = {"stop": choice.stop, "max_tokens": choice.max_tokens}
-        return Observation(added, tools=choice.tools, restart=not continues, **limits)
+        waiting = [request.result(), *self._waiting_now()]
+        main = next((choice for choice in waiting if self._continues(choice)), waiting[0])
+        self._pending = [main, *(choice for choice in waiting if choice is not main)]
+        self._requests += len(waiting)
+        continues = self._continues(main)
+        self._restarts += (bool(self._known) and not continues) + len(waiting) - 1
+        known = len(self._known) if continues else 0
+        self._tools = main.tools
+        return replace(
+            main.observation,
+            messages=main.messages[known:],
+            restart=not continues,
+            also=[choice.observation for choice in self._pending[1:]],
+        )
+
+    def _continues(self, choice: Choice) -> bool:
+        """Whether a request continues the conversation of the turn before."""
+        known = self._known
+        return bool(known) and choice.tools == self._tools and choice.messages[: len(known)] == known
+
+    def _waiting_now(self) -> list[Choice]:
+        """Takes the choices that wait, without waiting for any."""
+        return [self._waiting.get_nowait() for _ in range(self._waiting.qsize())]
 
     async def _run(self, row: Row, url: str) -> float | None:
         """Run the agent to its end; its reward."""

@@ -23,6 +23,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from workers.contract.environments import Row, read_observation
@@ -149,7 +150,7 @@ class Seat:
             returned = self._environment.step(request["message"])
         if inspect.isawaitable(returned):
             returned = self._wait(returned)
-        return {"observation": vars(read_observation(returned))}
+        return {"observation": asdict(read_observation(returned))}
 
     def _wait(self, awaitable: Any) -> Any:
         """Run to the end, always in the same event loop: clients that an environment keeps belong to it."""

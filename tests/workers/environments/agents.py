@@ -56,6 +56,11 @@ def choices(row: Row, client: OpenAI) -> float:
     return float([choice.message.content for choice in done.choices] == ["answer 0", "answer 1", "answer 2"])
 
 
+def three_choices(row: Row, client: OpenAI) -> float:
+    """The reward is the number of choices that arrived."""
+    return float(len(client.chat.completions.create(model="any", messages=list(row.messages), n=3).choices))  # pyright: ignore
+
+
 def branches(row: Row, client: OpenAI) -> float:
     """Two conversations at the same time."""
     said: list[str] = []

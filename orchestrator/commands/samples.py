@@ -1,0 +1,82 @@
+"""`troupe samples`: the samples of a run, in the terminal or as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.commands.options import RunArgument
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.reporting.run_folder import RunFolder
+    from orchestrator.reporting.samples import SampleQuery
+
+_SHOWN = 10
+"""Samples that are shown unless the command line says otherwise."""
+
+
+def samples(
+    run_folder: RunArgument,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Only samples of this step.")] = None,
+    group: Annotated[
+        str | None, typer.Option("--group", help="Only this group: its number in the step, from 0, or a prompt_uid.")
+    ] = None,
+    where: Annotated[
+        str | None, typer.Option("--where", metavar="CONDITION", help="As in 'reward < 0 and step > 40'.")
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option("--sort", metavar="COLUMNS", help="Order, as in reward or -reward,step.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help=f"Most samples (default: {_SHOWN}; all in an export).")
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option("--columns", metavar="COLUMNS", help="Show a table of these columns.")
+    ] = None,
+    export: Annotated[
+        tuple[str, Path] | None,
+        typer.Option("--export", metavar="FORMAT FILE", help="Write a file: jsonl, parquet or csv."),
+    ] = None,
+) -> None:
+    """Show or export what a run sampled, with rewards and what was trained."""
+    from orchestrator.reporting.run_folder import RunFolder
+    from orchestrator.reporting.samples import SampleQuery, split_columns
+
+    run, chosen = RunFolder(run_folder), None if columns is None else split_columns(columns)
+    if export is not None:
+        _export(run, SampleQuery(step, group, where, sort, limit), chosen, *export)
+    else:
+        _show(run, SampleQuery(step, group, where, sort, limit or _SHOWN), chosen)
+
+
+def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, form: str, path: Path) -> None:
+    from orchestrator.reporting.sample_export import Format, export_samples
+    from orchestrator.reporting.samples import select_samples
+    from workers.contract.samples import SAMPLES
+
+    if form not in list(Format):
+        raise UsageError(f"--export: {form!r} is no format: use {', '.join(Format)}")
+    table = select_samples(run, query, columns or SAMPLES.names)
+    export_samples(table, Format(form), path)
+    typer.echo(f"wrote {table.num_rows} samples to {path}")
+
+
+def _show(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
+    from rich.console import Console
+
+    from orchestrator.reporting.sample_view import CONVERSATION_COLUMNS, show_samples, show_table
+    from orchestrator.reporting.samples import count_samples, select_samples
+
+    console = Console(markup=False, emoji=False, highlight=False)
+    table = select_samples(run, query, columns or CONVERSATION_COLUMNS)
+    if columns is None:
+        show_samples(console, table)
+    else:
+        show_table(console, table)
+    matching = count_samples(run, query)
+    more = "; --limit shows more, --export FORMAT FILE writes them" if matching > table.num_rows else ""
+    typer.echo(f"{table.num_rows} of {matching} samples{more}")
