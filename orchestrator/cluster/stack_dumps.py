@@ -96,13 +96,13 @@ def read_stacks(folder: Path, asked: dict[int, int], deadline: float) -> dict[in
     found: dict[int, tuple[Thread, ...]] = {}
     sizes = dict(asked)
     while True:
-        waiting = [pid for pid in asked if pid not in found]
-        for pid in waiting:
+        late = time.monotonic() > deadline
+        for pid in [pid for pid in asked if pid not in found]:
             size = _size(stack_file(folder, pid))
-            if size > asked[pid] and size == sizes[pid]:  # no longer growing
+            if size > asked[pid] and (late or size == sizes[pid]):  # no longer growing
                 found[pid] = _read(stack_file(folder, pid), asked[pid])
             sizes[pid] = size
-        if len(found) == len(asked) or time.monotonic() > deadline:
+        if late or len(found) == len(asked):
             return found
         time.sleep(0.05)
 

@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from orchestrator.cluster.processes import started_at
 from orchestrator.live.why.facts import Diagnosis, Facts
 
 FOLDER = "why"
@@ -35,8 +36,8 @@ class Snapshot:
     """Seconds since 1970."""
     host: str
     pid: int
-    created: float
-    """When the driver's process was created: a process id may be reused."""
+    started: int
+    """When the driver's process started, as the kernel counts: a process id may be reused."""
     facts: Facts
     """Without processes and nodes."""
     logs: str
@@ -53,10 +54,10 @@ class Snapshot:
         """The driver's process on this machine; None if it has ended."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.created) < 1.0
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+            alive = process.status() != psutil.STATUS_ZOMBIE and started_at(self.pid) == self.started
         except psutil.Error:
             return None
+        return process if alive else None
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
 from orchestrator.cluster.process_facts import NodeReport, ProcessFacts
 from orchestrator.cluster.process_watch import Process
-from orchestrator.cluster.processes import last_error_line, out_of_memory_kills
+from orchestrator.cluster.processes import last_error_line, out_of_memory_kills, started_at
 from orchestrator.cluster.stack_dumps import thread_at
 from orchestrator.errors import StopRequested, UsageError
 from orchestrator.live.why.diagnosis import diagnose
@@ -33,6 +32,7 @@ from orchestrator.live.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Fa
 from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
 from orchestrator.live.why.waiting import is_bounded
 from orchestrator.reporting.console import Console
+from orchestrator.reporting.recorder import EventLog
 from workers.contract.stacks import FOLDER as STACKS
 from workers.contract.stacks import write_stacks_on_signal
 
@@ -80,6 +80,8 @@ class Observed(Protocol):
     def logs(self) -> Path: ...
     @property
     def node(self) -> str: ...
+    @property
+    def events(self) -> EventLog: ...
 
     def open_calls(self) -> Sequence[OpenCall]:
         """Calls to workers that have not ended."""
@@ -109,7 +111,6 @@ class RunObserver:
         self._loop = asyncio.get_running_loop()
         self._beat = time.monotonic()
         self._kills_before = out_of_memory_kills()
-        self._created = psutil.Process().create_time()
         self._closed = threading.Event()
         self._failed = False
         self._usual = (-1, 0.0)
@@ -249,6 +250,8 @@ class RunObserver:
         if report.diagnosis.cause != "running":
             path = keep_report(self.folder, report)
             logger.warning("%s (%s)", report.diagnosis.verdict, path)
+            alarm = partial(self._cluster.events.record, "alarm", detail=report.diagnosis.verdict)
+            self._loop.call_soon_threadsafe(alarm)
 
     def _fail(self, error: Exception) -> None:
         """The last report of a run that ends with an error."""
@@ -273,7 +276,9 @@ class RunObserver:
         cluster = self._cluster
         roots = {p.pid: name for name, p in cluster.whereabouts().items() if p.node == cluster.node}
         logs = str(cluster.logs)
-        snapshot = Snapshot(time.time(), socket.gethostname(), os.getpid(), self._created, self._known(), logs, roots)
+        snapshot = Snapshot(
+            time.time(), socket.gethostname(), os.getpid(), started_at(os.getpid()), self._known(), logs, roots
+        )
         SNAPSHOT.write(self.folder, snapshot)
         self._snapshot_at = time.monotonic()
 

@@ -19,6 +19,7 @@ from orchestrator.cluster.process_watch import Process
 from orchestrator.errors import WorkerDied
 from orchestrator.live.why.observer import RunObserver
 from orchestrator.reporting.console import Console
+from orchestrator.reporting.recorder import EventLog
 
 
 class Cluster:
@@ -29,6 +30,7 @@ class Cluster:
     def __init__(self, logs: Path, workers: dict[str, int]) -> None:
         self.logs = logs
         self.calls = CallLog()
+        self.events = EventLog()
         self._workers = workers
 
     def open_calls(self) -> Sequence[OpenCall]:

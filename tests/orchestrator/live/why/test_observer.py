@@ -154,6 +154,7 @@ async def test_a_call_reports_itself_at_half_of_its_bound(tmp_path: Path, monkey
 
     monkeypatch.setattr(observing, "_SNAPSHOT_S", 0.2)
     cluster = Cluster(tmp_path, {"policy-0": os.getppid()})
+    cluster.events.open(tmp_path, 0)
     with closing(observing.RunObserver(tmp_path, "demo", Console(io.StringIO()), cluster)):
         cluster.calls.begin("policy-0", "update", 6.0)
         cluster.calls.begin("environment-0", "watch", 0.1)
@@ -163,4 +164,5 @@ async def test_a_call_reports_itself_at_half_of_its_bound(tmp_path: Path, monkey
         while not (reports := list((tmp_path / FOLDER).glob("reports/*"))) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
     assert early == [] and len(reports) == 1
+    assert "waits for policy-0 (update" in (tmp_path / "events.jsonl").read_text()
     assert "waits for policy-0 (update, 3 s of 6 s)" in reports[0].read_text()
