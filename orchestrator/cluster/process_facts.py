@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shutil
 import socket
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from orchestrator.cluster.processes import out_of_memory_kills
+from orchestrator.cluster.processes import out_of_memory_kills, stat_fields
 from orchestrator.cluster.stack_dumps import Thread, read_stacks, read_stopped, request_stacks
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -32,6 +33,7 @@ _STACK_S = 1.5
 _DISK_S = 0.5
 """Longest wait for a file system."""
 _TICKS = os.sysconf("SC_CLK_TCK")
+_X86 = platform.machine() == "x86_64"
 _FILE_CALLS: Mapping[int, str] = {
     0: "read",
     1: "write",
@@ -178,16 +180,19 @@ def node_facts(paths: Iterable[Path] = ()) -> NodeFacts:
 
 def _trees(roots: Mapping[int, str]) -> list[tuple[int, str]]:
     """The processes of workers, each with its descendants; a descendant that is a worker itself belongs to itself."""
+    children: dict[int, list[int]] = {}
+    for pid in psutil.pids():
+        if fields := stat_fields(pid):
+            children.setdefault(int(fields[1]), []).append(pid)
     found: dict[int, str] = dict(roots)
-    for pid, worker in roots.items():
-        if worker.startswith("driver"):
-            continue  # its descendants are Ray's
-        try:
-            children = psutil.Process(pid).children(recursive=True)
-        except psutil.Error:
-            continue
-        for child in children:
-            found.setdefault(child.pid, worker)
+    # The descendants of a driver are Ray's.
+    queue = [(pid, worker) for pid, worker in roots.items() if not worker.startswith("driver")]
+    while queue:
+        parent, worker = queue.pop()
+        for child in children.get(parent, ()):
+            if child not in found:
+                found[child] = worker
+                queue.append((child, worker))
     return list(found.items())
 
 
@@ -205,25 +210,24 @@ def _services(session: str) -> list[tuple[int, str]]:
 
 def _describe(pid: int, worker: str) -> ProcessFacts:
     """State of one process, as the kernel has it."""
-    node = socket.gethostname()
+    node, fields = socket.gethostname(), stat_fields(pid)
+    gone = ProcessFacts(worker, node, pid, 0, "", "")
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         process = psutil.Process(pid)
         title = (" ".join(process.cmdline()) or process.name())[:_LONGEST_TITLE]
         age = time.time() - process.create_time()
         resident = process.memory_info().rss
-    except (OSError, psutil.Error, IndexError):
-        return ProcessFacts(worker, node, pid, 0, "", "")
+    except psutil.Error:
+        return gone
+    if not fields:
+        return gone
     waits_in = _waits_in(Path(f"/proc/{pid}"))
     return ProcessFacts(worker, node, pid, int(fields[1]), title, fields[0], 0.0, waits_in, "", resident, round(age, 1))
 
 
 def _cpu_seconds(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
-    except (OSError, IndexError):
-        return 0.0
+    fields = stat_fields(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
 
 
 def _waits_in(task: Path) -> str:
@@ -248,7 +252,7 @@ def _file_calls(pid: int) -> dict[int, str]:
 def _file_call(task: Path) -> str:
     """The system call of a thread on a file, where it is in one; the kernel shows it to the process's user."""
     try:
-        number, *arguments = (task / "syscall").read_text().split()
+        number, *arguments = (task / "syscall").read_text().split() if _X86 else ["-1"]
         if (call := _PATH_CALLS.get(int(number))) is not None:
             return f"{call[0]} {_text_at(task, int(arguments[call[1]], 16))}"
         if (name := _FILE_CALLS.get(int(number))) is not None:
@@ -267,10 +271,7 @@ def _text_at(task: Path, address: int) -> str:
 
 
 def _state(thread: int) -> str:
-    try:
-        return Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return next(iter(stat_fields(thread)), "")
 
 
 def _usage(path: Path) -> tuple[int, int]:

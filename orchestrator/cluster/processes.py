@@ -93,17 +93,17 @@ def last_error_line(logs: Path, pid: int) -> str:
 
 def started_at(pid: int) -> int:
     """When a process started, in ticks since the machine did; 0 where there is no such process."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def _state(pid: int) -> str:
     """The letter that the kernel has for the state of a process; empty where there is no such process."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return fields[0] if fields else ""
 
 
-def _stat(pid: int) -> list[str]:
+def stat_fields(pid: int) -> list[str]:
     """What the kernel says about a process, from its state on; empty where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

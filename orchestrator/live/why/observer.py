@@ -118,10 +118,10 @@ class RunObserver:
         self._last_report = 0.0
         self._snapshot_at = 0.0
         self._thread = threading.Thread(target=self._observe, name="observer", daemon=True)
-
         self._start()
 
     def _start(self) -> None:
+        """Starts the thread, with no files of an earlier run in the folder."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for stale in (*self.folder.glob("request-*"), *self.folder.glob("answer-*"), self.folder / ENDED.name):
