@@ -11,6 +11,8 @@ from orchestrator.cluster.stack_dumps import Frame, Thread
 Kind = Literal["gone", "stopped", "disk", "collective", "lock", "sleep", "busy", "waits"]
 BUSY = 0.4
 """CPU seconds per second from which on a process computes."""
+_STARVED = 0.05
+"""The same for a process that could run at the moment of the look: others use the cores."""
 _COLLECTIVE_FILES = ("distributed_c10d.py", "deepspeed/comm/")
 _LOCK_SOURCE = (".acquire(", "lock", "mutex", ".join(", "condition")
 _SHOWN_FRAMES = 6
@@ -83,7 +85,7 @@ def _kind(process: ProcessFacts, thread: Thread | None, frame: Frame | None) -> 
         return "disk", f"waits for the disk ({what}){at}" if what else f"waits for a device (state D){at}"
     if thread is not None and _in_collective(thread):
         return "collective", f"waits in a collective for the other ranks{at}"
-    if process.cpu >= BUSY:
+    if process.cpu >= BUSY or (process.state == "R" and process.cpu >= _STARVED):
         return "busy", f"computes ({process.cpu:.2f} CPU seconds in the last second){at}"
     if frame is not None and "sleep" in (process.waits_in + frame.source) and frame.origin == "user":
         return "sleep", f"sleeps{at}"
@@ -97,7 +99,8 @@ def _at_lock(thread: Thread | None, frame: Frame) -> bool:
     innermost = None if thread is None else thread.frames[0]
     if innermost is not None and innermost.file.endswith("/threading.py"):
         return frame.origin == "user"
-    return innermost == frame and frame.origin == "user" and any(w in frame.source.lower() for w in _LOCK_SOURCE)
+    at_lock = frame.source.startswith(("with ", "async with ")) or any(w in frame.source.lower() for w in _LOCK_SOURCE)
+    return innermost == frame and frame.origin == "user" and at_lock
 
 
 def _in_collective(thread: Thread) -> bool:
