@@ -62,16 +62,14 @@ def oldest_wait(facts: Facts) -> tuple[Call, Behaviour, str] | None:
     if not calls:
         return None
     candidates = [call for call in calls if call.age_s >= _AS_OLD * calls[0].age_s]
-    best: tuple[int, Call, Behaviour] | None = None
+    found: list[tuple[int, Call, Behaviour]] = []
     for call in candidates:
-        for process in related(facts, call):
-            behaviour = behaviour_of(process)
-            weight = _weight(facts, call, behaviour)
-            if best is None or weight > best[0]:
-                best = (weight, call, behaviour)
-    if best is None:
+        # Descendants first: a process waits for those that it has started.
+        behaviours = [behaviour_of(process) for process in reversed(related(facts, call))]
+        found += [(_weight(facts, call, behaviour), call, behaviour) for behaviour in behaviours]
+    if not found:
         return None
-    _, call, behaviour = best
+    _, call, behaviour = max(found, key=lambda one: one[0])  # of equal ones the first: that of the oldest call
     others = missing_rank(facts, call, {behaviour.process.worker}) if behaviour.kind != "collective" else ""
     return call, behaviour, others
 
