@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.harness import command_parser
-from orchestrator.capacity.model_size import read_size
 from orchestrator.capacity.spec_memory import TRAINER_PROCESS
 from orchestrator.capacity.worker_memory import MIB, Training, WorkerMemory, training
+from orchestrator.models.model_size import read_size
 from workers.contract.config import Dtype, TrainerConfig
 from workers.contract.memory import resident_peak
 

@@ -3,6 +3,7 @@ result."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -17,7 +18,9 @@ import yaml
 
 from orchestrator.commands import jobs, live, why
 from orchestrator.commands import samples as samples_command
+from orchestrator.commands import trace as trace_command
 from orchestrator.commands.environment import env_app
+from orchestrator.commands.messages import os_error, typer_error
 from orchestrator.commands.options import (
     FAILURE,
     STOPPED,
@@ -30,7 +33,7 @@ from orchestrator.commands.options import (
     exit_with,
 )
 from orchestrator.errors import StopRequested, TroupeError, UsageError
-from orchestrator.platforms.flags import KubernetesFlags, SlurmFlags, with_flags
+from orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.examples import MODELS_VARIABLE, models_folder
 from orchestrator.spec.hub import uses_hub
@@ -58,8 +61,14 @@ def main() -> NoReturn:
     SIGINT or SIGTERM after saving.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know a character
     try:
-        app(standalone_mode=True)
+        code = app(prog_name="troupe", standalone_mode=False)
+    except typer.TyperException as error:
+        exit_with(typer_error(error), USER_ERROR)
+    except typer.Abort:
+        exit_with("aborted", FAILURE)
     except SpecError as error:
         exit_with(str(error), USER_ERROR)
     except UsageError as error:
@@ -67,18 +76,15 @@ def main() -> NoReturn:
     except StopRequested as error:
         exit_with(str(error), STOPPED)
     except TroupeError as error:
-        exit_with("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), FAILURE)
+        said = os_error(error) if isinstance(error, OSError) else str(error)
+        exit_with("\n".join([f"error: {said}", *getattr(error, "__notes__", ())]), FAILURE)
     except MemoryError:
         exit_with("error: this machine has no memory left for the command", FAILURE)
     except OSError as error:
-        exit_with(f"error: {_os_error(error)}", FAILURE)
-    sys.exit(0)
-
-
-def _os_error(error: OSError) -> str:
-    """The path of a failed operation, and why it failed."""
-    reason = error.strerror or str(error) or type(error).__name__
-    return f"{error.filename}: {reason}" if error.filename else reason
+        exit_with(f"error: {os_error(error)}", FAILURE)
+    except ImportError as error:
+        exit_with(f"error: {error}; `troupe doctor` lists the packages that are missing here", FAILURE)
+    sys.exit(code)
 
 
 def _show_versions(asked: bool) -> None:
@@ -265,7 +271,7 @@ def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
     for planned, lines in zip(runs, _read_data(runs), strict=True):
         loaded = planned.spec
         typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.batch_description} per step")
-        for line in lines:
+        for line in (*lines, *(f"warning: {warning}" for warning in loaded.warnings())):
             typer.echo(f"  {line}")
 
 
@@ -278,23 +284,29 @@ def plan(
         str | None,
         typer.Option(help="Cluster as NODESxGPUS[xTYPE], as in 2x8 or 2x8xH200; auto: the local Ray cluster."),
     ] = None,
-    cpus_per_node: Annotated[int, typer.Option(help="CPUs per node of --cluster.")] = 128,
+    cpus_per_node: Annotated[int, typer.Option(min=1, help="CPUs per node of --cluster.")] = 128,
     gib_per_node: Annotated[
         float, typer.Option(help="Host memory per node of --cluster, in GiB (0: not checked).")
     ] = 0.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: placement, memory in bytes, what does not fit.")
     ] = False,
+    allow_unknown: Annotated[
+        bool, typer.Option("--allow-unknown", help="Exit with 0 even where the size of a model is not known.")
+    ] = False,
 ) -> None:
-    """Show the placement and the memory of every worker, part by part, compared with the resources of the cluster."""
+    """Show the placement and the memory of every worker, part by part, compared with the resources of the cluster.
+
+    The exit code is 1 where something does not fit, or the size of a model is not known.
+    """
     runs = plan_runs(read_document(spec, set_))
     _create_models(runs)
     runs = _with_model_configs(runs)
     from orchestrator.capacity.plan import as_json as plan_json
     from orchestrator.capacity.stages import plan_stages
-    from orchestrator.reporting.plan_table import show
+    from orchestrator.reporting.plan_table import show, unknown_sizes
 
-    plans = list(plan_stages(runs, _nodes(cluster, address, cpus_per_node, gib_per_node)))
+    plans = list(plan_stages(runs, _nodes(cluster, address, cpus_per_node, gib_per_node), advise=True))
     if as_json:
         typer.echo(json.dumps([plan_json(planned.spec.name, found) for planned, found in plans], indent=2))
     else:
@@ -304,6 +316,10 @@ def plan(
             show(found)
     if misfit := plans[-1][1].misfit:
         exit_with(f"{spec}: {misfit}", FAILURE)
+    unknown = unknown_sizes([found.memory for _, found in plans])
+    if unknown and not allow_unknown:
+        lines = "\n".join(f"{spec}: {line}; --allow-unknown plans without its workers" for line in unknown)
+        exit_with(lines, FAILURE)
 
 
 @app.command()
@@ -369,7 +385,9 @@ def export(
     target: Annotated[
         Path | None, typer.Argument(metavar="[FOLDER]", help="Folder to write the Hugging Face model to.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Step of the checkpoint (default: the newest valid one).")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest valid one).")
+    ] = None,
     average: Annotated[
         bool, typer.Option("--average", help="Export the moving average of the weights (ema_decay).")
     ] = False,
@@ -391,24 +409,18 @@ def export(
         _push(source, push, private=not public, ask=not yes)
 
 
-for command in (
-    jobs.submit,
-    jobs.jobs,
-    jobs.status,
-    jobs.logs,
-    jobs.stop,
-    live.scale,
-    live.apply,
-    samples_command.samples,
-    why.why,
-):
+for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply):
     app.command()(command)
+app.command()(samples_command.samples)
+app.command()(trace_command.trace)
+app.command()(why.why)
 
 
 @app.command()
 @with_flags
 def deploy(
     spec: SpecArgument,
+    node_size: NodeFlags,
     kubernetes: KubernetesFlags,
     for_slurm: SlurmFlags,
     set_: SetOption = [],  # noqa: B006
@@ -420,14 +432,12 @@ def deploy(
     """Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."""
     from orchestrator.platforms.manifest import Request, deployment, write
 
-    text, notes = deployment(Request(spec, set_, name, out), slurm, kubernetes, for_slurm)
+    text, notes = deployment(Request(spec, set_, name, out), slurm, node_size, kubernetes, for_slurm)
+    if output is not None:
+        write(output, text)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
-    if output is None:
-        typer.echo(text, nl=False)
-    else:
-        write(output, text)
-        typer.echo(f"wrote {output}")
+    typer.echo(text if output is None else f"wrote {output}", nl=output is not None)
 
 
 def _ready(
@@ -524,10 +534,16 @@ def _own_algorithm(name: str, args: str, check: bool) -> None:
     from workers.contract.config import CustomConfig
 
     try:
-        config = CustomConfig(name=name, args=yaml.safe_load(args))
+        values = yaml.safe_load(args)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError(f"--args: expected a YAML mapping, as in '{{beta: 0.1}}', got {args[:60]!r}")
+    try:
+        config = CustomConfig(name=name, args=values)
         row = custom_row(config)
-    except (ValueError, yaml.YAMLError) as error:
-        exit_with(f"error: {error}", USER_ERROR)
+    except ValueError as error:
+        raise UsageError(" ".join(str(error).split())) from None
     if not check:
         typer.echo(describe_row(row))
         return

@@ -15,8 +15,9 @@ from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.errors import StopRequested, TroupeError, WorkerError, WorkerRaised
 from orchestrator.live.scaling import WorkerScaler
 from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import MetricSinks, PeakMemory, PhaseTimers, mean_of
+from orchestrator.reporting.metrics import PeakMemory, PhaseTimers, mean_of
 from orchestrator.reporting.recorder import EventLog, RunRecorder
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.rollouts.weight_sync import SyncReport, WeightSync
 from orchestrator.spec.base import RunSpec
 from orchestrator.spec.sections import AlarmConfig
@@ -367,7 +368,8 @@ class Controller:
         """Events for what changed during the step in counts that the run keeps anyway."""
         recorder, ledger = self._recorder, self.components.ledger
         for reason, samples in recorder.counts("dropped", ledger.drop_reasons()).items():
-            recorder.events.record("dropped", reason=reason, samples=int(samples))
+            if samples > 0:  # a retry takes dropped samples back
+                recorder.events.record("dropped", reason=reason, samples=int(samples))
         if retries := recorder.counts("ledger", ledger.counts()).get("retries"):
             recorder.events.record("retry", groups=int(retries))
         workers = {name: value for name, value in metrics.items() if name.startswith("workers/")}

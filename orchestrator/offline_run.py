@@ -10,8 +10,8 @@ from orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
 from orchestrator.data.survey import data_metrics, named
 from orchestrator.errors import TroupeError
 from orchestrator.launcher import RunContext
-from orchestrator.reporting.metrics import MetricSinks
 from orchestrator.reporting.recorder import RunRecorder
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from orchestrator.training.ledger import Ledger
@@ -54,9 +54,11 @@ class OfflineRun:
             evaluator = self._evaluator(tokenized, table)
             data |= _tokenized("eval", held_out, tokenized)
         order = PromptSource(examples, spec.seed)
-        ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
+        ledger = Ledger()
         if found is not None:
-            order.restore(found.state["source"])
+            with found.restoring():
+                ledger = Ledger.restore(found.state["ledger"])
+                order.restore(found.state["source"])
             for line in await load_checkpoint(found, [self._trainer], spec.schedule.train_timeout_s):
                 self._context.console.message(line)
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
@@ -75,7 +77,7 @@ class OfflineRun:
             recorder=recorder,
             data=data,
         )
-        sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
+        sinks = MetricSinks.of_spec(spec, self._out, done)
         settings = TrainSettings.from_spec(spec, probe_every_s=spec.schedule.step_timeout_s)  # no engine to probe
         return Controller(settings, components, store, sinks, self._context.console, self._context.stop, done)
 

@@ -32,8 +32,9 @@ from orchestrator.live.scaling import (
     WorkerScaler,
 )
 from orchestrator.live.why.facts import EngineQueue, Queues
-from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.private_files import write_private
 from orchestrator.reporting.recorder import RunRecorder
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
 from orchestrator.rollouts.linked_pool import Callers, LinkedPool, PoolLimits
@@ -119,16 +120,18 @@ class RolloutRun:
         if policy is None:
             raise TroupeError("the run has no policy workers: it cannot train")
         done = found.step if found is not None else 0
-        ledger = Ledger.restore(found.state["ledger"]) if found is not None else Ledger()
+        ledger, advantages, state = Ledger(), None, None
         curriculum = None if spec.data.curriculum is None else Curriculum(spec.data.curriculum, spec.seed)
         prompts = PromptSource(self._data.train, spec.seed, curriculum)
         texts = await self._texts(policy)
-        advantages = None
         if found is not None:
-            advantages = AdvantageState.model_validate(found.state["source"]["advantages"])
-            prompts.restore(found.state["source"]["prompts"])
-            if texts is not None:
-                texts.restore(found.state["source"]["texts"])
+            with found.restoring():
+                ledger = Ledger.restore(found.state["ledger"])
+                advantages = AdvantageState.model_validate(found.state["source"]["advantages"])
+                prompts.restore(found.state["source"]["prompts"])
+                if texts is not None:
+                    texts.restore(found.state["source"]["texts"])
+                state = ControllerState.model_validate(found.state["memory"])
             await self._load(found)
         scheduler = self._scheduler(ledger, prompts, curriculum, done)
         rollouts = RolloutComponents(policy, self._pool, scheduler, self._rewards, prompts, ledger, texts, curriculum)
@@ -152,8 +155,7 @@ class RolloutRun:
             recorder=recorder,
             data=data_metrics(self._data.pools, self._data.refused),
         )
-        sinks = MetricSinks.open(self._out, tensorboard=spec.output.tensorboard, resume_at=done)
-        state = ControllerState.model_validate(found.state["memory"]) if found is not None else None
+        sinks = MetricSinks.of_spec(spec, self._out, done)
         settings = TrainSettings.from_spec(spec, spec.failures.health_interval_s, spec.failures.alarm)
         return Controller(settings, components, store, sinks, self._context.console, self._context.stop, done, state)
 
@@ -385,5 +387,5 @@ def pool_bounds(spec: RolloutSpec) -> PoolBounds:
 
 
 def write_spec(spec: RunSpec, file: Path) -> None:
-    """Writes the resolved spec, with every default."""
-    file.write_text(yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+    """Writes the resolved spec, with every default, for its owner only."""
+    write_private(file, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))

@@ -131,10 +131,11 @@ async def _train_on_rollouts(
     data = load_data(local.spec)
     data = replace(data, refused=_check_data(console, local.spec, data.pools, COUNTED).refused)
     if found is not None:
-        state = found.state["source"]
-        require_same_rows("data.train", state["prompts"], data.train.digest)
-        if data.texts is not None:
-            require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
+        with found.restoring():
+            state = found.state["source"]
+            require_same_rows("data.train", state["prompts"], data.train.digest)
+            if data.texts is not None:
+                require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
     async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
         parts = RolloutRun(spec, request.out, context, data)
         if context.observer is not None:
@@ -162,7 +163,8 @@ async def _train_offline(
     examples = load_examples(local.spec)
     _check_data(console, local.spec, named(*examples))
     if found is not None:
-        require_same_rows("data.train", found.state["source"], examples[0].digest)
+        with found.restoring():
+            require_same_rows("data.train", found.state["source"], examples[0].digest)
     async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
         controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
         if found is not None:  # the resume stands

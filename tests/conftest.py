@@ -15,6 +15,8 @@ from workers.contract.config import CPU_THREADS
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
+NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file without tensors."""
 REAL_TIMEOUT_S = 1200
 LONG_FIRST = (
     *("test_offline_runs.py", "test_trainer.py", "test_grpo_run.py", "test_algorithms.py", "test_ppo_run.py"),

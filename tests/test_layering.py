@@ -19,7 +19,7 @@ PACKAGES = ("orchestrator", "workers")
 PURE = (
     *("workers.contract", "workers.algorithms", "workers.models.token_batch"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
-    *("orchestrator.capacity", "orchestrator.live.diff"),
+    *("orchestrator.capacity", "orchestrator.models", "orchestrator.live.diff"),
     *("orchestrator.doctor.machine", "orchestrator.doctor.checks", "orchestrator.doctor.needs"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     *(f"orchestrator.doctor.{name}" for name in ("software", "graphics", "resources", "surroundings")),

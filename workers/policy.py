@@ -36,7 +36,7 @@ from workers.training.group import free_port, own_address
 from workers.training.rank import TrainingRank, update_metrics
 from workers.training.step_length import HeldStep
 from workers.training.token_records import TokenRecorder
-from workers.weights.file import WeightPublisher, read_payload
+from workers.weights.file import WeightPublisher, read_payload, weight_bytes
 from workers.weights.shared_memory import shared_directory
 
 
@@ -253,7 +253,7 @@ class PolicyWorker(TrainingRank):
             # Under ZeRO-3 every rank participates in gathering a tensor; only rank 0 writes.
             self._publisher = WeightPublisher(
                 self.engine.named_weights,
-                shared_directory(),
+                shared_directory(weight_bytes(self.engine.weight_shapes())),
                 self._config.run_id,
                 writes=self.engine.rank == 0,
                 lasting=not self.engine.gathers,

@@ -23,7 +23,8 @@ from orchestrator.cluster.worker_group import PolicyGroup, TrainerGroup, WorkerH
 from orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
 from orchestrator.data.prompts import PromptPick, PromptSource
 from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.reporting.sinks.base import LoggedRun
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler, ScheduleSettings
 from orchestrator.rollouts.scoring import RewardPool, Scorer
@@ -190,7 +191,7 @@ class Simulation:
         rollouts = RolloutSettings(False, shape.staleness, TIMEOUT_S, out / "trajectories")
         source = RolloutSource(rollouts, makers, self.clock, self.stop)
         updates = RolloutUpdates(_update_settings(), policy, None, self.clock)
-        sinks = MetricSinks.open(out, tensorboard=False, resume_at=0)
+        sinks = MetricSinks.open(LoggedRun(out))
         store, sync = CheckpointStore(out / "checkpoints", 1), FileSync(policy, pool, TIMEOUT_S)
         recovers = RecoverySettings(restarts=0, replay_steps=16, load_timeout_s=TIMEOUT_S)
         recovery = TrainerRecovery(recovers, updates, sync.push, store, _restart, self.clock)

@@ -1,4 +1,4 @@
-"""Adds up the memory of a spec's workers by GPU and node, and finds the first that does not fit."""
+"""Adds up the memory of a spec's workers by GPU and node, and finds what does not fit and what is nearly full."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.capacity.placement import Node
-from orchestrator.capacity.remedies import remedy
+from orchestrator.capacity.remedies import Misfit
 from orchestrator.capacity.spec_memory import Seated, Sizes, step_batch, worker_memory
 from orchestrator.capacity.worker_memory import GIB, MIB, WIDTHS, Cache, Part, WorkerMemory
+from orchestrator.models.families import undivided
 from orchestrator.spec.base import RunSpec
 from orchestrator.spec.rollout import RolloutSpec
+from workers.contract.config import ModelConfig
 
+HEADROOM = 0.1
+"""Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""
 RAY_PROCESSES = 700 * MIB
 """Host memory of Ray's processes and the controller, on the first node. Not measured."""
 
@@ -34,6 +38,16 @@ class NodeMemory:
 
 
 @dataclass(frozen=True)
+class UnknownModel:
+    """A model whose size is not known."""
+
+    section: str
+    """Dotted path of its section in the spec."""
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Memory of a run."""
 
@@ -41,10 +55,12 @@ class MemoryPlan:
     caches: Mapping[str, Cache]
     """KV cache by engine."""
     nodes: tuple[NodeMemory, ...]
-    unknown: Mapping[str, str]
-    """Model folders whose size is not known, and why; their workers are not counted."""
-    misfit: str
-    """Empty, or the first thing that does not fit and what to change."""
+    unknown: tuple[UnknownModel, ...]
+    """Models whose size is not known; their workers are not counted."""
+    misfit: Misfit | None
+    """The first thing that does not fit."""
+    warnings: tuple[str, ...]
+    """GPUs and nodes that are nearly full."""
 
 
 def memory_plan(spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], sizes: Sizes) -> MemoryPlan:
@@ -58,16 +74,25 @@ def memory_plan(spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], s
         if cache is not None:
             caches[seat.worker] = cache
     node_memories = tuple(_of_node(spec, number, node, seats, workers, sizes) for number, node in enumerate(nodes))
+    shared = list(_shared_gpus(seats, workers, by_name))
     misfits = (
+        *_undivided_engines(spec, sizes),
         *_engines_without_cache(seats, caches, by_name),
-        *_full_gpus(spec, seats, workers, by_name, sizes),
-        *_full_nodes(spec, node_memories, sizes),
+        *(use.misfit for use in shared if use.total > use.capacity),
+        *(_full_node(node) for node in node_memories if node.capacity and node.total > node.capacity),
     )
     flat = tuple(memory for memories in workers.values() for memory in memories)
-    used = {
-        path: why for path, why in sizes.unknown.items() if path in {model.path for model in spec.models().values()}
-    }
-    return MemoryPlan(flat, caches, node_memories, used, next(iter(misfits), ""))
+    warnings = (*_nearly_full_gpus(shared), *_nearly_full_nodes(node_memories))
+    return MemoryPlan(flat, caches, node_memories, _unknown(spec, sizes), next(iter(misfits), None), warnings)
+
+
+def _unknown(spec: RunSpec, sizes: Sizes) -> tuple[UnknownModel, ...]:
+    """The spec's models of unknown size; a model that several sections name has the first of them."""
+    found: dict[str, UnknownModel] = {}
+    for section, model in spec.models().items():
+        if model.path in sizes.unknown:
+            found.setdefault(model.path, UnknownModel(section, model.path, sizes.unknown[model.path]))
+    return tuple(found.values())
 
 
 def _of_node(
@@ -102,32 +127,61 @@ def gib(count: int) -> str:
     return f"{count / GIB:.1f}" if count >= GIB else f"{count / GIB:.2f}"
 
 
+def _undivided_engines(spec: RunSpec, sizes: Sizes) -> Iterator[Misfit]:
+    for role, (model, ranks) in spec.dispatch(_engines, lambda _: {}).items():
+        size = sizes.of(model, packed=role == "judge")
+        if ranks > 1 and size is not None and (why := undivided(size, ranks)):
+            yield Misfit("parallel", role, (role,), f"roles.{role}.tensor_parallel_size: {ranks} {why}")
+
+
+def _engines(spec: RolloutSpec) -> dict[str, tuple[ModelConfig, int]]:
+    """Model and tensor parallel size of every role whose workers are engines."""
+    judge = spec.roles.judge
+    engines = {"rollout": (spec.model, spec.roles.rollout.tensor_parallel_size)}
+    return engines if judge is None else engines | {"judge": (judge.model, judge.tensor_parallel_size)}
+
+
 def _engines_without_cache(
     seats: Sequence[Seated], caches: Mapping[str, Cache], nodes: Mapping[str, Node]
-) -> Iterator[str]:
+) -> Iterator[Misfit]:
     for seat in seats:
         cache = caches.get(seat.worker)
         if cache is None or cache.sequences:
             continue
-        room = f"{seat.worker}: its KV cache of {gib(cache.bytes)} GiB holds no sequence of {cache.longest} tokens"
+        problem = f"{seat.worker}: its KV cache of {gib(cache.bytes)} GiB holds no sequence of {cache.longest} tokens"
         if seat.gpus > 0:
-            gpu = gib(nodes[seat.node].gpu_memory)
-            yield (
-                f"{room} (a GPU has {gpu} GiB): raise roles.rollout.tensor_parallel_size and .gpus, or lower "
-                "roles.rollout.max_model_len"
-            )
-        else:
-            yield f"{room}: raise roles.rollout.kv_cache_gib or lower roles.rollout.max_model_len"
+            problem += f" (a GPU has {gib(nodes[seat.node].gpu_memory)} GiB)"
+        yield Misfit("cache", seat.worker, (seat.role,), problem)
 
 
-def _full_gpus(
-    spec: RunSpec,
-    seats: Sequence[Seated],
-    workers: Mapping[str, tuple[WorkerMemory, ...]],
-    nodes: Mapping[str, Node],
-    sizes: Sizes,
-) -> Iterator[str]:
-    """Overfull GPUs, by bundle: workers that share a bundle share its GPU."""
+@dataclass(frozen=True)
+class _SharedGpu:
+    """What the workers of one bundle need of their GPU, or each of their GPUs."""
+
+    needs: Mapping[Seated, int]
+    capacity: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.needs.values())
+
+    @property
+    def names(self) -> str:
+        return " and ".join(seat.worker for seat in self.needs)
+
+    @property
+    def misfit(self) -> Misfit:
+        # An engine takes a fixed share of the GPU, so of two workers on a GPU the other one is too large.
+        roles = [s.role for s in sorted(self.needs, key=lambda seat: (seat.role == "rollout", -self.needs[seat]))]
+        need = "need" if len(self.needs) > 1 else "needs"
+        problem = f"{self.names} {need} {gib(self.total)} GiB of a GPU's {gib(self.capacity)}"
+        return Misfit("gpu", self.names, tuple(dict.fromkeys(roles)), problem)
+
+
+def _shared_gpus(
+    seats: Sequence[Seated], workers: Mapping[str, tuple[WorkerMemory, ...]], nodes: Mapping[str, Node]
+) -> Iterator[_SharedGpu]:
+    """Use of GPUs of known size, by bundle: workers that share a bundle share its GPU."""
     bundles: defaultdict[tuple[str, int], list[Seated]] = defaultdict(list)
     for seat in seats:
         if seat.gpus > 0 and seat.node in nodes and nodes[seat.node].gpu_memory:
@@ -135,27 +189,33 @@ def _full_gpus(
     for sharing in bundles.values():
         needs = {seat: sum(m.total for m in workers[seat.worker] if m.where == "gpu") for seat in sharing}
         capacity = int(min(1.0, sum(seat.gpus for seat in sharing)) * nodes[sharing[0].node].gpu_memory)
-        if sum(needs.values()) <= capacity:
-            continue
-        # An engine takes a fixed share of the GPU, so of two workers on a GPU the other one is too large.
-        worst = max(needs, key=lambda seat: (seat.role != "rollout", needs[seat]))
-        left = capacity - (sum(needs.values()) - needs[worst])
-        beside = (
-            f" and {' and '.join(seat.worker for seat in sharing if seat is not worst)}" if len(sharing) > 1 else ""
-        )
-        yield (
-            f"{worst.worker}{beside} need{'' if beside else 's'} {gib(sum(needs.values()))} GiB of a GPU's "
-            f"{gib(capacity)}: {remedy(spec, worst.role, left, 'gpu', sizes)}"
-        )
+        yield _SharedGpu(needs, capacity)
 
 
-def _full_nodes(spec: RunSpec, nodes: Sequence[NodeMemory], sizes: Sizes) -> Iterator[str]:
+def _full_node(node: NodeMemory) -> Misfit:
+    parts = sorted(node.parts, key=lambda part: -part.bytes)
+    largest = ", ".join(f"{part.name} {gib(part.bytes)}" for part in parts[:3])
+    problem = f"{node.node} needs {gib(node.total)} GiB of host memory and has {gib(node.capacity)} ({largest}, ...)"
+    return Misfit("host", node.node, tuple(part.name for part in parts), problem)
+
+
+def _nearly_full_gpus(shared: Sequence[_SharedGpu]) -> Iterator[str]:
+    """One line for all workers that leave as little. An engine alone is no reason: its cache takes what is left."""
+    alike: dict[tuple[tuple[str, ...], int, int], list[_SharedGpu]] = {}
+    for use in shared:
+        roles = tuple(seat.role for seat in use.needs)
+        if use.total <= use.capacity < use.total / (1 - HEADROOM) and {*roles} - {"rollout", "judge"}:
+            alike.setdefault((roles, use.total, use.capacity), []).append(use)
+    for (_, total, capacity), uses in alike.items():
+        more = f" (and {len(uses) - 1} more)" if len(uses) > 1 else ""
+        yield f"{uses[0].names}{more}: {_left(total, capacity)} of a GPU"
+
+
+def _nearly_full_nodes(nodes: Sequence[NodeMemory]) -> Iterator[str]:
     for node in nodes:
-        if not node.capacity or node.total <= node.capacity:
-            continue
-        most = max(node.parts, key=lambda part: part.bytes)
-        largest = ", ".join(f"{part.name} {gib(part.bytes)}" for part in sorted(node.parts, key=lambda p: -p.bytes)[:3])
-        yield (
-            f"{node.node} needs {gib(node.total)} GiB of host memory and has {gib(node.capacity)} ({largest}, ...): "
-            f"{remedy(spec, most.name, 0, 'host', sizes)}"
-        )
+        if node.total <= node.capacity < node.total / (1 - HEADROOM):
+            yield f"{node.node}: {_left(node.total, node.capacity)} of host memory"
+
+
+def _left(total: int, capacity: int) -> str:
+    return f"only {100 * (capacity - total) / capacity:.0f}% ({gib(capacity - total)} of {gib(capacity)} GiB) are left"

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.capacity.fit import MemoryPlan, memory_plan
-from orchestrator.capacity.placement import GPU_GIB, Node, demand, fit, place, role_sizes, room
+from orchestrator.capacity.placement import GPU_GIB, Node, Placement, demand, fit, place, role_sizes, room
+from orchestrator.capacity.remedies import Misfit, Remedy, describe, remedies
 from orchestrator.capacity.spec_memory import Seated, Sizes
 from orchestrator.capacity.worker_memory import GIB, Part
 from orchestrator.errors import UsageError
 from orchestrator.spec.load import RunSpec
+
+_MOST_GIB = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -41,45 +44,73 @@ class Plan:
     asked: dict[str, float]
     there: dict[str, float]
     misfit: str
-    """Empty, or the first reservation or memory that does not fit, and what to change."""
+    """Empty, or the first reservation or memory that does not fit, and what to change if that was looked for."""
     memory: MemoryPlan
+    remedies: tuple[Remedy, ...] = ()
+    """Changes after which the misfit is gone."""
 
 
-def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None) -> Plan:
+def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None, *, advise: bool = False) -> Plan:
     """Place every worker of a spec on nodes, and add up its memory.
 
     Args:
         spec: The spec.
         nodes: The nodes.
         known: Sizes of models that were read before, or that an earlier stage will write; None: none.
+        advise: Look for changes with which the workers fit; each that is tried is planned as well.
     """
-    sizes = role_sizes(spec)
-    placements = place(sizes)
-    seating = fit(placements, nodes)
-    rows = tuple(
-        PlanRow(
-            f"{seat.role}-{seat.index}",
-            seat.cpus,
-            seat.gpus,
-            placement.name,
-            seat.bundle,
-            seating.node_of.get((placement.name, seat.bundle), ""),
-        )
-        for placement in placements
-        for seat in placement.seats
+    sizes = known if known is not None else Sizes()
+    placed = _Placed.of(spec, nodes, sizes)
+    misfit = placed.misfit
+    found: tuple[Remedy, ...] = ()
+    text = "" if misfit is None else misfit.problem
+    if misfit is not None and advise:
+        found = remedies(spec, misfit, lambda other: _Placed.of(other, nodes, sizes).misfit)
+        text = describe(spec, misfit, found)
+    return Plan(
+        rows=placed.rows,
+        in_process=tuple((size.role, size.colocate_with or "") for size in role_sizes(spec) if size.in_process),
+        asked=demand(placed.placements),
+        there={"CPU": sum(n.cpus for n in nodes), "GPU": sum(n.gpus for n in nodes)},
+        misfit=text,
+        memory=placed.memory,
+        remedies=found,
     )
-    there = {"CPU": sum(n.cpus for n in nodes), "GPU": sum(n.gpus for n in nodes)}
-    misfit = ""
-    if seating.missing is not None:
-        role = seating.missing.seats[0].role
-        misfit = (
-            f"no room for {seating.missing.name}: it asks for {seating.missing.request}; "
-            f"lower roles.{role}.workers, .cpus or .gpus, or add nodes"
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Workers on nodes, and the first thing that does not fit."""
+
+    placements: tuple[Placement, ...]
+    rows: tuple[PlanRow, ...]
+    memory: MemoryPlan
+    misfit: Misfit | None
+
+    @classmethod
+    def of(cls, spec: RunSpec, nodes: Sequence[Node], sizes: Sizes) -> _Placed:
+        """Place a spec's workers."""
+        placements = place(role_sizes(spec))
+        seating = fit(placements, nodes)
+        rows = tuple(
+            PlanRow(
+                f"{seat.role}-{seat.index}",
+                seat.cpus,
+                seat.gpus,
+                placement.name,
+                seat.bundle,
+                seating.node_of.get((placement.name, seat.bundle), ""),
+            )
+            for placement in placements
+            for seat in placement.seats
         )
-    in_process = tuple((size.role, size.colocate_with or "") for size in sizes if size.in_process)
-    seated = [Seated(row.worker, row.group, row.bundle, row.gpus, row.node) for row in rows]
-    memory = memory_plan(spec, seated, nodes, known if known is not None else Sizes())
-    return Plan(rows, in_process, demand(placements), there, misfit or memory.misfit, memory)
+        seated = [Seated(row.worker, row.group, row.bundle, row.gpus, row.node) for row in rows]
+        memory = memory_plan(spec, seated, nodes, sizes)
+        if seating.missing is None or (memory.misfit is not None and memory.misfit.kind == "parallel"):
+            return cls(placements, rows, memory, memory.misfit)
+        missing = seating.missing
+        problem = f"no room for {missing.name}: it asks for {missing.request}"
+        return cls(placements, rows, memory, Misfit("placement", missing.name, (missing.seats[0].role,), problem))
 
 
 def local_node(cpus: int, spec: RunSpec) -> Node:
@@ -105,8 +136,10 @@ def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
         node_gib: Host memory of each node in GiB; 0: not known.
 
     Raises:
-        UsageError: The text has another form, or names an unknown type of GPU.
+        UsageError: The text has another form, or names an unknown type of GPU; or the memory is no number.
     """
+    if not 0 <= node_gib <= _MOST_GIB:  # also for nan
+        raise UsageError(f"--gib-per-node: must be between 0 and {_MOST_GIB}, got {node_gib:g}")
     match = re.fullmatch(r"([1-9]\d{0,4})x(\d{1,3})(?:x(.+))?", text)
     if match is None:
         raise UsageError(f"--cluster: '{text}' is not NODESxGPUS, as in 2x8, or NODESxGPUSxTYPE, as in 2x8xH200")
@@ -136,8 +169,10 @@ def as_json(name: str, seating: Plan) -> dict[str, Any]:
             {"node": n.node, "parts": _by_name(n.parts), "total": n.total, "capacity": n.capacity or None}
             for n in memory.nodes
         ],
-        "unknown": dict(memory.unknown),
+        "unknown": {model.path: model.why for model in memory.unknown},
         "misfit": seating.misfit or None,
+        "remedies": [dict(remedy.changes) for remedy in seating.remedies],
+        "warnings": list(memory.warnings),
     }
 
 

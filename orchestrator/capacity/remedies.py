@@ -1,94 +1,233 @@
-"""What to change about a role that does not fit."""
+"""What to change about a spec that does not fit: each proposal is a valid spec, planned again before it is proposed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from orchestrator.capacity.spec_memory import Sizes, training_of
-from orchestrator.capacity.worker_memory import Training, training
 from orchestrator.spec.base import RunSpec
+from orchestrator.spec.errors import Source, SpecError
+from orchestrator.spec.load import parse_spec
+from orchestrator.spec.sections import TrainerRole
+from orchestrator.spec.yaml_reader import Document
+
+Changes = Mapping[str, Any]
+"""New values by the dotted path of their field."""
 
 MOST_WORKERS = 64
-"""Largest number of workers that a remedy proposes."""
+"""Largest number of workers that a remedy proposes to raise a role to."""
+_MOST_CACHE_GIB = 64.0
+_UTILIZATIONS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+_SHOWN = 2
 
 
-def remedy(spec: RunSpec, role: str, room: int, where: str, sizes: Sizes) -> str:
-    """What to change about a role that needs too much memory.
+@dataclass(frozen=True)
+class Misfit:
+    """The first thing of a plan that does not fit."""
 
-    Args:
-        spec: The spec.
-        role: The role, or another part of a node's memory.
-        room: Bytes of a GPU that one worker may take.
-        where: The memory that is full, `gpu` or `host`.
-        sizes: Sizes of the models.
-    """
-    rank = training_of(spec, role, sizes, first=role == "policy") if role in ("policy", "critic") else None
-    if rank is not None and where == "gpu":
-        found = list(remedies(role, rank, room))
-        return ", or ".join(found[:2]) if found else "no setting makes it fit; use larger GPUs or a smaller model"
-    if role in ("rollout", "judge"):
-        # On a GPU the setting decides what an engine takes; a buffer for new weights is added to that.
-        return f"lower roles.{role}.{'gpu_memory_utilization' if where == 'gpu' else 'kv_cache_gib, or its workers'}"
-    if rank is not None and rank.gpu:
-        return f"place fewer of roles.{role}.workers on a node, or use nodes with more memory"
-    if role in ("policy", "critic", "reference", "reward"):
-        return f"lower roles.{role}.micro_batch_tokens or roles.{role}.workers, or use a smaller model"
-    return "use a smaller model, or smaller steps"
+    kind: Literal["placement", "parallel", "cache", "gpu", "host"]
+    """A reservation without room; an engine whose GPUs do not divide the model, or whose cache holds no sequence; a
+    full GPU; a full node."""
+    where: str
+    """The placement group, worker or node."""
+    roles: tuple[str, ...]
+    """Whose settings can change it, the largest first; of a node also what the roles share."""
+    problem: str
+
+    def same(self, other: Misfit) -> bool:
+        """Whether the other one is the same problem, perhaps at another worker or node."""
+        return self.kind == other.kind and (self.kind == "host" or self.roles[0] == other.roles[0])
 
 
-def remedies(role: str, rank: Training, room: int) -> Iterator[str]:
-    """Alternative changes of a training role with which a rank fits into `room` bytes of its GPU, smallest first."""
+@dataclass(frozen=True)
+class Remedy:
+    """A change after which the misfit is gone."""
 
-    def fits(workers: int, **changes: Any) -> bool:
-        changed = replace(rank, ranks=workers, trainer=rank.trainer.model_copy(update=changes))
-        return sum(memory.total for memory in training(role, changed) if memory.where == "gpu") <= room
+    changes: Changes
+    then: Misfit | None
+    """What does not fit after the change; None: everything fits."""
 
-    trainer = rank.trainer
-    cheap: list[dict[str, Any]] = [
-        *([{"gradient_checkpointing": True}] if not trainer.gradient_checkpointing else []),
-        *([{"zero_stage": 3}] if trainer.zero_stage < 3 and rank.ranks > 1 else []),
-    ]
-    if len(cheap) == 2:
-        cheap.append(cheap[0] | cheap[1])
-    found = next((changes for changes in cheap if fits(rank.ranks, **changes)), None)
-    if found is not None:
-        yield _set(role, found)
-    for workers in _doublings(rank.ranks):
-        changes = next((c for c in ({}, *cheap, {"zero_stage": 3}) if fits(workers, **c)), None)
-        if changes is not None:
-            with_stage = f" with {_listed(changes)}" if changes else ""
-            yield f"raise roles.{role}.workers to {workers}{with_stage}"
+
+Assess = Callable[[RunSpec], Misfit | None]
+"""The first misfit of a spec on the nodes of the plan."""
+
+
+def remedies(spec: RunSpec, misfit: Misfit, assess: Assess) -> tuple[Remedy, ...]:
+    """Up to two changes without which the misfit stays, those after which everything fits before any others."""
+    found: list[Remedy] = []
+    for alternatives in _alternatives(spec, misfit):
+        best = _smallest(spec, misfit, alternatives, assess)
+        if best is not None:
+            found.append(best)
+        if sum(remedy.then is None for remedy in found) == _SHOWN:
             break
-    tokens = _halved(trainer.micro_batch_tokens, rank.longest, lambda n: fits(rank.ranks, micro_batch_tokens=n))
-    if tokens:
-        yield f"lower roles.{role}.micro_batch_tokens to {tokens}"
-    offloaded = {"offload_optimizer": True, "zero_stage": max(1, trainer.zero_stage)}
-    if not trainer.offload_optimizer and fits(rank.ranks, **offloaded):
-        yield _set(role, {name: value for name, value in offloaded.items() if dict(trainer)[name] != value})
+    whole = [remedy for remedy in found if remedy.then is None]
+    return tuple((whole or found)[:_SHOWN])
 
 
-def _set(role: str, changes: Mapping[str, Any]) -> str:
-    return " and ".join(f"set roles.{role}.{name}: {_yaml(value)}" for name, value in changes.items())
+def describe(spec: RunSpec, misfit: Misfit, found: Sequence[Remedy]) -> str:
+    """The misfit and what to change, in one line."""
+    data = spec.model_dump(mode="json")
+    texts = [_sentence(data, remedy) for remedy in found]
+    if misfit.kind == "placement":
+        texts.append("add nodes")
+    elif not texts:
+        larger = "nodes with more memory" if misfit.kind == "host" else "larger GPUs"
+        return f"{misfit.problem}: no setting makes it fit; use {larger} or a smaller model"
+    return f"{misfit.problem}{';' if misfit.kind == 'placement' else ':'} {', or '.join(texts)}"
 
 
-def _listed(changes: Mapping[str, Any]) -> str:
-    return " and ".join(f"{name} {_yaml(value)}" for name, value in changes.items())
+def changed(spec: RunSpec, changes: Changes) -> RunSpec | None:
+    """The spec with fields changed; None where that is not a valid spec."""
+    data = spec.model_dump(mode="json")
+    for field, value in changes.items():
+        *sections, name = field.split(".")
+        node = data
+        for section in sections:
+            node = node[section]
+        node[name] = value
+    try:
+        return parse_spec(Document(data, Source(spec.name)))
+    except SpecError:
+        return None
 
 
-def _yaml(value: Any) -> str:
-    return str(value).lower()
+def _smallest(spec: RunSpec, misfit: Misfit, alternatives: Iterator[Changes], assess: Assess) -> Remedy | None:
+    """The first of several ever larger changes after which everything fits, else the first that ends the misfit."""
+    first: Remedy | None = None
+    for changes in alternatives:
+        other = changed(spec, changes)
+        if other is None:
+            continue
+        then = assess(other)
+        if then is None:
+            return Remedy(changes, None)
+        if first is None and not misfit.same(then) and then.kind != "parallel":
+            first = Remedy(changes, then)
+    return first
 
 
-def _doublings(workers: int) -> Iterator[int]:
-    while (workers := 2 * workers) <= MOST_WORKERS:
-        yield workers
+def _alternatives(spec: RunSpec, misfit: Misfit) -> Iterator[Iterator[Changes]]:
+    """Changes of the same kind each, from the smallest to the largest."""
+    if misfit.kind == "cache":
+        yield from _of_cache(spec, misfit.roles[0])
+        return
+    if misfit.kind == "parallel":
+        yield _fewer_ranks(spec, misfit.roles[0])
+        return
+    for role in misfit.roles:
+        if role in spec.roles.trainers() and misfit.kind != "placement":
+            yield from _of_trainer(spec, role, misfit.kind == "gpu")
+        elif role in ("rollout", "judge") and misfit.kind != "placement":
+            yield from _of_engine(spec, role, misfit.kind == "gpu")
+        elif role == "batch":
+            yield _halves(spec, "schedule.prompts_per_step", 1)
+            yield _halves(spec, "schedule.examples_per_step", 1)
+        elif role in spec.roles.present() and misfit.kind == "host":
+            yield _halves(spec, f"roles.{role}.micro_batch_tokens", 8)
+        if role in spec.roles.present() and misfit.kind != "gpu":
+            yield (_with_guests(spec, role, changes) for changes in _halves(spec, f"roles.{role}.workers", 1))
 
 
-def _halved(tokens: int, least: int, good: Callable[[int], bool]) -> int:
-    """The first half, quarter, ... of `tokens` that is good and still holds the longest sequence; 0: none."""
-    while (tokens := tokens // 2) >= max(least, 8):
-        if good(tokens):
-            return tokens
-    return 0
+def _of_cache(spec: RunSpec, role: str) -> Iterator[Iterator[Changes]]:
+    """Changes after which an engine's cache is larger, or its sequences are shorter."""
+    data, path = spec.model_dump(mode="json")["roles"][role], f"roles.{role}"
+    if data["gpus"] > 0:
+        ranks = data["tensor_parallel_size"]
+        if data["colocate_with"] is None:
+            sizes = [ranks * 2**power for power in (1, 2, 3)]
+            yield iter([{f"{path}.tensor_parallel_size": size, f"{path}.gpus": size} for size in sizes])
+        higher = [share for share in reversed(_UTILIZATIONS) if share > data["gpu_memory_utilization"]]
+        yield iter([{f"{path}.gpu_memory_utilization": share} for share in higher])
+    else:
+        sizes = _doublings(data["kv_cache_gib"], _MOST_CACHE_GIB)
+        yield iter([{f"{path}.kv_cache_gib": size} for size in sizes])
+    yield _halves(spec, f"{path}.max_model_len", 8)
+
+
+def _fewer_ranks(spec: RunSpec, role: str) -> Iterator[Changes]:
+    """Every smaller tensor parallel size."""
+    data, path = spec.model_dump(mode="json")["roles"][role], f"roles.{role}"
+    for ranks in range(data["tensor_parallel_size"] - 1, 0, -1):
+        gpus = {f"{path}.gpus": ranks} if data["gpus"] > 0 else {}
+        yield {f"{path}.tensor_parallel_size": ranks, **gpus}
+
+
+def _of_trainer(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes]]:
+    """Changes after which a training rank needs less."""
+    settings: TrainerRole = dict(spec.roles.trainers())[role]  # pyright: ignore[reportArgumentType]
+    path = f"roles.{role}"
+    cheap: list[Changes] = []
+    if not settings.gradient_checkpointing:
+        cheap.append({f"{path}.gradient_checkpointing": True})
+    if settings.zero_stage < 3 and settings.workers > 1:
+        cheap.append({f"{path}.zero_stage": 3})
+    if len(cheap) == 2:
+        cheap.append({**cheap[0], **cheap[1]})
+    yield iter(cheap)
+    if gpu:
+        more = [{}, *cheap, *([{f"{path}.zero_stage": 3}] if settings.zero_stage < 3 and len(cheap) < 3 else [])]
+        yield (
+            _with_guests(spec, role, {f"{path}.workers": workers, **changes})
+            for workers in _doublings(settings.workers, MOST_WORKERS)
+            for changes in more
+        )
+    yield _halves(spec, f"{path}.micro_batch_tokens", 8)
+    if gpu and not settings.offload_optimizer:
+        stage = {f"{path}.zero_stage": 1} if settings.zero_stage == 0 else {}
+        yield iter([{f"{path}.offload_optimizer": True, **stage}])
+
+
+def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes]]:
+    """Changes after which an engine takes less."""
+    data, path = spec.model_dump(mode="json")["roles"][role], f"roles.{role}"
+    if not gpu:
+        yield _halves(spec, f"{path}.kv_cache_gib", 0.0625)
+        return
+    lower = [share for share in _UTILIZATIONS if share < data["gpu_memory_utilization"]]
+    yield iter([{f"{path}.gpu_memory_utilization": share} for share in lower])
+
+
+def _with_guests(spec: RunSpec, role: str, changes: Changes) -> Changes:
+    """The changes, with as many workers for the engines that are colocated with the role: one for each of its."""
+    workers = changes[f"roles.{role}.workers"]
+    linked = {
+        name
+        for name, other in spec.roles.present().items()
+        if name == "rollout" and "policy" in (role, other.colocate_with) and other.colocate_with == "policy"
+    }
+    pair = {*linked, "policy"} if linked and role in ("policy", "rollout") else {role}
+    return {**changes, **{f"roles.{name}.workers": workers for name in sorted(pair)}}
+
+
+def _halves(spec: RunSpec, field: str, least: float) -> Iterator[Changes]:
+    """Half, a quarter, ... of a number; nothing where the spec has no such field."""
+    node: Any = spec.model_dump(mode="json")
+    for name in field.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    value = node if isinstance(node, int | float) and not isinstance(node, bool) else 0
+    while value / 2 >= least:
+        value = value // 2 if isinstance(value, int) else value / 2
+        yield {field: value}
+
+
+def _doublings(value: float, most: float) -> Iterator[Any]:
+    while (value := 2 * value) <= most:
+        yield value
+
+
+def _sentence(data: Mapping[str, Any], remedy: Remedy) -> str:
+    verbs: dict[str, list[str]] = {}
+    for field, value in remedy.changes.items():
+        before: Any = data
+        for name in field.split("."):
+            before = before[name]
+        if isinstance(value, bool) or not isinstance(before, int | float):
+            verbs.setdefault(f"set {{}}: {str(value).lower()}", []).append(field)
+        else:
+            verbs.setdefault(f"{'raise' if value > before else 'lower'} {{}} to {value:g}", []).append(field)
+    text = " and ".join(verb.format(" and ".join(fields)) for verb, fields in verbs.items())
+    if remedy.then is None:
+        return text
+    return f"{text} and add nodes" if remedy.then.kind == "placement" else f"{text} (then {remedy.then.problem})"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.capacity.model_size import ModelSize, SizeUnknown, read_size
 from orchestrator.capacity.worker_memory import (
     MIB,
     TRANSFER_BUFFER,
@@ -20,6 +19,7 @@ from orchestrator.capacity.worker_memory import (
     scoring,
     training,
 )
+from orchestrator.models.model_size import ModelSize, SizeUnknown, read_size
 from orchestrator.spec.base import RunSpec
 from orchestrator.spec.offline import OfflineSpec
 from orchestrator.spec.rollout import RolloutSpec
@@ -65,15 +65,24 @@ class Sizes:
     known: dict[str, ModelSize] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
 
-    def of(self, model: ModelConfig) -> ModelSize | None:
-        """Size of the model; None where it is not known."""
+    def of(self, model: ModelConfig, *, packed: bool = False) -> ModelSize | None:
+        """Size of the model; None where it is not known.
+
+        Args:
+            model: The model.
+            packed: Whether the role uses quantized weights as they are. All but a judge's engine need plain ones.
+        """
         path = model.path
         if path not in self.known and path not in self.unknown:
             try:
                 self.known[path] = read_size(Path(path))
             except SizeUnknown as error:
                 self.unknown[path] = str(error)
-        return self.known.get(path)
+        size = self.known.get(path)
+        if size is not None and size.method and not packed:
+            self.unknown[path] = f"its weights are quantized ({size.method}); only a judge uses such weights"
+            return None
+        return size
 
 
 def worker_memory(spec: RunSpec, seat: Seated, gpu: int, sizes: Sizes) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
@@ -131,7 +140,7 @@ def _of_engine(
 
 def _of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
     config = spec.judge_config()
-    size = None if config is None else sizes.of(config.model)
+    size = None if config is None else sizes.of(config.model, packed=True)
     if config is None or size is None:
         return (), None
     on_gpu = gpu if config.device == "cuda" else None

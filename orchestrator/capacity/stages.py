@@ -11,7 +11,9 @@ from orchestrator.capacity.plan import Plan, local_node, plan
 from orchestrator.spec.stages import PlannedRun
 
 
-def plan_stages(runs: Sequence[PlannedRun], nodes: Sequence[Node] | None) -> Iterator[tuple[PlannedRun, Plan]]:
+def plan_stages(
+    runs: Sequence[PlannedRun], nodes: Sequence[Node] | None, *, advise: bool = False
+) -> Iterator[tuple[PlannedRun, Plan]]:
     """Plan each run, up to and including the first that does not fit.
 
     A later stage may start from a model that does not exist yet; it has the size of the model that the earlier stage
@@ -20,14 +22,17 @@ def plan_stages(runs: Sequence[PlannedRun], nodes: Sequence[Node] | None) -> Ite
     Args:
         runs: The runs of one file.
         nodes: The nodes of the cluster; None: this machine.
+        advise: Look for changes with which a run fits.
     """
     sizes = Sizes()
     for run in runs:
         available = [local_node(os.cpu_count() or 1, run.spec)] if nodes is None else nodes
-        planned = plan(run.spec, available, sizes)
+        planned = plan(run.spec, available, sizes, advise=advise)
         trained = sizes.of(run.spec.model)
         if trained is not None:
             sizes.known[str(run.model)] = trained
+        else:
+            sizes.unknown[str(run.model)] = f"it is trained from {run.spec.model.path}, whose size is not known"
         yield run, planned
         if planned.misfit:
             return

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.capacity.model_size import ModelSize
+from orchestrator.models.model_size import ModelSize
 from workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, TrainerConfig
 
 Where = Literal["gpu", "host"]
@@ -33,8 +33,10 @@ TRANSFER_BUFFER = GIB
 """vLLM's `DEFAULT_PACKED_BUFFER_SIZE_BYTES`; nccl has two of them on each side, ipc one."""
 PROFILED_TOKENS = 8192
 """Tokens of the largest batch that vLLM reserves memory for on a GPU (`max_num_batched_tokens`)."""
-KV_BLOCK = {"gpu": 16, "host": 128}
-"""Tokens in a block of vLLM's KV cache."""
+CPU_BATCH_TOKENS = 4096
+"""Tokens of the largest batch on the CPU, if no sequence is longer (`workers/engine/settings.py`)."""
+KV_BLOCK = {"gpu": 16, "host": 32}
+"""Tokens in a block of vLLM's KV cache (on the CPU that of `workers/engine/settings.py`)."""
 
 
 @dataclass(frozen=True)
@@ -208,13 +210,14 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
 def layer_bytes(size: ModelSize, width: int, longest: int) -> int:
     """Bytes that one layer keeps of one token for the backward pass.
 
-    Two norms: float32 input, normed, output. Attention: query, key and value of all heads (padding keeps PyTorch from
+    Norms: float32 input, normed, output. Attention: query, key and value of all heads (padding keeps PyTorch from
     sharing those of a group), output, its log-sum, a row of the mask. Feed-forward: gate, its activation, up, product.
+    Each expert has a copy of the token, and its output before it is weighted.
     """
     queries = size.heads * size.head_dim
-    norms = 2 * size.hidden * (4 + 2 * width)
+    norms = (2 * size.hidden + size.extra_norms) * (4 + 2 * width)
     attention = width * 4 * queries + 4 * size.heads + width * longest
-    return norms + attention + 4 * width * size.intermediate
+    return norms + attention + width * (4 * size.intermediate + 2 * size.experts * size.hidden)
 
 
 def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpointing: bool) -> int:
@@ -227,16 +230,26 @@ def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpoi
 
 
 def head(size: ModelSize, width: int, tokens: int) -> int:
-    """Bytes of the output head in a pass: hidden states of `tokens` tokens, one chunk of logits with what is computed
-    from them, and the gradient of the head's weight before it is accumulated."""
-    made = 16 + (width if width < 4 else 0)
-    return width * size.hidden * (tokens + size.vocabulary) + made * _chunk(size, tokens)
+    """Bytes of the output head in a pass: hidden states of `tokens` tokens, and the larger of two moments.
+
+    In the backward pass of a chunk exist its logits in float32 (and in the type of the weights), the gradient of the
+    chosen ones, and difference, exponential and product of the log-sum; besides, the gradient of the head's weight
+    from the chunks before. Then autograd adds the gradient of this chunk to that sum, in new memory.
+    """
+    weight, logits = width * size.vocabulary * size.hidden, _chunk(size, tokens)
+    made = 20 + (width if width < 4 else 0)
+    moments = (weight + made * logits, 3 * weight) if _chunks(size, tokens) > 1 else (made * logits, weight)
+    return width * size.hidden * tokens + max(moments)
+
+
+def _chunks(size: ModelSize, tokens: int) -> int:
+    """Chunks of the output head (`workers.models.modeling.head_chunks`)."""
+    return max(1, math.ceil(size.vocabulary * tokens / CHUNK_LOGITS))
 
 
 def _chunk(size: ModelSize, tokens: int) -> int:
-    """Logits that are held at once (`workers.models.modeling.head_chunks`)."""
-    chunks = max(1, math.ceil(size.vocabulary * tokens / CHUNK_LOGITS))
-    return math.ceil(tokens / chunks) * size.vocabulary
+    """Logits that are held at once."""
+    return math.ceil(tokens / _chunks(size, tokens)) * size.vocabulary
 
 
 @dataclass(frozen=True)
@@ -290,9 +303,38 @@ class Cache:
     longest: int
 
 
-def kv_bytes(size: ModelSize, width: int) -> int:
-    """Bytes of the keys and values of one token. Layers with a sliding window or a compressed cache need less."""
-    return 2 * size.layers * size.kv_heads * size.head_dim * width
+def kv_bytes(size: ModelSize, width: int, ranks: int = 1) -> int:
+    """Bytes that one layer caches of one token on each of an engine's ranks.
+
+    vLLM divides the KV heads among the ranks, and gives each at least one; a compressed cache has every rank whole.
+    """
+    return width * (size.latent or 2 * max(1, size.kv_heads // ranks) * size.head_dim)
+
+
+def sequence_bytes(size: ModelSize, per_token: int, tokens: int, block: int, batch: int) -> int:
+    """Bytes that vLLM reserves in the cache for one sequence, in whole blocks.
+
+    A layer with a sliding window keeps the window and what two batches in flight may add (vLLM's `SlidingWindowSpec`).
+    Layers of both kinds are put into groups of one size, the last of which is padded
+    (`_get_kv_cache_groups_uniform_page_size`).
+
+    Args:
+        size: Size of the model.
+        per_token: Bytes that one layer caches of one token.
+        tokens: Tokens of the sequence.
+        block: Tokens in a block.
+        batch: Tokens of the largest batch (`max_num_batched_tokens`).
+    """
+    whole = math.ceil(tokens / block)
+    full = size.layers - size.windowed
+    if not size.windowed:
+        return per_token * block * full * whole
+    kept = math.ceil(min(size.window - 1 + 2 * batch, tokens) / block) + 1
+    if not full:
+        return per_token * block * size.windowed * kept
+    few, many = sorted((full, size.windowed))
+    group = many if many < 1.5 * few else few
+    return per_token * block * group * (math.ceil(full / group) * whole + math.ceil(size.windowed / group) * kept)
 
 
 def engine(
@@ -315,13 +357,13 @@ def engine(
     width, ranks = WIDTHS[dtype], config.tensor_parallel_size
     # vLLM's CPU build packs the output head; of a tied one it keeps the embedding as well.
     packed = width * size.vocabulary * size.hidden if gpu is None and size.head == 0 else 0
-    weights = math.ceil(width * size.parameters / ranks) + packed
-    per_token = kv_bytes(size, width) // ranks if size.kv_heads >= ranks else kv_bytes(size, width) // size.kv_heads
+    weights = math.ceil((size.packed or width * size.parameters) / ranks) + packed
     block = KV_BLOCK["host" if gpu is None else "gpu"]
-    needed = per_token * block * math.ceil(config.max_model_len / block)
+    batch = max(config.max_model_len, CPU_BATCH_TOKENS) if gpu is None else PROFILED_TOKENS
+    needed = sequence_bytes(size, kv_bytes(size, width, ranks), config.max_model_len, block, batch)
     if gpu is None:
         cache = int(config.kv_cache_gib * GIB)
-        at_work = forward(size, width, max(config.max_model_len, 4096), config.max_model_len)
+        at_work = forward(size, width, batch, config.max_model_len)
         parts = [Part("weights", weights), Part("kv cache", cache), Part("activations", at_work, "pass")]
         memory = WorkerMemory(worker, "host", (*parts, Part("process", process)))
         return (memory,), Cache(cache, cache // needed, config.max_model_len)

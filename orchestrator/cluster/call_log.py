@@ -1,7 +1,7 @@
 """Every bounded call to a worker: which are open, since when and until when, and which have ended.
 
 `ActorWorker` reports its calls here. What is open explains a run that waits; what has ended becomes the run's timeline.
-A call costs two dict operations and one tuple.
+A call costs two dict operations and two tuples.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ class CallLog:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._numbers = itertools.count()
-        self._open: dict[int, OpenCall] = {}
-        self._ended: deque[Span] = deque(maxlen=_MOST_SPANS)
+        # Plain tuples: named ones cost three times as much, and most of them are never looked at.
+        self._open: dict[int, tuple[str, str, float, float, str]] = {}
+        self._ended: deque[tuple[str, str, float, float, str, str]] = deque(maxlen=_MOST_SPANS)
 
     def begin(self, worker: str, method: str, timeout_s: float, detail: str = "") -> int:
         """Records the start of a call; returns its number, for `end`."""
         call = next(self._numbers)
-        self._open[call] = OpenCall(worker, method, self._clock(), timeout_s, detail)
+        self._open[call] = (worker, method, self._clock(), timeout_s, detail)
         return call
 
     def end(self, call: int, status: str = OK, detail: str = "") -> None:
         """Records the end of a call. `detail`: what only its result says; empty keeps that of `begin`."""
         worker, method, since, _, known = self._open.pop(call)
         if status != OK or method not in _PROBES:
-            self._ended.append(Span(worker, method, since, self._clock(), status, detail or known))
+            self._ended.append((worker, method, since, self._clock(), status, detail or known))
 
     @contextmanager
     def during(self, worker: str, method: str, timeout_s: float, detail: str = "") -> Iterator[None]:
@@ -70,13 +71,13 @@ class CallLog:
 
     def open_calls(self) -> list[OpenCall]:
         """The calls that have not ended, the oldest first."""
-        return list(self._open.values())
+        return [OpenCall(*call) for call in self._open.values()]
 
     def drain(self) -> list[Span]:
         """The calls that have ended since the last `drain`, in the order in which they ended.
 
         Of more than `_MOST_SPANS`, the last ones.
         """
-        spans = list(self._ended)
+        spans = [Span(*call) for call in self._ended]
         self._ended.clear()
         return spans

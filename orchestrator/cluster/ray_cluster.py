@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
@@ -139,36 +139,38 @@ class ActorWorker(Generic[W_co]):
         self._on_loss(self._name, verdict)
 
     async def _wait(self, ref: Any, method: str, timeout_s: float, args: Sequence[object]) -> Any:
-        """Awaits a result; records the call, and the peak memory in the result."""
+        """Awaits a result; records the call, and the peak memory in the result. Raises WorkerError."""
         call = self._calls.begin(self._name, method, timeout_s, _subject(args[0]) if args else "")
         try:
-            answer = await self._answer(ref, method, timeout_s)
+            answer = await within(timeout_s, ref)
         except BaseException as error:
-            self._calls.end(call, type(error).__name__)
-            raise
+            failure = self._failure(error, method, timeout_s)
+            self._calls.end(call, type(failure).__name__)
+            if failure is error:
+                raise
+            raise failure from (None if isinstance(error, TimeoutError) else error)
         self._calls.end(call, detail=_subject(answer))
         self._peaks.note(self._name, answer)
         return answer
 
-    async def _answer(self, ref: Any, method: str, timeout_s: float) -> Any:
-        """Awaits a result; turns Ray's errors into WorkerErrors."""
-        try:
-            return await within(timeout_s, ref)
-        except TimeoutError:
-            raise WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s") from None
-        except RayTaskError as error:
+    def _failure(self, error: BaseException, method: str, timeout_s: float) -> BaseException:
+        """The WorkerError for an error of Ray; any other error as it is."""
+        if isinstance(error, TimeoutError):
+            return WorkerTimeout(self._name, method, f"no answer in {timeout_s:g} s")
+        if isinstance(error, RayTaskError):
             cause, reason = error.cause, ray_nodes.one_line(error.cause)
             if isinstance(cause, WorkerGone):
-                raise WorkerDied(self._name, method, reason, cause.fault) from error
-            raise _kind(cause)(self._name, method, reason) from error
-        except RayActorError as error:
+                return WorkerDied(self._name, method, reason, cause.fault)
+            return _kind(cause)(self._name, method, reason)
+        if isinstance(error, RayActorError):
             detail = self._verdict or self._death(error)
             if not self._ended:
                 self._ended = True
                 self._on_loss(self._name, detail)
-            raise WorkerDied(self._name, method, detail) from error
-        except RayError as error:
-            raise _kind(error)(self._name, method, ray_nodes.one_line(error)) from error
+            return WorkerDied(self._name, method, detail)
+        if isinstance(error, RayError):
+            return _kind(error)(self._name, method, ray_nodes.one_line(error))
+        return error
 
     def _death(self, error: RayActorError) -> str:
         """Ray's reason for the actor's death, with what the node knows about it."""
@@ -176,11 +178,15 @@ class ActorWorker(Generic[W_co]):
         return f"{_reason(error)}{words and f' ({words})'}"
 
 
+_ABOUT_GROUPS = frozenset({GroupRequest, GroupSummary, RewardSummary})
+
+
 def _subject(value: object) -> str:
     """What a call with this first argument or result is about; empty where it says nothing."""
-    if isinstance(value, GroupRequest | GroupSummary | RewardSummary):
-        return value.prompt_uid
-    return f"version {value.version}" if isinstance(value, WeightUpdate) else ""
+    kind = type(value)  # by type, as this runs twice for each of thousands of calls a second
+    if kind in _ABOUT_GROUPS:
+        return cast("GroupRequest | GroupSummary | RewardSummary", value).prompt_uid
+    return f"version {cast('WeightUpdate', value).version}" if kind is WeightUpdate else ""
 
 
 def _kind(cause: BaseException) -> type[WorkerError]:

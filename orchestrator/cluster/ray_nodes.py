@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ray.exceptions import RayError
 
 from orchestrator.capacity.placement import GPU_GIB, Node
 from orchestrator.errors import ClusterUnreachable
+from orchestrator.private_files import write_private
 from workers.contract.arrow import pickle_tables
 
 logger = logging.getLogger(__name__)
@@ -52,15 +54,24 @@ _LOCAL_SETTINGS = {
 """Additional environment of a cluster that is started here."""
 
 
+_SHARED_MEMORY = Path("/dev/shm")
+
+
 def start(cpus: int) -> Path:
     """Starts a cluster on this machine; returns its session folder.
 
     Ray's token authentication (the default for local clusters) protects its ports.
 
     Raises:
-        ClusterUnreachable: Ray did not start.
+        ClusterUnreachable: Ray did not start, or there is no shared memory to start it with.
     """
+    if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
+        raise ClusterUnreachable(
+            f"{_SHARED_MEMORY} is missing or cannot be written, and neither Ray nor vLLM starts without it: in a "
+            f"container use `docker run --shm-size=1g`, else `mount -t tmpfs tmpfs {_SHARED_MEMORY}`"
+        )
     _configure(_SETTINGS | _LOCAL_SETTINGS)
+    _create_token()
     context = _start(cpus)
     _protect_token()
     _stop_unused_processes()
@@ -165,6 +176,20 @@ def _node(node: dict[str, Any], *, shared: bool) -> Node:
     cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
     name = f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}" if shared else node["NodeManagerAddress"]
     return Node(name, cpus, gpus, int(host), int(gpu * 2**30), node["Labels"], id=node["NodeID"])
+
+
+def _create_token() -> None:
+    """Creates Ray's token, where there is none, for its owner only: Ray would create it readable by everyone."""
+    token = Path.home() / ".ray" / "auth_token"
+    if token.exists() or {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        return
+    scratch = token.with_name(f".auth_token-{os.getpid()}")
+    with suppress(OSError):  # Ray says what is wrong with the folder; or another run was faster
+        token.parent.mkdir(parents=True, exist_ok=True)
+        write_private(scratch, secrets.token_hex(32))
+        os.link(scratch, token)  # whole, or not at all
+    with suppress(OSError):
+        scratch.unlink()
 
 
 def _protect_token() -> None:

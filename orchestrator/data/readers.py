@@ -249,7 +249,7 @@ def _parquet(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawV
                 for values in batch.to_pylist():
                     number += 1
                     yield _row(fields, f"{path.name}:{number}", values)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, ValueError, OverflowError) as error:  # text that is no UTF-8, odd times
         raise _unreadable(path, label, error) from None
 
 
@@ -258,7 +258,7 @@ def _datasets(source: DatasetsFolder, fields: Mapping[str, str], label: str) -> 
     path = Path(source.path)
     try:
         data = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # the library raises many types for a damaged folder
         raise _unreadable(path, label, error) from None
     if isinstance(data, datasets.DatasetDict):
         if source.split not in data:
@@ -271,7 +271,11 @@ def _datasets(source: DatasetsFolder, fields: Mapping[str, str], label: str) -> 
     # A whole struct is read for a field of it.
     data = data.select_columns([name for name in columns if _reads(fields, name)])
     for number in range(len(data)):
-        yield _row(fields, f"{path.name}:{number + 1}", dict(data[number]))
+        try:
+            values = dict(data[number])
+        except Exception as error:  # as above
+            raise _unreadable(path, label, error) from None
+        yield _row(fields, f"{path.name}:{number + 1}", values)
 
 
 def _reads(fields: Mapping[str, str], column: str) -> bool:
@@ -315,6 +319,7 @@ def _library(name: str, label: str) -> Any:
 
 def _unreadable(path: Path, label: str, error: Exception) -> DataError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).partition("\n")[0]
+    reason = reason or type(error).__name__
     return DataError(f"{path}: cannot be read ({reason}); see {label}.path")
 
 

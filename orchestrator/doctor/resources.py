@@ -60,8 +60,8 @@ def check_shm(machine: Machine, needs: Needs) -> Iterator[Finding]:
     wanted = max(2 * needs.weight_file, _LEAST_SHM)
     tmp = next((folder for folder in machine.resources.folders if folder.use == "temporary folder"), None)
     if not shm.writable or not shm.total:
-        found = f"{shm.path} cannot be written: weights and Ray's objects go to the disk"
-        yield Finding("shm", "note", found, shm_remedy(machine, wanted))
+        found = f"{shm.path} is missing or cannot be written: neither Ray nor vLLM starts"
+        yield Finding("shm", "problem", found, shm_remedy(machine, wanted))
     elif needs.weight_file > shm.free:
         text = f"{found}; the weights of {needs.name} take {gib(needs.weight_file)}"
         if tmp is not None and tmp.free < needs.weight_file:

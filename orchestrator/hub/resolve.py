@@ -185,7 +185,7 @@ def _model_problems(spec: RunSpec, section: str, model: ModelConfig) -> list[Fin
     if not any(name in names for name in preflight.TOKENIZERS):
         return [(f"{section}.path", f"{where} has no tokenizer ({', '.join(preflight.TOKENIZERS)})")]
     local = model.model_copy(update={"path": str(client.config_folder(repo, commit))})
-    return list(preflight.too_long({section: local}, spec.sequence_lengths()))
+    return spec.model_problems({section: local})
 
 
 class NoFiles(Exception):

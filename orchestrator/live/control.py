@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from orchestrator.errors import TroupeError, UsageError
 from orchestrator.live.scaling import RoleState, WorkerScaler
+from orchestrator.private_files import write_private
 from orchestrator.spec.errors import SpecError
 
 logger = logging.getLogger(__name__)
@@ -102,9 +103,11 @@ class ControlServer:
 
     def _answer(self, file: Path) -> Answer:
         try:
-            if file.stat().st_size > _LARGEST:
+            with file.open("rb") as stream:
+                text = stream.read(_LARGEST + 1)
+            if len(text) > _LARGEST:
                 raise UsageError(f"the request exceeds {_LARGEST} bytes")
-            request = Request.model_validate_json(file.read_bytes())
+            request = Request.model_validate_json(text)
             if request.changes:
                 self._scaler.change(request.changes)
         except (SpecError, UsageError) as error:
@@ -145,7 +148,10 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
         raise TroupeError(
             f"{run_folder}: the run has ended, or its folder is not accessible: {error.strerror}"
         ) from error
-    found = Answer.model_validate_json(text)
+    try:
+        found = Answer.model_validate_json(text)
+    except ValidationError:
+        raise TroupeError(f"{run_folder}: the run's answer cannot be read: is it another version of Troupe?") from None
     if found.error:
         raise UsageError(found.error)
     return found.roles
@@ -164,10 +170,8 @@ def _require_run(run_folder: Path) -> None:
 
 
 def _write(path: Path, content: BaseModel) -> None:
-    """Write a file atomically."""
-    scratch = path.with_name(f".{path.name}")
-    scratch.write_text(json.dumps(content.model_dump(mode="json")))
-    scratch.rename(path)
+    """Write a file atomically, for its owner only."""
+    write_private(path, json.dumps(content.model_dump(mode="json")))
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float) -> None:

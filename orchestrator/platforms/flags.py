@@ -6,12 +6,14 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from orchestrator.errors import UsageError
 
+_nodes = partial(typer.Option, rich_help_panel="Nodes")
 _kubernetes = partial(typer.Option, rich_help_panel="Kubernetes")
 _slurm = partial(typer.Option, rich_help_panel="Slurm")
 
@@ -33,6 +35,19 @@ class Flags:
 
 
 @dataclass(frozen=True)
+class NodeFlags(Flags):
+    """Size of a node of the cluster: a Slurm node, or a pod on Kubernetes, which is a node to Ray."""
+
+    gpus_per_node: Annotated[int | None, _nodes(help="GPUs per node (default: 0) or of the largest pod (8).")] = None
+    cpus_per_node: Annotated[
+        int | None, _nodes(help="CPUs per node (default: 128) or of the largest pod without GPUs (16).")
+    ] = None
+    gib_per_node: Annotated[
+        int | None, _nodes(help="Memory per node or pod with GPUs, in GiB (default: as `troupe plan` adds it up).")
+    ] = None
+
+
+@dataclass(frozen=True)
 class KubernetesFlags(Flags):
     """Flags of a KubeRay manifest."""
 
@@ -43,9 +58,12 @@ class KubernetesFlags(Flags):
         list[str], _kubernetes("--pvc", metavar="CLAIM:/FOLDER", help="Mount a PersistentVolumeClaim in all pods.")
     ] = field(default_factory=list)
     root: Annotated[str | None, _kubernetes(help="Base of relative paths (default: the first --pvc).")] = None
-    env: Annotated[
+    env: Annotated[list[str], _kubernetes("--env", metavar="NAME=VALUE", help="Set an environment variable.")] = field(
+        default_factory=list
+    )
+    secret_env: Annotated[
         list[str],
-        _kubernetes("--env", metavar="NAME=SECRET:KEY", help="Set an environment variable from a Secret's key."),
+        _kubernetes("--secret-env", metavar="NAME=SECRET:KEY", help="Set a variable from a Secret's key."),
     ] = field(default_factory=list)
     env_from_secret: Annotated[
         list[str],
@@ -54,15 +72,39 @@ class KubernetesFlags(Flags):
     auth_secret: Annotated[
         str | None, _kubernetes(help="Secret with Ray's token as `auth_token` (default: KubeRay creates one).")
     ] = None
-    shm_gib: Annotated[
-        int | None, _kubernetes(help="Size of /dev/shm of a worker pod, in GiB (default: half its memory).")
+    pull_secret: Annotated[
+        list[str], _kubernetes("--pull-secret", metavar="SECRET", help="Pull images with this Secret.")
+    ] = field(default_factory=list)
+    label: Annotated[
+        list[str],
+        _kubernetes("--label", metavar="KEY=VALUE", help="Label the job, as in kueue.x-k8s.io/queue-name=rl."),
+    ] = field(default_factory=list)
+    annotation: Annotated[list[str], _kubernetes("--annotation", metavar="KEY=VALUE", help="Annotate the job.")] = (
+        field(default_factory=list)
+    )
+    node_selector: Annotated[
+        list[str],
+        _kubernetes("--node-selector", metavar="KEY=VALUE", help="Run all pods on nodes with this label."),
+    ] = field(default_factory=list)
+    toleration: Annotated[
+        list[str],
+        _kubernetes("--toleration", metavar="KEY[=VALUE][:EFFECT]", help="Let all pods run on nodes with this taint."),
+    ] = field(default_factory=list)
+    rdma: Annotated[
+        str | None,
+        _kubernetes(metavar="RESOURCE[=COUNT]", help="Request RDMA devices for pods with GPUs, as in rdma/hca=8."),
     ] = None
-    gib_per_cpu: Annotated[int | None, _kubernetes(help="Memory of a pod per CPU, in GiB (default: 4).")] = None
-    gib_per_gpu: Annotated[int | None, _kubernetes(help="Memory of a pod per GPU, in GiB (default: 64).")] = None
+    shm_gib: Annotated[
+        int | None, _kubernetes(help="Size of /dev/shm of a worker pod, in GiB (default: as the plan adds it up).")
+    ] = None
+    stop_s: Annotated[int | None, _kubernetes(help="Seconds a stopped run has to save (default: 600).")] = None
     ttl_s: Annotated[int | None, _kubernetes(help="Seconds to keep a finished cluster (default: 300).")] = None
     retries: Annotated[int | None, _kubernetes(help="New clusters after failures (default: 1).")] = None
     deadline_s: Annotated[
         int | None, _kubernetes(help="Longest lifetime of the job, in seconds (default: from the spec's timeouts).")
+    ] = None
+    patch: Annotated[
+        Path | None, _kubernetes(metavar="FILE", help="YAML that is merged over the manifest, for everything else.")
     ] = None
 
 
@@ -71,8 +113,10 @@ class SlurmFlags(Flags):
     """Flags of an sbatch script."""
 
     nodes: Annotated[int | None, _slurm(help="Number of nodes (default: 1).")] = None
-    gpus_per_node: Annotated[int | None, _slurm(help="GPUs per node (default: 0).")] = None
-    cpus_per_node: Annotated[int | None, _slurm(help="CPUs per node (default: 128).")] = None
+    exclusive: Annotated[bool, _slurm("--exclusive", help="Share the nodes with no other job.")] = False
+    requeues: Annotated[
+        int | None, _slurm(help="Times the job is queued again at its time limit, to resume (default: 20).")
+    ] = None
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -11,13 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import UsageError
-from orchestrator.platforms.flags import KubernetesFlags, SlurmFlags
-from orchestrator.platforms.kubernetes.documents import manifests, run_folder, to_yaml, unmounted
-from orchestrator.platforms.kubernetes.options import Options, parse_claim, parse_variable
+from orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags
+from orchestrator.platforms.kubernetes.documents import manifests, notes, run_folder, to_yaml, unmounted
+from orchestrator.platforms.kubernetes.options import Options
+from orchestrator.platforms.kubernetes.patch import read_patches
+from orchestrator.platforms.kubernetes.pods import Limits
+from orchestrator.platforms.kubernetes.values import (
+    parse_annotation,
+    parse_claim,
+    parse_label,
+    parse_rdma,
+    parse_secret_variable,
+    parse_toleration,
+    parse_variable,
+)
 from orchestrator.platforms.slurm import Options as SlurmOptions
 from orchestrator.platforms.slurm import script
 from orchestrator.spec.paths import absolute_paths, path_fields
-from orchestrator.spec.stages import plan_runs, read_document, to_send
+from orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,7 @@ class Request:
 
 
 def deployment(
-    request: Request, slurm: bool, kubernetes: KubernetesFlags, for_slurm: SlurmFlags
+    request: Request, slurm: bool, nodes: NodeFlags, kubernetes: KubernetesFlags, for_slurm: SlurmFlags
 ) -> tuple[str, list[str]]:
     """Build the file for Slurm or for Kubernetes.
 
@@ -46,12 +57,12 @@ def deployment(
     """
     if slurm:
         kubernetes.refuse("not available with --slurm")
-        return batch_script(request, for_slurm), []
+        return batch_script(request, nodes, for_slurm)
     for_slurm.refuse("requires --slurm")
-    return manifest(request, kubernetes)
+    return manifest(request, nodes, kubernetes)
 
 
-def manifest(request: Request, flags: KubernetesFlags) -> tuple[str, list[str]]:
+def manifest(request: Request, nodes: NodeFlags, flags: KubernetesFlags) -> tuple[str, list[str]]:
     """Build a KubeRay manifest.
 
     Returns:
@@ -64,31 +75,57 @@ def manifest(request: Request, flags: KubernetesFlags) -> tuple[str, list[str]]:
     document = read_document(request.spec, request.overrides)
     runs = plan_runs(document)
     sent = to_send(document, runs)
-    specs = [run.spec for run in runs]
-    scalars = {name: value for name, value in flags.given().items() if not isinstance(value, list)}
-    if "image" not in scalars:
-        scalars["image"] = _image("gpu" if any(spec.device == "cuda" for spec in specs) else "cpu")
-    options = Options(
-        name=request.name or sent.name,
+    options = _options(request, sent.name, runs, nodes, flags)
+    data = absolute_paths(sent.model_dump(mode="json"), Path(options.base))
+    text = to_yaml(manifests(data, runs, options))
+    return text, [*([] if options.cluster_only else _unmounted(data, options)), *notes(runs, options)]
+
+
+def _options(
+    request: Request, name: str, runs: Sequence[PlannedRun], nodes: NodeFlags, flags: KubernetesFlags
+) -> Options:
+    same = ("namespace", "cluster_only", "root", "auth_secret", "shm_gib", "stop_s", "ttl_s", "retries", "deadline_s")
+    given = flags.given()
+    device = "gpu" if any(run.spec.device == "cuda" for run in runs) else "cpu"
+    default = Limits()
+    return Options(
+        name=request.name or name,
+        image=flags.image if flags.image is not None else _image(device),
         ray_version=importlib.metadata.version("ray"),  # the images are built with the same version
         out=str(request.out) if request.out is not None else None,
         claims=tuple(parse_claim(text) for text in flags.pvc),
         variables=tuple(parse_variable(text) for text in flags.env),
+        secret_variables=tuple(parse_secret_variable(text) for text in flags.secret_env),
         secrets=tuple(flags.env_from_secret),
-        **scalars,
+        pull_secrets=tuple(flags.pull_secret),
+        labels=tuple(parse_label("--label", text) for text in flags.label),
+        annotations=tuple(parse_annotation(text) for text in flags.annotation),
+        node_selector=tuple(parse_label("--node-selector", text) for text in flags.node_selector),
+        tolerations=tuple(parse_toleration(text) for text in flags.toleration),
+        rdma=parse_rdma(flags.rdma) if flags.rdma is not None else None,
+        limits=Limits(
+            gpus=default.gpus if nodes.gpus_per_node is None else nodes.gpus_per_node,
+            cpus=default.cpus if nodes.cpus_per_node is None else nodes.cpus_per_node,
+        ),
+        gib_per_node=nodes.gib_per_node,
+        patch=read_patches(flags.patch) if flags.patch is not None else (),
+        **{name: given[name] for name in same if name in given},
     )
-    data = absolute_paths(sent.model_dump(mode="json"), Path(options.base))
-    text = to_yaml(manifests(data, specs, options))
-    return text, [] if options.cluster_only else _unmounted(data, options)
 
 
-def batch_script(request: Request, flags: SlurmFlags, environment: Path = Path(sys.prefix)) -> str:
+def batch_script(
+    request: Request, nodes: NodeFlags, flags: SlurmFlags, environment: Path = Path(sys.prefix)
+) -> tuple[str, list[str]]:
     """Build an sbatch script.
 
     Args:
         request: The spec and the shared flags.
-        flags: Size of the Slurm job.
+        nodes: Size of a node.
+        flags: The job.
         environment: Virtual environment with Troupe, at the same path on every node.
+
+    Returns:
+        The script, and notes for the user, one line each.
 
     Raises:
         SpecError: The spec is invalid.
@@ -96,11 +133,11 @@ def batch_script(request: Request, flags: SlurmFlags, environment: Path = Path(s
     """
     document = read_document(request.spec, request.overrides)
     runs = plan_runs(document)
-    options = SlurmOptions(environment=environment, **flags.given())
+    options = SlurmOptions(environment=environment, **nodes.given(), **flags.given())
     command = [str(request.spec.absolute())]
     command += [part for override in request.overrides for part in ("--set", override)]
     command += ["--out", str(request.out)] if request.out is not None else []
-    return script(request.name or to_send(document, runs).name, command, [run.spec for run in runs], options)
+    return script(request.name or to_send(document, runs).name, command, runs, options)
 
 
 def write(file: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -17,10 +18,11 @@ from typing import Any, Literal, Protocol
 import yaml
 
 from orchestrator.errors import TroupeError, UsageError
+from orchestrator.platforms.job_files import copy_folder
 from orchestrator.spec.paths import absolute_paths
 
-_EXCLUDES = [".git", ".venv", "venv", "__pycache__", "runs", ".cache", "*.safetensors", "*.pt"]
-"""Files of a working directory that are never uploaded."""
+_CREDENTIALS = re.compile(r"://[^/\s@]+@")
+"""A user name or a token in a URL."""
 _STATUS_TIMEOUT_S = 60.0
 _AGENT_TIMEOUT_S = 60.0
 _POLL_S = 0.5
@@ -47,7 +49,7 @@ class Submittable(Protocol):
 
 @dataclass(frozen=True)
 class Submission:
-    """What to submit with a spec. Raises UsageError if a path does not exist."""
+    """What to submit with a spec. Raises UsageError if a path does not exist, or the requirements hold a password."""
 
     job: str | None = None
     """Submission id; None: Ray generates one."""
@@ -57,10 +59,10 @@ class Submission:
     """Requirements file for every worker's environment; None: the cluster's installed packages."""
 
     def __post_init__(self) -> None:
-        if self.working_dir is not None and not self.working_dir.exists():
+        if self.working_dir is not None and not self.working_dir.is_dir():
             raise UsageError(f"--working-dir: no such folder: {self.working_dir}")
-        if self.requirements is not None and not self.requirements.exists():
-            raise UsageError(f"--requirements: no such file: {self.requirements}")
+        if self.requirements is not None:
+            _check_requirements(self.requirements)
 
 
 @dataclass(frozen=True)
@@ -94,30 +96,35 @@ class JobServer:
         with self._reported():
             self._client = JobSubmissionClient(address, headers=token_header())
 
-    def submit(self, spec: Submittable, submission: Submission) -> str:
+    def submit(self, spec: Submittable, submission: Submission, note: Echo) -> str:
         """Submit the spec with every relative path made absolute, because the job has another working directory.
+
+        What is sent is a copy: the user's folder is only read.
+
+        Args:
+            spec: What to run.
+            submission: What to send along.
+            note: Is told what of the working directory is not sent.
 
         Returns:
             The submission id.
         """
         with tempfile.TemporaryDirectory(prefix="troupe-job-") as scratch, self._reported():
-            folder = submission.working_dir or Path(scratch)
-            file = folder / f".troupe-{spec.name}.yaml"
-            runtime_env: dict[str, Any] = {"working_dir": str(folder), "excludes": _EXCLUDES}
-            runtime_env["env_vars"] = job_environment()
+            if submission.working_dir is not None:
+                for line in copy_folder(submission.working_dir, Path(scratch)).notes():
+                    note(line)
+            runtime_env: dict[str, Any] = {"working_dir": scratch, "env_vars": job_environment()}
             if submission.requirements is not None:
                 runtime_env["pip"] = str(submission.requirements)
-            try:
-                file.write_text(yaml.safe_dump(absolute_paths(spec.model_dump(mode="json")), sort_keys=False))
-                return _submit_when_ready(
-                    self._client,
-                    entrypoint=entrypoint(file.name),
-                    submission_id=submission.job,
-                    runtime_env=runtime_env,
-                    metadata={_NAME: spec.name},
-                )
-            finally:
-                file.unlink(missing_ok=True)
+            file = Path(scratch) / f".troupe-{spec.name}.yaml"
+            file.write_text(yaml.safe_dump(absolute_paths(spec.model_dump(mode="json")), sort_keys=False))
+            return _submit_when_ready(
+                self._client,
+                entrypoint=entrypoint(file.name),
+                submission_id=submission.job,
+                runtime_env=runtime_env,
+                metadata={_NAME: spec.name},
+            )
 
     def jobs(self) -> list[JobState]:
         """All submitted jobs, newest first."""
@@ -171,6 +178,22 @@ class JobServer:
             if isinstance(error, TroupeError):
                 raise
             raise TroupeError(f"--address {self._address}: {_first_line(error)}") from error
+
+
+def _check_requirements(file: Path) -> None:
+    """Raise UsageError for a file that cannot be read, or with a password: the job server keeps and shows its lines."""
+    if not file.is_file():
+        raise UsageError(f"--requirements: no such file: {file}")
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--requirements: {file} cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if _CREDENTIALS.search(line) and "://git@" not in line:
+            raise UsageError(
+                f"--requirements: {file}:{number}: a URL with a password, which the cluster would show to everyone; "
+                "configure pip's index on the nodes instead"
+            )
 
 
 def _state(job: Any) -> JobState:

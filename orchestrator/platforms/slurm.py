@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -9,12 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.capacity.placement import Node
-from orchestrator.capacity.plan import plan
+from orchestrator.capacity.plan import Plan, plan
+from orchestrator.capacity.spec_memory import Sizes
+from orchestrator.capacity.worker_memory import GIB
 from orchestrator.errors import UsageError
 from orchestrator.spec.load import RunSpec
+from orchestrator.spec.stages import PlannedRun
 
 _LARGEST = 100_000
 """Upper limit of every resource number: a larger one is a typing error."""
+_RAY_GIB = 1
+"""Memory of Ray's own processes on a node."""
+_HEADROOM = 1.1
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,12 @@ class Options:
     nodes: int = 1
     gpus_per_node: int = 0
     cpus_per_node: int = 128
+    gib_per_node: int | None = None
+    """Memory of each node; None: what the plan adds up, or all of it on exclusive nodes."""
+    exclusive: bool = False
+    """Whether no other job may run on the nodes."""
+    requeues: int = 20
+    """Times that the job is queued again at its time limit."""
     join_timeout_s: int = 600
     """Longest wait for the nodes to join, in seconds."""
     notice_s: int = 300
@@ -41,20 +54,25 @@ def _problems(options: Options) -> Iterator[str]:
         "--nodes": (options.nodes, 1),
         "--gpus-per-node": (options.gpus_per_node, 0),
         "--cpus-per-node": (options.cpus_per_node, 1),
+        "--gib-per-node": (options.gib_per_node, 1),
+        "--requeues": (options.requeues, 0),
     }
     for flag, (number, least) in numbers.items():
-        if not least <= number <= _LARGEST:
+        if number is not None and not least <= number <= _LARGEST:
             yield f"{flag}: must be between {least} and {_LARGEST}, got {number}"
 
 
-def script(name: str, command: Sequence[str], specs: Sequence[RunSpec], options: Options) -> str:
+def script(name: str, command: Sequence[str], runs: Sequence[PlannedRun], options: Options) -> tuple[str, list[str]]:
     """Build the sbatch script.
 
     Args:
         name: Name of the Slurm job.
         command: Arguments of `troupe run` without the address: the spec's absolute path and the overrides.
-        specs: Every run of the file.
+        runs: Every run of the file.
         options: Resources of the job.
+
+    Returns:
+        The script, and notes for the user, one line each.
 
     Raises:
         UsageError: The name is invalid, a role requires node labels, or the nodes cannot hold a run (the message is
@@ -62,35 +80,76 @@ def script(name: str, command: Sequence[str], specs: Sequence[RunSpec], options:
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
         raise UsageError("--name: only letters, digits, '.', '_' and '-' are allowed, starting with a letter or digit")
-    for spec in specs:
-        _require_room(spec, options)
-    gpus = f"#SBATCH --gpus-per-node={options.gpus_per_node}\n" if options.gpus_per_node else ""
-    return (
+    plans = list(_plans(runs, options))
+    unknown = {model.path: model.why for planned in plans for model in planned.memory.unknown}
+    memory = _memory_gib(plans, options) if not unknown or options.exclusive else options.gib_per_node
+    lines = [
+        f"--job-name={name}",
+        f"--nodes={options.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={options.cpus_per_node}",
+        *([f"--gpus-per-node={options.gpus_per_node}"] if options.gpus_per_node else []),
+        *([] if memory is None else [f"--mem={memory}G" if memory else "--mem=0"]),
+        *(["--exclusive"] if options.exclusive else []),
+        # To the script alone: a signal to all processes would end Ray before the run has saved.
+        f"--signal=B:USR1@{options.notice_s}",
+        "--requeue",
+        "--open-mode=append",
+        "--output=%x-%j.log",
+    ]
+    numbers = {
+        "cpus": options.cpus_per_node,
+        "gpus": options.gpus_per_node,
+        "join_timeout_s": options.join_timeout_s,
+        "requeues": options.requeues,
+    }
+    text = (
         "#!/bin/bash\n"
-        f"#SBATCH --job-name={name}\n"
-        f"#SBATCH --nodes={options.nodes}\n"
-        "#SBATCH --ntasks-per-node=1\n"
-        f"#SBATCH --cpus-per-task={options.cpus_per_node}\n"
-        f"{gpus}"
-        f"#SBATCH --signal=B:TERM@{options.notice_s}\n"
-        "#SBATCH --output=%x-%j.log\n"
-        "# Written by `troupe deploy --slurm`. Pass account, partition and time to sbatch:\n"
+        + "".join(f"#SBATCH {line}\n" for line in lines)
+        + "# Written by `troupe deploy --slurm`. Pass account, partition and time to sbatch:\n"
         "#   sbatch --partition=... --time=... THIS-FILE\n"
+        "# To stop the run so that it saves: scancel --batch --signal=TERM JOB\n"
         f"environment={shlex.quote(str(options.environment))}\n"
-        f"cpus={options.cpus_per_node} gpus={options.gpus_per_node} join_timeout_s={options.join_timeout_s}\n"
-        f"run=(troupe run {shlex.join(command)} --address auto --resume)\n"
-        f"{_BODY}"
+        + " ".join(f"{key}={value}" for key, value in numbers.items())
+        + f"\nrun=(troupe run {shlex.join(command)} --address auto --resume --supervise)\n{_BODY}"
     )
+    rule = "the job asks for no memory (set --gib-per-node or --exclusive, or deploy where the model is)"
+    why = "; ".join(unknown.values())
+    return text, [f"memory is not planned ({why}): {rule}"] if memory is None else []
 
 
-def _require_room(spec: RunSpec, options: Options) -> None:
+def _plans(runs: Sequence[PlannedRun], options: Options) -> Iterator[Plan]:
+    """The plan of each run; a later stage's model has the size of the one that an earlier stage trains."""
+    memory = (options.gib_per_node or 0) * GIB
+    size = (float(options.cpus_per_node), float(options.gpus_per_node), memory)
+    nodes = [Node(f"node-{i}", *size) for i in range(options.nodes)]
+    sizes = Sizes()
+    for run in runs:
+        _refuse_labels(run.spec)
+        planned = plan(run.spec, nodes, sizes, advise=True)
+        if planned.misfit:
+            raise UsageError(planned.misfit)
+        trained = sizes.of(run.spec.model)
+        if trained is not None:
+            sizes.known[str(run.model)] = trained
+        yield planned
+
+
+def _memory_gib(plans: Sequence[Plan], options: Options) -> int:
+    """Memory of a node in GiB; 0: all of it. It covers what is written to /dev/shm, such as Ray's object store."""
+    if options.gib_per_node is not None or options.exclusive:
+        return options.gib_per_node or 0
+    # Every node may hold a copy of a step's tables; the plan counts them on the first.
+    batch = max(part.bytes for planned in plans for part in planned.memory.nodes[0].parts if part.name == "batch")
+    workers = max(node.total for planned in plans for node in planned.memory.nodes)
+    return math.ceil(_HEADROOM * ((workers + batch) / GIB + _RAY_GIB))
+
+
+def _refuse_labels(spec: RunSpec) -> None:
     for role, resources in spec.roles.present().items():
         if resources.node_labels:
             why = "Slurm nodes have no Ray labels; select nodes with sbatch --constraint"
             raise UsageError(f"roles.{role}.node_labels: {why}")
-    size = (float(options.cpus_per_node), float(options.gpus_per_node))
-    if misfit := plan(spec, [Node(f"node-{i}", *size) for i in range(options.nodes)]).misfit:
-        raise UsageError(misfit)
 
 
 _BODY = r"""
@@ -100,8 +159,23 @@ fail() { echo "error: $*" >&2; exit 1; }
 
 # The cluster's token: created here, readable by its owner only, read from its file by every process; never an argument.
 secrets=$(mktemp -d "$PWD/.troupe-$SLURM_JOB_ID-XXXXXX")
-cleanup() { rm -rf "$secrets"; kill $(jobs -p) 2>/dev/null || true; }
+temporary=$(mktemp -d "/tmp/troupe-$SLURM_JOB_ID-XXXXXX")
+cleanup() {  # end Ray on all nodes, which remove their temporary folders, within a minute
+  trap '' TERM INT USR1
+  local pids
+  mapfile -t pids < <(jobs -p)
+  if ((${#pids[@]})); then
+    kill "${pids[@]}" 2>/dev/null || true
+    for ((i = 0; i < 600; i++)); do
+      [[ -n $(jobs -pr) ]] || break
+      sleep 0.1
+    done
+    kill -KILL "${pids[@]}" 2>/dev/null || true
+  fi
+  rm -rf "$secrets" "$temporary"
+}
 trap cleanup EXIT
+trap 'exit 130' TERM INT USR1  # while Ray starts there is nothing to save
 unset RAY_AUTH_TOKEN RAY_ADDRESS
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$secrets/token"
 (umask 077; head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
@@ -114,9 +188,18 @@ address_of() {
   [[ -n $address ]] || fail "node $1 has no address"
   echo "$address"
 }
+ray_on_node() {  # ray_on_node ARGUMENT...: Ray with a private temporary folder, which is removed when it ends
+  local folder
+  folder=$(mktemp -d "/tmp/ray-$SLURM_JOB_ID-XXXXXX")
+  TMPDIR="$folder" ray start --block --disable-usage-stats --temp-dir="$folder" "$@" &
+  ray=$!
+  trap 'kill "$ray" 2>/dev/null' TERM INT
+  until wait "$ray" || ! kill -0 "$ray" 2>/dev/null; do :; done
+  rm -rf "$folder"
+}
 start_ray() {  # start_ray NODE ADDRESS ARGUMENT...: Ray on one node, until the job ends
   srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --nodelist="$1" \
-    ray start --block --disable-usage-stats --temp-dir="/tmp/ray-$SLURM_JOB_ID" --node-ip-address="$2" \
+    bash -c "$(declare -f ray_on_node)"$'\nray_on_node "$@"' ray_on_node --node-ip-address="$2" \
     --num-cpus="$cpus" --num-gpus="$gpus" "${@:3}" &
 }
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -128,7 +211,7 @@ start_ray "${nodes[0]}" "${addresses[0]}" --head --port="$port" --include-dashbo
 
 # The run starts only if all nodes join within the timeout.
 wait_for() {  # wait_for COUNT: until that many nodes have joined
-  timeout "$join_timeout_s" python - "$head" "$1" <<'PYTHON' || fail "fewer than $1 nodes joined in $join_timeout_s s"
+  timeout "$join_timeout_s" python - "$head" "$1" <<'PYTHON' &
 import socket
 import sys
 import time
@@ -147,21 +230,33 @@ ray.init(address=address, logging_level="ERROR", log_to_driver=False)
 while sum(node["Alive"] for node in ray.nodes()) < wanted:
     time.sleep(1)
 PYTHON
+  wait $! || fail "fewer than $1 nodes joined in $join_timeout_s s"
 }
 wait_for 1
 for ((i = 1; i < ${#nodes[@]}; i++)); do start_ray "${nodes[i]}" "${addresses[i]}" --address="$head"; done
 wait_for "${#nodes[@]}"
 
-# Slurm's signal before the time limit, or one sent by hand, lets the run save and exit. The script exits with the run's
-# exit code, and all processes that it started end with it.
-RAY_ADDRESS="$head" "${run[@]}" &
+# SIGUSR1, Slurm's signal before the time limit, and SIGTERM, a signal sent by hand, let the run save and exit. The
+# script exits with the run's exit code, and all processes that it started end with it.
+RAY_ADDRESS="$head" TMPDIR="$temporary" "${run[@]}" &
 running=$!
-trap 'kill -TERM "$running" 2>/dev/null || true' TERM INT
+time_is_up=
+stop() { kill -TERM "$running" 2>/dev/null || true; }
+trap stop TERM INT
+trap 'time_is_up=yes; stop' USR1
 code=0
 wait "$running" || code=$?
 while kill -0 "$running" 2>/dev/null; do
   code=0
   wait "$running" || code=$?
 done
+
+# A run that has saved because its time is up (exit code 130) is queued again and resumes.
+if [[ -n $time_is_up && $code == 130 ]] && ((${SLURM_RESTART_COUNT:-0} < requeues)); then
+  cleanup
+  trap - EXIT
+  echo "time is up: queued again (${SLURM_RESTART_COUNT:-0} times so far)"
+  exec scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$code"
 """

@@ -1,14 +1,19 @@
-"""Prints the plan of a run: tables of placements and of memory."""
+"""Prints the plan of a run: tables of placements and of memory.
+
+A table that is wider than the terminal is printed in another form, so that no number is ever cut.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.capacity.fit import MemoryPlan, gib
+from orchestrator.capacity.fit import HEADROOM, MemoryPlan, gib
 from orchestrator.capacity.plan import Plan
 from orchestrator.capacity.worker_memory import Part, Where, WorkerMemory
 
@@ -29,19 +34,24 @@ COLUMNS = {
     "proc": ("process",),
 }
 """Headings of the memory table, and the parts that each adds up."""
+_UNBOUNDED = 1000
+"""Width of output that goes to no terminal."""
 
 
-def render(seating: Plan) -> Table:
-    """The placement of workers as a table for the terminal."""
+def render(seating: Plan, width: int = _UNBOUNDED) -> Table:
+    """The placement of workers as a table at most `width` columns wide."""
     table = Table(title="placement")
     for column in ("worker", "cpus", "gpus", "placement group", "bundle", "node"):
-        table.add_column(column, justify="right" if column in ("cpus", "gpus", "bundle") else "left")
+        right = column in ("cpus", "gpus", "bundle")
+        table.add_column(column, justify="right" if right else "left", no_wrap=True)
     for row in seating.rows:
         table.add_row(
             row.worker, f"{row.cpus:g}", f"{row.gpus:g}", row.group, str(row.bundle), row.node or "[red]no room[/red]"
         )
     for role, host in seating.in_process:
         table.add_row(role, "-", "-", f"inside {host}", "-", "-")
+    if _width(table) > width:
+        table = _narrow_placement(seating)
     asked, there = seating.asked, seating.there
     table.caption = (
         f"requested: {asked['CPU']:g} CPU, {asked['GPU']:g} GPU; "
@@ -50,21 +60,62 @@ def render(seating: Plan) -> Table:
     return table
 
 
-def render_memory(memory: MemoryPlan, where: Where) -> Table:
-    """Memory of every worker in GiB, part by part; workers that need the same share a row."""
+def _narrow_placement(seating: Plan) -> Table:
+    """The placement in three columns. What is long wraps at its words."""
+    table = Table(title="placement", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("worker", no_wrap=True)
+    table.add_column("cpus, gpus", no_wrap=True)
+    table.add_column("group/bundle on node", overflow="fold")
+    for row in seating.rows:
+        place = f"{row.group}/{row.bundle} on {row.node}" if row.node else f"{row.group}: [red]no room[/red]"
+        table.add_row(row.worker, f"{row.cpus:g}, {row.gpus:g}", place)
+    for role, host in seating.in_process:
+        table.add_row(role, "-", f"inside {host}")
+    return table
+
+
+def render_memory(memory: MemoryPlan, where: Where, width: int = _UNBOUNDED) -> Table:
+    """Memory of every worker in GiB, part by part, at most `width` columns wide.
+
+    Workers that need the same share a row; where rows are too wide, every part has one.
+    """
     workers = [worker for worker in memory.workers if worker.where == where]
     present = {part.name for worker in workers for part in worker.parts if part.bytes}
     columns = [heading for heading, names in COLUMNS.items() if present.intersection(names)]
+    table = _memory_table(where)
+    for heading in (*columns, "total"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, worker in _alike(workers):
+        sizes = [_size(worker, heading) for heading in columns]
+        table.add_row(name, *(gib(size) if size else "" for size in sizes), gib(worker.total))
+    if _width(table) <= width:
+        return table
+    table = _memory_table(where)
+    table.add_column("part", no_wrap=True)
+    table.add_column("GiB", justify="right", no_wrap=True)
+    for name, worker in _alike(workers):
+        for heading in columns:
+            if size := _size(worker, heading):
+                table.add_row(name, heading, gib(size))
+                name = ""
+        table.add_row(name, "total", gib(worker.total), end_section=True)
+    return table
+
+
+def _memory_table(where: Where) -> Table:
     title = "memory of each GPU, GiB" if where == "gpu" else "host memory, GiB"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("worker", no_wrap=True)
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("total", justify="right", no_wrap=True)
-    for name, worker in _alike(workers):
-        sizes = [sum(part.bytes for part in worker.parts if part.name in COLUMNS[heading]) for heading in columns]
-        table.add_row(name, *(gib(size) if size else "" for size in sizes), gib(worker.total))
     return table
+
+
+def _size(worker: WorkerMemory, heading: str) -> int:
+    return sum(part.bytes for part in worker.parts if part.name in COLUMNS[heading])
+
+
+def _width(table: Table) -> int:
+    """Columns that the table takes where there is room enough."""
+    return Console(width=_UNBOUNDED).measure(table).maximum
 
 
 def _alike(workers: Sequence[WorkerMemory]) -> Iterator[tuple[str, WorkerMemory]]:
@@ -79,7 +130,7 @@ def _alike(workers: Sequence[WorkerMemory]) -> Iterator[tuple[str, WorkerMemory]
 
 
 def notes(memory: MemoryPlan) -> Iterator[str]:
-    """Lines below the tables: caches, nodes, and models whose size is not known."""
+    """Lines below the tables: caches, nodes, what is nearly full, and models whose size is not known."""
     caches: dict[str, list[str]] = {}
     for engine, cache in memory.caches.items():
         text = f"a KV cache of {gib(cache.bytes)} GiB holds {cache.sequences} sequences of {cache.longest} tokens"
@@ -90,16 +141,31 @@ def notes(memory: MemoryPlan) -> Iterator[str]:
         parts = " + ".join(f"{part.name} {gib(part.bytes)}" for part in node.parts)
         there = f" of {gib(node.capacity)}" if node.capacity else ""
         yield f"{node.node}, host: {gib(node.total)}{there} GiB = {parts or 'nothing'}"
-    for path, why in memory.unknown.items():
-        yield f"size of {path} is not known: {why}; its workers are not counted (--set model.path=FOLDER)"
+    for line in memory.warnings:
+        yield f"warning: {line}; the estimates can be wrong by {100 * HEADROOM:.0f}%"
+    for line in unknown_sizes([memory]):
+        yield f"warning: {line}; its workers are not counted"
 
 
-def show(seating: Plan) -> None:
-    """Print the placement of workers and their memory."""
-    console = Console()
-    console.print(render(seating))
+def unknown_sizes(plans: Sequence[MemoryPlan]) -> list[str]:
+    """One line for each model whose size is not known: its section, why, and what to change."""
+    lines = (
+        f"{model.section}.path: the size of {model.path} is not known: {model.why} "
+        f"(--set {model.section}.path=FOLDER names a folder with its config.json)"
+        for memory in plans
+        for model in memory.unknown
+    )
+    return list(dict.fromkeys(lines))
+
+
+def show(seating: Plan, console: Console | None = None) -> None:
+    """Print the placement of workers and their memory, on standard output unless there is a console."""
+    if console is None:
+        narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+        console = Console(width=None if narrow else _UNBOUNDED)
+    console.print(render(seating, console.width))
     for where in ("gpu", "host"):
         if any(worker.where == where for worker in seating.memory.workers):
-            console.print(render_memory(seating.memory, where))
+            console.print(render_memory(seating.memory, where, console.width))
     for note in notes(seating.memory):
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        console.print(note, markup=False, highlight=False, soft_wrap=console.width == _UNBOUNDED)

@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from orchestrator.errors import StopRequested
-from orchestrator.reporting.metrics import GIB, JsonlSink
+from orchestrator.reporting.metrics import GIB
 from orchestrator.reporting.run_folder import EVENTS, TIMELINES, TRAJECTORIES, step_files
+from orchestrator.reporting.sinks.jsonl import JsonlSink
 from orchestrator.reporting.timeline import DRIVER, Span, timeline_table
 
 logger = logging.getLogger(__name__)

@@ -46,7 +46,8 @@ def _escaped(char: str) -> str:
 def show_samples(console: Console, table: pa.Table) -> None:
     """Prints every sample as its conversation, below a line with what is known about it."""
     for row in table.to_pylist():
-        console.print(Rule(_heading(row), align="left", characters="─", style="dim"))
+        console.print(_heading(row))
+        console.print(Rule(characters="─", style="dim"))
         for part in _conversation(row):
             console.print(part)
         console.print()

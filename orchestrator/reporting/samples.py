@@ -33,7 +33,7 @@ class SampleQuery:
 def select_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str]) -> pa.Table:
     """These columns of the samples that the query selects, at most `query.limit` of them.
 
-    Only the columns that are needed are read, and no file of another step where the query names one.
+    Only the columns that are needed are read, and only files that may hold a row of the result.
 
     Raises:
         UsageError: The run has no samples, or the query is not valid.
@@ -45,11 +45,20 @@ def select_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str]) -
         if not keys:
             scanner = data.scanner(columns=list(columns), filter=rule)
             return scanner.to_table() if query.limit is None else scanner.head(query.limit)
-        names = list(dict.fromkeys((*columns, *(name for name, _ in keys))))
-        table = data.to_table(columns=names, filter=rule)
-        return table.sort_by(keys).slice(0, query.limit).select(columns)
+        if query.limit is not None:
+            # The order on the keys alone first: then only files with a row of the result are read in full.
+            first = _sorted(data, rule, ["step", *(name for name, _ in keys)], keys).slice(0, query.limit)
+            steps = pc.field("step").isin(first["step"].unique())
+            rule = steps if rule is None else rule & steps
+        return _sorted(data, rule, [*columns, *(name for name, _ in keys)], keys).slice(0, query.limit).select(columns)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{run.path}: the samples cannot be read: {error}") from error
+
+
+def _sorted(
+    data: ds.Dataset, rule: pc.Expression | None, columns: Sequence[str], keys: Sequence[tuple[str, str]]
+) -> pa.Table:
+    return data.to_table(columns=list(dict.fromkeys(columns)), filter=rule).sort_by(list(keys))
 
 
 def count_samples(run: RunFolder, query: SampleQuery) -> int:

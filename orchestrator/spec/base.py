@@ -151,11 +151,27 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return [
             *preflight.missing_models(self.models()),
             *preflight.missing_templates(self.models()),
-            *preflight_models.wrong_kinds(self.models(), self.trains),
-            *preflight.too_long(self.models(), self.sequence_lengths()),
+            *preflight_models.broken_weights(self.models()),
+            *self.model_problems(self.models()),
             *preflight.missing_data(self.data_sources()),
-            *preflight.missing_libraries(self.data_sources(), self.output.tensorboard),
+            *preflight.missing_libraries(self.data_sources(), self.output.sinks),
         ]
+
+    def model_problems(self, models: Mapping[str, ModelConfig]) -> list[Finding]:
+        """What is wrong with models of this spec by their config.json.
+
+        Args:
+            models: Models by the path of their section, each in a folder of this machine.
+        """
+        return [
+            *preflight_models.wrong_kinds(models, self.trains),
+            *preflight_models.quantized(models),
+            *preflight.too_long(models, self.sequence_lengths()),
+        ]
+
+    def warnings(self) -> list[str]:
+        """What works, and is probably not meant: one line each."""
+        return []
 
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that put another model in the place of the trained one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,6 +66,8 @@ def model_folder(folder: Path) -> str:
         return f"no such folder: {folder}"
     if not (folder / "config.json").is_file():
         return f"{folder} is not a model folder: it has no config.json"
+    if (folder / "config.json").stat().st_size > _CONFIG_BYTES:
+        return f"{folder / 'config.json'} is larger than {_CONFIG_BYTES >> 20} MiB: this is no model's configuration"
     if not any(folder.glob("*.safetensors")):
         return f"{folder} has no *.safetensors"
     if not any((folder / name).is_file() for name in TOKENIZERS):
@@ -146,11 +148,12 @@ def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:
             yield f"data.{name}.path", f"no such file: {path}"
 
 
-def missing_libraries(sources: Mapping[str, DataSource], tensorboard: bool) -> Iterator[Finding]:
+def missing_libraries(sources: Mapping[str, DataSource], sinks: Sequence[str]) -> Iterator[Finding]:
     """Optional packages that the spec needs and that are not installed."""
     for name, source in sources.items():
         library = _LIBRARIES.get(source.kind)
         if library is not None and importlib.util.find_spec(library) is None:
             yield f"data.{name}.kind", f"needs the package {library.replace('_', '-')}, which is not installed"
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        yield "output.tensorboard", "needs the package tensorboard, which is not installed"
+    for number, sink in enumerate(sinks):
+        if importlib.util.find_spec(sink) is None:
+            yield f"output.sinks.{number}", f"needs the package {sink}, which is not installed: pip install {sink}"

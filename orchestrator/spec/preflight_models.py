@@ -1,4 +1,4 @@
-"""Checks of the models that a spec names, by their config.json: the kind of model, and what its engine supports."""
+"""Checks of the models that a spec names, by their config.json and the headers of their weight files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.algorithms.offline import Trains
-from orchestrator.spec.preflight import Finding
+from orchestrator.models.families import FieldUnknown, shape_of, undivided
+from orchestrator.models.model_size import SizeUnknown, check_weights, quantization, read_config
+from orchestrator.spec.preflight import Finding, model_folder
 from workers.contract.config import ModelConfig
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -18,6 +20,8 @@ _CONFIG_BYTES = 1 << 20
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 _REWARD_MODEL = "roles.reward.model"
+_JUDGE = "roles.judge.model"
+"""The only model whose weights may be quantized: a vLLM engine uses them as they are, and they never change."""
 _EITHER_KIND = "roles.critic.model"
 """A critic takes the backbone of a language model, or a reward model with its head."""
 _DEFAULT_LABELS = 2
@@ -47,7 +51,8 @@ def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[F
 def unsupported_head_size(model: Path) -> Iterator[Finding]:
     """A size of attention heads that vLLM's CPU build does not support."""
     config = _read(model)
-    config = config.get("text_config", config)
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
     size, heads = config.get("head_dim"), config.get("num_attention_heads")
     if "kv_lora_rank" in config:  # latent attention: the size of the cache's entries is another
         return
@@ -59,6 +64,44 @@ def unsupported_head_size(model: Path) -> Iterator[Finding]:
             "model.path",
             f"attention heads of size {size}: vLLM on the CPU supports {known}; use GPUs or another model",
         )
+
+
+def quantized(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+    """Quantized weights where they cannot be used, by the path of their field."""
+    for section, model in models.items():
+        method = quantization(_read(Path(model.path)))
+        if method and section != _JUDGE:
+            why = "only a judge uses quantized weights; name the model that they were made from"
+            yield f"{section}.path", f"its weights are quantized ({method}): {why}"
+
+
+def broken_weights(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+    """Weight files that are missing, damaged or incomplete, by the path of their model's field."""
+    for section, model in models.items():
+        folder = Path(model.path)
+        if folder.is_dir() and not model_folder(folder):
+            try:
+                check_weights(folder)
+            except SizeUnknown as error:
+                yield f"{section}.path", str(error)
+
+
+def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tuple[str, int]]) -> Iterator[Finding]:
+    """Tensor parallel sizes that do not divide the model of their engine.
+
+    Args:
+        models: Models by the path of their section.
+        ranks: (field, tensor parallel size) of every engine, by the section of its model.
+    """
+    for section, (field, size) in ranks.items():
+        if section not in models or size == 1:
+            continue
+        try:
+            why = undivided(shape_of(read_config(Path(models[section].path))), size)
+        except (SizeUnknown, FieldUnknown):  # an architecture without these fields, or a folder that is not there
+            continue
+        if why:
+            yield field, f"{size} {why}"
 
 
 def _not_a_reward_model(kind: str, config: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ def unusable_functions(functions: Sequence[RewardFunctionConfig]) -> Iterator[Fi
     """Reward functions that cannot be imported, or that do not take their arguments."""
     if not functions:
         return
-    request = [{"name": function.name, "args": function.args} for function in functions]
+    request = [{"name": f.name, "args": f.args, "batched": f.batched} for f in functions]
     try:
         replies = ask(_ENTRY, request, LOAD_TIMEOUT_S)
     except ProbeFailed as error:  # the import exits, crashes or hangs

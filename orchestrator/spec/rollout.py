@@ -6,7 +6,7 @@ that cannot work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -44,6 +44,8 @@ from workers.contract.config import (
 )
 
 T = TypeVar("T")
+_SCORERS = ("reference", "reward", "environment")
+"""Roles whose workers have one sample at a time."""
 
 
 class RolloutSpec(RunSpec, frozen=True):
@@ -126,10 +128,19 @@ class RolloutSpec(RunSpec, frozen=True):
 
     def missing(self) -> list[Finding]:
         """See `RunSpec.missing`; and what is wrong for the engines, with reward functions and with own algorithms."""
-        heads = preflight_models.unsupported_head_size(Path(self.model.path)) if self.device == "cpu" else ()
         functions = preflight_rewards.unusable_functions(self.roles.reward.functions)
         environment = preflight_rewards.unusable_environment(self.roles.environment)
-        return [*super().missing(), *heads, *functions, *environment, *self._algorithm_problems()]
+        return [*super().missing(), *functions, *environment, *self._algorithm_problems()]
+
+    def model_problems(self, models: Mapping[str, ModelConfig]) -> list[Finding]:
+        """See `RunSpec.model_problems`; and what the engines do not support."""
+        trained = models.get("model") if self.device == "cpu" else None
+        heads = preflight_models.unsupported_head_size(Path(trained.path)) if trained is not None else ()
+        engines = {"model": ("roles.rollout.tensor_parallel_size", self.roles.rollout.tensor_parallel_size)}
+        if self.roles.judge is not None:
+            judge = self.roles.judge.tensor_parallel_size
+            engines["roles.judge.model"] = ("roles.judge.tensor_parallel_size", judge)
+        return [*super().model_problems(models), *heads, *preflight_models.undivided_models(models, engines)]
 
     def _algorithm_problems(self) -> Iterator[Finding]:
         if section.is_custom(self.algorithm.name):
@@ -137,6 +148,19 @@ class RolloutSpec(RunSpec, frozen=True):
             old = self.needs_old_logprobs
             for problem in custom.check(self.algorithm.name, self.algorithm.args, old_logprobs=old, **available):
                 yield "algorithm.name", problem
+
+    def warnings(self) -> list[str]:
+        """Roles with more workers than there is work at a time."""
+        if section.dynamic_sampling(self.algorithm):  # more groups are dispatched than a step trains on
+            return []
+        groups = self.schedule.prompts_per_step * (1 + self.schedule.max_staleness)
+        most = {"rollout": (groups, "groups")} | dict.fromkeys(_SCORERS, (groups * self.group_size, "samples"))
+        return [
+            f"roles.{name}.workers: {role.workers}, but at most {most[name][0]} {most[name][1]} are in progress at a "
+            "time (schedule.prompts_per_step, max_staleness, algorithm.group_size); the other workers are idle"
+            for name, role in self.roles.scaled().items()
+            if name in most and role.workers > most[name][0]
+        ]
 
     def resolved_backend(self) -> TransferBackend:
         """The weight-transfer back-end, `auto` resolved."""

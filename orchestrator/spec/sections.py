@@ -26,6 +26,8 @@ from workers.contract.config import (
 ConfigT = TypeVar("ConfigT", bound=Frozen)
 
 RoleName = Literal["rollout", "policy", "critic", "reference", "reward", "environment", "judge"]
+MOST_WORKERS = 16_384
+"""Most workers of a role: a larger number is a mistake."""
 _LABEL = r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
 LabelKey = Annotated[str, Field(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
 LabelValue = Annotated[str, Field(pattern=_LABEL)]
@@ -34,7 +36,7 @@ LabelValue = Annotated[str, Field(pattern=_LABEL)]
 class RoleResources(Frozen):
     """How many workers a role has, and the resources that each one reserves."""
 
-    workers: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
     """Workers of this role: the number to scale."""
     cpus: float = Field(default=1.0, gt=0.0)
     """CPU cores reserved for each worker (may be a fraction)."""
@@ -71,9 +73,9 @@ class RoleResources(Frozen):
 class ScaledRole(RoleResources):
     """A role whose number of workers can change during the run (`troupe scale`)."""
 
-    min_workers: int = Field(default=1, ge=1)
+    min_workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
     """Fewest workers the role can be scaled to during the run."""
-    max_workers: int | None = Field(default=None, ge=1)
+    max_workers: int | None = Field(default=None, ge=1, le=MOST_WORKERS)
     """Most workers the role can be scaled to during the run; null: as many as the cluster has room for."""
 
 
@@ -560,13 +562,31 @@ class FailureConfig(BaseFailures):
     """Watch for reward hacking."""
 
 
+SinkName = Literal["tensorboard", "wandb", "mlflow"]
+"""A destination of metrics."""
+
+
+class PrometheusConfig(Frozen):
+    """An endpoint `/metrics`, without authentication."""
+
+    port: int = Field(default=9464, ge=1, le=65535)
+    """Port to listen on."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on; the default is reached from the same node only."""
+
+
 class BaseOutput(Frozen):
     """What the run writes, besides its log, metrics and checkpoints."""
 
     folder: str = Field(default="runs", min_length=1)
     """Folder of runs: each is written to a folder in it, named after the spec."""
-    tensorboard: bool = False
-    """Write TensorBoard event files."""
+    sinks: tuple[SinkName, ...] = ()
+    """Where metrics go besides `metrics.jsonl`: `tensorboard` (event files in the run folder), `wandb`, `mlflow`
+    (packages of these names, configured by their own environment variables)."""
+    project: str = Field(default="troupe", min_length=1)
+    """Project (wandb) or experiment (mlflow) to which the run belongs."""
+    prometheus: PrometheusConfig | None = None
+    """Serve the metrics of the latest step to Prometheus, from the controller's node."""
     keep_gib: float = Field(default=20.0, ge=0.0)
     """GiB that the samples and timelines of the steps may take; the oldest steps are deleted. 0: no bound."""
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from orchestrator.algorithms.table import ALGORITHMS
-from orchestrator.capacity.model_size import SizeUnknown, read_size
 from orchestrator.capacity.placement import Node
 from orchestrator.capacity.plan import Plan, described_nodes
 from orchestrator.capacity.stages import plan_stages
 from orchestrator.errors import DoesNotFit, UsageError
+from orchestrator.models.model_size import SizeUnknown, read_size
 from orchestrator.spec.errors import Place, Source, SpecError
 from orchestrator.spec.stages import plan_runs
 from orchestrator.spec.yaml_reader import Document

@@ -35,6 +35,10 @@ AVERAGE = "model-average"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = 1
+_JSON_BYTES = 256 << 20
+"""Largest manifest or state that is read."""
+_REASON = 200
+"""Characters of an error's message that are shown."""
 _NAME = re.compile(r"step-(\d{6,})")
 _RANK_FILE = re.compile(r"rank-\d{5}-of-(\d{5})\.safetensors")
 _SAVING = ".saving-"
@@ -70,13 +74,26 @@ class Checkpoint:
     state: dict[str, Any]
     """The state passed to `commit`."""
 
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Turns what a state of another form raises, where it is read within the block, into a CheckpointError."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = f"{STATE} is not the state of this kind of run ({type(error).__name__}: {_one_line(error)})"
+            raise CheckpointError(errno.EINVAL, reason, str(self.path)) from error
+
     def trainers(self) -> dict[str, TrainerLayout]:
         """How each training role wrote its files, by role.
 
         A checkpoint without this record tells some of it by the names of its files.
+
+        Raises:
+            CheckpointError: The record has another form.
         """
         if "trainers" in self.state:
-            return {role: TrainerLayout(**layout) for role, layout in self.state["trainers"].items()}
+            with self.restoring():
+                return {role: TrainerLayout(**layout) for role, layout in self.state["trainers"].items()}
         folders = {"policy": ("policy", "reward_model"), "critic": ("critic",)}
         found = {role: _layout_of(self.path / name) for role, names in folders.items() for name in names}
         return {role: layout for role, layout in found.items() if layout is not None}
@@ -325,9 +342,31 @@ def exported_model(directory: Path, step: int | None = None, model: str = MODEL)
 
 
 def write_model(source: Path, target: Path) -> Path:
-    """Copies a model to a new folder. Raises CheckpointError if `target` exists or cannot be written."""
-    with _naming(target):
-        shutil.copytree(source, target)
+    """Copies a model to a new folder, which appears when it is complete.
+
+    Raises:
+        CheckpointError: `target` exists or cannot be written.
+    """
+    scratch = target.with_name(f".{target.name}-{os.getpid()}")
+    failed: list[OSError] = []
+
+    def copy(file: str, to: str) -> None:
+        try:
+            shutil.copy2(file, to)
+        except OSError as error:
+            failed.append(error)
+            raise
+
+    try:
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        shutil.copytree(source, scratch, copy_function=copy)
+        os.rename(scratch, target)
+    except OSError as error:
+        first = failed[0] if failed else error  # copytree itself only lists what has failed
+        raise CheckpointError(first.errno, first.strerror, str(target)) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
@@ -336,6 +375,10 @@ def _verified(path: Path) -> Checkpoint:
         return verify(path)
     except InvalidCheckpoint as error:
         raise CheckpointError(errno.EINVAL, f"invalid checkpoint: {error}", str(path)) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_REASON]
 
 
 def _folder_name(step: int) -> str:
@@ -388,11 +431,17 @@ def _describe_files(path: Path, sync: bool) -> dict[str, dict[str, Any]]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InvalidCheckpoint(f"{path.name} is not a regular file")  # a pipe would block
     try:
-        content = json.loads(path.read_bytes())
+        with path.open("rb") as stream:
+            text = stream.read(_JSON_BYTES + 1)
+        if len(text) > _JSON_BYTES:
+            raise InvalidCheckpoint(f"{path.name} is larger than {_JSON_BYTES >> 20} MiB")
+        content = json.loads(text)
     except FileNotFoundError:
         raise InvalidCheckpoint(f"{path.name} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidCheckpoint(f"{path.name} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise InvalidCheckpoint(f"{path.name} does not contain a JSON object")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.install import install
-from orchestrator.platforms.kubernetes.documents import USER
+from orchestrator.platforms.kubernetes.templates import USER
 from orchestrator.platforms.kubernetes.options import WORKSPACE
 from tests.conftest import ROOT
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import NO_WEIGHTS, ROOT
 
 PAGE = ROOT / "docs" / "guides" / "extending.md"
 COPIED = (
@@ -72,7 +72,7 @@ def tree(tmp_path: Path) -> Path:
             shutil.copy(ROOT / name, target / name)
     (target / MODEL).mkdir(parents=True)
     (target / MODEL / "config.json").write_text('{"max_position_embeddings": 2048}')
-    (target / MODEL / "model.safetensors").touch()
+    (target / MODEL / "model.safetensors").write_bytes(NO_WEIGHTS)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (target / MODEL / name).symlink_to((ROOT / MODEL / name).resolve())
     return target

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.algorithms.table import KlPenalty, TrustRegion
+from orchestrator.cluster.call_log import CallLog
 from orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
 from orchestrator.data.curriculum import Curriculum
 from orchestrator.data.prompts import PromptPick, PromptSource
@@ -20,7 +21,10 @@ from orchestrator.data.texts import Pieces, TextOrder
 from orchestrator.errors import TrainingDiverged, TroupeError, WorkerError
 from orchestrator.live.scaling import WorkerScaler
 from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.reporting.recorder import EventLog, RunRecorder
+from orchestrator.reporting.run_folder import RunFolder
+from orchestrator.reporting.sinks.base import LoggedRun
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
 from orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
 from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
@@ -133,10 +137,17 @@ class RolloutRun(FakeRun):
             evaluator=None,
             ledger=ledger,
             scaler=self.scaler(console),
+            recorder=self.recorder(done),
         )
-        sinks = MetricSinks.open(self.out, tensorboard=False, resume_at=done)
+        sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
         self.controller = Controller(self.settings, components, store, sinks, console, self.stop, done)
         return self.controller
+
+    def recorder(self, done: int) -> RunRecorder:
+        """Records into the run folder, as a run does."""
+        events = EventLog()
+        events.open(self.out, done)
+        return RunRecorder(CallLog(), events, self.out, done)
 
     def scaler(self, console: Console) -> WorkerScaler | None:
         """The scaler of the run. None: the number of workers is fixed."""
@@ -365,6 +376,30 @@ def test_a_stopped_run_saves_its_last_whole_step_and_resumes(tmp_path: Path) -> 
     prepared = [uid for t in (first, second) for keep in t.policies[0].prepared for uid, _ in keep]
     trained_once = {uid: prepared.count(uid) for uid in prepared}
     assert set(trained_once.values()) == {4}
+
+
+def test_a_run_records_its_phases_and_what_happens(tmp_path: Path) -> None:
+    """Also over a resume, which drops what was recorded of later steps."""
+    run = RolloutRun(tmp_path, replace(SETTINGS, checkpoint_every=2))
+    run.reward.fail = {("e0-r2", 1): "timeout after 5 s"}
+    run.engines[0].fail_next = 1
+    run.run()
+    folder = RunFolder(tmp_path)
+    assert [phase for phase in folder.timeline(1)["phase"].to_pylist() if phase != "checkpoint"] == [
+        *("generate", "prepare", "update", "sync", "evaluate")
+    ]
+    assert list(folder.timeline_files()) == [0, 1, 2, 3, 4]
+    weights = folder.events("weights")
+    assert [(e["step"], e["version"], e["digest"]) for e in weights] == [(v, v, f"d{v}") for v in (1, 2, 3, 4)]
+    assert set(weights[0]["engines"].values()) == {"d1"}
+    assert [(e["step"], e["ok"]) for e in folder.events("checkpoint")] == [(2, True), (4, True)]
+    dropped = [(e["step"], e["reason"], e["samples"]) for e in folder.events("dropped")]
+    assert dropped == [(1, "reward: timeout after 5 s", 1)]
+    assert [(e["step"], e["groups"]) for e in folder.events("retry")] == [(1, 1)]
+    assert [e["how"] for e in folder.events("run_ended")] == ["finished"]
+    RolloutRun(tmp_path, replace(SETTINGS, steps=6, checkpoint_every=2), resume=True).run()
+    assert [e["version"] for e in folder.events("weights")] == [1, 2, 3, 4, 4, 5, 6]
+    assert list(folder.timeline_files()) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_repeated_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:

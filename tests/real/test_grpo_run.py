@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from orchestrator.reporting.run_folder import RunFolder
 from orchestrator.spec.load import load_rollout_spec
 from orchestrator.training.checkpoint import verify
 from tests.conftest import ROOT
@@ -103,6 +104,35 @@ def test_a_run_writes_the_trajectories_it_trained_on(grpo: Run) -> None:
             assert len(row["response_ids"]) == len(row["rollout_logprobs"])
             span = {"version": line["step"] - 1, "start": 0, "end": len(row["response_ids"])}
             assert row["weight_versions"] == [span]
+
+
+def test_the_samples_have_what_their_update_computed(grpo: Run) -> None:
+    """Means over the samples are the metrics that the update reported itself."""
+    for line in grpo.metrics:
+        if not line["groups/mixed"]:
+            continue
+        rows = [row for row in trajectories(grpo.out, line["step"]).to_pylist() if row["logprobs"] is not None]
+        assert {row["prompt_uid"] for row in rows if any(row["advantages"])} and all(row["trained"] for row in rows)
+        entropy = fmean(value for row in rows for value in row["entropy"])
+        pairs = [pair for row in rows for pair in zip(row["logprobs"], row["rollout_logprobs"], strict=True)]
+        assert entropy == pytest.approx(line["policy/entropy"], rel=1e-4)
+        gap = fmean(abs(trained - sampled) for trained, sampled in pairs)
+        assert gap == pytest.approx(line["policy/rollout_logprob_gap"], rel=1e-3, abs=1e-8)
+
+
+def test_a_run_records_its_timeline_and_its_events(grpo: Run) -> None:
+    folder = RunFolder(grpo.out)
+    assert list(folder.timeline_files()) == [0, *grpo.steps()]
+    for step in grpo.steps():
+        timeline = folder.timeline(step)
+        assert {"driver-0", "rollout-0", "policy-0", "reward-0"} <= set(timeline["worker"].to_pylist())
+        assert {"generate", "score", "prepare", "update", "publish", "load"} <= set(timeline["phase"].to_pylist())
+        assert set(timeline["status"].to_pylist()) == {"ok"}
+    digests = [(event["version"], event["engines"]) for event in folder.events("weights")]
+    assert [version for version, _ in digests] == grpo.steps()
+    assert all(event["digest"] in event["engines"].values() for event in folder.events("weights"))
+    assert [event["how"] for event in folder.events("run_ended")] == ["finished"]
+    assert {event["worker"] for event in folder.events("worker_started")} == {"rollout-0", "policy-0", "reward-0"}
 
 
 def test_a_run_writes_valid_checkpoints_and_its_spec(grpo: Run) -> None:

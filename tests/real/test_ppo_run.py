@@ -7,7 +7,16 @@ from statistics import fmean
 
 from orchestrator.spec.load import load_rollout_spec
 from orchestrator.training.checkpoint import verify
-from tests.real.commands import POLICY_METRICS, PPO, RUN_METRICS, Run, ledger_balances, missing_metrics, running
+from tests.real.commands import (
+    POLICY_METRICS,
+    PPO,
+    RUN_METRICS,
+    Run,
+    ledger_balances,
+    missing_metrics,
+    running,
+    trajectories,
+)
 
 CRITIC_METRICS = ("critic/loss", "critic/grad_norm", "critic/learning_rate", "critic/skipped_updates")
 
@@ -26,3 +35,7 @@ def test_ppo_with_a_critic_increases_the_reward(tmp_path: Path) -> None:
     assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.05, rewards  # eight standard errors of a step's mean
     found = sorted((run.out / "checkpoints").iterdir())
     assert {"policy", "critic", "model"} <= {path.name for path in verify(found[-1]).path.iterdir()}
+    for row in trajectories(run.out, spec.schedule.steps).to_pylist():
+        assert row["trained"]
+        for name in ("advantages", "returns", "values", "old_logprobs", "ref_logprobs", "logprobs", "entropy"):
+            assert len(row[name]) == len(row["response_ids"]), name

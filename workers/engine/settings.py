@@ -65,6 +65,7 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=config.model.path,
         dtype=config.model.dtype,
+        load_format="safetensors",  # not the pickles that a folder may hold besides
         trust_remote_code=config.model.trust_remote_code,
         seed=config.seed & 0xFFFFFFFF,
         tensor_parallel_size=engine.tensor_parallel_size,

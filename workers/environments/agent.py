@@ -217,7 +217,9 @@ class Agent(Environment):
         try:
             body = await request.json()
             choices = read_request(body)
-        except (ValueError, TypeError, KeyError) as error:
+        except RecursionError:
+            return _error(400, "the request is nested too deeply")
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             return _error(400, str(error))
         for choice in choices:
             self._waiting.put_nowait(choice)
@@ -251,7 +253,9 @@ def read_request(body: Any) -> list[Choice]:
         raise ValueError("messages: there are none")
     stop = body.get("stop") or ()
     stops = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
-    longest = body.get("max_completion_tokens") or body.get("max_tokens")
+    longest = body.get("max_completion_tokens") or body.get("max_tokens") or None
+    if longest is not None and (not isinstance(longest, int) or longest < 1):
+        raise ValueError(f"max_tokens: expected a whole number above 0, got {longest!r:.40}")
     count = int(body.get("n") or 1)
     if not 1 <= count <= MAX_CHOICES:
         raise ValueError(f"n: must be 1 to {MAX_CHOICES}, got {count}")
@@ -265,6 +269,8 @@ def _offered(tools: Any, choice: Any) -> Any:
     if choice not in ("auto", "none"):
         shown = choice if isinstance(choice, str) else "a named tool"
         raise ValueError(f"tool_choice: {shown} would force tokens that the policy did not choose; use auto or none")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError("tools: expected a list of objects")
     return None if choice == "none" else tools
 
 
@@ -274,9 +280,13 @@ def plain(message: Any) -> Message:
         raise TypeError("messages: expected objects with a role")
     content = message.get("content")
     if isinstance(content, list):
+        if not all(isinstance(part, dict) for part in content):
+            raise TypeError("messages: content: expected text or a list of objects with a type")
         if wrong := [part.get("type") for part in content if part.get("type") != "text"]:
             raise ValueError(f"messages: content of type {wrong[0]} is not supported, only text")
-        content = "".join(part["text"] for part in content)
+        content = "".join(str(part["text"]) for part in content)
+    if not isinstance(content, str | None):
+        raise TypeError("messages: content: expected text or a list of objects with a type")
     result: Message = {"role": message["role"], "content": content or ""}
     for name in ("tool_calls", "tool_call_id", "name"):
         if message.get(name):

@@ -131,7 +131,7 @@ def _json_object(value: Any) -> dict[str, Any]:
             text = text[3:-3].strip().removeprefix("json")
         try:
             value = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"not a JSON object, but {type(value).__name__}")

@@ -86,7 +86,7 @@ class SeatProcess:
         except TimeoutError:
             self.kill()
             raise SeatFailed(f"timeout after {timeout_s:g} s") from None
-        except (ValueError, OSError) as error:
+        except (ValueError, RecursionError, OSError) as error:
             self.kill()
             raise SeatFailed(f"error: {error}") from None
         except BaseException:
@@ -95,6 +95,9 @@ class SeatProcess:
         if reply is None:
             self.kill()
             raise SeatFailed("its process died")
+        if not isinstance(reply, dict):
+            self.kill()
+            raise SeatFailed("error: its process replied something other than a JSON object")
         if reply.get("last"):
             self.kill()
             raise SeatFailed(str(reply["failure"]))

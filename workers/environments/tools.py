@@ -109,7 +109,7 @@ class Tools(Environment):
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments or "{}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # a model can open any number of brackets
                 raise ToolCallError(f"the arguments are not JSON: {error}") from error
         if not isinstance(arguments, dict):
             raise ToolCallError("the arguments are not a JSON object")

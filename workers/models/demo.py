@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -64,17 +65,24 @@ def make_models(names: Iterable[str], folder: Path, say: Callable[[str], None]) 
 
     Raises:
         DemoModelError: The weights are not installed and cannot be downloaded, or are not those expected.
+        OSError: The folder cannot be created.
     """
     missing = [name for name in names if not (is_made(folder / name) or _is_foreign(folder / name))]
     if not missing:
         return
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="troupe-") as scratch:
         source = weights_file() or download_weights(Path(scratch), say)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             for name in missing:
                 size = "270 MB, about half a minute" if name == DEMO else "14 MB, some seconds"
                 say(f"creating {folder / name} ({size}, once)")
-                process.submit(_make, name, folder, source).result()
+                try:
+                    process.submit(_make, name, folder, source).result()
+                except BrokenProcessPool:
+                    raise DemoModelError(
+                        f"{folder / name}: the process that creates it was killed; it needs 2 GiB of memory"
+                    ) from None
 
 
 def weights_file(folder: Path | None = None) -> Path | None:

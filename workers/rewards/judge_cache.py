@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,13 +17,15 @@ class AnswerCache:
     """Answers by question, in an SQLite file that several workers and runs can share."""
 
     def __init__(self, path: str = "") -> None:
-        """`path`: the file, which is created; empty: in memory. Raises OSError."""
+        """`path`: the file, which is created for its owner only; empty: in memory. Raises OSError."""
         try:
+            if path:  # SQLite gives its journals the mode of the file
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             # Groups are scored on a thread of their own, one after another.
             self._database = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, check_same_thread=False)
             with self._database:
                 self._database.execute("CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, answer TEXT)")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise OSError(f"the cache of judges' answers {path} cannot be opened: {error}") from error
 
     def find(self, questions: Iterable[str]) -> dict[str, str]:

@@ -69,6 +69,8 @@ def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[
         raise RewardFunctionError(str(error)) from error
     if not callable(function):
         raise RewardFunctionError(f"{name}: not callable, got {type(function).__name__}")
+    if inspect.isclass(function):  # a call would return an object, not a number
+        raise RewardFunctionError(f"{name}: is a class; name a function, or an object of the class in its module")
     try:
         inspect.signature(function).bind("", "", {}, **args)
     except TypeError as error:
@@ -96,7 +98,7 @@ def check_machine(name: str) -> None:
 
 
 def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What is wrong with each of several reward functions (`name`, `args`), in order.
+    """What is wrong with each of several reward functions (`name`, `args`, `batched`), in order.
 
     Yields:
         (field, message) for each function: `name` or `args`; both empty where nothing is wrong.
@@ -109,7 +111,7 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
             yield _judge_problem(function["args"])
             continue
         try:
-            load(function["name"], function["args"])
+            load(function["name"], function["args"], bool(function.get("batched")))
         except RewardArgumentsError as error:
             yield "args", str(error)
         except RewardFunctionError as error:

@@ -284,7 +284,7 @@ class RewardProcess:
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             reply = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _Broken("the reward process replied something other than JSON") from error
         if not isinstance(reply, dict):
             raise _Broken("the reward process replied something other than a JSON object")

@@ -26,6 +26,7 @@ from workers.training.resharding import (
     share,
     unflattened,
 )
+from workers.training.shards import read_shard
 
 
 class ReshardingLoader:
@@ -57,7 +58,7 @@ class ReshardingLoader:
         optimizer, rank, world = self._engine.optimizer, dist.get_rank(), dist.get_world_size()
         of_model = folder / f"{'zero_pp_rank_0_' if self._stage == 3 else ''}mp_rank_00_model_states.pt"
         require(of_model, ranks)
-        model, now = _read(of_model), self._shapes()
+        model, now = read_shard(of_model, mapped=True), self._shapes()
         if self._stage == 3:
             keys, cut = ZERO_3, cut_parameters(model["param_shapes"], now, rank, world)
         else:
@@ -94,7 +95,7 @@ class ReshardingLoader:
         files = [folder / f"{kind}zero_pp_rank_{saved}_mp_rank_00_optim_states.pt" for saved in range(ranks)]
         for file in files:
             require(file, ranks)
-        return [_read(file)["optimizer_state_dict"] for file in files]
+        return [read_shard(file, mapped=True)["optimizer_state_dict"] for file in files]
 
     def _shapes(self) -> Shapes:
         """Name and whole shape of every parameter of each optimizer group, in order."""
@@ -131,19 +132,6 @@ def reshard_average(
             share([file.get_tensor(name) for file in handles], size, dist.get_rank(), part.numel())
             for name, size, part in zip(names, sizes, average, strict=False)  # `average` is empty or has all of them
         ]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Contents of a DeepSpeed file, with tensors mapped from disk. Raises ValueError if it cannot be read."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch raises many types for a damaged file
-        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def _all(groups: Sequence[Mapping[str, Sequence[int]]]) -> list[tuple[str, tuple[int, ...]]]:

@@ -25,6 +25,7 @@ from workers.training.checkpoint import ReshardingLoader, reshard_average
 from workers.training.group import import_deepspeed
 from workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
 from workers.training.resharding import opened, rank_file, rank_files
+from workers.training.shards import restrict_loading
 from workers.training.step_length import HeldStep
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class TrainEngine:
                 model.enable_input_require_grads()
         module.train()
         check_deterministic(module, model)
-        if device == "cpu" and self._stage == 3:
+        if device == "cpu":
             return_freed()
         numbers = sum(parameter.numel() for parameter in module.parameters())
         # One of DeepSpeed's optimizers prints its memory use while it is built.
@@ -101,6 +102,7 @@ class TrainEngine:
                 optimizer=adamw(module, config),
                 config=deepspeed_config(config, self._stage, dtype, numbers),
             )
+        restrict_loading(self._engine)
         if self._stage == 0 and dtype == torch.bfloat16:
             # DeepSpeed has stepped it once with gradients of 0. Counted, that step would make the moments of the next
             # steps too small, because AdamW corrects them by the number of steps.
@@ -225,7 +227,7 @@ class TrainEngine:
         """Resume from what `save` wrote with the same ZeRO stage.
 
         With the same number of ranks the resume is bitwise. A checkpoint of another number of ranks is resharded: every
-        rank reads its part from all files. The files are unpickled: load only files that you wrote and have verified.
+        rank reads its part from all files. No code is run from the files (`workers.training.shards`).
 
         Args:
             directory: Folder of the checkpoint.

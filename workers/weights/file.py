@@ -58,6 +58,12 @@ WeightSource = NamedTensors | Callable[[], NamedTensors]
 """Names and tensors that can be iterated once per version, or a function that returns them."""
 
 
+def weight_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> int:
+    """Size of a weight file of these tensors: (name, type, shape) of each."""
+    sizes = (math.prod(shape) * dtype.itemsize for _, dtype, shape in tensors)
+    return sum(size + -size % ALIGNMENT for size in sizes)
+
+
 class WeightDigestMismatch(WeightsDamaged):
     """The weights that arrived are not the ones that were published."""
 

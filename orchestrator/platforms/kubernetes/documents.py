@@ -4,47 +4,53 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
+from orchestrator.capacity.placement import ACCELERATOR
 from orchestrator.errors import UsageError
+from orchestrator.platforms.kubernetes import templates
+from orchestrator.platforms.kubernetes.accelerators import node_affinity
+from orchestrator.platforms.kubernetes.memory import HEAD, PodMemory, memory, unplanned
 from orchestrator.platforms.kubernetes.options import LONGEST_S, SPEC_FOLDER, Options
+from orchestrator.platforms.kubernetes.patch import apply_patches
 from orchestrator.platforms.kubernetes.pods import PodGroup, pod_groups
 from orchestrator.spec.load import RunSpec
+from orchestrator.spec.stages import PlannedRun
 
 SPEC_FILE = "spec.yaml"
-USER = 1000
-"""The images' user; also the group that owns mounted volumes."""
 
 _LARGEST_CONFIG_MAP = 1_000_000
 """Bytes of a spec in a ConfigMap; Kubernetes rejects objects of more than 1 MiB."""
-_GPU = "nvidia.com/gpu"
+_SUBMITTER_RETRIES = 20
+"""Times the submitter connects to the job's log again. The job goes on without it, but KubeRay takes the job for failed
+when it gives up, and a connection rarely lasts as long as a run."""
 
 Document = dict[str, Any]
 """One YAML document."""
 
 
-def manifests(sent: Document, specs: Sequence[RunSpec], options: Options) -> list[Document]:
-    """The documents to apply: a RayJob and the ConfigMap with its spec, or a RayCluster alone.
+def manifests(sent: Document, runs: Sequence[PlannedRun], options: Options) -> list[Document]:
+    """The documents to apply: a ConfigMap with the spec and a RayJob, or a RayCluster alone.
 
     Args:
         sent: The spec (or chain) as plain data with absolute paths.
-        specs: Every run of it.
+        runs: Every run of it.
         options: Settings outside the spec.
 
     Raises:
-        UsageError: /dev/shm does not fit into a pod's memory, or the spec does not fit into a ConfigMap.
+        UsageError: /dev/shm does not fit into a pod's memory, the spec does not fit into a ConfigMap, or the patch does
+            not fit the manifest.
     """
-    groups = pod_groups(specs)
-    for group in groups:
-        if options.shared_gib(group) >= (memory := options.memory_gib(group)):
-            pod = f"and a {group.role} pod has {memory} GiB"
-            raise UsageError(f"--shm-gib {options.shm_gib}: /dev/shm is part of a pod's memory, {pod}")
+    specs = [run.spec for run in runs]
+    groups = pod_groups(specs, options.limits)
+    sizes = memory(runs, groups, options)
     if options.cluster_only:
-        return [_object("ray.io/v1", "RayCluster", options, spec=_cluster(groups, options, None))]
+        cluster = _cluster(groups, sizes, options, None)
+        return apply_patches([_object("ray.io/v1", "RayCluster", options, spec=cluster)], options.patch)
     config = f"{options.name}-spec"
     text = yaml.safe_dump(sent, sort_keys=False)
     if (size := len(text.encode())) > _LARGEST_CONFIG_MAP:
@@ -52,16 +58,31 @@ def manifests(sent: Document, specs: Sequence[RunSpec], options: Options) -> lis
     job = {
         "entrypoint": entrypoint(run_folder(sent, options)),
         "submissionMode": "K8sJobMode",
+        "submitterConfig": {"backoffLimit": _SUBMITTER_RETRIES},
+        "submitterPodTemplate": {"spec": templates.submitter(options)},
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": options.ttl_s,
         "activeDeadlineSeconds": options.deadline_s or longest_s(specs),
         "backoffLimit": options.retries,
-        "rayClusterSpec": _cluster(groups, options, config),
+        "rayClusterSpec": _cluster(groups, sizes, options, config),
     }
-    return [
-        _object("ray.io/v1", "RayJob", options, spec=job),
+    documents = [
         _object("v1", "ConfigMap", options, name=config, data={SPEC_FILE: text}),
+        _object("ray.io/v1", "RayJob", options, spec=job),
     ]
+    return apply_patches(documents, options.patch)
+
+
+def notes(runs: Sequence[PlannedRun], options: Options) -> Iterator[str]:
+    """What a user should know about the pods of a manifest, one line each."""
+    yield from unplanned(runs, options)
+    for group in pod_groups([run.spec for run in runs], options.limits):
+        accelerator = dict(group.labels).get(ACCELERATOR)
+        if accelerator is not None and node_affinity(accelerator) is None:
+            yield (
+                f"no label of Kubernetes nodes is known for the accelerator {accelerator}: the pods of {group.name} "
+                "may go to any node; set roles.*.node_labels"
+            )
 
 
 def run_folder(sent: Document, options: Options) -> str:
@@ -70,9 +91,10 @@ def run_folder(sent: Document, options: Options) -> str:
 
 
 def entrypoint(out: str) -> str:
-    """The job's command line. With `--resume`, a retry resumes from the checkpoints of the previous attempt."""
+    """The job's command line. It starts again by itself after an unexpected end, on the same pods; a retry on new ones
+    resumes from the checkpoints of the previous attempt."""
     spec = f"{SPEC_FOLDER}/{SPEC_FILE}"
-    return shlex.join(["troupe", "run", spec, "--address", "auto", "--out", out, "--resume"])
+    return shlex.join(["troupe", "run", spec, "--address", "auto", "--out", out, "--resume", "--supervise"])
 
 
 def longest_s(specs: Sequence[RunSpec]) -> int:
@@ -108,114 +130,52 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def _cluster(groups: Sequence[PodGroup], options: Options, config: str | None) -> Document:
+def _cluster(
+    groups: Sequence[PodGroup], sizes: Mapping[str, PodMemory], options: Options, config: str | None
+) -> Document:
     """The cluster section. If a role scales, Ray's autoscaler adds the pods that `troupe scale` requests and removes
-    idle ones."""
+    idle ones; KubeRay creates its service account with a role for this cluster's pods."""
     elastic = any(group.min_replicas < group.max_replicas for group in groups)
+    scaling = {"enableInTreeAutoscaling": True, "autoscalerOptions": templates.autoscaler()}
     return {
-        **({"enableInTreeAutoscaling": True} if elastic else {}),
         "rayVersion": options.ray_version,
         # KubeRay passes the token to every container, the submitter's included, and uses it itself.
         "authOptions": {"mode": "token", **({"secretName": options.auth_secret} if options.auth_secret else {})},
-        "headGroupSpec": _head(options, config),
-        "workerGroupSpecs": [_worker_group(group, options) for group in groups],
+        **(scaling if elastic else {}),
+        "headGroupSpec": {
+            "rayStartParams": {"num-cpus": "0", "num-gpus": "0", **_store(sizes[HEAD])},
+            "template": {"spec": templates.head(options, sizes[HEAD], config, elastic)},
+        },
+        "workerGroupSpecs": [_worker_group(group, sizes[group.name], options) for group in groups],
     }
 
 
-def _head(options: Options, config: str | None) -> Document:
-    """The head pod. It offers no Ray resources, so no worker is placed on it; its CPUs and memory are for the
-    controller and for Ray itself."""
-    pod = _pod("ray-head", options, options.head_cpus, 0, options.head_gib, options.head_gib // 2)
-    if config is not None:
-        pod["volumes"].append({"name": "spec", "configMap": {"name": config}})
-        pod["containers"][0]["volumeMounts"].append({"name": "spec", "mountPath": SPEC_FOLDER, "readOnly": True})
-    return {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": {"spec": pod}}
-
-
-def _worker_group(group: PodGroup, options: Options) -> Document:
-    """One role's pods. KubeRay passes the container's CPUs and GPUs to Ray; without a GPU limit, `num-gpus` is set to 0
-    because Ray would count every GPU it can see."""
-    pod = _pod("ray-worker", options, group.cpus, group.gpus, options.memory_gib(group), options.shared_gib(group))
+def _worker_group(group: PodGroup, size: PodMemory, options: Options) -> Document:
+    """One group of pods. KubeRay passes the container's CPUs and GPUs to Ray; without a GPU limit, `num-gpus` is set to
+    0 because Ray would count every GPU it can see. The labels are Ray's: the autoscaler knows the pods by them too."""
     return {
-        "groupName": group.role,
+        "groupName": group.name,
         "replicas": group.replicas,
         "minReplicas": group.min_replicas,
         "maxReplicas": group.max_replicas,
-        "rayStartParams": ({} if group.gpus else {"num-gpus": "0"}) | _ray_labels(group),
-        "template": {"spec": {**pod, **_on_nodes(group)}},
+        **({"labels": dict(group.labels)} if group.labels else {}),
+        "rayStartParams": {**({} if group.gpus else {"num-gpus": "0"}), **_store(size)},
+        "template": {"spec": templates.worker(group, options, size)},
     }
 
 
-def _on_nodes(group: PodGroup) -> Document:
-    """Constraints on the Kubernetes nodes of a group's pods.
-
-    Ray cannot enforce them, because it takes each pod for a node with the labels of its configuration. A spread group's
-    pods go to different nodes while there is room; KubeRay's own labels identify the group.
-    """
-    selector = {"nodeSelector": dict(group.labels)} if group.labels else {}
-    if not group.spread:
-        return selector
-    constraint = {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": {"ray.io/group": group.role}},
-        "matchLabelKeys": ["ray.io/cluster"],
-    }
-    return {**selector, "topologySpreadConstraints": [constraint]}
-
-
-def _ray_labels(group: PodGroup) -> dict[str, str]:
-    return {"labels": ",".join(f"{key}={value}" for key, value in group.labels)} if group.labels else {}
-
-
-def _pod(container: str, options: Options, cpus: int, gpus: int, memory_gib: int, shm_gib: int) -> Document:
-    resources = {"cpu": str(cpus), "memory": f"{memory_gib}Gi", **({_GPU: str(gpus)} if gpus else {})}
-    volumes: list[Document] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_gib}Gi"}}]
-    mounts: list[Document] = [{"name": "shm", "mountPath": "/dev/shm"}]
-    for index, claim in enumerate(options.claims):
-        volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim.name}})
-        mounts.append({"name": f"claim-{index}", "mountPath": claim.path})
-    return {
-        "securityContext": {
-            "runAsNonRoot": True,
-            "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "automountServiceAccountToken": False,
-        **({"tolerations": [{"key": _GPU, "operator": "Exists", "effect": "NoSchedule"}]} if gpus else {}),
-        "containers": [
-            {
-                "name": container,
-                "image": options.image,
-                "env": _environment(options, gpus),
-                **({"envFrom": [{"secretRef": {"name": name}} for name in options.secrets]} if options.secrets else {}),
-                "resources": {"requests": resources, "limits": resources},
-                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-                "volumeMounts": mounts,
-            }
-        ],
-        "volumes": volumes,
-    }
-
-
-def _environment(options: Options, gpus: int) -> list[Document]:
-    """Environment variables of a container.
-
-    The authentication mode is repeated here: a KubeRay without `authOptions` then fails to start the cluster instead of
-    starting an open one.
-    """
-    variables: list[Document] = [{"name": "RAY_AUTH_MODE", "value": "token"}]
-    if not gpus:  # CUDA images request every GPU of the node
-        variables.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
-    for one in options.variables:
-        source = {"secretKeyRef": {"name": one.secret, "key": one.key}}
-        variables.append({"name": one.variable, "valueFrom": source})
-    return variables
+def _store(size: PodMemory) -> dict[str, str]:
+    return {"object-store-memory": str(size.store * 2**30)}
 
 
 def _object(version: str, kind: str, options: Options, *, name: str | None = None, **body: Any) -> Document:
-    metadata = {"name": name or options.name, **({"namespace": options.namespace} if options.namespace else {})}
     labels = {"app.kubernetes.io/name": "troupe", "app.kubernetes.io/instance": options.name}
-    return {"apiVersion": version, "kind": kind, "metadata": {**metadata, "labels": labels}, **body}
+    metadata: Document = {"name": name or options.name}
+    if options.namespace is not None:
+        metadata["namespace"] = options.namespace
+    if kind == "ConfigMap":
+        return {"apiVersion": version, "kind": kind, "metadata": {**metadata, "labels": labels}, **body}
+    metadata["labels"] = labels | dict(options.labels)
+    if options.annotations:
+        metadata["annotations"] = dict(options.annotations)
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **body}

@@ -1,86 +1,220 @@
-"""Worker pods of a run: one group per role, sized by its placement groups (`orchestrator/capacity/placement.py`), so
-that every bundle fits into a pod."""
+"""Worker pods of a run: groups of identical pods, large enough for its placement groups.
+
+A pod is a node to Ray. Ranks of one trainer and engines that exchange weights are fastest inside one pod: NCCL uses
+NVLink and shared memory between the GPUs of a pod, and the network between pods, even those of one Kubernetes node.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from orchestrator.capacity.placement import ACCELERATOR, Placement, place, role_sizes
+from orchestrator.capacity.placement import Node, Placement, fit, place, role_sizes
 from orchestrator.errors import UsageError
 from orchestrator.spec.load import RunSpec
 from orchestrator.spec.sections import ScaledRole
 
 
 @dataclass(frozen=True)
-class PodGroup:
-    """The identical worker pods of one role."""
+class Limits:
+    """The largest pods. A worker that needs more gets a pod of its own size."""
 
-    role: str
+    gpus: int = 8
+    """GPUs of a pod."""
+    cpus: int = 16
+    """CPUs of a pod without GPUs."""
+
+
+@dataclass(frozen=True)
+class PodGroup:
+    """Identical worker pods."""
+
+    name: str
     replicas: int
     min_replicas: int
     max_replicas: int
     cpus: int
     gpus: int
     labels: tuple[tuple[str, str], ...] = ()
-    """Node labels that the role's spec requires; they are also Ray's labels of these pods."""
+    """Node labels that the specs of its roles require; they are also Ray's labels of these pods."""
     spread: bool = False
     """Whether the pods go to as many nodes as have room."""
 
     def __post_init__(self) -> None:
         if not self.min_replicas <= self.replicas <= self.max_replicas:
             bounds = f"between {self.min_replicas} and {self.max_replicas}"
-            raise UsageError(f"{self.role}: expected {bounds} pods, got {self.replicas}")
+            raise UsageError(f"{self.name}: expected {bounds} pods, got {self.replicas}")
 
 
-def pod_groups(specs: Sequence[RunSpec]) -> tuple[PodGroup, ...]:
-    """One group for each role that has placement groups of its own.
+@dataclass(frozen=True)
+class Packing:
+    """Placement groups of one run in identical pods."""
 
-    The stages of a chain run one after another on the same pods, so each group is as large as its most demanding stage
-    requires. A pod holds one bundle, with resources rounded up to whole numbers. Kubernetes allocates whole GPUs only:
-    workers that request a fraction of a GPU share a pod, as many as one GPU holds.
+    placements: tuple[Placement, ...]
+    pods: int
+    cpus: int
+    gpus: int
+    pod_of: Mapping[tuple[str, int], int]
+    """Number of the pod of each bundle, by placement group and bundle."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one run needs of one group."""
+
+    group: str
+    packing: Packing
+    least: int
+    """Pods at the role's `min_workers`."""
+    most: int
+    """Pods at the role's `max_workers`."""
+
+
+def shares(specs: Sequence[RunSpec], limits: Limits) -> tuple[tuple[Share, ...], ...]:
+    """What each run of a file needs of each group of pods.
+
+    All roles with GPUs share pods of whole nodes (`gpu`), all roles without GPUs share others (`cpu`); roles that
+    require different node labels have pods of their own (`gpu-2`). So has a role that scales, one worker each, because
+    the autoscaler adds and removes whole pods.
 
     Args:
         specs: Every run of the file.
+        limits: The largest pods.
+    """
+    names: dict[_Pool, str] = {}
+    found: list[tuple[Share, ...]] = []
+    for spec in specs:
+        pools = _pools(spec)
+        for pool in pools:
+            same = sum(other.kind == pool.kind for other in names if other != pool)
+            names.setdefault(pool, f"{pool.kind}-{same + 1}" if same else pool.kind)
+        found.append(tuple(_share(names[pool], pool, placements, limits) for pool, placements in pools.items()))
+    return tuple(found)
+
+
+def pod_groups(specs: Sequence[RunSpec], limits: Limits) -> tuple[PodGroup, ...]:
+    """The groups of all runs of a file.
+
+    The stages of a chain run one after another on the same pods, so each group is as large as its most demanding stage
+    requires.
     """
     largest: dict[str, PodGroup] = {}
-    for group in (group for spec in specs for group in _groups(spec)):
-        other = largest.get(group.role, group)
-        largest[group.role] = PodGroup(
-            group.role,
-            max(group.replicas, other.replicas),
-            max(group.min_replicas, other.min_replicas),
-            max(group.max_replicas, other.max_replicas),
-            max(group.cpus, other.cpus),
-            max(group.gpus, other.gpus),
-            tuple(dict((*other.labels, *group.labels)).items()),
-            group.spread or other.spread,
+    for group in (_group(share) for of_run in shares(specs, limits) for share in of_run):
+        other = largest.get(group.name, group)
+        largest[group.name] = replace(
+            group,
+            replicas=max(group.replicas, other.replicas),
+            min_replicas=max(group.min_replicas, other.min_replicas),
+            max_replicas=max(group.max_replicas, other.max_replicas),
+            cpus=max(group.cpus, other.cpus),
+            gpus=max(group.gpus, other.gpus),
+            spread=group.spread or other.spread,
         )
     return tuple(largest.values())
 
 
-def _groups(spec: RunSpec) -> Iterator[PodGroup]:
-    """The groups of one run."""
-    bundles: dict[str, list[dict[str, float]]] = {}
-    first: dict[str, Placement] = {}
+@dataclass(frozen=True)
+class _Pool:
+    """Placement groups that share pods."""
+
+    kind: str
+    """`gpu`, `cpu`, or the name of a role that scales."""
+    labels: tuple[tuple[str, str], ...]
+    scaled: ScaledRole | None = field(default=None, compare=False)
+
+
+def _pools(spec: RunSpec) -> dict[_Pool, list[Placement]]:
+    roles = spec.roles.present()
+    pools: dict[_Pool, list[Placement]] = {}
     for placement in place(role_sizes(spec)):
-        bundles.setdefault(placement.role, []).extend(placement.bundles)
-        first.setdefault(placement.role, placement)
-    scaled = {name: role for name, role in spec.roles.present().items() if isinstance(role, ScaledRole)}
-    for role, requested in bundles.items():
-        cpus, gpus = max(bundle["CPU"] for bundle in requested), max(bundle["GPU"] for bundle in requested)
-        per_pod = min(len(requested), int(round(1 / gpus, 6))) if 0 < gpus < 1 else 1
-        scales = role in scaled and scaled[role].max_workers is not None
-        fewest = scaled[role].min_workers if scales else len(requested)
-        most = (scaled[role].max_workers if scales else None) or len(requested)
-        replicas, least, greatest = (math.ceil(workers / per_pod) for workers in (len(requested), fewest, most))
-        # Ray itself labels pods with their GPU type.
-        labels = tuple(pair for pair in first[role].labels if pair[0] != ACCELERATOR)
-        spread = first[role].strategy == "SPREAD"
-        yield PodGroup(role, replicas, least, greatest, _whole(per_pod * cpus), _whole(gpus), labels, spread)
+        role = next(role for name, role in roles.items() if name == placement.role)
+        if isinstance(role, ScaledRole) and role.max_workers is not None:
+            pool = _Pool(placement.role, placement.labels, role)
+        else:
+            on_gpus = any(bundle["GPU"] for bundle in placement.bundles)
+            pool = _Pool("gpu" if on_gpus else "cpu", placement.labels)
+        pools.setdefault(pool, []).append(placement)
+    return pools
 
 
-def _whole(number: float) -> int:
+def _share(name: str, pool: _Pool, placements: Sequence[Placement], limits: Limits) -> Share:
+    if pool.scaled is None:
+        packing = pack(placements, limits)
+        return Share(name, packing, packing.pods, packing.pods)
+    single = Limits(gpus=1, cpus=1)
+    most = [replace(placements[0], name=f"{name}-{i}") for i in range(pool.scaled.max_workers or len(placements))]
+    least = pack(placements[: max(1, pool.scaled.min_workers)], single).pods
+    return Share(name, pack(placements, single), least, pack(most, single).pods)
+
+
+def _group(share: Share) -> PodGroup:
+    packing = share.packing
+    return PodGroup(
+        name=share.group,
+        replicas=packing.pods,
+        min_replicas=min(share.least, packing.pods),
+        max_replicas=max(share.most, packing.pods),
+        cpus=packing.cpus,
+        gpus=packing.gpus,
+        labels=packing.placements[0].labels,
+        spread=any(placement.strategy == "SPREAD" for placement in packing.placements),
+    )
+
+
+def pack(placements: Sequence[Placement], limits: Limits) -> Packing:
+    """Pack placement groups into the fewest identical pods: of those, where the ranks of a trainer lie in the fewest
+    pods, and of those, the smallest.
+
+    Eight engines and four ranks become two pods of six GPUs. Four engines and eight ranks become two pods of eight: in
+    pods of six, two ranks would be apart from the others. CPUs of a pod with GPUs are what its workers ask for.
+    """
+    whole = [_whole_gpus(placement) for placement in placements]
+    kind = "GPU" if any(bundle["GPU"] for placement in whole for bundle in placement.bundles) else "CPU"
+    asked = [bundle[kind] for placement in whole for bundle in placement.bundles]
+    greatest = max(limits.gpus if kind == "GPU" else limits.cpus, _up(max(asked)))
+
+    def shapes(pods: int) -> list[Packing]:
+        sizes = range(max(1, _up(max(*asked, sum(asked) / pods))), greatest + 1)
+        return [packing for size in sizes if (packing := _packed(whole, pods, size, kind)) is not None]
+
+    counts = itertools.count(max(1, _up(sum(asked) / greatest)))  # one pod for each bundle always fits
+    fitting = next(found for found in map(shapes, counts) if found)
+    best = min(fitting, key=lambda packing: (_spans(packing), packing.gpus, packing.cpus))
+    return replace(best, placements=tuple(placements))
+
+
+def _packed(placements: Sequence[Placement], pods: int, size: int, kind: str) -> Packing | None:
+    """The bundles in `pods` pods with `size` GPUs or CPUs each; None where they do not fit."""
+    cpus, gpus = (math.inf, float(size)) if kind == "GPU" else (float(size), 0.0)
+    seating = fit(placements, [Node(str(pod), cpus, gpus) for pod in range(pods)])
+    if seating.missing is not None:
+        return None
+    pod_of = {bundle: int(pod) for bundle, pod in seating.node_of.items()}
+    used = dict.fromkeys(range(pods), 0.0)
+    for placement in placements:
+        for index, bundle in enumerate(placement.bundles):
+            used[pod_of[placement.name, index]] += bundle["CPU"]
+    return Packing(tuple(placements), pods, max(1, _up(max(used.values()))), size if kind == "GPU" else 0, pod_of)
+
+
+def _spans(packing: Packing) -> int:
+    """Pods that the placement groups lie in, each counted on its own."""
+    return len({(name, pod) for (name, _), pod in packing.pod_of.items()})
+
+
+def _whole_gpus(placement: Placement) -> Placement:
+    """The placement group with the GPU share that each worker really takes: of 0.4 GPU two fit on one, as of 0.5."""
+
+    def taken(gpus: float) -> float:
+        # Rounded down, so that all shares of a GPU add up to one at most.
+        return math.floor(1e6 / math.floor(round(1 / gpus, 6))) / 1e6 if 0 < gpus < 1 else gpus
+
+    bundles = tuple(bundle | {"GPU": taken(bundle["GPU"])} for bundle in placement.bundles)
+    return replace(placement, bundles=bundles)
+
+
+def _up(number: float) -> int:
     """Round up, ignoring the rounding error of summed fractions."""
-    return math.ceil(round(number, 6))
+    return math.ceil(round(number, 4))

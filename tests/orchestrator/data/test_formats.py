@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import pickle
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -141,3 +144,29 @@ def test_the_memory_of_a_json_array_does_not_grow_with_the_file(tmp_path: Path) 
         assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 10
     finally:
         tracemalloc.stop()
+
+
+def test_a_type_that_arrow_would_unpickle_runs_nothing(tmp_path: Path) -> None:
+    """Arrow used to unpickle a column's type; whether it does is decided for a whole process."""
+    canary = tmp_path / "canary"
+
+    class Canary:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {canary}",)
+
+    kind = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickle.dumps(Canary())}
+    schema = pa.schema([pa.field("prompt", pa.string(), metadata=kind), pa.field("answer", pa.string())])
+    table = pa.table({"prompt": ["a"], "answer": ["1"]}, schema=schema)
+    pq.write_table(table, tmp_path / "rows.parquet")
+    assert prompts(load_pool(source(kind="parquet", path=str(tmp_path / "rows.parquet")))) == ["a"]
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+        stream.write_table(table)
+    folder = tmp_path / "folder"
+    datasets.Dataset.from_dict({"prompt": ["a"], "answer": ["1"]}).save_to_disk(str(folder))
+    (data,) = folder.glob("*.arrow")
+    data.unlink()
+    (tmp_path / "rows.arrow").rename(data)
+    assert prompts(load_pool(source(kind="datasets", path=str(folder)))) == ["a"]
+    assert not canary.exists()
+    pickle.loads(kind[b"ARROW:extension:metadata"])
+    assert canary.exists(), "the test can fail"

@@ -30,7 +30,7 @@ CONFIG = json.dumps(
         "model_type": "llama",
         "hidden_size": 64,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "num_attention_heads": 2,
         "intermediate_size": 128,
         "vocab_size": 1000,
         "max_position_embeddings": 256,

@@ -151,7 +151,7 @@ def client(server: JobServer) -> Client:
 def test_no_secret_is_submitted_with_a_job(server: JobServer, tmp_path: Path) -> None:
     requirements = tmp_path / "requirements.txt"
     requirements.write_text("mine==1.0\n")
-    assert server.submit(load_rollout_spec(GRPO), Submission("tiny-1", requirements=requirements)) == "tiny-1"
+    assert server.submit(load_rollout_spec(GRPO), Submission("tiny-1", requirements=requirements), print) == "tiny-1"
     sent = client(server).sent
     assert "canary-4711" not in repr(sent)
     assert client(server).headers == {"Authorization": "Bearer canary-4711"}
@@ -161,16 +161,40 @@ def test_no_secret_is_submitted_with_a_job(server: JobServer, tmp_path: Path) ->
     assert sent["metadata"] == {"troupe": "tiny-grpo"}
 
 
-def test_the_spec_is_removed_from_the_working_directory(server: JobServer, tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text("mine")
-    assert server.submit(load_rollout_spec(GRPO), Submission(working_dir=tmp_path)) == "raysubmit_1"
-    assert len(client(server).sent["files"]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["rewards.py"]
+def test_a_copy_of_the_working_directory_is_sent_and_the_folder_is_not_written(
+    server: JobServer, tmp_path: Path
+) -> None:
+    own = f".troupe-{load_rollout_spec(GRPO).name}.yaml"  # the name that the spec has in the copy
+    files = {"rewards.py": "mine", ".env": "TOKEN=canary-4712", own: "my own"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    notes: list[str] = []
+    assert server.submit(load_rollout_spec(GRPO), Submission(working_dir=tmp_path), notes.append) == "raysubmit_1"
+    sent = client(server).sent
+    assert len(sent["files"]) == 2 and "mine" in sent["files"]
+    assert "canary-4712" not in repr(sent)
+    assert notes == ["not sent, may hold a secret: .env"]
+    assert sent["runtime_env"]["working_dir"] != str(tmp_path)
+    assert not Path(sent["runtime_env"]["working_dir"]).exists()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+def test_requirements_with_a_password_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    file.write_text("mine==1.0\n--index-url https://user:canary-4713@host/simple\n")
+    with pytest.raises(UsageError, match=r"requirements\.txt:2: a URL with a password") as caught:
+        Submission(requirements=file)
+    assert "canary-4713" not in str(caught.value)
+    file.write_text("mine @ git+ssh://git@host/mine.git@main\n")
+    Submission(requirements=file)
 
 
 def test_a_path_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^--working-dir: no such folder: "):
         Submission(working_dir=tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"^--working-dir: no such folder: "):
+        Submission(working_dir=tmp_path / "file")
     with pytest.raises(UsageError, match=r"^--requirements: no such file: "):
         Submission(requirements=tmp_path / "none.txt")
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from orchestrator.reporting.metrics import (
     GIB,
-    JsonlSink,
-    MetricSinks,
     PeakMemory,
     PhaseTimers,
-    TensorBoardSink,
     merge_update_metrics,
     pass_at_k,
     std,
@@ -121,89 +114,6 @@ def test_pass_at_k_refuses_impossible_counts(samples: int, correct: int, k: int)
 
 
 # Files
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is not JSON")
-
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-
-
-def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "metrics.jsonl"
-    sink = JsonlSink(path, -1)
-    sink.write(1, {"kind": "train", "reward": 0.5, "loss": math.nan, "grad_norm": -math.inf, "steps": 3})
-    [line] = lines(path)
-    assert line.pop("time") > 1e9
-    assert line == {"step": 1, "kind": "train", "reward": 0.5, "loss": None, "grad_norm": None, "steps": 3}
-    sink.close()
-
-
-def test_resume_drops_later_and_truncated_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path, -1)
-    for step in (0, 1, 2, 2, 3):
-        sink.write(step, {"reward": float(step)})
-    sink.close()
-    with path.open("a") as file:
-        file.write('{"step": 2, "rew')
-    resumed = JsonlSink(path, 2)
-    resumed.write(3, {"reward": 33.0})
-    resumed.close()
-    assert [(line["step"], line["reward"]) for line in lines(path)] == [
-        (0, 0.0),
-        (1, 1.0),
-        (2, 2.0),
-        (2, 2.0),
-        (3, 33.0),
-    ]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
-    for reward in (1.0, 2.0):
-        sinks = MetricSinks.open(tmp_path, tensorboard=False, resume_at=0)
-        sinks.write(0, {"reward": reward})
-        sinks.close()
-    assert [line["reward"] for line in lines(tmp_path / "metrics.jsonl")] == [2.0]
-
-
-def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
-    read = EventAccumulator(str(folder))
-    read.Reload()
-    return [(event.step, event.value) for event in read.Scalars(tag)]
-
-
-def test_tensorboard_reads_the_scalars_and_resume_hides_later_steps(tmp_path: Path) -> None:
-    first = TensorBoardSink(tmp_path, -1)
-    for step in (1, 2, 3):
-        first.write(step, {"reward/mean": step / 4, "kind": "train"})
-    first.close()
-    assert scalars(tmp_path, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75)]
-    resumed = TensorBoardSink(tmp_path, 2)
-    resumed.write(3, {"reward/mean": 9.0})
-    resumed.close()
-    assert scalars(tmp_path, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 9.0)]
-
-
-def test_sinks_write_everywhere(tmp_path: Path) -> None:
-    sinks = MetricSinks.open(tmp_path, tensorboard=True, resume_at=0)
-    sinks.write(1, {"kind": "eval", "eval/accuracy": 0.5})
-    sinks.close()
-    assert lines(tmp_path / "metrics.jsonl")[0]["eval/accuracy"] == 0.5
-    assert scalars(tmp_path / "tensorboard", "eval/accuracy") == [(1, 0.5)]
-
-
-def test_metrics_and_events_need_neither_torch_nor_ray_nor_tensorflow(tmp_path: Path) -> None:
-    script = (
-        "import sys; from orchestrator.reporting.metrics import MetricSinks; early = 'tensorboard' in sys.modules; "
-        f"MetricSinks.open({str(tmp_path)!r}, tensorboard=True, resume_at=0).write(1, {{'a': 1.0}}); "
-        "print(early, [name for name in ('torch', 'ray', 'tensorflow', 'tensorboard') if name in sys.modules])"
-    )
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False ['tensorboard']"
 
 
 HELD = 64 << 20

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from orchestrator.spec.base import RunSpec
-from orchestrator.spec.preflight_models import CPU_HEAD_SIZES, unsupported_head_size, wrong_kinds
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.preflight_models import (
+    CPU_HEAD_SIZES,
+    broken_weights,
+    quantized,
+    undivided_models,
+    unsupported_head_size,
+    wrong_kinds,
+)
 from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
 from workers.contract.config import ModelConfig
@@ -91,6 +99,96 @@ def test_the_head_sizes_are_those_of_the_installed_vllm() -> None:
     assert answer is not None and tuple(ast.literal_eval(answer)) == CPU_HEAD_SIZES
 
 
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes"])
+@pytest.mark.parametrize("section", ["model", "roles.reference.model", "roles.critic.model", "roles.reward.model"])
+def test_quantized_weights_are_refused_but_for_a_judge(tmp_path: Path, method: str, section: str) -> None:
+    config = CAUSAL | {"quantization_config": {"quant_method": method}}
+    model = ModelConfig(path=folder(tmp_path, config))
+    ((field, why),) = quantized({section: model, "roles.judge.model": model})
+    assert field == f"{section}.path" and why.startswith(f"its weights are quantized ({method}): only a judge")
+
+
+HEADS: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151_936,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "wrong"),
+    [
+        ({}, 1, ""),
+        ({}, 2, ""),
+        ({}, 4, "4 does not divide the model's 14 attention heads"),
+        ({}, 7, "7 neither divides the model's 2 KV heads nor is a multiple of them"),
+        ({"num_key_value_heads": 7}, 7, "7 does not divide the model's feed-forward width, 4864"),
+        ({"num_key_value_heads": 7, "intermediate_size": 4900}, 7, "7 does not divide the model's vocabulary, 151936"),
+        ({"num_key_value_heads": 7, "intermediate_size": 4900, "vocab_size": 448 * 300 - 63}, 7, ""),
+        ({"num_attention_heads": 16}, 8, ""),  # KV heads are repeated
+        ({"num_attention_heads": 12, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}, 4, ""),
+        ({"num_attention_heads": None}, 4, ""),  # another architecture
+    ],
+)
+def test_a_tensor_parallel_size_must_divide_the_model(
+    tmp_path: Path, changes: dict[str, Any], ranks: int, wrong: str
+) -> None:
+    models = {"model": ModelConfig(path=folder(tmp_path, HEADS | changes))}
+    found = list(undivided_models(models, {"model": ("roles.rollout.tensor_parallel_size", ranks)}))
+    assert [field for field, _ in found] == (["roles.rollout.tensor_parallel_size"] if wrong else [])
+    assert all(why.startswith(wrong) for _, why in found)
+
+
+def test_text_models_inside_others_are_divided_too(tmp_path: Path) -> None:
+    gemma = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560}}
+    gemma["text_config"] |= {"intermediate_size": 10240, "num_hidden_layers": 34}
+    models = {"model": ModelConfig(path=folder(tmp_path, gemma))}
+    ((_, why),) = undivided_models(models, {"model": ("roles.rollout.tensor_parallel_size", 3)})
+    assert why == "3 does not divide the model's 8 attention heads", "the family's default"
+
+
+def whole_model(tmp_path: Path, content: bytes) -> dict[str, ModelConfig]:
+    path = folder(tmp_path, CAUSAL)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(content)
+    return {"model": ModelConfig(path=path)}
+
+
+def weights(length: int, end: int) -> bytes:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, end]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(length)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (weights(16, 16), ""),
+        (weights(15, 16), "is incomplete: it has"),
+        (b"version https://git-lfs.github.com/spec/v1", "is not a safetensors file"),
+    ],
+)
+def test_weight_files_are_opened(tmp_path: Path, content: bytes, why: str) -> None:
+    found = list(broken_weights(whole_model(tmp_path, content)))
+    assert [field for field, _ in found] == (["model.path"] if why else [])
+    assert all(why in message for _, message in found)
+
+
+def test_a_file_of_the_index_that_is_missing_is_named(tmp_path: Path) -> None:
+    models = whole_model(tmp_path, weights(16, 16))
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    ((field, why),) = broken_weights(models)
+    assert field == "model.path" and why.endswith("model-2.safetensors: No such file or directory")
+
+
 def planned(name: str, *overrides: str) -> RunSpec:
     return plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides))[0].spec
 
@@ -101,5 +199,33 @@ def test_a_spec_checks_its_models_before_anything_starts(tmp_path: Path) -> None
     assert "size 16" in refused["model.path"]
     found = [message for _, message in planned("tiny-grpo", f"model.path={path}").missing()]
     assert any("classifier" in message for message in found)
+    (tmp_path / "config.json").write_text(json.dumps(CAUSAL | AWQ | {"head_dim": 64, **HEADS}))
+    ranks = ("roles.rollout.tensor_parallel_size=4", "roles.rollout.cpus=4")
+    refused = dict(planned("tiny-grpo", f"model.path={path}", *ranks).missing())
+    assert "4 does not divide the model's 14 attention heads" in refused["roles.rollout.tensor_parallel_size"]
+    found = [message for _, message in planned("tiny-grpo", f"model.path={path}", *ranks).missing()]
+    assert any("quantized (awq)" in message for message in found)
+    (tmp_path / "config.json").write_text(json.dumps(REWARD | {"head_dim": 16}))
     on_gpus = planned("tiny-grpo", f"model.path={path}", "roles.policy.gpus=1", "roles.rollout.gpus=1")
     assert not any("size 16" in message for _, message in on_gpus.missing())
+
+
+@pytest.mark.parametrize(
+    ("override", "warned"),
+    [
+        ("roles.rollout.workers=1", []),
+        ("roles.rollout.workers=100", ["roles.rollout.workers: 100, but at most 4 groups"]),
+        ("roles.reward.workers=100", ["roles.reward.workers: 100, but at most 64 samples"]),
+    ],
+)
+def test_workers_without_work_are_a_warning(override: str, warned: list[str]) -> None:
+    spec = planned("tiny-grpo", override)
+    assert spec.algorithm.name == "grpo"
+    found = spec.warnings()
+    assert len(found) == len(warned) and all(line.startswith(start) for line, start in zip(found, warned, strict=True))
+
+
+@pytest.mark.parametrize("field", ["roles.rollout.workers", "roles.reward.workers", "roles.rollout.max_workers"])
+def test_an_absurd_number_of_workers_is_refused(field: str) -> None:
+    with pytest.raises(SpecError, match=f"{field}: .*16384"):
+        planned("tiny-grpo", f"{field}=1000000")

@@ -23,6 +23,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the user's modules, which is the current directory."""
     modules = {
         "good": "print('hello')\ndef score(response, answer, metadata, scale=1.0): return scale\n",
+        "several": "def score(responses, answers, metadata): return [1.0]\nclass Score: pass\n",
         "broken": "import nothing_of_that_name\n",
         "leaves": "import sys\nsys.stderr.write('no licence\\n')\nsys.exit(3)\n",
         "crashes": "import os\nos.kill(os.getpid(), 11)\n",
@@ -49,6 +50,18 @@ def test_each_problem_names_its_field(own: Path) -> None:
     assert "module own_good has no 'scores'" in found[1][1]
     assert "unexpected keyword argument 'scal'" in found[2][1]
     assert "argument: 'pattern'" in found[3][1] or "'pattrn'" in found[3][1]
+
+
+def test_classes_and_functions_of_several_are_told_apart(own: Path) -> None:
+    functions = [
+        RewardFunctionConfig(name="own_several:Score"),
+        RewardFunctionConfig(name="own_several:score", batched=True),
+        RewardFunctionConfig(name="own_several:score", args={"scale": 2}, batched=True),
+    ]
+    found = list(unusable_functions(functions))
+    assert [field for field, _ in found] == ["roles.reward.functions.0.name", "roles.reward.functions.2.args"]
+    assert "own_several:Score: is a class; name a function" in found[0][1]
+    assert "cannot be called as f(responses, answers, metadata, **args)" in found[1][1]
 
 
 @pytest.mark.parametrize(("module", "why"), [("leaves", "exit code 3: no licence"), ("crashes", "exit code -11")])

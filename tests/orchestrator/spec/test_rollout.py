@@ -21,6 +21,7 @@ from orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, spec_s
 from orchestrator.spec.reference import spec_reference
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.spec.stages import plan_runs, read_document
+from tests.conftest import NO_WEIGHTS
 from workers.contract.config import (
     ENVIRONMENT_REWARD,
     JUDGE_REWARD,
@@ -427,6 +428,10 @@ def test_a_model_folder_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert _problems(tmp_path, GRPO)[0].startswith(f"{line} has no tokenizer")
     (folder / "tokenizer.json").write_text("")
     (folder / "config.json").write_text("[not json")
+    assert _problems(tmp_path, GRPO) == [
+        f"{line}/model.safetensors is not a safetensors file: a header of 0 bytes in 0"
+    ]
+    (folder / "model.safetensors").write_bytes(NO_WEIGHTS)
     assert _problems(tmp_path, GRPO) == []
 
 

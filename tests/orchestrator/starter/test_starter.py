@@ -12,9 +12,9 @@ import yaml
 
 from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from orchestrator.algorithms.table import ALGORITHMS
-from orchestrator.capacity.model_size import read_size
 from orchestrator.capacity.stages import plan_stages
 from orchestrator.errors import DoesNotFit, UsageError
+from orchestrator.models.model_size import read_size
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.stages import plan_runs, read_document
 from orchestrator.starter.choices import Choices, check_algorithm, read_data

@@ -13,7 +13,8 @@ from orchestrator.cluster.worker_group import ExampleGroup
 from orchestrator.controller import Controller, RunComponents, TrainSettings
 from orchestrator.data.prompts import PromptSource, evaluation_picks
 from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import MetricSinks
+from orchestrator.reporting.sinks.base import LoggedRun
+from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.training.offline_source import (
     BatchMaker,
     ExampleEvaluator,
@@ -110,7 +111,7 @@ class OfflineRun(FakeRun):
             evaluator=ExampleEvaluator(trainer, maker, picks, 5.0),
             ledger=ledger,
         )
-        sinks = MetricSinks.open(self.out, tensorboard=False, resume_at=done)
+        sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
         return Controller(self.settings, components, store, sinks, console, self.stop, done)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.capacity.model_size import SizeUnknown, read_header, read_size
+from orchestrator.models.model_size import SizeUnknown, read_header, read_size
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

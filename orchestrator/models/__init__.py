@@ -1,0 +1,1 @@
+"""Models from their folders: sizes, shapes and whether their files are complete. Nothing is loaded."""

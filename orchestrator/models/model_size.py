@@ -1,0 +1,244 @@
+"""The size of a model, from its folder alone: `config.json` and the headers of its safetensors files.
+
+No tensor is read. The headers give every tensor's shape, which is exact for every architecture. Without weight files,
+the parameters of known families are computed from the configuration (`families.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from orchestrator.errors import TroupeError
+from orchestrator.models.families import FieldUnknown, Shape, count_of, fused_experts, shape_of, with_defaults
+
+_CONFIG_BYTES = 1 << 20
+_INDEX_BYTES = 64 << 20
+_HEADER_BYTES = 32 << 20
+"""Longest header that is parsed: one of 200 000 tensors. The safetensors library reads 100 MB, which as Python objects
+are gigabytes."""
+_MOST_DIMENSIONS = 16
+_MOST_FILES = 10_000
+_MOST = 1 << 50
+"""Largest dimension, and largest number of parameters, that is not taken for a broken file."""
+
+_HEADS = ("lm_head.weight", "lm_head.bias", "language_model.lm_head.weight")
+_SCORES = ("score.weight", "score.bias")
+_BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "gate.e_score_correction_bias", "position_ids")
+"""Ends of names of tensors in checkpoints that are not parameters."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+class SizeUnknown(TroupeError):
+    """The size of a model cannot be determined from its folder; the message says why."""
+
+
+@dataclass(frozen=True)
+class ModelSize(Shape):
+    """A causal language model's shape and size. Counts are of numbers, not of bytes."""
+
+    backbone: int = 0
+    """Parameters without the output head."""
+    head: int = 0
+    """Parameters of the output head; 0 where it shares the embedding's weight."""
+    largest: int = 0
+    """Numbers in the largest tensor."""
+    counted: bool = False
+    """Whether parameters are counted in the files; otherwise they are computed from the configuration."""
+    packed: int = 0
+    """Bytes of quantized weights, as they are stored; 0: the weights are not quantized."""
+    method: str = ""
+    """How the weights are quantized: `awq`, `gptq`, `fp8`, ...; empty: they are not."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the causal language model."""
+        return self.backbone + self.head
+
+    def with_score(self) -> ModelSize:
+        """The same backbone with a head of one score (critics, reward models)."""
+        return replace(self, head=self.hidden)
+
+
+class Tensor(NamedTuple):
+    """One entry of a safetensors header."""
+
+    name: str
+    numbers: int
+    bytes: int
+    """0: the header does not say."""
+    end: int
+    """Where its bytes end, counted from the end of the header; 0: the header does not say."""
+
+
+def read_size(folder: Path) -> ModelSize:
+    """Size of the model in a folder. Raises SizeUnknown."""
+    path = folder / "config.json"
+    config = read_config(folder)
+    tensors = list(_tensors(folder))
+    method = quantization(config)
+    try:
+        if not tensors:
+            return _from_config(config, folder, method)
+        size = _from_tensors(config, tensors, folder)
+    except FieldUnknown as error:
+        raise SizeUnknown(f"{path}: {error}") from None
+    return replace(size, packed=sum(tensor.bytes for tensor in tensors), method=method) if method else size
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The configuration of a folder's language model, with what its family leaves out. Raises SizeUnknown."""
+    config = _object(folder / "config.json", _CONFIG_BYTES)
+    text = config.get("text_config")
+    return with_defaults(config | text if isinstance(text, dict) else config)
+
+
+def check_weights(folder: Path) -> None:
+    """Verify that the weight files of a folder are there and complete, by their headers.
+
+    Raises:
+        SizeUnknown: A file is missing, is no safetensors file, or ends before its tensors do.
+    """
+    for path in _weight_files(folder):
+        tensors = list(read_header(path))
+        header = 8 + _header_length(path)
+        size, stored = path.stat().st_size, header + max((tensor.end for tensor in tensors), default=0)
+        if size < stored:
+            raise SizeUnknown(f"{path} is incomplete: it has {size} of {stored} bytes; download or copy it again")
+
+
+def quantization(config: Mapping[str, Any]) -> str:
+    """How the weights of a model are quantized (`awq`, `gptq`, `fp8`, ...), by its config.json; empty: they are not."""
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(found, Mapping):
+        return ""
+    return str(found.get("quant_method") or "quantized")[:40]
+
+
+def _from_tensors(config: Mapping[str, Any], tensors: list[Tensor], folder: Path) -> ModelSize:
+    shape = shape_of(config)
+    own = {tensor.name: tensor.numbers for tensor in tensors if _is_loaded(tensor.name, shape.layers)}
+    head = sum(own.pop(name, 0) for name in _HEADS)
+    for name in _SCORES:
+        own.pop(name, None)
+    if not own:
+        raise SizeUnknown(f"{folder}: its safetensors files hold no model")
+    tied = config.get("tie_word_embeddings", head == 0)  # some files hold the shared weight twice
+    head = 0 if tied else head or shape.vocabulary * shape.hidden  # a reward model's folder has none
+    largest = max(head, fused_experts(config), *own.values())
+    return ModelSize(**vars(shape), backbone=sum(own.values()), head=head, largest=largest, counted=True)
+
+
+def _is_loaded(name: str, layers: int) -> bool:
+    """Whether transformers loads the tensor as a parameter: not a buffer, and none of the layers that predict further
+    tokens (DeepSeek-V3 numbers them after the model's own)."""
+    layer = _LAYER.match(name)
+    return not name.endswith(_BUFFERS) and (layer is None or int(layer[1]) < layers)
+
+
+def _from_config(config: Mapping[str, Any], folder: Path, method: str) -> ModelSize:
+    if method:
+        raise SizeUnknown(
+            f"{folder} has no *.safetensors, and only these tell the size of weights quantized by {method}"
+        )
+    count = count_of(config)
+    if count is None:
+        kind = str(config.get("model_type"))[:40]
+        raise SizeUnknown(f"{folder} has no *.safetensors, and the config of a {kind} does not tell its size")
+    shape = shape_of(config)
+    return ModelSize(**vars(shape), backbone=count.backbone, head=count.head, largest=count.largest)
+
+
+def _tensors(folder: Path) -> Iterator[Tensor]:
+    """Every tensor that transformers would load."""
+    for path in _weight_files(folder):
+        yield from read_header(path)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads: the single one, else those in the index. A folder may hold further copies."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))[:_MOST_FILES]
+    named = _object(index, _INDEX_BYTES).get("weight_map")
+    names = set(named.values()) if isinstance(named, dict) and all(map(_is_name, named.values())) else set()
+    if not names or len(names) > _MOST_FILES:
+        raise SizeUnknown(f"{index}: its weight_map names no files of this folder")
+    return [folder / name for name in sorted(names)]
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value == Path(value).name and value.endswith(".safetensors")
+
+
+def _is_size(number: object) -> bool:
+    """Whether this is a dimension of a tensor."""
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < _MOST
+
+
+def read_header(path: Path) -> Iterator[Tensor]:
+    """Every tensor of a safetensors file, from its header.
+
+    The file begins with the header's length (8 bytes, little-endian) and the header, a JSON object.
+
+    Raises:
+        SizeUnknown: The file cannot be read or is not valid.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            left = path.stat().st_size - 8
+            if not 0 < length <= min(left, _HEADER_BYTES):
+                raise SizeUnknown(f"{path} is not a safetensors file: a header of {length} bytes in {max(left, 0)}")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise SizeUnknown(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise SizeUnknown(f"{path} is not a safetensors file: its header is not JSON") from None
+    if not isinstance(header, dict):
+        raise SizeUnknown(f"{path} is not a safetensors file: its header is not a JSON object")
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(_is_size, shape)):
+            raise SizeUnknown(f"{path}: the header gives {name[:60]!r} no shape")
+        count = math.prod(shape)
+        if count >= _MOST:
+            raise SizeUnknown(f"{path}: the header gives {name[:60]!r} an impossible shape")
+        start, end = _stored(entry.get("data_offsets"))
+        yield Tensor(name, count, end - start, end)
+
+
+def _stored(offsets: Any) -> tuple[int, int]:
+    """Where the bytes of a tensor begin and end; 0 and 0 where the header does not say."""
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
+        return 0, 0
+    start, end = offsets
+    return (start, end) if 0 <= start <= end < _MOST else (0, 0)
+
+
+def _header_length(path: Path) -> int:
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(8), "little")
+
+
+def _object(path: Path, most: int) -> dict[str, Any]:
+    """A JSON object of at most `most` bytes. Raises SizeUnknown."""
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(most))
+    except OSError as error:
+        raise SizeUnknown(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise SizeUnknown(f"{path} is not JSON") from None
+    if not isinstance(found, dict):
+        raise SizeUnknown(f"{path} is not a JSON object")
+    return found

@@ -1,0 +1,159 @@
+"""Values of `troupe deploy` flags that have a form of their own, such as `CLAIM:/FOLDER`, parsed and checked."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import UsageError
+
+SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,200}")
+_LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+_RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_CREDENTIAL = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|APIKEY)$", re.IGNORECASE)
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A PersistentVolumeClaim and its mount path in every pod."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable with its value."""
+
+    variable: str
+    value: str
+
+
+@dataclass(frozen=True)
+class SecretVariable:
+    """An environment variable whose value is a key of a Secret."""
+
+    variable: str
+    secret: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Toleration:
+    """A taint of nodes that pods may run on nevertheless."""
+
+    key: str
+    value: str | None = None
+    """None: every value."""
+    effect: str | None = None
+    """None: every effect."""
+
+    def document(self) -> dict[str, Any]:
+        """The toleration as a pod spec has it."""
+        matched = {"operator": "Exists"} if self.value is None else {"operator": "Equal", "value": self.value}
+        return {"key": self.key, **matched, **({"effect": self.effect} if self.effect else {})}
+
+
+@dataclass(frozen=True)
+class Rdma:
+    """The resource of an RDMA device plugin, and how many of it a pod with GPUs requests."""
+
+    resource: str
+    count: int = 1
+
+
+def parse_claim(text: str) -> Claim:
+    """Parse `CLAIM:/FOLDER` of --pvc. Raises UsageError."""
+    name, colon, path = text.partition(":")
+    if not colon or not SUBDOMAIN.fullmatch(name):
+        raise UsageError(f"--pvc {short(text)}: expected CLAIM:/FOLDER, as in models:/models")
+    return Claim(name, folder("--pvc", path))
+
+
+def parse_variable(text: str) -> Variable:
+    """Parse `NAME=VALUE` of --env.
+
+    Raises:
+        UsageError: It has another form, or the name says that the value is a credential, which would stand in the
+            manifest. The message does not repeat the value.
+    """
+    variable, equals, value = text.partition("=")
+    if not equals or not _VARIABLE.fullmatch(variable):
+        raise UsageError("--env: expected NAME=VALUE, as in NCCL_DEBUG=INFO")
+    if _CREDENTIAL.search(variable):
+        raise UsageError(
+            f"--env {variable}: the value of a credential would stand in the manifest; "
+            f"use --secret-env {variable}=SECRET:KEY"
+        )
+    return Variable(variable, value)
+
+
+def parse_secret_variable(text: str) -> SecretVariable:
+    """Parse `NAME=SECRET:KEY` of --secret-env.
+
+    Raises:
+        UsageError: It has another form. The message repeats nothing after `=`, which may be a secret value.
+    """
+    variable, equals, source = text.partition("=")
+    secret, _, key = source.partition(":")
+    if not equals or not _VARIABLE.fullmatch(variable):
+        raise UsageError(
+            "--secret-env: expected NAME=SECRET:KEY, a variable and the Secret and key that hold its value"
+        )
+    if not SUBDOMAIN.fullmatch(secret) or not _KEY.fullmatch(key):
+        raise UsageError(f"--secret-env {variable}: expected {variable}=SECRET:KEY; store the value in a Secret")
+    return SecretVariable(variable, secret, key)
+
+
+def parse_label(flag: str, text: str) -> tuple[str, str]:
+    """Parse `KEY=VALUE` of a label. Raises UsageError."""
+    key, equals, value = text.partition("=")
+    if not equals or not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
+        raise UsageError(f"{flag} {short(text)}: expected KEY=VALUE with the characters of a label, as in team=rl")
+    return key, value
+
+
+def parse_annotation(text: str) -> tuple[str, str]:
+    """Parse `KEY=VALUE` of --annotation; the value is any text. Raises UsageError."""
+    key, equals, value = text.partition("=")
+    if not equals or not _LABEL_KEY.fullmatch(key):
+        raise UsageError(f"--annotation {short(text)}: expected KEY=VALUE, as in example.com/owner=rl")
+    return key, value
+
+
+def parse_toleration(text: str) -> Toleration:
+    """Parse `KEY[=VALUE][:EFFECT]` of --toleration, the form of `kubectl taint`. Raises UsageError."""
+    taint, colon, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value) or (colon and effect not in _EFFECTS):
+        effects = ", ".join(_EFFECTS)
+        raise UsageError(
+            f"--toleration {short(text)}: expected KEY, KEY=VALUE or KEY=VALUE:EFFECT (effects: {effects})"
+        )
+    return Toleration(key, value if equals else None, effect if colon else None)
+
+
+def parse_rdma(text: str) -> Rdma:
+    """Parse `RESOURCE[=COUNT]` of --rdma. Raises UsageError."""
+    resource, equals, count = text.partition("=")
+    if not _RESOURCE.fullmatch(resource) or (equals and not re.fullmatch(r"[1-9]\d{0,3}", count)):
+        raise UsageError(f"--rdma {short(text)}: expected RESOURCE or RESOURCE=COUNT, as in rdma/hca=8")
+    return Rdma(resource, int(count) if equals else 1)
+
+
+def folder(flag: str, path: str) -> str:
+    """Normalize an absolute path. Raises UsageError for characters that Kubernetes or a shell would interpret."""
+    if not path.startswith("/") or ".." in path.split("/") or re.search(r"[:\s\x00-\x1f]", path):
+        raise UsageError(f"{flag}: expected an absolute path without ':', '..' and whitespace, got {short(path)!r}")
+    return "/" + posixpath.normpath(path).lstrip("/")
+
+
+def short(text: str) -> str:
+    """The text on one line of at most 60 characters."""
+    return re.sub(r"[\x00-\x1f\x7f]", "?", text if len(text) <= 60 else f"{text[:57]}...")

@@ -1,0 +1,98 @@
+"""`metrics.jsonl`: the metrics of every step, a line each. Every run has it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import time
+from collections import deque
+from pathlib import Path
+
+from orchestrator.reporting.sinks.base import Metrics
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 10_000
+"""Lines that are kept while a file cannot be written."""
+
+
+class JsonlSink:
+    """`metrics.jsonl`: one JSON object a line, `step` and `time` (seconds since 1970) first."""
+
+    def __init__(self, path: str | Path, keep_through: int) -> None:
+        """Open for appending.
+
+        Args:
+            path: The file.
+            keep_through: Last step to keep; -1 for a new run. Lines of later steps and a line truncated by a kill are
+                dropped, because a run resumed at that step writes them again.
+        """
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _keep_lines(self.path, keep_through)
+        self._file = self.path.open("ab", buffering=0)
+        self._end = self._file.seek(0, os.SEEK_END)
+        """Size of the file with whole lines."""
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+        """Lines that could not be written yet."""
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Append one line. nan and infinity become null, because JSON has neither.
+
+        A line that cannot be written (disk full, read-only) is written with a later one.
+        """
+        line = {"step": step, "time": round(time.time(), 3)} | {k: _finite(v) for k, v in metrics.items()}
+        self._waiting.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
+        try:
+            self._flush()
+        except OSError as error:
+            if len(self._waiting) == 1:
+                logger.warning("%s cannot be written (%s): its lines are kept until it can", self.path, error.strerror)
+
+    def _flush(self) -> None:
+        """Append the lines that wait. Raises OSError, and the file then ends with a whole line."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # the folder was removed
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.close()
+            self._file, self._end = self.path.open("ab", buffering=0), 0
+        while self._waiting:
+            if self._file.write(self._waiting[0]) < len(self._waiting[0]):
+                os.ftruncate(self._file.fileno(), self._end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+            self._end += len(self._waiting.popleft())
+
+    def close(self) -> None:
+        """Close the file, with all lines if they can be written now."""
+        try:
+            self._flush()
+        except OSError as error:
+            logger.error("%s: %d lines are lost: %s", self.path, len(self._waiting), error.strerror)
+        self._file.close()
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _keep_lines(path: Path, keep_through: int) -> None:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= keep_through]
+    if len(kept) == len(lines):
+        return
+    logger.info("%s: dropped %d lines of steps after %d", path, len(lines) - len(kept), keep_through)
+    shorter = path.with_name(f".{path.name}.{os.getpid()}")
+    shorter.write_text("".join(kept), encoding="utf-8")
+    os.replace(shorter, path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a complete line; infinity for a truncated or foreign line."""
+    try:
+        step = json.loads(line)["step"] if line.endswith("\n") else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        step = None
+    return step if isinstance(step, int) else math.inf

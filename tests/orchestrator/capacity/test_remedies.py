@@ -1,0 +1,168 @@
+"""Remedies: following any of them makes a plan fit, or leaves another problem; and their text says what they change."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.capacity.plan import Plan, described_nodes, plan
+from orchestrator.capacity.remedies import Misfit
+from orchestrator.capacity.spec_memory import Sizes
+from orchestrator.models.model_size import ModelSize
+from orchestrator.spec.stages import plan_runs, read_document
+from tests.conftest import ROOT
+
+NODE = ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"
+ONE_B = ModelSize(
+    layers=16,
+    hidden=2048,
+    intermediate=8192,
+    heads=32,
+    kv_heads=8,
+    head_dim=64,
+    vocabulary=128_256,
+    backbone=1_235_814_400,
+    largest=262_668_288,
+)
+SEVEN_B = replace(
+    ONE_B,
+    layers=28,
+    hidden=3584,
+    intermediate=18944,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    vocabulary=152_064,
+    backbone=7_070_619_136,
+    head=544_997_376,
+    largest=544_997_376,
+)
+
+
+def planned(size: ModelSize, cluster: str, gib: float, *changes: str) -> Plan:
+    spec = plan_runs(read_document(NODE, ["model.path=given", *changes]))[0].spec
+    return plan(spec, described_nodes(cluster, 128, gib), Sizes({"given": size}), advise=True)
+
+
+def problem(found: Plan) -> str:
+    """The misfit without its numbers and its remedies."""
+    return re.sub(r"[\d.]+", "N", found.misfit.partition(" GiB")[0].partition(" bundle")[0])
+
+
+def told(text: str) -> list[dict[str, Any]]:
+    """The changes that a misfit's text proposes, read back from it."""
+    found = []
+    for part in re.split(r", or (?:add nodes)?", text):
+        part = part.removesuffix(" and add nodes")
+        changes: dict[str, Any] = {}
+        for match in re.finditer(r"(?:raise|lower) ((?:[a-z_.]+ and )*[a-z_.]+) to ([\d.]+)", part):
+            changes |= dict.fromkeys(match[1].split(" and "), yaml.safe_load(match[2]))
+        changes |= {match[1]: yaml.safe_load(match[2]) for match in re.finditer(r"set ([a-z_.]+): (\w+)", part)}
+        found += [changes] if changes else []
+    return found
+
+
+SEPARATE = st.fixed_dictionaries(
+    {
+        "roles.policy.workers": st.sampled_from([1, 2, 4, 6]),
+        "roles.rollout.workers": st.sampled_from([1, 2, 4]),
+        "roles.rollout.max_model_len": st.sampled_from([4096]),
+    }
+)
+COLOCATED = st.builds(
+    lambda workers, share: {
+        "roles.rollout": f"{{colocate_with: policy, workers: {workers}, gpus: 0.4, gpu_memory_utilization: {share}, "
+        "max_model_len: 4096}",
+        "roles.policy.workers": workers,
+        "roles.policy.gpus": 0.6,
+        "weight_sync.backend": "ipc",
+        "schedule.max_staleness": 0,
+    },
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([0.2, 0.4, 0.6, 0.9]),
+)
+TRAINER = st.fixed_dictionaries(
+    {
+        "roles.policy.zero_stage": st.sampled_from([0, 1, 2, 3]),
+        "roles.policy.gradient_checkpointing": st.sampled_from(["true", "false"]),
+        "roles.policy.micro_batch_tokens": st.sampled_from([4096, 16384, 65536]),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.one_of(SEPARATE, COLOCATED),
+    TRAINER,
+    st.sampled_from([ONE_B, SEVEN_B]),
+    st.sampled_from(["1x8xT4", "1x8xA100-40G", "2x8xA100-40G", "1x8xH100", "4x8xL4", "1x2xH200"]),
+    st.sampled_from([0.0, 24.0, 64.0]),
+)
+def test_following_a_remedy_ends_the_misfit(
+    roles: dict[str, Any], trainer: dict[str, Any], size: ModelSize, cluster: str, gib: float
+) -> None:
+    given_ = [f"{name}={value}" for name, value in {**roles, **trainer}.items()]
+    before = planned(size, cluster, gib, *given_)
+    assert bool(before.misfit) or not before.remedies
+    for remedy in before.remedies:
+        after = planned(size, cluster, gib, *given_, *(f"{name}={value}" for name, value in remedy.changes.items()))
+        assert (remedy.then is None) == (after.misfit == "")
+        assert problem(after) != problem(before), (before.misfit, after.misfit)
+    assert told(before.misfit) == [dict(remedy.changes) for remedy in before.remedies]
+
+
+def test_colocated_roles_keep_one_engine_for_each_policy_worker() -> None:
+    shared = (
+        "roles.rollout={colocate_with: policy, workers: 2, gpus: 0.4, gpu_memory_utilization: 0.3, max_model_len: 4096}"
+    )
+    changes = ("roles.policy.gpus=0.6", "weight_sync.backend=ipc", "schedule.max_staleness=0", shared)
+    found = planned(SEVEN_B, "1x8xH100", 0, *changes, "roles.policy.workers=2")
+    assert found.misfit.startswith("policy-0 and rollout-0 need ")
+    raised = [remedy.changes for remedy in found.remedies if "roles.policy.workers" in remedy.changes]
+    assert raised and all(dict(c)["roles.rollout.workers"] == dict(c)["roles.policy.workers"] for c in raised)
+    assert "raise roles.policy.workers and roles.rollout.workers to " in found.misfit
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_the_model_is_reported_with_those_that_do() -> None:
+    found = planned(
+        SEVEN_B,
+        "2x8xH100",
+        0,
+        "roles.rollout.tensor_parallel_size=8",
+        "roles.rollout.gpus=8",
+        "roles.rollout.workers=1",
+    )
+    assert found.misfit.startswith(
+        "roles.rollout.tensor_parallel_size: 8 does not divide the model's 28 attention heads: "
+        "lower roles.rollout.tensor_parallel_size and roles.rollout.gpus to 4"
+    )
+
+
+def test_nothing_is_proposed_where_nothing_helps() -> None:
+    found = planned(replace(SEVEN_B, backbone=700_000_000_000), "1x8xT4", 0, "roles.rollout.workers=1")
+    assert found.remedies == () and found.misfit.endswith("use larger GPUs or a smaller model")
+
+
+def test_advice_is_not_looked_for_unless_asked() -> None:
+    spec = plan_runs(read_document(NODE, ["model.path=given"]))[0].spec
+    found = plan(spec, described_nodes("1x8xA100-40G", 128), Sizes({"given": SEVEN_B}))
+    assert found.remedies == () and re.fullmatch(r"policy-0 needs [\d.]+ GiB of a GPU's 40.0", found.misfit)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (Misfit("gpu", "policy-0", ("policy",), ""), Misfit("gpu", "policy-3", ("policy",), ""), True),
+        (Misfit("gpu", "policy-0", ("policy",), ""), Misfit("gpu", "critic-0", ("critic",), ""), False),
+        (Misfit("host", "node-0", ("policy",), ""), Misfit("host", "node-1", ("reward",), ""), True),
+        (Misfit("gpu", "policy-0", ("policy",), ""), Misfit("cache", "rollout-0", ("rollout",), ""), False),
+    ],
+)
+def test_the_same_problem_elsewhere_is_not_another_one(one: Misfit, other: Misfit, same: bool) -> None:
+    assert one.same(other) is same

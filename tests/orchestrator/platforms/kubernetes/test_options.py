@@ -1,0 +1,134 @@
+"""Flags of `troupe deploy` that Kubernetes or KubeRay would reject."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import UsageError
+from orchestrator.platforms.flags import KubernetesFlags, NodeFlags
+from orchestrator.platforms.kubernetes.options import Options
+from orchestrator.platforms.kubernetes.values import (
+    Claim,
+    Rdma,
+    Toleration,
+    Variable,
+    parse_claim,
+    parse_rdma,
+    parse_secret_variable,
+    parse_toleration,
+    parse_variable,
+)
+from orchestrator.platforms.manifest import Request, manifest
+from tests.orchestrator.platforms.kubernetes.manifests import GRPO, documents
+
+CANARY = "hf_canary0123456789"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"pvc": ["models"]}, "--pvc models: expected CLAIM:/FOLDER, as in models:/models"),
+        ({"pvc": ["models:models"]}, "--pvc: expected an absolute path without ':', '..' and whitespace, got 'models'"),
+        ({"pvc": ["models:"]}, "--pvc: expected an absolute path without ':', '..' and whitespace, got ''"),
+        (
+            {"pvc": ["models:/a/../.."]},
+            "--pvc: expected an absolute path without ':', '..' and whitespace, got '/a/../..'",
+        ),
+        ({"pvc": ["Models:/m"]}, "--pvc Models:/m: expected CLAIM:/FOLDER"),
+        ({"pvc": ["a:/m", "b:/m/"]}, "--pvc a:/m: two claims have this mount path"),
+        ({"pvc": ["a:/dev/shm"]}, "--pvc a:/dev/shm: the path is reserved"),
+        ({"pvc": ["a:/"]}, "--pvc a:/: the path is reserved"),
+        ({"image": "two words"}, "--image two words: not an image reference"),
+        ({"image": ""}, "--image : not an image reference"),
+        ({"namespace": "Prod"}, "--namespace Prod: not a DNS label"),
+        ({"auth_secret": "a_b"}, "--auth-secret: expected the name of a Secret"),
+        ({"env_from_secret": ["A"]}, "--env-from-secret: expected the name of a Secret"),
+        ({"pull_secret": ["A"]}, "--pull-secret: expected the name of a Secret"),
+        ({"env": ["A"]}, "--env: expected NAME=VALUE"),
+        ({"env": ["HF_TOKEN=x"]}, "--env HF_TOKEN: the value of a credential would stand in the manifest"),
+        ({"env": ["A=a", "A=b"]}, "--env A: specified twice"),
+        ({"env": ["A=a"], "secret_env": ["A=a:c"]}, "--env A: specified twice"),
+        ({"env": ["RAY_ADDRESS=x"]}, "--env RAY_ADDRESS: KubeRay sets this variable"),
+        ({"env": ["RAY_JOB_STOP_WAIT_TIME_S=9"]}, "--env RAY_JOB_STOP_WAIT_TIME_S: set it with --stop-s"),
+        (
+            {"secret_env": ["RAY_AUTH_TOKEN=a:b"]},
+            "--secret-env RAY_AUTH_TOKEN: KubeRay sets this variable; set Ray's token with --auth-secret",
+        ),
+        ({"label": ["team"]}, "--label team: expected KEY=VALUE with the characters of a label"),
+        ({"label": ["team=a b"]}, "--label team=a b: expected KEY=VALUE"),
+        ({"annotation": ["=x"]}, "--annotation =x: expected KEY=VALUE"),
+        ({"node_selector": ["pool:a"]}, "--node-selector pool:a: expected KEY=VALUE"),
+        ({"toleration": ["spot:Never"]}, "--toleration spot:Never: expected KEY, KEY=VALUE or KEY=VALUE:EFFECT"),
+        ({"rdma": "hca"}, "--rdma hca: expected RESOURCE or RESOURCE=COUNT, as in rdma/hca=8"),
+        ({"rdma": "rdma/hca=0"}, "--rdma rdma/hca=0: expected RESOURCE or RESOURCE=COUNT"),
+        ({"pvc": ["a:/var/run/secrets/kubernetes.io"]}, "--pvc a:/var/run/secrets/kubernetes.io: the path is reserved"),
+        ({"gpus_per_node": 0}, "--gpus-per-node: must be between 1 and 2147483647, got 0"),
+        ({"stop_s": 0}, "--stop-s: must be between 1 and 2147483647, got 0"),
+        ({"patch": Path("/no/such/file")}, "--patch /no/such/file: No such file or directory"),
+        ({"shm_gib": 0}, "--shm-gib: must be between 1 and 2147483647, got 0"),
+        (
+            {"shm_gib": 200, "gib_per_node": 100},
+            "--shm-gib 200: /dev/shm (200 GiB) is part of a pod's memory, and a pod of cpu has 100 GiB",
+        ),
+        ({"ttl_s": -1}, "--ttl-s: must be between 0 and 2147483647, got -1"),
+        ({"root": "here"}, "--root: expected an absolute path without ':', '..' and whitespace, got 'here'"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        documents(GRPO, **flags)
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster_only", "said"),
+    [
+        ("a" * 48, False, "a RayJob's name has at most 47"),
+        ("a" * 54, True, "a RayCluster's name has at most 53"),
+        ("8b-run", False, "is not a DNS label"),
+        ("a_b", False, "is not a DNS label"),
+    ],
+)
+def test_a_name_that_kuberay_rejects_is_refused(name: str, cluster_only: bool, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        manifest(Request(GRPO, name=name), NodeFlags(), KubernetesFlags(cluster_only=cluster_only))
+    assert documents(GRPO, "name=" + "a" * 47)[0]["metadata"]["name"] == "a" * 47
+
+
+@pytest.mark.parametrize("given", [f"HF_TOKEN={CANARY}", f"{CANARY}", f"HF_TOKEN=Upper{CANARY}:k", f"{CANARY}-x=a:b"])
+def test_a_secret_value_on_the_command_line_is_refused_and_not_repeated(given: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_secret_variable(given)
+    assert CANARY not in str(caught.value) and "SECRET:KEY" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "aws_secret_access_key", "PASSWORD"])
+def test_a_credential_is_refused_as_a_plain_variable_and_not_repeated(name: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_variable(f"{name}={CANARY}")
+    assert CANARY not in str(caught.value) and f"use --secret-env {name}=SECRET:KEY" in str(caught.value)
+
+
+def test_a_plain_variable_keeps_its_value() -> None:
+    assert parse_variable("A=b=c:d e") == Variable("A", "b=c:d e")
+    assert parse_variable("TOKENIZERS_PARALLELISM=false") == Variable("TOKENIZERS_PARALLELISM", "false")
+
+
+def test_tolerations_have_the_form_of_kubectl_taint() -> None:
+    assert parse_toleration("a.b/c") == Toleration("a.b/c")
+    assert parse_toleration("a=b") == Toleration("a", "b")
+    assert parse_toleration("a=:NoExecute") == Toleration("a", "", "NoExecute")
+    assert Toleration("a", "", "NoExecute").document()["operator"] == "Equal"
+
+
+def test_rdma_devices_are_counted() -> None:
+    assert parse_rdma("vpc.amazonaws.com/efa=32") == Rdma("vpc.amazonaws.com/efa", 32)
+    assert parse_rdma("rdma/hca_shared_devices_a") == Rdma("rdma/hca_shared_devices_a", 1)
+
+
+def test_a_claim_is_parsed_and_its_path_normalized() -> None:
+    assert parse_claim("team.data:/data//x/") == Claim("team.data", "/data/x")
+    assert Options("a", "i", "2.60.0", claims=(Claim("a", "/a"),)).base == "/a"

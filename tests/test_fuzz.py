@@ -1,0 +1,542 @@
+"""Damaged input for every parser: only its documented errors come out, whatever the bytes.
+
+Good examples are mutated at random with a fixed seed: bytes flipped, pieces cut, doubled and spliced, brackets nested,
+values of JSON replaced. A parser that hangs is stopped by the timeout of its test; memory is bounded where a file could
+make it grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import csv
+import gzip
+import io
+import json
+import os
+import random
+import socket
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import save_file
+
+from orchestrator.data.prompts import PromptSource, load_pool
+from orchestrator.errors import DataError, TroupeError, UsageError
+from orchestrator.live.control import FOLDER, ControlServer, ask
+from orchestrator.models.model_size import SizeUnknown, read_size
+from orchestrator.reporting.sinks.jsonl import JsonlSink
+from orchestrator.spec.errors import SpecError
+from orchestrator.spec.preflight import model_folder, too_long
+from orchestrator.spec.preflight_models import unsupported_head_size, wrong_kinds
+from orchestrator.spec.sections import DataSource
+from orchestrator.spec.stages import plan_runs, read_document
+from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
+from orchestrator.training.ledger import Ledger
+from orchestrator.training.state import ControllerState
+from tests.conftest import ROOT
+from workers.contract.advantage_state import AdvantageState
+from workers.contract.config import ModelConfig, RewardFunctionConfig
+from workers.environments.agent import read_request
+from workers.rewards.runner import RewardProcess, Sample
+from workers.training.resharding import opened
+from workers.training.shards import read_shard
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
+
+SEED = 20_26
+MEMORY = 256 << 20
+"""Bytes that Python may allocate for one damaged input of some kilobytes."""
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 1.5, 1e308, 10**30, float("nan"), float("inf"), -(2**63)),
+    *("", "x", "\ud800", "a" * 300, "../../etc/passwd", "\x00", "\n"),
+    *([], {}, [None], {"a": {}}, [[[]]], {"": ""}, ["x"] * 50, [1, [2, {"a": [3]}]]),
+)
+PIECES = (
+    *(b"\x00", b"\xff", b"\xed\xa0\x80", b"{", b"}", b"[", b"]", b'"', b"\\u", b"\n", b"\r\n", b",", b":"),
+    *(b"- ", b"&a ", b"*a", b"!!python/name:os.system ", b"9" * 400, b"1e999", b"NaN", b"\x1b[31m", b"null", b"true"),
+    *(b"[" * 3000, b'{"a":' * 3000, (2**63).to_bytes(8, "little"), b"\x00" * 64, b"\x80\x04", b"PK\x03\x04", b"PAR1"),
+)
+
+
+@dataclass
+class Mutations:
+    """Random damage, the same in every run."""
+
+    random: random.Random = field(default_factory=lambda: random.Random(SEED))
+
+    def of_bytes(self, good: bytes, count: int) -> Iterator[bytes]:
+        """Damaged copies of some bytes."""
+        for _ in range(count):
+            data = bytearray(good)
+            for _ in range(self.random.choice((1, 1, 1, 2, 4, 8))):
+                self._damage(data)
+            yield bytes(data)
+
+    def of_json(self, good: Any, count: int) -> Iterator[Any]:
+        """Copies of a value with some of its parts replaced, removed or doubled."""
+        for _ in range(count):
+            value = copy.deepcopy(good)
+            for _ in range(self.random.choice((1, 1, 2, 3))):
+                value = self._replace(value)
+            yield value
+
+    def _damage(self, data: bytearray) -> None:
+        place = self.random.randrange(len(data) + 1)
+        kind = self.random.randrange(6)
+        end = min(len(data), place + self.random.choice((1, 1, 4, 32, 4096)))
+        if kind == 0 and place < len(data):
+            data[place] ^= 1 << self.random.randrange(8)
+        elif kind == 1:
+            del data[place:end]
+        elif kind == 2:
+            data[place:place] = data[place:end] * self.random.choice((1, 2, 50))
+        elif kind == 3:
+            data[place:end] = self.random.choice(PIECES)
+        elif kind == 4:
+            data[place:place] = self.random.choice(PIECES)
+        else:
+            del data[place:]
+
+    def _replace(self, value: Any) -> Any:
+        """The value with one part changed: itself, or a part of it."""
+        if isinstance(value, dict) and value and self.random.random() < 0.85:
+            key = self.random.choice(list(value))
+            if self.random.random() < 0.15:
+                del value[key]
+            elif self.random.random() < 0.1:
+                value[str(self.random.choice(ODD))[:20]] = value.pop(key)
+            else:
+                value[key] = self._replace(value[key])
+            return value
+        if isinstance(value, list) and value and self.random.random() < 0.85:
+            place = self.random.randrange(len(value))
+            if self.random.random() < 0.15:
+                del value[place]
+            else:
+                value[place] = self._replace(value[place])
+            return value
+        return copy.deepcopy(self.random.choice(ODD))
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Fails where Python's own allocations grow beyond `MEMORY`."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MEMORY
+    finally:
+        tracemalloc.stop()
+
+
+def refuses(parse: Callable[[], object], *documented: type[BaseException]) -> bool:
+    """Whether a parser refuses its input with a documented error. Any other error fails the test."""
+    try:
+        parse()
+    except documented as error:
+        assert str(error).strip(), "an error without a message"
+        return True
+    return False
+
+
+def test_specs(tmp_path: Path) -> None:
+    path, refused, total = tmp_path / "spec.yaml", 0, 0
+    mutations = Mutations()
+    with bounded_memory():
+        for file in sorted((ROOT / "deploy" / "specs").glob("tiny-*.yaml")):
+            for data in mutations.of_bytes(file.read_bytes(), 60):
+                path.write_bytes(data)
+                total += 1
+                try:
+                    plan_runs(read_document(path))
+                except SpecError as error:
+                    refused += 1
+                    assert all(line.isprintable() for line in str(error).splitlines()), str(error)
+    assert refused > total / 4
+
+
+def test_overrides(tmp_path: Path) -> None:
+    path, mutations = tmp_path / "spec.yaml", Mutations()
+    path.write_bytes((ROOT / "deploy" / "specs" / "tiny-grpo.yaml").read_bytes())
+    refused = 0
+    for data in mutations.of_bytes(b"roles.rollout={workers: 1, cpus: 0.5, max_num_seqs: 32}", 600):
+        text = data.decode("utf-8", "surrogateescape")
+        refused += refuses(lambda text=text: plan_runs(read_document(path, [text])), SpecError)
+    assert refused > 300
+
+
+ROWS = [{"prompt": f"Say {i} é.", "answer": str(i), "meta": {"n": i, "tags": ["a", None]}} for i in range(6)]
+CHATS = [{"prompt": [{"role": "user", "content": f"Say {i}."}], "answer": str(i)} for i in range(6)]
+
+
+def _json_lines(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def _csv_text() -> bytes:
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerows([["prompt", "answer"], *[[row["prompt"], row["answer"]] for row in ROWS]])
+    return out.getvalue().encode()
+
+
+def _parquet(rows: list[dict[str, Any]], **options: Any) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), out, **options)
+    return out.getvalue()
+
+
+FORMATS: dict[str, tuple[str, str, bytes, int]] = {
+    "jsonl": ("jsonl", "rows.jsonl", _json_lines(ROWS), 800),
+    "chats": ("jsonl", "rows.jsonl", _json_lines(CHATS), 800),
+    "jsonl.gz": ("jsonl", "rows.jsonl.gz", gzip.compress(_json_lines(ROWS), mtime=0), 400),
+    "json": ("json", "rows.json", json.dumps(ROWS).encode(), 800),
+    "csv": ("csv", "rows.csv", _csv_text(), 800),
+    "parquet": ("parquet", "rows.parquet", _parquet(ROWS, compression="snappy"), 1200),
+    "parquet.chats": ("parquet", "rows.parquet", _parquet(CHATS, compression="zstd"), 800),
+    "parquet.times": (
+        "parquet",
+        "rows.parquet",
+        _parquet([row | {"at": pa.scalar(i, pa.timestamp("us")).as_py()} for i, row in enumerate(ROWS)]),
+        400,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_data(tmp_path: Path, form: str) -> None:
+    kind, name, good, count = FORMATS[form]
+    path = tmp_path / name
+    columns = {"metadata": ["at"]} if form == "parquet.times" else {}
+    source = TypeAdapter(DataSource).validate_python({"kind": kind, "path": str(path), **columns})
+    path.write_bytes(good)
+    load_pool(source)
+    refused = 0
+    with bounded_memory():
+        for data in Mutations().of_bytes(good, count):
+            path.write_bytes(data)
+            try:
+                load_pool(source)
+            except DataError as error:
+                refused += 1
+                assert str(path.name) in str(error) or "data.train" in str(error)
+    assert refused > count / 10
+
+
+def test_data_of_another_shape(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    source = TypeAdapter(DataSource).validate_python({"kind": "jsonl", "path": str(path), "metadata": ["meta"]})
+    mutations = Mutations()
+    for rows in (ROWS, CHATS):
+        for value in mutations.of_json(rows, 800):
+            path.write_bytes(_json_lines(value if isinstance(value, list) else [value]))
+            refuses(lambda: load_pool(source), DataError)
+
+
+def test_folders_of_datasets(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    folder = tmp_path / "data"
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(folder))
+    source = TypeAdapter(DataSource).validate_python({"kind": "datasets", "path": str(folder)})
+    load_pool(source)
+    mutations = Mutations()
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
+        good = file.read_bytes()
+        for data in mutations.of_bytes(good, 60):
+            file.unlink()  # a mapping of the old file stays as it is
+            file.write_bytes(data)
+            refuses(lambda: load_pool(source), DataError)
+        file.unlink()
+        file.write_bytes(good)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    path = store.begin(3)
+    (path / "policy").mkdir()
+    (path / "policy" / "weights").write_bytes(b"weights")
+    return store.commit(path, {"step": 3, "ledger": {"closed": ["a"]}}).path
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "policy/weights"])
+def test_files_of_a_checkpoint(checkpoint: Path, name: str) -> None:
+    good = (checkpoint / name).read_bytes()
+    for data in Mutations().of_bytes(good, 500):
+        (checkpoint / name).write_bytes(data)
+        refused = refuses(lambda: verify(checkpoint), InvalidCheckpoint)
+        assert refused or data == good or name == "manifest.json"
+
+
+def test_the_state_of_a_checkpoint(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.dispatch("p0", 0, 2)
+    ledger.dispatch("p1", 1, 2)
+    ledger.mark_dropped("p0", 0, "reward: error")
+    (tmp_path / "rows.jsonl").write_bytes(_json_lines(ROWS))
+    pool = load_pool(TypeAdapter(DataSource).validate_python({"kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}))
+    prompts = PromptSource(pool, 1)
+    prompts.next()
+    good = {
+        "ledger": json.loads(json.dumps(ledger.state())),
+        "memory": ControllerState().model_dump(mode="json"),
+        "source": {"prompts": prompts.state(), "advantages": AdvantageState().model_dump(mode="json")},
+        "trainers": {"policy": {"zero_stage": 1, "workers": 2, "dtype": "float32"}},
+    }
+
+    def restore(state: Any) -> None:
+        found = Checkpoint(3, tmp_path, state)
+        with found.restoring():
+            Ledger.restore(state["ledger"])
+            AdvantageState.model_validate(state["source"]["advantages"])
+            PromptSource(pool, 1).restore(state["source"]["prompts"])
+            ControllerState.model_validate(state["memory"])
+        found.trainers()
+
+    restore(good)
+    refused = sum(
+        refuses(lambda value=value: restore(value), TroupeError)
+        for value in Mutations().of_json(good, 2000)
+        if isinstance(value, dict)  # as `verify` requires
+    )
+    assert refused > 800
+
+
+def test_files_of_a_trainer(tmp_path: Path) -> None:
+    mutations = Mutations()
+    save_file({"updates": torch.tensor([3]), "torch_rng": torch.arange(64)}, tmp_path / "good.safetensors")
+    good = (tmp_path / "good.safetensors").read_bytes()
+    path = tmp_path / "bad.safetensors"
+
+    def read_all() -> None:
+        with opened(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                file.get_tensor(name)
+
+    for data in mutations.of_bytes(good, 500):
+        path.write_bytes(data)
+        refuses(read_all, ValueError)
+    state = {"module": {"w": torch.ones(8)}, "param_shapes": [{"w": torch.Size([8])}], "optimizer": None, "steps": 3}
+    for zipped in (True, False):
+        torch.save(state, tmp_path / "good.pt", _use_new_zipfile_serialization=zipped)
+        good = (tmp_path / "good.pt").read_bytes()
+        for data in mutations.of_bytes(good, 400):
+            (tmp_path / "bad.pt").write_bytes(data)
+            refuses(lambda: read_shard(tmp_path / "bad.pt"), ValueError)
+
+
+def test_folders_of_models(tmp_path: Path, tiny_model: Path) -> None:
+    config, header = tmp_path / "config.json", tmp_path / "model.safetensors"
+    index = tmp_path / "model.safetensors.index.json"
+    good_config = json.loads((tiny_model / "config.json").read_bytes())
+    size = int.from_bytes((tiny_model / "model.safetensors").read_bytes()[:8], "little")
+    good_header = (tiny_model / "model.safetensors").read_bytes()[: 8 + size]
+    parsed = json.loads(good_header[8:])
+    config.write_text(json.dumps(good_config))
+    header.write_bytes(good_header)
+    model = ModelConfig(path=str(tmp_path))
+
+    def examine() -> None:
+        model_folder(tmp_path)
+        list(too_long({"model": model}, {"sampling.max_tokens": 64}))
+        list(unsupported_head_size(tmp_path))
+        list(wrong_kinds({"model": model, "roles.reward.model": model}, "policy"))
+        read_size(tmp_path)
+
+    examine()
+    mutations = Mutations()
+    with bounded_memory():
+        for value in mutations.of_json(good_config | {"text_config": good_config}, 600):
+            config.write_text(json.dumps(value))
+            refuses(examine, SizeUnknown)
+        for data in mutations.of_bytes(json.dumps(good_config).encode(), 300):
+            config.write_bytes(data)
+            refuses(examine, SizeUnknown)
+        config.write_text(json.dumps(good_config))
+        for data in mutations.of_bytes(good_header, 400):
+            header.write_bytes(data)
+            refuses(examine, SizeUnknown)
+        for value in mutations.of_json(parsed, 300):
+            text = json.dumps(value).encode()
+            header.write_bytes(len(text).to_bytes(8, "little") + text)
+            refuses(examine, SizeUnknown)
+        header.rename(tmp_path / "model-1.safetensors")
+        for value in mutations.of_json({"weight_map": dict.fromkeys(list(parsed)[:4], "model-1.safetensors")}, 300):
+            index.write_text(json.dumps(value))
+            refuses(examine, SizeUnknown)
+
+
+def test_bombs_in_the_header_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "model.safetensors"
+    shape = "[" + ",".join(["1125899906842623"] * 200_000) + "]"
+    with bounded_memory():
+        for length, header in (
+            (2**60, b"{}"),
+            (2**64 - 1, b"{}"),
+            (None, b"[" * 100_000),
+            (None, b'{"a":' * 100_000),
+            (None, b'{"a": {"shape": %s}}' % shape.encode()),
+            (None, b'{"a": {"shape": [%s]}}' % (b"9" * 100_000)),
+            (None, b'{"a": {"shape": [1e999]}}'),
+        ):
+            path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
+            assert refuses(lambda: read_size(tmp_path), SizeUnknown)
+        with path.open("wb") as file:  # a sparse file with a header of a gigabyte
+            file.write((1 << 30).to_bytes(8, "little"))
+            file.truncate(2 << 30)
+        assert refuses(lambda: read_size(tmp_path), SizeUnknown)
+
+
+async def test_requests_to_a_run(tmp_path: Path) -> None:
+    class Scaler:
+        """Answers every request that can be read."""
+
+        def change(self, changes: dict[str, Any]) -> None:
+            raise UsageError("refused")
+
+        def states(self) -> tuple[Any, ...]:
+            return ()
+
+    scaler: Any = Scaler()
+    server = ControlServer(tmp_path, scaler)
+    server.open()
+    folder = tmp_path / FOLDER
+    for number, data in enumerate(Mutations().of_bytes(b'{"changes": {"roles.rollout.workers": 2}}', 400)):
+        (folder / f"request-{number:04d}.json").write_bytes(data)
+    async with asyncio.timeout(60):
+        while len(list(folder.glob("answer-*.json"))) < 400:
+            await asyncio.sleep(0.1)
+    await server.close()
+
+
+def test_answers_of_a_run(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+    answer = {"error": "", "roles": [{"role": "rollout", "wanted": 1, "running": 1, "scaling": False}]}
+    mutations = Mutations()
+    for data in mutations.of_bytes(owner, 200):
+        (folder / "run.json").write_bytes(data)
+        refuses(lambda: ask(tmp_path, {}, 0.0), UsageError, TroupeError)
+    (folder / "run.json").write_bytes(owner)
+    for value in mutations.of_json(answer, 100):
+        with _answering(folder, json.dumps(value)), suppress(UsageError, TroupeError):
+            ask(tmp_path, {}, 5.0)
+
+
+@contextmanager
+def _answering(folder: Path, text: str) -> Iterator[None]:
+    """A run that answers the next request with this text."""
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.wait(0.002):
+            for request in folder.glob("request-*.json"):
+                answer = request.with_name(request.name.replace("request", "answer", 1))
+                scratch = answer.with_suffix(".new")
+                scratch.write_text(text)
+                scratch.rename(answer)
+                request.unlink()
+                return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_replies_of_a_reward_process(process: bool) -> None:
+    sample = Sample("a response", "answer", "{}", 3, "stop")
+    result = {"value": 1.0, "steps": [[3, 0.5], [10, 1.0]]}
+    good = json.dumps({"id": 1, "results": [result]}).encode()
+    mutations = Mutations()
+    lines = list(mutations.of_bytes(good, 300))
+    lines += [json.dumps(value).encode() for value in mutations.of_json(json.loads(good), 500)]
+    config = RewardFunctionConfig(name="mine:f", process=process)
+    numbers = 0
+    for line in lines:
+        runner = RewardProcess(config, 512)
+        ours, theirs = socket.socketpair()
+        # The child's side of the protocol; no process is started.
+        runner._connection, runner._process = ours, _Ended()  # pyright: ignore[reportAttributeAccessIssue]
+        runner._lifeline = os.open(os.devnull, os.O_RDONLY)
+        child = threading.Thread(target=_reply, args=(theirs, line.replace(b"\n", b" ") + b"\n"))
+        child.start()
+        (outcome,) = runner.score([sample])
+        assert (outcome.value is None) == (outcome.status != "ok")
+        numbers += outcome.value is not None
+        runner.close()
+        child.join()
+    assert 0 < numbers < len(lines)
+
+
+def _reply(connection: socket.socket, line: bytes) -> None:
+    """Send a line, as far as somebody reads it, and end."""
+    with connection, suppress(OSError):
+        connection.sendall(line)
+
+
+class _Ended:
+    """In the place of the child: it is there, and ends when it is told to."""
+
+    pid, returncode = 2**22 + 1, 0
+
+    def poll(self) -> None:
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def kill(self) -> None:
+        return None
+
+
+async def test_requests_of_an_agent() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    good = {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {}}]},
+        ],
+        "tools": [tool],
+        "tool_choice": "auto",
+        "max_tokens": 16,
+        "stop": ["x"],
+        "n": 2,
+    }
+    read_request(good)
+    refused = 0
+    for value in Mutations().of_json(good, 3000):
+        refused += refuses(lambda value=value: read_request(value), ValueError, TypeError, KeyError, OverflowError)
+    assert refused > 300
+
+
+def test_metrics_of_an_earlier_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = "".join(json.dumps({"step": step, "time": 1.0, "reward/mean": 0.5}) + "\n" for step in range(6)).encode()
+    for data in Mutations().of_bytes(good, 600):
+        path.write_bytes(data)
+        sink = JsonlSink(path, keep_through=3)
+        sink.write(4, {"reward/mean": 1.0})
+        sink.close()
+        assert json.loads(path.read_bytes().splitlines()[-1])["step"] == 4

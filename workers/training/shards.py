@@ -1,0 +1,60 @@
+"""Reading of DeepSpeed's checkpoint files without running code from them.
+
+DeepSpeed writes pickles, and its own loaders call whatever a file asks for. A manifest of hashes does not help against
+those who can write to the folder: they can write the manifest, too. Here every file is read by torch's restricted
+unpickler, which builds tensors, plain containers and the few types listed below, and calls nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def read_shard(file: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """Contents of a file that DeepSpeed wrote, on the CPU.
+
+    Args:
+        file: The file.
+        mapped: Map its tensors from disk instead of reading them.
+
+    Raises:
+        ValueError: it is damaged, or names a type that DeepSpeed does not write.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    try:
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+            found = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # torch raises many types for a damaged file
+        raise ValueError(f"{file} cannot be read: {_reason(error)}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} cannot be read: it holds a {type(found).__name__}, not the state of a trainer")
+    return found
+
+
+def restrict_loading(engine: Any) -> None:
+    """Let a DeepSpeed engine read its checkpoints with `read_shard` only."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    class RestrictedCheckpointEngine(TorchCheckpointEngine):
+        """DeepSpeed's files, read without unpickling."""
+
+        def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+            """Contents of one file, on the CPU: DeepSpeed copies what it needs to its device."""
+            return read_shard(Path(path))
+
+    engine.checkpoint_engine = RestrictedCheckpointEngine(engine._config)
+
+
+def _reason(error: Exception) -> str:
+    """What torch says in one line, without its advice to load the file unsafely."""
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = next((line for line in rest if not line.startswith(("Please file", "Check the doc"))), first)
+    return said if first.startswith("Weights only load failed") else first
