@@ -27,6 +27,7 @@ LARGEST = 2**20
 """Bytes at which a file of stacks is emptied before the next request."""
 _MOST_FILES = 256
 """Files in a folder from which on those of ended processes are removed."""
+_RAY_LOG = re.compile(r"worker-.*\.err")
 _NAME = re.compile(r"stacks-(\d+)\.txt")
 _open: list[IO[bytes]] = []
 """The file of this process; kept open for the handler."""
@@ -43,9 +44,10 @@ def write_stacks_on_signal(folder: str | Path | None = None) -> None:
     A folder that cannot be written costs the stacks and nothing else.
 
     Args:
-        folder: Folder for the files, passed on to descendants (default: that of the parent, if there is one).
+        folder: Folder for the files, passed on to descendants (default: that of the parent, or the one beside the log
+            of a worker of Ray that this process writes to; neither: it writes none).
     """
-    place = folder or os.environ.get(VARIABLE)
+    place = folder or os.environ.get(VARIABLE) or _beside_own_log()
     if not place:
         return
     try:
@@ -63,6 +65,15 @@ def write_stacks_on_signal(folder: str | Path | None = None) -> None:
         before.close()
     _open[:] = [stream]
     os.environ[VARIABLE] = str(path)
+
+
+def _beside_own_log() -> str:
+    """The folder beside the log that standard error is, where it is that of a worker of Ray; empty: it is not."""
+    try:
+        log = Path(os.readlink("/proc/self/fd/2"))
+    except OSError:
+        return ""
+    return str(log.parent / FOLDER) if _RAY_LOG.fullmatch(log.name) else ""
 
 
 def _remove_old(folder: Path) -> None:

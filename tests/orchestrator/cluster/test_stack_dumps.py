@@ -115,3 +115,13 @@ def test_a_look_tells_what_each_process_does(tmp_path: Path) -> None:
     assert stopped.state == "T"
     assert [thread.frames[-1].function for thread in stopped.threads] in ([], ["<module>"])  # where py-spy may look
     assert report.node.disks[0][0] == str(tmp_path)
+
+
+def test_a_process_without_a_folder_writes_beside_the_log_of_its_ray_worker(tmp_path: Path) -> None:
+    log = tmp_path / "worker-1-2-3.err"
+    code = f"{INSTALL}import os; print(os.environ[{VARIABLE!r}])"
+    env = {name: value for name, value in os.environ.items() if name != VARIABLE} | {"PYTHONPATH": str(ROOT)}
+    with log.open("wb") as stream:
+        done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=stream, check=True)
+    assert done.stdout.decode().strip() == str(tmp_path / "stacks")
+    assert len(list((tmp_path / "stacks").iterdir())) == 1
