@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 import yaml
 
-from orchestrator.commands import audit, jobs, live, replay
+from orchestrator.commands import audit, jobs, live, replay, why
 from orchestrator.commands import samples as samples_command
 from orchestrator.commands import trace as trace_command
 from orchestrator.commands.environment import env_app
@@ -425,6 +425,7 @@ app.command()(samples_command.samples)
 app.command()(replay.replay)
 app.command()(audit.audit)
 app.command()(trace_command.trace)
+app.command()(why.why)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from orchestrator.cluster.event_loop import gather_all
 from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, ReferenceGroup, TrainerGroup
 from orchestrator.hub.client import Snapshot, download_all
+from orchestrator.live.why.observer import RunObserver
 from orchestrator.reporting.console import Console
 from orchestrator.rollouts.engine_pool import Engine
 from orchestrator.spec.base import RunSpec, WorkerKind
@@ -86,6 +87,8 @@ class RunContext:
     console: Console
     stop: asyncio.Event
     """Set when the run must save and exit."""
+    observer: RunObserver | None = None
+    """Answers `troupe why`."""
 
 
 class WorkerLauncher:

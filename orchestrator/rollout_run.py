@@ -33,6 +33,7 @@ from orchestrator.live.scaling import (
     ScaledWorkers,
     WorkerScaler,
 )
+from orchestrator.live.why.facts import EngineQueue, Queues
 from orchestrator.private_files import write_private
 from orchestrator.replay.keeper import KeeperSettings, StepKeeper
 from orchestrator.reporting.recorder import RunRecorder
@@ -192,6 +193,11 @@ class RolloutRun:
         await auditor.forget()
         self._context.console.phase("audit", 1, 1)
         return report
+
+    def queues(self) -> Queues:
+        """What the engines have to do. May be called from any thread."""
+        engines = [EngineQueue(e.name, e.state.value, e.outstanding) for e in list(self._pool.engines)]
+        return Queues(tuple(engines), self._pool.starting_names, self._pool.waiting)
 
     def listen(self) -> None:
         """Accepts changes of the spec from now on (`troupe scale`, `troupe apply`)."""

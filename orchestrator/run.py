@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from orchestrator.errors import TroupeError, UsageError, WorkerError
 from orchestrator.hub.resolve import LocalFiles, fetch
 from orchestrator.launcher import RunContext, WorkerClasses, WorkerLauncher
 from orchestrator.live.resume import require_same_rows, resumption
+from orchestrator.live.why.observer import RunObserver
 from orchestrator.offline_run import OfflineRun
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.recorder import recorded_failure
@@ -180,6 +181,8 @@ async def _train_on_rollouts(
                 require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
     async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
         parts = RolloutRun(spec, request.out, context, data)
+        if context.observer is not None:
+            context.observer.queues = parts.queues
         try:
             await parts.start()
             controller = await parts.controller(store, found)
@@ -292,7 +295,7 @@ async def open_run(
 ) -> AsyncIterator[RunContext]:
     """A cluster with the workers of all roles (or of `roles`) running; all of it ends with the block.
 
-    `resume_at`: steps that the run has completed; None: nothing is recorded, as this is no training.
+    `resume_at`: steps that the run has completed; None: nothing is recorded or observed, as this is no training.
     """
     console.phase("start Ray", 0, 1)
     cluster = Cluster.connect(room(request.spec), request.address)
@@ -301,14 +304,18 @@ async def open_run(
         cluster.events.record("run_started", **_facts(request.spec), resume_at=resume_at)
     cluster.watch(request.spec.failures.stopped_s)
     stop = asyncio.Event()
+    observer = None if resume_at is None else RunObserver(request.out, request.spec.name, console, cluster)
     try:
         with _interrupts(cluster, stop), recorded_failure(cluster.events):
             launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
             started = [size for size in role_sizes(request.spec) if roles is None or size.role in roles]
             console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
-            workers = await unless_stopped(stop, launcher.open(roles, partial(console.phase, "start workers")))
+            with nullcontext() if observer is None else observer.reporting():
+                opened = launcher.open(roles, partial(console.phase, "start workers"))
+                workers = await unless_stopped(stop, opened)
             try:
-                yield RunContext(cluster, launcher, workers, console, stop)
+                with nullcontext() if observer is None else observer.reporting():
+                    yield RunContext(cluster, launcher, workers, console, stop, observer)
             finally:
                 console.phase("close", 0, 1)
                 await cluster.close(CLOSE_TIMEOUT_S)
@@ -318,6 +325,8 @@ async def open_run(
     finally:
         cluster.events.close()
         cluster.abandon()
+        if observer is not None:
+            observer.close()
 
 
 @contextmanager

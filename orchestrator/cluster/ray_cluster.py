@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -19,10 +19,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from orchestrator.capacity.placement import Node, Placement, Seat, fit, misfit
 from orchestrator.cluster import ray_nodes
-from orchestrator.cluster.call_log import CallLog
+from orchestrator.cluster.call_log import CallLog, OpenCall
 from orchestrator.cluster.environment_link import ActorEnvironments
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.judge_link import ActorJudges
+from orchestrator.cluster.process_facts import NodeReport
 from orchestrator.cluster.process_watch import Process, ProcessWatch
 from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import (
@@ -332,6 +333,23 @@ class Cluster:
     def watch(self, stopped_s: float) -> None:
         """From now on, ends workers whose process is stopped for so many seconds (SIGSTOP, a frozen container)."""
         self._watch = ProcessWatch(self.logs, stopped_s)
+
+    @property
+    def node(self) -> str:
+        """Ray's id of the driver's node."""
+        return "" if self._watch is None else self._watch.node
+
+    def open_calls(self) -> list[OpenCall]:
+        """Calls to workers that have not ended. May be called from any thread."""
+        return self.calls.open_calls()
+
+    def whereabouts(self) -> dict[str, Process]:
+        """Where the workers' processes are, by name. May be called from any thread."""
+        return {} if self._watch is None else self._watch.whereabouts()
+
+    def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
+        """See `ProcessWatch.look`."""
+        return [] if self._watch is None else self._watch.look(own, paths, timeout_s)
 
     @staticmethod
     def put(table: Any) -> TableRef:

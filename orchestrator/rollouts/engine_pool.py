@@ -189,6 +189,16 @@ class EnginePool:
         return bool(self._starting)
 
     @property
+    def starting_names(self) -> tuple[str, ...]:
+        """Engines that are being started."""
+        return tuple(self._starting)
+
+    @property
+    def waiting(self) -> int:
+        """Groups that wait for an engine with room."""
+        return len(self._waiting)
+
+    @property
     def names(self) -> list[str]:
         """Engines that serve, may serve again after a probe, or are being started; not those that leave."""
         return [e.name for e in self.engines if e.state is not EngineState.LEAVING] + self._starting

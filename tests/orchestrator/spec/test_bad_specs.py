@@ -471,8 +471,8 @@ CPU_CASES = [
     ),
     case(
         "audit_of_structured",
-        "25: audit.at_start: cannot compare log-probs among the tokens that sampling.structured permits; set it to false "
-        "(`troupe audit` samples without a form)",
+        "25: audit.at_start: cannot compare log-probs among the tokens that sampling.structured permits; "
+        "set it to false (`troupe audit` samples without a form)",
         ("sampling:", 'audit:\n  at_start: true\nsampling:\n  structured: {regex: "[0-9]+"}'),
     ),
     case(
