@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 import yaml
 
-from orchestrator.commands import jobs, live
+from orchestrator.commands import audit, jobs, live, replay, why
 from orchestrator.commands import samples as samples_command
 from orchestrator.commands import trace as trace_command
 from orchestrator.commands.environment import env_app
@@ -422,7 +422,10 @@ def export(
 for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply, report, watch):
     app.command()(command)
 app.command()(samples_command.samples)
+app.command()(replay.replay)
+app.command()(audit.audit)
 app.command()(trace_command.trace)
+app.command()(why.why)
 
 
 @app.command()

@@ -20,6 +20,7 @@ from orchestrator.data.prompts import PromptPick, PromptSource
 from orchestrator.data.texts import Pieces, TextOrder
 from orchestrator.errors import TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from orchestrator.live.scaling import WorkerScaler
+from orchestrator.replay.keeper import StepKeeper
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.recorder import EventLog, RunRecorder
 from orchestrator.reporting.run_folder import RunFolder
@@ -136,6 +137,7 @@ class RolloutRun(FakeRun):
             sync=sync,
             evaluator=None,
             ledger=ledger,
+            keeper=StepKeeper(self.records, updates.trainers),
             scaler=self.scaler(console),
             recorder=self.recorder(done),
         )
