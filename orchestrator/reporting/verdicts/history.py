@@ -168,10 +168,10 @@ class History:
             for name, value in row.items():
                 if name in {"step", "time"} or isinstance(value, bool | str):
                     continue
-                if isinstance(value, int | float):
+                if isinstance(value, int | float) and math.isfinite(value):
                     steps.setdefault(name, []).append(step)
                     values.setdefault(name, []).append(float(value))
-                elif value is None:
+                elif value is None or isinstance(value, float):
                     nulls.setdefault(name, []).append(step)
         series = {name: Series(name, tuple(at), tuple(values[name])) for name, at in steps.items()}
         return cls(series, spec or {}, events, {name: tuple(at) for name, at in nulls.items()})

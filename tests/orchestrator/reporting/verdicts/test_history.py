@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -43,7 +44,7 @@ def test_too_few_values_show_no_trend() -> None:
 
 def test_lines_become_series_and_later_lines_of_a_step_win() -> None:
     lines = [
-        *({"step": 1, "time": 9.0, "a": 1.0, "kind": "x"}, {"step": 2, "a": None}, {"step": 3, "a": 3.0}),
+        *({"step": 1, "time": 9.0, "a": 1.0, "kind": "x"}, {"step": 2, "a": math.nan}, {"step": 3, "a": 3.0}),
         *({"step": 3, "a": 4.0}, {"no": "step"}),
     ]
     run = History.of(lines, {"roles": {"policy": {"workers": 2, "threads": None}}})
