@@ -115,7 +115,7 @@ def test_rank_stopped(grpo: Run) -> None:
         wait_for_stall(grpo)
         answer = why(grpo)
     words = ("SIGSTOP", "the other 1 rank(s) of policy wait in a collective")
-    outcome = record("one policy rank stopped, the other in a collective", answer, cause="worker_stopped", words=words)
+    outcome = record("one of two policy ranks stopped", answer, cause="worker_stopped", words=words)
     assert outcome.named and answer.seconds < LIMIT_S
 
 
@@ -253,7 +253,7 @@ def test_node_freezes_and_dies(two_nodes: tuple[Run, psutil.Process]) -> None:
             process.kill()
     wait_for_stall(run)
     dead = why(run)
-    outcome = record("a node that is dead", dead, cause="node_lost", words=("rollout-0", "is dead"))
+    outcome = record("a node that is dead", dead, cause="node_lost", words=("rollout-0", "its node"))
     assert froze.named and outcome.named and max(answer.seconds, dead.seconds) < LIMIT_S
 
 
