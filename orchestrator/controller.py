@@ -14,6 +14,7 @@ from orchestrator.cluster.event_loop import rare_collections
 from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.errors import StopRequested, TroupeError, WorkerError, WorkerRaised
 from orchestrator.live.scaling import WorkerScaler
+from orchestrator.replay.keeper import StepKeeper
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.metrics import PeakMemory, PhaseTimers, mean_of
 from orchestrator.reporting.recorder import EventLog, RunRecorder
@@ -90,6 +91,8 @@ class RunComponents:
     """None: no engine serves the trained weights."""
     evaluator: HeldOut | None
     ledger: Ledger
+    keeper: StepKeeper = field(default_factory=StepKeeper)
+    """Keeps what the last steps trained on, for `troupe replay`."""
     scaler: WorkerScaler | None = None
     """Scales roles while the run is running; None: the number of workers is fixed."""
     budgets: Sequence[RestartBudget] = ()
@@ -185,6 +188,7 @@ class Controller:
                 await self._push(self.version)
             if settings.evaluate_at_start and not self.version:
                 first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
+            await self.components.keeper.begin(self.version)
             if not self.version:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
@@ -192,8 +196,10 @@ class Controller:
             while self.version < settings.steps and not self._alarm_stops():
                 async with asyncio.timeout(settings.step_timeout_s):
                     last_eval = await self.step(self.version) or last_eval
+            await self.components.keeper.settle()
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
+            await self.components.keeper.settle()
         except WorkerError as error:
             error.locate(self.version + 1, self._timers.failed)
             raise
@@ -205,6 +211,7 @@ class Controller:
             heartbeat.cancel()
             await source.close()
             await self.components.recovery.close()
+            await self.components.keeper.close()
             await self._recorder.close()
         await source.flush()
         await self._save()
@@ -239,13 +246,16 @@ class Controller:
         batch = await source.next_batch(self.version, timers)
         # 2. Policy and critic learn from it.
         with timers.phase("update"):
-            updates, self.state = await self.components.recovery.train(step, batch, self.state)
+            await self.components.keeper.settle()
+            before = self.state
+            updates, self.state = await self.components.recovery.train(step, batch, before)
         # 3. Every engine loads the new weights and verifies them.
         if self.components.sync is not None:
             with timers.phase("sync"):
                 self.console.phase("weight sync", 0, 1)
                 await self._push(step + 1)
             await asyncio.sleep(0)  # thousands of engines have answered; let the groups that wait for them run first
+        self.components.keeper.keep(step + 1, batch, before, updates)
         # 4. The ledger: these samples are trained; the next ones may start.
         self.version = step + 1
         source.mark_trained(self.version)

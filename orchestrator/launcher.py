@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,10 +18,14 @@ from orchestrator.rollouts.engine_pool import Engine
 from orchestrator.spec.base import RunSpec, WorkerKind
 from orchestrator.spec.sections import RoleName
 from workers.contract import roles
+from workers.contract.audit import Judgement, JudgeRequest
 from workers.contract.config import CPU_THREADS
 from workers.contract.messages import WorkerHealth
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
+
+_SHOWN = 6
+"""Names of workers that a message lists."""
 
 GroupT = TypeVar("GroupT", bound=TrainerGroup[Any])
 
@@ -39,6 +43,8 @@ class WorkerClasses:
     judge: type[roles.JudgeEngine]
     example_policy: type[roles.ExampleTrainer]
     reward_trainer: type[roles.ExampleTrainer]
+    audit_judge: Callable[..., Judgement]
+    """Scores sampled tokens in plain transformers; no role, and called in a process of its own."""
 
     def by_kind(self) -> Mapping[WorkerKind, type[roles.Worker]]:
         """The class of each kind of worker."""
@@ -103,15 +109,23 @@ class WorkerLauncher:
         self._snapshots = tuple(snapshots)
         self._cluster = cluster
         self._classes = classes.by_kind()
+        self._audit_judge = classes.audit_judge
         self._sizes = {size.role: size for size in role_sizes(spec)}
         self._seats: dict[str, tuple[Placement, Seat]] = {}
         """By worker name."""
         self._workers: dict[str, ActorWorker[Any]] = {}
         self._served: set[str] = set()
         """Names of workers that have started before."""
+        self._progress: Callable[[int, int, str], None] = lambda *_: None
 
-    async def open(self, only: frozenset[str] | None = None) -> Workers:
+    async def open(
+        self, only: frozenset[str] | None = None, progress: Callable[[int, int, str], None] = lambda *_: None
+    ) -> Workers:
         """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently.
+
+        Args:
+            only: Roles to start; None: all.
+            progress: Is told how many workers have started, how many there are, and the names of the others.
 
         Raises:
             DoesNotFit: The cluster has no room.
@@ -121,12 +135,16 @@ class WorkerLauncher:
         placements = [p for p in place(role_sizes(spec)) if only is None or any(s.role in only for s in p.seats)]
         await self._cluster.reserve(placements, bound)
         for placement in placements:
-            self._take(placement)
+            self._take(placement, only)
         await self._download()
+        self._progress = progress
+        self._report()
         try:
             return await self._start()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            self._progress = lambda *_: None
 
     async def _start(self) -> Workers:
         names = self._names("policy")
@@ -179,6 +197,16 @@ class WorkerLauncher:
         names = [worker.name for group in groups for worker in group.workers]
         self._cluster.events.record("trainer_restarted", workers=names)
 
+    async def judge_tokens(self, request: JudgeRequest, *tables: roles.TableRef) -> Judgement:
+        """Runs the judge of an audit in a process of its own on the node of the policy's first worker.
+
+        Raises:
+            WorkerError: It failed, or did not answer in time.
+        """
+        place, env = self._seats["policy-0"], _env(request.threads or 1, "cpu")
+        timeout_s = self._spec.schedule.score_timeout_s
+        return await self._cluster.run_beside(*place, env, self._audit_judge, timeout_s, request, *tables)
+
     async def make_room(self, name: str) -> None:
         """Reserves resources for one more worker of a role whose workers are placed one by one.
 
@@ -210,8 +238,10 @@ class WorkerLauncher:
         if self._snapshots:
             await self._cluster.prepare_nodes(download_all, self._spec.schedule.start_timeout_s, self._snapshots)
 
-    def _take(self, placement: Placement) -> None:
-        self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in placement.seats}
+    def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
+        """Takes the seats of a placement, or those of the roles in `only`."""
+        seats = [seat for seat in placement.seats if only is None or seat.role in only]
+        self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}
 
     def _names(self, role: RoleName) -> list[str]:
         """Names of the role's workers that have a seat, in order."""
@@ -244,8 +274,15 @@ class WorkerLauncher:
         """Records that a worker serves, and where."""
         event = "worker_replaced" if name in self._served else "worker_started"
         self._served.add(name)
+        self._report()
         detail = "" if health is None else f"host {health.host}, pid {health.pid}"
         self._cluster.events.record(event, worker=name, detail=detail)
+
+    def _report(self) -> None:
+        """Says which workers are still starting."""
+        waiting = [name for name in self._seats if name not in self._served]
+        shown = ", ".join(sorted(waiting)[:_SHOWN]) + (f" and {len(waiting) - _SHOWN} more" * (len(waiting) > _SHOWN))
+        self._progress(len(self._seats) - len(waiting), len(self._seats), shown)
 
     def _spawn(self, name: str) -> ActorWorker[Any]:
         placement, seat = self._seats[name]

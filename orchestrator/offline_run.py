@@ -10,6 +10,7 @@ from orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
 from orchestrator.data.survey import data_metrics, named
 from orchestrator.errors import TroupeError
 from orchestrator.launcher import RunContext
+from orchestrator.replay.keeper import KeeperSettings, StepKeeper
 from orchestrator.reporting.recorder import RunRecorder
 from orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
@@ -71,6 +72,7 @@ class OfflineRun:
             updates=updates,
             recovery=TrainerRecovery(*recovery, self._context.console, done),
             sync=None,
+            keeper=StepKeeper(KeeperSettings.from_spec(spec, self._out), updates.trainers),
             evaluator=evaluator,
             ledger=ledger,
             peaks=cluster.peaks,

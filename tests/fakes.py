@@ -9,6 +9,7 @@ every way a worker can, and record what they were asked.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import json
 import random
@@ -19,10 +20,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
+import pyarrow as pa
+
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
 from orchestrator.controller import Controller, RunOutcome, TrainSettings
 from orchestrator.errors import WorkerDied, WorkerTimeout
+from orchestrator.replay.keeper import KeeperSettings
 from orchestrator.reporting.console import Console
 from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
 from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
@@ -33,8 +37,10 @@ from workers.contract import roles
 from workers.contract.config import Rendezvous
 from workers.contract.judges import Judge
 from workers.contract.messages import (
+    KEPT_BATCH,
     GroupRequest,
     GroupSummary,
+    KeptFile,
     PrepareRequest,
     RankPlan,
     RewardSummary,
@@ -49,6 +55,7 @@ from workers.contract.messages import (
     WorkerHealth,
 )
 from workers.contract.roles import EngineLink, EnvironmentLink, Reply
+from workers.data.kept import write_tables
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -236,6 +243,10 @@ class FakeEngine:
     async def connect_environments(self, link: EnvironmentLink) -> None:
         """There is no environment."""
 
+    async def reset_prefix_cache(self) -> bool:
+        """There is no cache."""
+        return True
+
     async def transfer_init(self, init_info: dict[str, Any]) -> None:
         """Joins."""
 
@@ -381,6 +392,23 @@ class FakeTrainer:
         saved = [file for file in files if file.name.startswith("rank-")]
         self.learned = json.loads(saved[0].read_text()) if saved else []
         return len(files)
+
+    async def digest(self) -> str:
+        """Of everything learned."""
+        return hashlib.sha256(json.dumps(self.learned).encode()).hexdigest()
+
+    async def keep_batch(
+        self, folder: str, batch: FakeTable, texts: FakeTable | None = None, rows: Sequence[int] = ()
+    ) -> dict[str, KeptFile]:
+        """Writes the groups of the table."""
+        return write_tables(folder, {KEPT_BATCH: pa.table({"uids": list(batch.uids)})})
+
+    async def weight_digests(self) -> dict[str, str]:
+        """One weight."""
+        return {} if self.rank else {"weight": await self.digest()}
+
+    async def write_weights(self, path: str) -> None:
+        """Writes nothing."""
 
     async def export(self, directory: str) -> None:
         """As `save`."""
@@ -564,6 +592,7 @@ class FakeRun(ABC):
         self.resume = resume
         self.stop = asyncio.Event()
         self.recovers = RecoverySettings(restarts=0, replay_steps=4, load_timeout_s=1.0)
+        self.records: KeeperSettings | None = None
 
     @abstractmethod
     def build(self) -> Controller:

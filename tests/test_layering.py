@@ -33,6 +33,8 @@ ROOTS = tuple(
         "run",
         "rollout_run",
         "offline_run",
+        "replay_run",
+        "resample_run",
         "launcher",
         "worker_classes",
         "commands",

@@ -178,6 +178,25 @@ class ActorWorker(Generic[W_co]):
         return f"{_reason(error)}{words and f' ({words})'}"
 
 
+async def _run_on_node(
+    node_id: str, env: dict[str, str], function: Callable[..., R], timeout_s: float, args: Sequence[object], name: str
+) -> R:
+    """The result of a function that a process on this node computes; `name` stands in its errors."""
+    options: dict[str, Any] = {"runtime_env": {"env_vars": env}} if env else {}
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where, **options)
+    done = task.remote(*args)
+    try:
+        return await within(timeout_s, done)
+    except TimeoutError:
+        ray.cancel(done, force=True)
+        raise WorkerTimeout(name, function.__name__, f"not done in {timeout_s:g} s") from None
+    except RayTaskError as error:
+        raise WorkerRaised(name, function.__name__, ray_nodes.one_line(error.cause)) from error
+    except RayError as error:
+        raise WorkerDied(name, function.__name__, ray_nodes.one_line(error)) from error
+
+
 _ABOUT_GROUPS = frozenset({GroupRequest, GroupSummary, RewardSummary})
 
 
@@ -338,6 +357,11 @@ class Cluster:
         return ray.put(table)
 
     @staticmethod
+    async def get(table: TableRef, timeout_s: float) -> Any:
+        """The table behind a reference. Raises TimeoutError."""
+        return await within(timeout_s, table)
+
+    @staticmethod
     def link(engines: Sequence[WorkerHandle[Engine]], ranks_per_engine: int, timeout_s: float) -> ActorLink:
         """The trainer's link to rollout engines, for transfers from GPU to GPU."""
         return ActorLink([e for e in engines if isinstance(e, ActorWorker)], ranks_per_engine, timeout_s)
@@ -362,23 +386,42 @@ class Cluster:
         """
         here = ray.get_runtime_context().get_node_id()
         nodes = [node for node in ray_nodes.nodes() if node.id not in self._prepared | {here}]
-        task = ray.remote(function)
 
         async def prepare(node: Node) -> None:
-            where = NodeAffinitySchedulingStrategy(node.id, soft=False)
-            done = task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*args)
-            try:
-                with self.calls.during(f"node {node.name}", function.__name__, timeout_s):
-                    await within(timeout_s, done)
-            except TimeoutError:
-                raise WorkerTimeout(f"node {node.name}", function.__name__, f"not done in {timeout_s:g} s") from None
-            except RayTaskError as error:
-                raise WorkerRaised(f"node {node.name}", function.__name__, str(error.cause)) from error
-            except RayError as error:
-                raise WorkerDied(f"node {node.name}", function.__name__, ray_nodes.one_line(error)) from error
+            name = f"node {node.name}"
+            with self.calls.during(name, function.__name__, timeout_s):
+                await _run_on_node(node.id, {}, function, timeout_s, args, name)
             self._prepared.add(node.id)
 
         await asyncio.gather(*map(prepare, nodes))
+
+    async def run_beside(
+        self,
+        placement: Placement,
+        seat: Seat,
+        env: dict[str, str],
+        function: Callable[..., R],
+        timeout_s: float,
+        *args: object,
+    ) -> R:
+        """Calls a function in a process of its own on the node of a reserved seat; it reserves nothing itself.
+
+        Args:
+            placement: Of the seat.
+            seat: Whose node.
+            env: Environment variables of the process.
+            function: What to call.
+            timeout_s: Timeout for the result.
+            args: Arguments; references to tables become tables.
+
+        Raises:
+            WorkerError: It failed, or did not end in time.
+        """
+        nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
+        name = function.__name__
+        env = ray_nodes.TABLE_SETTINGS | env
+        with self.calls.during(name, name, timeout_s):
+            return await _run_on_node(nodes[seat.bundle], env, function, timeout_s, args, name)
 
     async def reserve(self, placements: Sequence[Placement], timeout_s: float) -> None:
         """Reserves every placement group, waiting for resources for at most `timeout_s` seconds in total.

@@ -10,6 +10,7 @@ Engines and reward workers serve independently of each other: their pools (`orch
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
@@ -18,6 +19,7 @@ from orchestrator.cluster.event_loop import gather_all
 from orchestrator.errors import WorkerDied
 from workers.contract.config import Rendezvous
 from workers.contract.messages import (
+    KeptFile,
     PrepareRequest,
     RankPlan,
     TextSummary,
@@ -193,6 +195,27 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
     async def load(self, directory: str, *, timeout_s: float) -> int:
         """Loads a checkpoint; returns the number of ranks that saved it."""
         return (await self._broadcast(Trainer.load, timeout_s, directory))[0]
+
+    async def digest(self, *, timeout_s: float) -> str:
+        """Digest of the weights, in the optimizer's precision: of the digests of the ranks' parts."""
+        parts = await self._repeated(lambda: self._broadcast(Trainer.digest, timeout_s))
+        return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
+
+    async def keep_batch(
+        self, folder: str, batch: TableRef, texts: TableRef | None, rows: Sequence[int], *, timeout_s: float
+    ) -> dict[str, KeptFile]:
+        """Has rank 0 write a step's batch, and these rows of its texts, to files."""
+        return await self._repeated(
+            lambda: self.workers[0].call(Trainer.keep_batch, timeout_s, folder, batch, texts, rows)
+        )
+
+    async def weight_digests(self, *, timeout_s: float) -> dict[str, str]:
+        """Digest of each whole parameter, in the optimizer's precision."""
+        return (await self._broadcast(Trainer.weight_digests, timeout_s))[0]
+
+    async def write_weights(self, path: str, *, timeout_s: float) -> None:
+        """Writes every whole parameter, in the optimizer's precision, to one Arrow file."""
+        await self._broadcast(Trainer.write_weights, timeout_s, path)
 
     async def export(self, directory: str, *, timeout_s: float) -> None:
         """Writes the model as a Hugging Face folder."""

@@ -21,7 +21,7 @@ from orchestrator.reporting.metrics import PhaseTimers, std
 from orchestrator.rollouts.engine_pool import EnginePool
 from orchestrator.rollouts.scheduler import RolloutScheduler
 from orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
-from orchestrator.training.batch import Batch, unless_stopped
+from orchestrator.training.batch import Batch, GroupOrigin, unless_stopped
 from orchestrator.training.ledger import Ledger
 from orchestrator.training.micro_batches import plan_ranks
 from workers.contract.advantage_state import AdvantageState
@@ -192,7 +192,8 @@ class RolloutSource:
         summary, table = await policy.prepare(request, *tables, timeout_s=timeout_s)
         self._memory = self._memory.after(summary.state)
         self._train = table
-        return Batch(summary, table, texts=None if self._components.texts is None else self._components.texts.pick())
+        texts = None if self._components.texts is None else self._components.texts.pick()
+        return Batch(summary, table, texts=texts, groups=tuple(map(_origin, groups)))
 
     def _prepare_request(self, groups: Sequence[ScoredGroup]) -> PrepareRequest:
         """What `PolicyGroup.prepare` needs besides the tables."""
@@ -228,6 +229,12 @@ def _retrieve(task: asyncio.Future[Any]) -> None:
     """Mark the exception of a task as seen."""
     if not task.cancelled():
         task.exception()
+
+
+def _origin(group: ScoredGroup) -> GroupOrigin:
+    samples = group.summary.samples
+    oldest, newest = min(s.oldest_version for s in samples), max(s.newest_version for s in samples)
+    return GroupOrigin(group.summary.prompt_uid, group.row, len(samples), oldest, newest)
 
 
 def _unique(groups: Sequence[ScoredGroup]) -> list[TableRef]:

@@ -37,7 +37,7 @@ class DataSource(Protocol):
 
 
 @runtime_checkable
-class _Located(DataSource, Protocol):
+class Located(DataSource, Protocol):
     """A section whose data are at a path."""
 
     @property
@@ -139,7 +139,7 @@ def _text_config(folder: Path) -> dict[str, Any]:
 def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:
     """Files and folders of data that do not exist, by the name of their section in `data`."""
     for name, source in sources.items():
-        if not isinstance(source, _Located):
+        if not isinstance(source, Located):
             continue
         path = Path(source.path)
         if source.kind == "datasets" and not path.is_dir():

@@ -491,6 +491,17 @@ class WeightSyncConfig(Frozen):
     """`auto`: shm (shared memory) on the CPU, ipc where rollout and policy share GPUs, nccl otherwise."""
 
 
+class AuditConfig(Frozen):
+    """Compares the log-probs of sampled tokens in the engines and in the trainer with plain float32 transformers."""
+
+    at_start: bool = False
+    """Compare before the first step, and refuse the run where rounding does not explain the gap."""
+    tokens: int = Field(default=256, ge=64)
+    """Sampled tokens that are compared, at least."""
+    response_tokens: int = Field(default=64, ge=1)
+    """Longest response that is sampled for it, in tokens."""
+
+
 class CheckpointConfig(Frozen):
     """When the run's state is saved."""
 
@@ -587,6 +598,10 @@ class BaseOutput(Frozen):
     """Project (wandb) or experiment (mlflow) to which the run belongs."""
     prometheus: PrometheusConfig | None = None
     """Serve the metrics of the latest step to Prometheus, from the controller's node."""
+    replay_steps: int = Field(default=32, ge=0)
+    """Newest steps whose batches are kept for `troupe replay`; 0: none."""
+    replay_gib: float = Field(default=2.0, gt=0.0)
+    """Bound on what is kept for `troupe replay`, in GiB; the oldest steps go first."""
     keep_gib: float = Field(default=20.0, ge=0.0)
     """GiB that the samples and timelines of the steps may take; the oldest steps are deleted. 0: no bound."""
 

@@ -17,6 +17,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class GroupOrigin:
+    """Where a group of a batch comes from."""
+
+    prompt_uid: str
+    row: int
+    """Row of the prompt pool."""
+    samples: int
+    oldest_version: int
+    newest_version: int
+    """Of the weights that sampled it."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """The batch of one step, ready for the trainers."""
 
@@ -26,6 +39,8 @@ class Batch:
     """Rows that must share a micro-batch (the two responses of a pair); None: rows are independent."""
     texts: TextPicks | None = None
     """Plain texts on which the policy trains along with the batch (PPO-ptx)."""
+    groups: tuple[GroupOrigin, ...] = ()
+    """The groups of samples that it consists of, in runs on rollouts."""
 
 
 class BatchSource(Protocol):

@@ -200,9 +200,9 @@ class CheckpointStore:
         """Removes a failed save to free its space; never raises."""
         shutil.rmtree(path, ignore_errors=True)
 
-    def latest(self) -> Checkpoint | None:
-        """The newest valid checkpoint, or None; logs and skips invalid ones."""
-        for step in reversed(self.steps()):
+    def latest(self, before: int | None = None) -> Checkpoint | None:
+        """The newest valid checkpoint (of an earlier step than `before`), or None; logs and skips invalid ones."""
+        for step in reversed([step for step in self.steps() if before is None or step < before]):
             path = self.directory / _folder_name(step)
             try:
                 return verify(path)

@@ -194,6 +194,8 @@ class GroupRequest:
     """None: the training temperature."""
     candidates: bool = False
     """Whether the prompt's answers from other sources are added to the samples."""
+    max_tokens: int | None = None
+    """Longest response, in tokens, where it is shorter than that of training."""
 
 
 @dataclass(frozen=True)
@@ -369,6 +371,19 @@ class RankPlan:
     """Place adjacent rows of a micro-batch that have the same prompt behind one copy of it."""
     texts: RankPlan | None = None
     """Policy: pieces of text trained on in the same update (PPO-ptx), as rows of the TEXTS table."""
+
+
+KEPT_BATCH, KEPT_TEXTS = "batch.arrow", "texts.arrow"
+"""Files of a step that is kept for a replay."""
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    """A file of a step that is kept for a replay."""
+
+    nbytes: int
+    digest: str
+    """xxh3-128 of its bytes."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from workers.contract.judges import Judge, JudgeAnswer
 from workers.contract.messages import (
     GroupRequest,
     GroupSummary,
+    KeptFile,
     PrepareRequest,
     RankPlan,
     RewardSummary,
@@ -159,6 +160,10 @@ class Engine(Replica, Protocol):
         """Writes the bytes of a published version to the shared memory of this node."""
         ...
 
+    def reset_prefix_cache(self) -> Reply[bool]:
+        """Forgets the states of earlier prompts."""
+        ...
+
     def transfer_init(self, init_info: dict[str, Any]) -> Reply[None]:
         """Joins a transfer group (device back-ends)."""
         ...
@@ -205,10 +210,10 @@ class Reference(Replica, Protocol):
 
 
 class Trainer(Worker, Protocol):
-    """One rank of a group of workers that train a model. All methods but `rendezvous` are collective."""
+    """One rank of a group of workers that train a model. All methods are collective unless they say otherwise."""
 
     def rendezvous(self) -> Reply[tuple[str, int]]:
-        """Address and port at which the ranks of the group meet; asked of rank 0."""
+        """Address and port at which the ranks of the group meet; asked of rank 0. Not collective."""
         ...
 
     def start(self, rendezvous: Rendezvous) -> Reply[WorkerHealth]:
@@ -221,6 +226,24 @@ class Trainer(Worker, Protocol):
 
     def load(self, directory: str) -> Reply[int]:
         """Loads this rank's part of a checkpoint; returns the number of ranks that saved it."""
+        ...
+
+    def digest(self) -> Reply[str]:
+        """Digest of this rank's part of the weights, in the optimizer's precision. Not collective."""
+        ...
+
+    def keep_batch(
+        self, folder: str, batch: TableRef, texts: TableRef | None = None, rows: Sequence[int] = ()
+    ) -> Reply[dict[str, KeptFile]]:
+        """Writes a step's batch, and these rows of its texts, to files. Not collective."""
+        ...
+
+    def weight_digests(self) -> Reply[dict[str, str]]:
+        """Digest of each whole parameter, in the optimizer's precision; empty on all ranks but the first."""
+        ...
+
+    def write_weights(self, path: str) -> Reply[None]:
+        """Writes every whole parameter, in the optimizer's precision, to one Arrow file."""
         ...
 
     def export(self, directory: str) -> Reply[None]:

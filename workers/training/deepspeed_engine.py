@@ -21,6 +21,7 @@ from workers.data.tokenizer import copy_tokenizer
 from workers.models.cpu import return_freed
 from workers.models.modeling import ModelModule
 from workers.models.trials import check_deterministic
+from workers.training import masters
 from workers.training.checkpoint import ReshardingLoader, reshard_average
 from workers.training.group import import_deepspeed
 from workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
@@ -177,6 +178,24 @@ class TrainEngine:
     def hold_step(self) -> HeldStep:
         """The weights before a step, so that it can be shortened afterwards. Needs as much memory as the weights."""
         return HeldStep(self._engine, self._stage)
+
+    def digest(self) -> str:
+        """Digest of this rank's part of the weights, in the optimizer's precision. Not collective."""
+        return masters.digest(masters.own_part(self._engine, self._stage, self.rank))
+
+    def weight_digests(self) -> dict[str, str]:
+        """Digest of each whole parameter, in the optimizer's precision; only on rank 0. Collective."""
+        weights = masters.whole(self._model)
+        return {name: masters.digest((weight,)) for name, weight in weights if self.rank == 0}
+
+    def write_weights(self, path: str) -> None:
+        """Rank 0 writes every whole parameter, in the optimizer's precision, to an Arrow file. Collective."""
+        weights = masters.whole(self._model)
+        if self.rank == 0:
+            masters.write(weights, Path(path))
+        else:
+            for _ in weights:
+                pass
 
     @property
     def gathers(self) -> bool:

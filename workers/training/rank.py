@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 
+import pyarrow as pa
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
@@ -13,7 +14,8 @@ from workers.algorithms.policy_loss import LossOutput
 from workers.contract.arrow import pickle_tables
 from workers.contract.config import Device, ModelConfig, Rendezvous
 from workers.contract.memory import resident_peak
-from workers.contract.messages import Peak, UpdateMetrics, WorkerHealth
+from workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, Peak, UpdateMetrics, WorkerHealth
+from workers.data.kept import picked, write_tables
 from workers.training.deepspeed_engine import StepResult, TrainEngine
 from workers.training.group import all_reduce, join_group, leave_group, own_address, rendezvous_store
 
@@ -60,6 +62,25 @@ class TrainingRank:
     def load(self, directory: str) -> int:
         """Resume from a checkpoint; returns the number of ranks that wrote it. It is unpickled: verify it first."""
         return self.engine.load(directory)
+
+    def digest(self) -> str:
+        """Digest of this rank's part of the weights, in the optimizer's precision."""
+        return self.engine.digest()
+
+    def keep_batch(
+        self, folder: str, batch: pa.Table, texts: pa.Table | None = None, rows: Sequence[int] = ()
+    ) -> dict[str, KeptFile]:
+        """Write a step's batch, and these rows of its texts, to files. Raises OSError."""
+        tables = {KEPT_BATCH: batch} if texts is None else {KEPT_BATCH: batch, KEPT_TEXTS: picked(texts, rows)}
+        return write_tables(folder, tables)
+
+    def weight_digests(self) -> dict[str, str]:
+        """Digest of each whole parameter, in the optimizer's precision; empty on all ranks but the first."""
+        return self.engine.weight_digests()
+
+    def write_weights(self, path: str) -> None:
+        """Write every whole parameter, in the optimizer's precision, to one Arrow file."""
+        self.engine.write_weights(path)
 
     def export(self, directory: str) -> None:
         """Write a Hugging Face folder with the current weights."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from workers.training.masters import masters
+
 
 class HeldStep:
     """This rank's part of the weights before a step. Collective: all ranks hold and shorten together.
@@ -22,22 +24,15 @@ class HeldStep:
         """
         self._engine = engine
         self._stage = stage
-        self._before = [master.detach().clone() for master in self._masters()]
+        self._before = [master.detach().clone() for master in masters(self._engine, self._stage)]
 
     @torch.no_grad()
     def shorten(self, factor: float) -> None:
         """Move the weights to before + `factor` * (now - before); 0 restores the held weights bit for bit."""
-        for master, before in zip(self._masters(), self._before, strict=True):
+        for master, before in zip(masters(self._engine, self._stage), self._before, strict=True):
             # Under a factor of 0 a weight that is not finite must not survive as 0 * inf.
             master.copy_(torch.lerp(before, master, factor) if factor else before)
         self._round()
-
-    def _masters(self) -> list[torch.Tensor]:
-        """The weights that the optimizer changes, in its own precision."""
-        optimizer = self._engine.optimizer
-        if self._stage == 3:
-            return [partition.data for partition in optimizer.fp32_partitioned_groups_flat]
-        return [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
 
     def _round(self) -> None:
         """Give the model the changed weights in its own precision, with the steps of DeepSpeed's optimizers."""

@@ -1,0 +1,145 @@
+"""The command that repeats the updates of a run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.commands.options import FAILURE, AddressOption, RunArgument
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.replay.repeat import Repeated
+    from orchestrator.replay_run import Comparison, ReplayOutcome, ReplayRequest
+
+_SHOWN_METRICS = 8
+
+
+def replay(
+    run_folder: RunArgument,
+    step: Annotated[int, typer.Option("--step", min=1, help="Step to repeat, as in metrics.jsonl.")],
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="CHECKOUT", help="Repeat with the code of this checkout too; find where they differ."),
+    ] = None,
+    resample: Annotated[
+        bool, typer.Option("--resample", help="Sample the step again; find the first token that differs.")
+    ] = False,
+    address: AddressOption = None,
+    result: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    weights: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Repeat the updates of a step, without engines, and compare the weights with those of the run.
+
+    The replay starts from the newest checkpoint before the step (or from the initial model) and repeats every step
+    since then on the batches that the run kept (output.replay_steps). The exit code is 0 if the weights are equal after
+    every step.
+    """
+    run = run_folder.absolute()
+    if sum((against is not None, resample, result is not None)) > 1:
+        raise UsageError("--against and --resample are two questions: ask one at a time")
+    if against is not None:
+        _compare(run, step, against, address)
+    elif resample:
+        _resample(run, step, address)
+    elif result is not None:
+        _for_another(run, step, result, weights)
+    else:
+        _replay(run, step, address)
+
+
+def _replay(run: Path, step: int, address: str | None) -> None:
+    from orchestrator.replay_run import replay as replay_run
+    from orchestrator.reporting.console import Console
+    from orchestrator.worker_classes import worker_classes
+
+    outcome = replay_run(_request(run, step, address), worker_classes, Console(sys.stderr), _show)
+    if not outcome.equal:
+        _explain(outcome)
+        sys.exit(FAILURE)
+    typer.echo(f"the weights are those of the run after every step ({len(outcome.steps)} repeated)")
+
+
+def _compare(run: Path, step: int, against: Path, address: str | None) -> None:
+    from orchestrator.replay.against import require_checkout
+    from orchestrator.replay_run import compare
+    from orchestrator.reporting.console import Console
+    from orchestrator.worker_classes import worker_classes
+
+    if address is not None:
+        raise UsageError("--against starts its own Ray: the workers of a cluster have the code of the cluster")
+    request = _request(run, step, None)
+    found = compare(request, require_checkout(against), worker_classes, Console(sys.stderr), _show)
+    for line in _differences(found, against):
+        typer.echo(line)
+    if found.difference is not None:
+        sys.exit(FAILURE)
+
+
+def _for_another(run: Path, step: int, result: Path, weights: Path | None) -> None:
+    """Repeats steps for another version of the code, which reads `result` and the files in `weights`."""
+    from dataclasses import replace
+
+    from orchestrator.replay.against import write_result
+    from orchestrator.replay_run import replay as replay_run
+    from orchestrator.reporting.console import Console
+    from orchestrator.worker_classes import worker_classes
+
+    request = replace(_request(run, step, None), whole=True, weights=weights)
+    outcome = replay_run(request, worker_classes, Console(sys.stderr), lambda repeated: repeated.step < step)
+    write_result(result, outcome.steps)
+
+
+def _resample(run: Path, step: int, address: str | None) -> None:
+    from orchestrator.replay.resample import plan_resample
+    from orchestrator.reporting.console import Console
+    from orchestrator.resample_run import resample as resample_run
+    from orchestrator.worker_classes import worker_classes
+
+    plan = plan_resample(run, step)
+    found = resample_run(run, plan, address, worker_classes, Console(sys.stderr))
+    for line in found.lines():
+        typer.echo(line)
+    if not found.equal:
+        sys.exit(FAILURE)
+
+
+def _request(run: Path, step: int, address: str | None) -> ReplayRequest:
+    from orchestrator.replay.plan import plan_replay
+    from orchestrator.replay_run import ReplayRequest
+
+    return ReplayRequest(run, plan_replay(run, step), address)
+
+
+def _show(repeated: Repeated) -> bool:
+    typer.echo(repeated.line())
+    return True
+
+
+def _explain(outcome: ReplayOutcome) -> None:
+    """Say what is known about a replay that is not equal to its run."""
+    typer.echo(outcome.start_problem or "the replay is not equal to the run")
+    first = next((step for step in outcome.steps if not step.equal), None)
+    if first is not None:
+        for line in first.different_metrics()[:_SHOWN_METRICS]:
+            typer.echo(f"  step {first.step}, {line}")
+    for line in outcome.software:
+        typer.echo(f"  {line}")
+
+
+def _differences(found: Comparison, checkout: Path) -> list[str]:
+    """Where two versions of the code differ, in words."""
+    first = found.difference
+    if first is None:
+        return [f"{checkout} has the same weights after every step ({found.steps} repeated)"]
+    lines = [f"{checkout} differs first in step {first.step}"]
+    for role, names in first.names.items():
+        tensors = found.tensors[role]
+        largest = max(tensors, key=lambda tensor: tensor.largest)
+        lines.append(f"  {role}: {len(names)} of {first.parameters[role]} parameters; the first is {tensors[0]}")
+        if largest.name != tensors[0].name:
+            lines.append(f"  {role}: the largest difference is in {largest}")
+    return [*lines, *(f"  {line}" for line in first.metrics[:_SHOWN_METRICS])]

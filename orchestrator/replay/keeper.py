@@ -1,0 +1,209 @@
+"""Keeps what the updates of the last steps need, bounded in number and bytes, so that they can be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.cluster.worker_group import TrainerGroup
+from orchestrator.doctor.versions import versions
+from orchestrator.errors import WorkerError
+from orchestrator.private_files import write_private
+from orchestrator.replay.kept import REPLAY, STEP, KeptStep, folder_of, kept_steps, packed_texts, size_of
+from orchestrator.spec.base import RunSpec
+from orchestrator.spec.preflight import RESOLVED_SPEC
+from orchestrator.training.batch import Batch
+from orchestrator.training.state import ControllerState
+
+logger = logging.getLogger(__name__)
+
+_UNFINISHED = ".unfinished-"
+
+
+@dataclass(frozen=True)
+class KeeperSettings:
+    """Where steps are kept, and how many."""
+
+    folder: Path
+    steps: int
+    nbytes: int
+    timeout_s: float
+    spec: str
+    """The run's spec, as YAML."""
+    software: tuple[str, ...] = field(default_factory=lambda: software())
+    working_folder: str = field(default_factory=os.getcwd)
+
+    @classmethod
+    def from_spec(cls, spec: RunSpec, out: Path) -> KeeperSettings | None:
+        """The settings of a spec of either kind; None: it keeps no steps."""
+        if not spec.output.replay_steps:
+            return None
+        bounds = spec.output.replay_steps, int(spec.output.replay_gib * 2**30), spec.schedule.train_timeout_s
+        return cls(out / REPLAY, *bounds, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+
+
+class StepKeeper:
+    """Writes one folder for each step, in the background: a rank writes the tables, this process the rest.
+
+    The tables never come to this process. A step that cannot be kept (disk full, ...) is logged and left out.
+    """
+
+    def __init__(self, settings: KeeperSettings | None = None, trainers: Sequence[TrainerGroup[Any]] = ()) -> None:
+        """Writes nothing yet.
+
+        Args:
+            settings: None: nothing is kept.
+            trainers: The groups that train, the policy first.
+        """
+        self._settings = settings
+        self._trainers = trainers
+        self._digests: dict[str, str] = {}
+        """Of the weights now, by role; empty: not known."""
+        self._writing: asyncio.Task[None] | None = None
+        self._failed = False
+
+    async def begin(self, done: int) -> None:
+        """Removes what was kept after step `done`, which the run repeats, and takes the digest of the weights."""
+        if self._settings is None:
+            return
+        try:
+            await asyncio.to_thread(_prepare, self._settings.folder, done)
+            self._digests = await self._take_digests(self._settings)
+        except (OSError, WorkerError) as error:
+            self._warn(done + 1, error)
+
+    def keep(self, step: int, batch: Batch, state: ControllerState, updates: Sequence[Mapping[str, float]]) -> None:
+        """Keeps a step in the background.
+
+        Call it when the updates are made, and `settle` before the next ones: the digest is that of the weights now.
+
+        Args:
+            step: The step, counted from 1.
+            batch: Its batch.
+            state: State of the controller before the updates.
+            updates: Metrics of each update.
+        """
+        if self._settings is not None:
+            keeping = self._keep(self._settings, step, batch, state, updates)
+            self._writing = asyncio.create_task(keeping, name=f"keep step {step}")
+
+    async def settle(self) -> None:
+        """Waits until the last step is kept."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    async def close(self) -> None:
+        """Ends a step that is being kept."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _keep(
+        self,
+        settings: KeeperSettings,
+        step: int,
+        batch: Batch,
+        state: ControllerState,
+        updates: Sequence[Mapping[str, float]],
+    ) -> None:
+        unfinished = settings.folder / f"{_UNFINISHED}{step:06d}"
+        before, self._digests = self._digests, {}
+        try:
+            self._digests = await self._take_digests(settings)
+            await asyncio.to_thread(_fresh, unfinished)
+            texts = batch.texts
+            rows, tokens, picks = packed_texts(texts)
+            files = await self._trainers[0].keep_batch(
+                str(unfinished),
+                batch.table,
+                None if texts is None else texts.table,
+                rows,
+                timeout_s=settings.timeout_s,
+            )
+            kept = partial(
+                KeptStep,
+                step=step,
+                software=settings.software,
+                working_folder=settings.working_folder,
+                state=state,
+                rows=batch.summary.rows,
+                units=batch.units,
+                text_rows=picks,
+                text_tokens=tokens,
+                groups=batch.groups,
+                files=files,
+                before=before,
+                after=self._digests,
+                updates=tuple(dict(metrics) for metrics in updates),
+            )
+            await asyncio.to_thread(_publish, settings, unfinished, step, kept)
+            self._failed = False
+        except (OSError, WorkerError) as error:
+            self._warn(step, error)
+            await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
+
+    async def _take_digests(self, settings: KeeperSettings) -> dict[str, str]:
+        """Digest of the weights of each role; the roles' ranks compute it at the same time."""
+        trainers, timeout_s = self._trainers, settings.timeout_s
+        digests = await asyncio.gather(*(group.digest(timeout_s=timeout_s) for group in trainers))
+        return {group.role: digest for group, digest in zip(trainers, digests, strict=True)}
+
+    def _warn(self, step: int, error: Exception) -> None:
+        """Logs the first of several failures in a row."""
+        if not self._failed:
+            logger.warning("step %d is not kept for `troupe replay`: %s", step, error)
+        self._failed = True
+
+
+def _prepare(folder: Path, done: int) -> None:
+    """Removes what an interrupted run left, and the steps after `done`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for entry in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(entry)
+    for step in kept_steps(folder):
+        if step > done:
+            shutil.rmtree(folder_of(folder, step))
+
+
+def _publish(settings: KeeperSettings, unfinished: Path, step: int, kept: Callable[[], KeptStep]) -> None:
+    """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds."""
+    write_private(unfinished / RESOLVED_SPEC, settings.spec)
+    (unfinished / STEP).write_text(kept().model_dump_json())
+    os.rename(unfinished, folder_of(settings.folder, step))
+    sizes = {step: size_of(folder_of(settings.folder, step)) for step in kept_steps(settings.folder)}
+    while sizes and (len(sizes) > settings.steps or sum(sizes.values()) > settings.nbytes):
+        oldest = min(sizes)
+        del sizes[oldest]
+        shutil.rmtree(folder_of(settings.folder, oldest))
+
+
+def _fresh(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def software() -> tuple[str, ...]:
+    """What the results of a step depend on besides the code: versions of the packages, and the processor, each named by
+    the first word."""
+    return (*versions().splitlines(), f"processor {_processor()}")
+
+
+def _processor() -> str:
+    """Model of the processor: the same code may round differently on another one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())

@@ -1,0 +1,120 @@
+"""Which steps a replay repeats, from where, and with which spec."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.errors import UsageError
+from orchestrator.live.diff import field_changes
+from orchestrator.replay.kept import REPLAY, KeptFolder, read_step, read_steps
+from orchestrator.spec.base import RunSpec
+from orchestrator.spec.preflight import Located
+from orchestrator.spec.sections import RoleName
+from orchestrator.spec.stages import plan_runs, read_document
+from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+
+TRAINERS: tuple[RoleName, ...] = ("policy", "critic")
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """A replay of a run up to one of its steps."""
+
+    spec: RunSpec
+    """As the steps used it, with paths that do not depend on the current folder."""
+    checkpoint: Checkpoint | None
+    """Where it starts; None: the initial model."""
+    folders: tuple[KeptFolder, ...]
+    """The steps to repeat, in order."""
+
+    @property
+    def origin(self) -> str:
+        """Where it starts, in words."""
+        return "the initial model" if self.checkpoint is None else f"the checkpoint of step {self.checkpoint.step}"
+
+
+def plan_replay(run: Path, step: int) -> ReplayPlan:
+    """The shortest replay of a run that includes a step: from the newest valid checkpoint before it.
+
+    Raises:
+        UsageError: A step that is needed is not kept or was changed, or the spec of the trainers changed between the
+            steps.
+    """
+    return plan_up_to(run, step - 1, step, read_step(run / REPLAY, step))
+
+
+def plan_up_to(run: Path, first_version: int, last: int, folder: KeptFolder) -> ReplayPlan:
+    """The shortest replay that has the weights after step `first_version` and repeats the steps up to `last`.
+
+    Args:
+        run: Folder of the run.
+        first_version: A number of steps; it starts from a checkpoint of that many steps or fewer.
+        last: The last step that is repeated; none is, where it is the checkpoint's.
+        folder: The step whose spec the trainers have.
+
+    Raises:
+        UsageError: A step that is needed is not kept or was changed, or the spec of the trainers changed between the
+            steps.
+    """
+    checkpoint = CheckpointStore(run / "checkpoints", keep=1).latest(before=first_version + 1)
+    first = 1 if checkpoint is None else checkpoint.step + 1
+    try:
+        folders = read_steps(run / REPLAY, range(first, last + 1))
+    except UsageError as error:
+        origin = "the initial model" if checkpoint is None else f"the checkpoint of step {checkpoint.step}"
+        raise UsageError(f"it takes steps {first} to {last}, from {origin} on: {error}") from None
+    spec = spec_of(folder)
+    for other in folders:
+        other.tables()  # refused here, before anything starts
+        if other.spec_file.read_bytes() != folder.spec_file.read_bytes():
+            _require_same_trainers(other, spec_of(other), spec)
+    return ReplayPlan(spec, checkpoint, tuple(folders))
+
+
+def spec_of(folder: KeptFolder) -> RunSpec:
+    """The spec of a kept step, with paths that do not depend on the current folder. Raises SpecError."""
+    (planned,) = plan_runs(read_document(folder.spec_file))
+    overrides = list(_absolute(planned.spec, Path(folder.kept.working_folder)))
+    (planned,) = plan_runs(read_document(folder.spec_file, overrides))
+    return planned.spec
+
+
+def _absolute(spec: RunSpec, working_folder: Path) -> Iterator[str]:
+    """Overrides that replace relative paths of models and data by absolute ones."""
+    sections = {section: model.path for section, model in spec.models().items()}
+    for name, source in spec.data_sources().items():
+        if isinstance(source, Located):
+            sections[f"data.{name}"] = source.path
+    for section, path in sections.items():
+        found = working_folder / path
+        if not Path(path).is_absolute() and found.exists():
+            yield f"{section}.path={json.dumps(str(found))}"
+
+
+def _require_same_trainers(folder: KeptFolder, before: RunSpec, spec: RunSpec) -> None:
+    """Raises UsageError if the trainers of a step were configured in another way than those of the last step."""
+    for role in TRAINERS:
+        if (role in before.roles.trainers()) != (role in spec.roles.trainers()):
+            raise UsageError(f"step {folder.kept.step} was trained with another set of trainers than the last step")
+        if role in spec.roles.trainers() and _trained_by(before, role) != _trained_by(spec, role):
+            changed = ", ".join(field for field, _, _ in field_changes(before, spec))
+            words = f"the spec changed between step {folder.kept.step} and the last step ({changed})"
+            raise UsageError(f"{words}, and there is no checkpoint between them: replay an earlier step")
+
+
+def _trained_by(spec: RunSpec, role: RoleName) -> tuple[object, ...]:
+    """What the updates of a role depend on. A constant learning rate does not depend on the length of the run."""
+    settings = spec.worker_settings(role)
+    config, *rest = settings.args
+    if spec.roles.trainers()[role].schedule == "constant":
+        config = config.model_copy(update={"total_updates": 0})
+    return settings.kind, config, *rest, settings.threads
+
+
+def steps_of(folders: Sequence[KeptFolder]) -> str:
+    """The steps in words: `step 3`, `steps 3 to 5`."""
+    first, last = folders[0].kept.step, folders[-1].kept.step
+    return f"step {last}" if first == last else f"steps {first} to {last}"

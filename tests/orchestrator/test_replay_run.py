@@ -1,0 +1,124 @@
+"""A comparison of two versions of the code: which replays it asks for, and what it concludes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from orchestrator import replay_run
+from orchestrator.commands.replay import replay as command
+from orchestrator.errors import TroupeError, UsageError
+from orchestrator.replay.against import ReplayThere, StepThere
+from orchestrator.replay.kept import KeptFolder
+from orchestrator.replay.plan import ReplayPlan
+from orchestrator.replay.repeat import Repeated
+from orchestrator.replay_run import ReplayOutcome, ReplayRequest, compare
+from orchestrator.reporting.console import Console
+from orchestrator.spec.load import load_rollout_spec
+from tests.conftest import ROOT
+from tests.orchestrator.replay.test_replay import kept_step
+from workers.training import masters
+
+Each = Callable[[Repeated], bool]
+
+
+def step_here(step: int) -> Repeated:
+    """A step whose two parameters are named after it."""
+    weights = {"policy": {"embed": f"e{step}", "head": f"h{step}"}}
+    updates = ({"policy/loss": float(step)},)
+    return Repeated(step, {"policy": "a"}, {"policy": "a"}, updates, updates, 0.1, weights)
+
+
+class TwoVersions:
+    """In place of the replays: the other version of the code has another head from one of the steps on."""
+
+    def __init__(self, differs_from: int) -> None:
+        self.differs_from = differs_from
+        self.asked: list[tuple[int, bool]] = []
+        """(step, whether the weights are wanted) of each replay with the other code."""
+        self.repeated: list[int] = []
+        """Steps that this code has repeated."""
+
+    def there(self, root: Path, run: Path, step: int, folder: Path, timeout_s: float, *, weights: bool) -> ReplayThere:
+        self.asked.append((step, weights))
+        if weights:
+            masters.write([("embed", torch.ones(4)), ("head", torch.tensor([1.0, 2.5]))], folder / "policy.arrow")
+        return ReplayThere(root=str(root), steps=[self._step(number) for number in range(3, step + 1)])
+
+    def here(self, request: ReplayRequest, classes: Any, console: Console, each: Each) -> ReplayOutcome:
+        assert request.whole and request.weights is not None
+        done = []
+        for folder in request.plan.folders:
+            self.repeated.append(folder.kept.step)
+            done.append(step_here(folder.kept.step))
+            if not each(done[-1]):
+                weights = [("embed", torch.ones(4)), ("head", torch.tensor([1.0, 2.0]))]
+                masters.write(weights, request.weights / "policy.arrow")
+                break
+        return ReplayOutcome(tuple(done), "", ())
+
+    def _step(self, number: int) -> StepThere:
+        step = step_here(number)
+        weights = {role: dict(digests) for role, digests in step.weights.items()}
+        updates = [dict(step.updates[0])]
+        if number >= self.differs_from:
+            weights["policy"]["head"], updates[0]["policy/loss"] = "other", 0.25
+        return StepThere(step=number, equal=True, weights=weights, updates=updates)
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> ReplayRequest:
+    """A replay of steps 3 to 5."""
+    spec = load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml")
+    folders = tuple(KeptFolder(tmp_path, kept_step(step)) for step in (3, 4, 5))
+    return ReplayRequest(tmp_path, ReplayPlan(spec, None, folders))
+
+
+def compared(versions: TwoVersions, request: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> replay_run.Comparison:
+    monkeypatch.setattr(replay_run, "replay_there", versions.there)
+    monkeypatch.setattr(replay_run, "replay", versions.here)
+    return compare(
+        request, Path("/other"), lambda: pytest.fail("nothing starts"), Console(io.StringIO()), lambda _: True
+    )
+
+
+def test_the_first_difference_ends_the_comparison(request_: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = TwoVersions(differs_from=4)
+    found = compared(versions, request_, monkeypatch)
+    assert versions.asked == [(5, False), (4, True)]
+    assert versions.repeated == [3, 4]
+    assert found.difference is not None
+    assert (found.difference.step, found.difference.names) == (4, {"policy": ["head"]})
+    assert found.difference.metrics == ["policy/loss is 0.25 there, 4 here"]
+    (tensor,) = found.tensors["policy"]
+    assert (tensor.name, tensor.largest, tensor.scale) == ("head", 0.5, 2.0)
+
+
+def test_versions_that_agree_write_no_weights(request_: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = TwoVersions(differs_from=9)
+    found = compared(versions, request_, monkeypatch)
+    assert versions.asked == [(5, False)]
+    assert versions.repeated == [3, 4, 5]
+    assert (found.steps, found.difference, found.tensors) == (3, None, {})
+
+
+def test_steps_that_the_other_version_leaves_out_are_an_error(
+    request_: ReplayRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = (KeptFolder(request_.run, kept_step(2)), *request_.plan.folders)
+    longer = replace(request_, plan=replace(request_.plan, folders=folders))
+    with pytest.raises(TroupeError, match="/other has not repeated step 2"):
+        compared(TwoVersions(differs_from=4), longer, monkeypatch)
+
+
+def test_one_question_at_a_time(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--against and --resample are two questions"):
+        command(tmp_path, 1, against=tmp_path, resample=True)
+    with pytest.raises(UsageError, match="--against starts its own Ray"):
+        command(tmp_path, 1, against=tmp_path, address="auto")

@@ -1,0 +1,147 @@
+"""`troupe replay` on real runs: the weights of a replay are bitwise those of the run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.real.commands import GRPO, PPO, Command, Run, running, troupe_command
+
+DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
+SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
+OFFLINE = ("schedule.steps=3", "checkpoint.every_steps=2", "evaluation=null")
+SHORT = ("schedule.steps=3", "schedule.prompts_per_step=4")
+TEXTS = (
+    "algorithm.ptx_coef=0.1",
+    "data.ptx={kind: jsonl, path: deploy/specs/data/texts.jsonl, max_tokens: 64, texts_per_step: 8}",
+)
+"""Every update of the policy also trains on plain texts."""
+PLANTED = (
+    "loss, clipped = torch.maximum(plain, bounded), bounded > plain",
+    "loss, clipped = torch.minimum(plain, bounded), bounded > plain",
+)
+"""PPO's bound on the ratio, and a bug in it: the better of both losses instead of the worse one."""
+
+
+def trained(folder: Path, spec: Path, *overrides: str, name: str, resume: bool = False) -> Path:
+    """Folder of a run that has ended well."""
+    with running(Run(folder, spec, *overrides, name=name, out=folder / name, resume=resume)) as run:
+        assert run.wait() == 0, run.output
+    return run.out
+
+
+def replayed(run: Path, step: int, *flags: str, code: int = 0) -> Command:
+    """A replay that ends with this exit code."""
+    command = Command(run.parent, troupe_command("replay", str(run), "--step", str(step), *flags))
+    with running(command):
+        assert command.wait() == code, command.output
+    return command
+
+
+def equal_steps(command: Command) -> list[int]:
+    """Steps that the replay found equal; fails where one is not."""
+    assert "NOT EQUAL" not in command.stdout
+    return [int(step) for step in re.findall(r"^step (\d+): equal \(", command.stdout, re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """PPO with a critic, texts and two updates per step: two steps, a checkpoint, and after a resume two more."""
+    folder = tmp_path_factory.mktemp("replay")
+    sets = ("schedule.prompts_per_step=4", "checkpoint.every_steps=2", *TEXTS)
+    trained(folder, PPO, *sets, "schedule.steps=2", name="ppo")
+    return trained(folder, PPO, *sets, "schedule.steps=4", name="ppo", resume=True)
+
+
+def test_ppo_with_a_critic_is_repeated_across_a_resume_and_a_damaged_table_is_refused(ppo: Path) -> None:
+    """The checkpoint of the resume is removed, so that the replay repeats the steps before and after it."""
+    assert equal_steps(replayed(ppo, 4)) == [3, 4]
+    shutil.copytree(ppo, damaged := ppo.with_name("damaged"))
+    shutil.rmtree(damaged / "checkpoints")
+    replay = replayed(damaged, 3)
+    assert equal_steps(replay) == [1, 2, 3]
+    assert re.search(r"^step 3: equal \(policy \w{12}, critic \w{12}; ", replay.stdout, re.MULTILINE), replay.stdout
+    table = damaged / "replay" / "step-000002" / "batch.arrow"
+    content = bytearray(table.read_bytes())
+    content[-100] ^= 1
+    table.write_bytes(content)
+    refused = replayed(damaged, 2, code=2)
+    assert re.search(r"step-000002/batch.arrow has changed: it has digest \w+ and \d+ bytes", refused.stderr)
+    assert refused.stdout == "", "it is refused before anything starts"
+
+
+def test_a_planted_bug_in_the_loss_is_found(ppo: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    for package in ("orchestrator", "workers"):
+        shutil.copytree(ROOT / package, checkout / package)
+    file = checkout / "workers" / "algorithms" / "policy_loss.py"
+    text = file.read_text()
+    assert text.count(PLANTED[0]) == 1
+    file.write_text(text.replace(*PLANTED))
+    found = replayed(ppo, 3, "--against", str(checkout), code=1).stdout
+    assert re.search(rf"^{checkout} differs first in step 3$", found, re.MULTILINE), found
+    parameters = r"\d+ of \d+ parameters; the first is \S+ by up to (\S+) \(of values up to \S+\)"
+    difference = re.search(rf"^  policy: {parameters}$", found, re.MULTILINE)
+    assert difference is not None and float(difference[1]) > 0, found
+    assert "  critic: " not in found, "the critic's loss is the same"
+    assert "  update 2 of 2: policy/loss is " in found, "before the first update the ratio is 1, and nothing is bounded"
+
+
+def test_the_samples_of_a_step_are_sampled_again(ppo: Path) -> None:
+    """Float32 on the CPU, one engine, all groups at once: with version 2 of the weights every token is the run's."""
+    found = replayed(ppo, 3, "--resample").stdout
+    assert "step 3: 16 of 16 samples have the tokens of the run" in found
+    gap = re.search(r"log-probs of equal tokens differ by up to (\S+)", found)
+    assert gap is not None and float(gap[1]) < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("workers", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_grpo_is_repeated_with_every_zero_stage(tmp_path: Path, workers: int, stage: int) -> None:
+    """From the initial model: the checkpoints are removed."""
+    sets = (f"roles.policy.workers={workers}", f"roles.policy.zero_stage={stage}", *SHORT)
+    run = trained(tmp_path, GRPO, *sets, name=f"grpo-{workers}-{stage}")
+    shutil.rmtree(run / "checkpoints")
+    assert equal_steps(replayed(run, 3)) == [1, 2, 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_same_code_agrees_with_itself_where_weights_are_partitioned(tmp_path: Path, stage: int) -> None:
+    """The digests of whole parameters are gathered from both ranks, in two processes of their own."""
+    sets = ("roles.policy.workers=2", f"roles.policy.zero_stage={stage}", *SHORT)
+    run = trained(tmp_path, GRPO, *sets, name=f"same-{stage}")
+    found = replayed(run, 2, "--against", str(ROOT))
+    assert equal_steps(found) == [1, 2]
+    assert f"{ROOT} has the same weights after every step (2 repeated)" in found.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("workers", "stage"), [(1, 0), (2, 1), (2, 3)])
+def test_a_replay_from_a_checkpoint_is_equal_with_zero(tmp_path: Path, workers: int, stage: int) -> None:
+    sets = (f"roles.policy.workers={workers}", f"roles.policy.zero_stage={stage}", "checkpoint.every_steps=1", *SHORT)
+    run = trained(tmp_path, PPO, *sets, name=f"ppo-{workers}-{stage}")
+    assert equal_steps(replayed(run, 3)) == [3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("workers", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_sft_is_repeated_with_every_zero_stage(tmp_path: Path, workers: int, stage: int) -> None:
+    """From the checkpoint of step 2, and from the initial model."""
+    sets = (f"roles.policy.workers={workers}", f"roles.policy.zero_stage={stage}", *OFFLINE)
+    run = trained(tmp_path, SFT, *sets, name=f"sft-{workers}-{stage}")
+    assert equal_steps(replayed(run, 3)) == [3]
+    shutil.rmtree(run / "checkpoints")
+    assert equal_steps(replayed(run, 3)) == [1, 2, 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 2])
+def test_dpo_is_repeated(tmp_path: Path, workers: int) -> None:
+    """Pairs stay together, and the reference's log-probs are in the batch: the replay starts no reference."""
+    run = trained(tmp_path, DPO, f"roles.policy.workers={workers}", *OFFLINE, name=f"dpo-{workers}")
+    assert equal_steps(replayed(run, 3)) == [3]

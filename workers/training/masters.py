@@ -1,0 +1,74 @@
+"""The weights that the optimizer changes, in its own precision: their digest, and the whole of them by name.
+
+Under ZeRO each rank holds a part of them. The digest of a rank covers its own part, so that nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+import xxhash
+from torch import nn
+
+_PIECE = 1 << 24
+"""Bytes that are copied from a GPU at a time."""
+_WEIGHTS = pa.schema([pa.field("name", pa.string()), pa.field("values", pa.large_list(pa.float32()))])
+
+
+def masters(engine: Any, stage: int) -> list[torch.Tensor]:
+    """This rank's part of the weights, live, as the optimizer of DeepSpeed's `engine` has them."""
+    optimizer = engine.optimizer
+    if stage == 3:
+        return [partition.data for partition in optimizer.fp32_partitioned_groups_flat]
+    return [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def own_part(engine: Any, stage: int, rank: int) -> Iterator[torch.Tensor]:
+    """As `masters`, without what ZeRO-3 appends to the last shares of a parameter: memory that nothing was written to.
+
+    (ZeRO-1 and ZeRO-2 append zeros.)
+    """
+    flats = masters(engine, stage)
+    if stage < 3:
+        yield from flats
+        return
+    for flat, parameters in zip(flats, engine.optimizer.fp16_groups, strict=True):
+        start = 0
+        for parameter in parameters:
+            width = parameter.ds_tensor.ds_numel
+            held = min(max(parameter.ds_numel - rank * width, 0), width)
+            yield flat[start : start + held]
+            start += width
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """xxh3-128 of the bytes of the tensors, one after another."""
+    state = xxhash.xxh3_128()
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        for piece in (flat,) if flat.device.type == "cpu" else flat.split(_PIECE):
+            state.update(piece.cpu().numpy().data)
+    return state.hexdigest()
+
+
+def whole(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, whole tensor) of every parameter. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    for name, parameter in model.named_parameters():
+        full = safe_get_full_fp32_param(parameter)
+        # Without ZeRO and in float32 the optimizer changes the parameter itself.
+        yield name, parameter.detach() if full is None else full.detach()
+
+
+def write(weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:
+    """Write named tensors, flat, to an Arrow file that can be mapped: one record batch for each tensor."""
+    with path.open("wb") as file, pa.ipc.new_file(file, _WEIGHTS) as writer:
+        for name, tensor in weights:
+            values = pa.array(tensor.float().cpu().contiguous().reshape(-1).numpy())
+            row = pa.LargeListArray.from_arrays(pa.array([0, len(values)], pa.int64()), values)
+            writer.write_batch(pa.record_batch([pa.array([name]), row], schema=_WEIGHTS))
