@@ -129,7 +129,7 @@ class Look:
     stacks: Path
     """Folder of the files of stacks."""
     session: str = ""
-    """Name of Ray's session, to find its own processes."""
+    """Folder of Ray's session on this node, to find its own processes."""
     paths: tuple[Path, ...] = ()
     """Folders whose disks matter."""
 

@@ -93,7 +93,7 @@ class NodeWatch:
     async def look(self, roots: Mapping[int, str], paths: tuple[Path, ...]) -> NodeReport:
         """What the processes of these workers do, and how the node is."""
         logs = own_logs()
-        look = Look(roots, logs / STACKS, logs.parent.name, paths)
+        look = Look(roots, logs / STACKS, str(logs.parent), paths)
         return await asyncio.to_thread(look_at, look)
 
 
@@ -166,7 +166,7 @@ class ProcessWatch:
         }
         nodes = _NodeTable()
         deadline = time.monotonic() + timeout_s
-        here = look_at(Look(roots[self.node], self._logs / STACKS, self._logs.parent.name, paths))
+        here = look_at(Look(roots[self.node], self._logs / STACKS, str(self._logs.parent), paths))
         names, dead = nodes.read(deadline)
         left = max(0.1, deadline - time.monotonic())
         done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=left) if asked else ([], [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ QUIET_S = 9.0
 UNBOUNDED = ("failures.stopped_s=100000", "failures.health_interval_s=100000")
 """No bound of the run ends what stops: `troupe why` has to find it."""
 _LONGEST_VERDICT = 230
+_OTHER_PATHS = re.compile(r"/\S*/(?=tests/|run/)")
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def table() -> str:
     lines = ["| stall | named | answer after, s | verdict |", "|---|---|---|---|"]
     for row in json.loads(RESULTS.read_text()).values():
         outcome = Outcome(**row)
-        verdict = outcome.verdict.replace(str(ROOT), "").replace("|", "\\|")
+        verdict = _OTHER_PATHS.sub("", outcome.verdict).replace("|", "\\|").replace("`", "'")
         shown = verdict if len(verdict) <= _LONGEST_VERDICT else f"{verdict[:_LONGEST_VERDICT]} ..."
         lines.append(f"| {outcome.stall} | {'yes' if outcome.named else '**no**'} | {outcome.seconds} | `{shown}` |")
     return "\n".join(lines)

@@ -115,7 +115,7 @@ def test_rank_stopped(grpo: Run) -> None:
         wait_for_stall(grpo)
         answer = why(grpo)
     words = ("SIGSTOP", "the other 1 rank(s) of policy wait in a collective")
-    outcome = record("one policy rank stopped, the other in a collective", answer, cause="worker_stopped", words=words)
+    outcome = record("one of two policy ranks stopped", answer, cause="worker_stopped", words=words)
     assert outcome.named and answer.seconds < LIMIT_S
 
 
@@ -179,12 +179,12 @@ def test_raylet_stopped(grpo: Run) -> None:
 
 
 def test_shared_memory_full(grpo: Run) -> None:
-    """The run cannot go on; its last report says why."""
-    assert fill_shared_memory(grpo)
-    grpo.wait(300)
-    answer = why(grpo)
+    """The run trains on, more slowly: weights go through a disk."""
+    with recovers(grpo):
+        assert fill_shared_memory(grpo)
+        answer = why(grpo)
     outcome = record("/dev/shm full", answer, cause="full", words=("/dev/shm", "is full"))
-    assert outcome.named and answer.seconds < LIMIT_S, grpo.output[-3000:]
+    assert outcome.named and answer.seconds < LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +192,9 @@ def episodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run with an environment of the user, and a short bound on a group."""
     folder = tmp_path_factory.mktemp("episodes")
     overrides = (
-        *(*SMALL, *UNBOUNDED, "schedule.generate_timeout_s=50", "roles.environment.name=stalling_user_code:Stalling"),
-        *(f"roles.environment.args={{control: {folder / 'bug'}}}", "roles.environment.turn_timeout_s=48"),
-        *("roles.environment.episode_timeout_s=49",),
+        *(*SMALL, *UNBOUNDED, "schedule.generate_timeout_s=100", "roles.environment.name=stalling_user_code:Stalling"),
+        *(f"roles.environment.args={{control: {folder / 'bug'}}}", "roles.environment.turn_timeout_s=98"),
+        *("roles.environment.episode_timeout_s=99",),
     )
     run = Run(folder, ENVIRONMENT, *overrides, name="run", env=planted_environment(folder / "order"))
     with running(run):
@@ -207,7 +207,7 @@ def test_environment_hangs(episodes: Run) -> None:
     with recovers(episodes), order(episodes.out.parent / "bug", "sleep"):
         wait_for_stall(episodes)
         answer = why(episodes)
-        episodes.wait_until(lambda: "of environment-0 sleeps in step" in episodes.stderr, "its own report", 60)
+        episodes.wait_until(lambda: "of environment-0 sleeps in step" in episodes.stderr, "its own report", 90)
     words = ("rollout-0 (generate", "environment-0", "in step")
     outcome = record("environment that hangs", answer, cause="sleep", words=words)
     assert outcome.named and answer.seconds < LIMIT_S
@@ -253,7 +253,7 @@ def test_node_freezes_and_dies(two_nodes: tuple[Run, psutil.Process]) -> None:
             process.kill()
     wait_for_stall(run)
     dead = why(run)
-    outcome = record("a node that is dead", dead, cause="node_lost", words=("rollout-0", "is dead"))
+    outcome = record("a node that is dead", dead, cause="node_lost", words=("rollout-0", "its node"))
     assert froze.named and outcome.named and max(answer.seconds, dead.seconds) < LIMIT_S
 
 

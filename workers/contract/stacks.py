@@ -47,7 +47,7 @@ def write_stacks_on_signal(folder: str | Path | None = None) -> None:
         folder: Folder for the files, passed on to descendants (default: that of the parent, or the one beside the log
             of a worker of Ray that this process writes to; neither: it writes none).
     """
-    place = folder or os.environ.get(VARIABLE) or _beside_own_log()
+    place = folder or stacks_folder()
     if not place:
         return
     try:
@@ -67,8 +67,10 @@ def write_stacks_on_signal(folder: str | Path | None = None) -> None:
     os.environ[VARIABLE] = str(path)
 
 
-def _beside_own_log() -> str:
-    """The folder beside the log that standard error is, where it is that of a worker of Ray; empty: it is not."""
+def stacks_folder() -> str:
+    """The folder for the stacks of this process and those it starts; empty: there is none."""
+    if place := os.environ.get(VARIABLE):
+        return place
     try:
         log = Path(os.readlink("/proc/self/fd/2"))
     except OSError:

@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Collection, Mapping
 
+from workers.contract.stacks import VARIABLE, stacks_folder
+
 MARK = "TROUPE_CHILD"
 """Variable by which all descendants of a process are found, whatever session and parent they have given themselves."""
 _SECRET = re.compile(
@@ -30,4 +32,5 @@ def child_environment(mark: str, keep: Collection[str] = (), of: Mapping[str, st
     """
     inherited = os.environ if of is None else of
     visible = {name: value for name, value in inherited.items() if name in keep or not is_secret(name)}
-    return visible | {MARK: mark}
+    stacks = {VARIABLE: folder} if of is None and (folder := stacks_folder()) else {}
+    return visible | stacks | {MARK: mark}

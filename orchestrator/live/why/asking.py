@@ -112,7 +112,7 @@ def _from_outside(run_folder: Path, snapshot: Snapshot, state: DriverState) -> F
     if state == "dead":
         return replace(known, driver=driver, nodes=(node_facts(paths),), last_words=_remains(run_folder, snapshot))
     logs = Path(snapshot.logs)
-    look = Look({**snapshot.roots, snapshot.pid: DRIVER}, logs / STACKS, logs.parent.name, paths)
+    look = Look({**snapshot.roots, snapshot.pid: DRIVER}, logs / STACKS, str(logs.parent), paths)
     report = look_at(look)
     calls = tuple(replace(call, age_s=call.age_s + since) for call in known.calls)
     run = replace(known.run, phase_s=known.run.phase_s + since, step_s=known.run.step_s + since)

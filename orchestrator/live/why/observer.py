@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.5
 _SNAPSHOT_S = 5.0
 """Interval at which the driver writes what it waits for, and looks for what takes too long."""
-_NODES_S = 3.0
+_NODES_S = 2.0
 """Longest wait for what other nodes say."""
 _BLOCKED_S = 2.0
 """Time without a turn of the event loop from which on it counts as blocked."""
