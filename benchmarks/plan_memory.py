@@ -7,7 +7,7 @@
 Each case starts `PolicyWorker`s in processes of their own, without Ray, and runs two updates of two micro-batches at
 the full token budget. It measures the peak resident memory (VmHWM, reset before the model is built) and compares it
 with `orchestrator.capacity.worker_memory.training`. `--processes` measures processes without a model; the constants of
-`orchestrator/capacity/fit.py` come from there. Linux only.
+`orchestrator/capacity/spec_memory.py` come from there. Linux only.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +21,9 @@ from workers.contract.config import CPU_THREADS
 from workers.contract.messages import WorkerHealth
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
+
+_SHOWN = 6
+"""Names of workers that a message lists."""
 
 GroupT = TypeVar("GroupT", bound=TrainerGroup[Any])
 
@@ -106,9 +109,16 @@ class WorkerLauncher:
         self._workers: dict[str, ActorWorker[Any]] = {}
         self._served: set[str] = set()
         """Names of workers that have started before."""
+        self._progress: Callable[[int, int, str], None] = lambda *_: None
 
-    async def open(self, only: frozenset[str] | None = None) -> Workers:
+    async def open(
+        self, only: frozenset[str] | None = None, progress: Callable[[int, int, str], None] = lambda *_: None
+    ) -> Workers:
         """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently.
+
+        Args:
+            only: Roles to start; None: all.
+            progress: Is told how many workers have started, how many there are, and the names of the others.
 
         Raises:
             DoesNotFit: The cluster has no room.
@@ -120,10 +130,14 @@ class WorkerLauncher:
         for placement in placements:
             self._take(placement, only)
         await self._download()
+        self._progress = progress
+        self._report()
         try:
             return await self._start()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            self._progress = lambda *_: None
 
     async def _start(self) -> Workers:
         names = self._names("policy")
@@ -243,8 +257,15 @@ class WorkerLauncher:
         """Records that a worker serves, and where."""
         event = "worker_replaced" if name in self._served else "worker_started"
         self._served.add(name)
+        self._report()
         detail = "" if health is None else f"host {health.host}, pid {health.pid}"
         self._cluster.events.record(event, worker=name, detail=detail)
+
+    def _report(self) -> None:
+        """Says which workers are still starting."""
+        waiting = [name for name in self._seats if name not in self._served]
+        shown = ", ".join(sorted(waiting)[:_SHOWN]) + (f" and {len(waiting) - _SHOWN} more" * (len(waiting) > _SHOWN))
+        self._progress(len(self._seats) - len(waiting), len(self._seats), shown)
 
     def _spawn(self, name: str) -> ActorWorker[Any]:
         placement, seat = self._seats[name]

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from orchestrator.capacity.placement import role_sizes, room
@@ -256,11 +257,9 @@ async def open_run(
     try:
         with _interrupts(cluster, stop), recorded_failure(cluster.events):
             launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
-            console.phase("start workers", 0, 1)
             started = [size for size in role_sizes(request.spec) if roles is None or size.role in roles]
             console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
-            workers = await unless_stopped(stop, launcher.open(roles))
-            console.phase("start workers", 1, 1)
+            workers = await unless_stopped(stop, launcher.open(roles, partial(console.phase, "start workers")))
             try:
                 yield RunContext(cluster, launcher, workers, console, stop)
             finally:

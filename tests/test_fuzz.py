@@ -35,6 +35,9 @@ from orchestrator.data.prompts import PromptSource, load_pool
 from orchestrator.errors import DataError, TroupeError, UsageError
 from orchestrator.live.control import FOLDER, ControlServer, ask
 from orchestrator.models.model_size import SizeUnknown, read_size
+from orchestrator.reporting.run_folder import RunFolder
+from orchestrator.reporting.sample_filter import parse_filter
+from orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
 from orchestrator.reporting.sinks.jsonl import JsonlSink
 from orchestrator.spec.errors import SpecError
 from orchestrator.spec.preflight import model_folder, too_long
@@ -47,6 +50,7 @@ from orchestrator.training.state import ControllerState
 from tests.conftest import ROOT
 from workers.contract.advantage_state import AdvantageState
 from workers.contract.config import ModelConfig, RewardFunctionConfig
+from workers.contract.samples import SAMPLES
 from workers.environments.agent import read_request
 from workers.rewards.runner import RewardProcess, Sample
 from workers.training.resharding import opened
@@ -529,6 +533,43 @@ async def test_requests_of_an_agent() -> None:
     for value in Mutations().of_json(good, 3000):
         refused += refuses(lambda value=value: read_request(value), ValueError, TypeError, KeyError, OverflowError)
     assert refused > 300
+
+
+def test_records_of_a_run(tmp_path: Path) -> None:
+    spec, metrics = tmp_path / "spec.yaml", tmp_path / "metrics.jsonl"
+    file = tmp_path / "trajectories" / "step-000001.parquet"
+    file.parent.mkdir()
+    step = {"step": 1, "time": 1.0, "reward/mean": 0.5}
+    goods = {
+        spec: (ROOT / "deploy" / "specs" / "tiny-grpo.yaml").read_bytes(),
+        metrics: (json.dumps(step) + "\n").encode() * 4,
+        file: _parquet([{"step": 1, "prompt_uid": "p", "response": "é", "reward": 1.0, "response_ids": [1]}] * 4),
+    }
+
+    def read() -> None:
+        run = RunFolder(tmp_path)
+        assert run.name and all(isinstance(number, int) for number in run.steps())
+        select_samples(run, SampleQuery(where="reward > 0 and len(response) < 9"), ["response", "response_ids"])
+        count_samples(run, SampleQuery(step=1))
+        run.samples(1, ["prompt_uid"]).to_pylist()
+
+    mutations = Mutations()
+    for path, good in goods.items():
+        for other, content in goods.items():
+            other.write_bytes(content)
+        read()
+        for data in mutations.of_bytes(good, 300):
+            path.write_bytes(data)
+            refuses(read, UsageError, DataError)
+
+
+def test_conditions_on_samples() -> None:
+    good = b'reward < 0 and not (step in (1, 2)) or "x" in response and len(response_ids) > 3 or answer is None'
+    refused = 0
+    for data in Mutations().of_bytes(good, 1500):
+        text = data.decode("utf-8", "surrogateescape")
+        refused += refuses(lambda text=text: parse_filter(text, SAMPLES), UsageError)
+    assert refused > 500
 
 
 def test_metrics_of_an_earlier_run(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ class UnknownModel:
     """Dotted path of its section in the spec."""
     path: str
     why: str
+    trained: bool
+    """Whether an earlier stage trains it: the model of that stage is the one to name."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def _unknown(spec: RunSpec, sizes: Sizes) -> tuple[UnknownModel, ...]:
     found: dict[str, UnknownModel] = {}
     for section, model in spec.models().items():
         if model.path in sizes.unknown:
-            found.setdefault(model.path, UnknownModel(section, model.path, sizes.unknown[model.path]))
+            why, trained = sizes.unknown[model.path], model.path in sizes.trained
+            found.setdefault(model.path, UnknownModel(section, model.path, why, trained))
     return tuple(found.values())
 
 

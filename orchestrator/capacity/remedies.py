@@ -9,7 +9,6 @@ from typing import Any, Literal
 from orchestrator.spec.base import RunSpec
 from orchestrator.spec.errors import Source, SpecError
 from orchestrator.spec.load import parse_spec
-from orchestrator.spec.sections import TrainerRole
 from orchestrator.spec.yaml_reader import Document
 
 Changes = Mapping[str, Any]
@@ -156,7 +155,7 @@ def _fewer_ranks(spec: RunSpec, role: str) -> Iterator[Changes]:
 
 def _of_trainer(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes]]:
     """Changes after which a training rank needs less."""
-    settings: TrainerRole = dict(spec.roles.trainers())[role]  # pyright: ignore[reportArgumentType]
+    settings = next(trainer for name, trainer in spec.roles.trainers().items() if name == role)
     path = f"roles.{role}"
     cheap: list[Changes] = []
     if not settings.gradient_checkpointing:
@@ -192,13 +191,9 @@ def _of_engine(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Changes
 def _with_guests(spec: RunSpec, role: str, changes: Changes) -> Changes:
     """The changes, with as many workers for the engines that are colocated with the role: one for each of its."""
     workers = changes[f"roles.{role}.workers"]
-    linked = {
-        name
-        for name, other in spec.roles.present().items()
-        if name == "rollout" and "policy" in (role, other.colocate_with) and other.colocate_with == "policy"
-    }
-    pair = {*linked, "policy"} if linked and role in ("policy", "rollout") else {role}
-    return {**changes, **{f"roles.{name}.workers": workers for name in sorted(pair)}}
+    engines = spec.roles.present().get("rollout")
+    shared = engines is not None and engines.colocate_with == "policy" and role in ("policy", "rollout")
+    return {**changes, **{f"roles.{name}.workers": workers for name in (("policy", "rollout") if shared else (role,))}}
 
 
 def _halves(spec: RunSpec, field: str, least: float) -> Iterator[Changes]:

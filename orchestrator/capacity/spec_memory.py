@@ -64,6 +64,9 @@ class Sizes:
 
     known: dict[str, ModelSize] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
+    """Why each size that is not known is not."""
+    trained: set[str] = field(default_factory=set)
+    """Models of unknown size that an earlier stage trains, from another one of unknown size."""
 
     def of(self, model: ModelConfig, *, packed: bool = False) -> ModelSize | None:
         """Size of the model; None where it is not known.

@@ -33,6 +33,7 @@ def plan_stages(
             sizes.known[str(run.model)] = trained
         else:
             sizes.unknown[str(run.model)] = f"it is trained from {run.spec.model.path}, whose size is not known"
+            sizes.trained.add(str(run.model))
         yield run, planned
         if planned.misfit:
             return

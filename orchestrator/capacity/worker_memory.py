@@ -61,8 +61,8 @@ class WorkerMemory:
     def total(self) -> int:
         """The most that is held at once, in bytes.
 
-        A pass and a step never overlap, and on a GPU torch's allocator reuses the memory of one for the other. In host
-        memory the C library keeps what a pass has freed, in pieces too small for a step's tensors.
+        A pass and a step hardly overlap, and on a GPU torch's allocator reuses the memory of one for the other. In host
+        memory both count: buckets fill while the backward pass runs, and freed blocks below 1 MiB stay.
         """
         phases = {phase: sum(part.bytes for part in self.parts if part.phase == phase) for phase in _PHASES}
         either = max if self.where == "gpu" else sum

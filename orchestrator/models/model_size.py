@@ -178,6 +178,11 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and value == Path(value).name and value.endswith(".safetensors")
 
 
+def _is_size(number: object) -> bool:
+    """Whether this is a dimension of a tensor."""
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < _MOST
+
+
 def read_header(path: Path) -> Iterator[Tensor]:
     """Every tensor of a safetensors file, from its header.
 
@@ -203,8 +208,7 @@ def read_header(path: Path) -> Iterator[Tensor]:
         if name == "__metadata__":
             continue
         shape = entry.get("shape") if isinstance(entry, dict) else None
-        whole = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
-        if not whole or not all(type(n) is int and 0 <= n < _MOST for n in shape):
+        if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(_is_size, shape)):
             raise SizeUnknown(f"{path}: the header gives {name[:60]!r} no shape")
         count = math.prod(shape)
         if count >= _MOST:

@@ -38,12 +38,14 @@ class Flags:
 class NodeFlags(Flags):
     """Size of a node of the cluster: a Slurm node, or a pod on Kubernetes, which is a node to Ray."""
 
-    gpus_per_node: Annotated[int | None, _nodes(help="GPUs per node (default: 0) or of the largest pod (8).")] = None
+    gpus_per_node: Annotated[
+        int | None, _nodes(help="GPUs per Slurm node (default: 0); most GPUs of a pod (default: 8).")
+    ] = None
     cpus_per_node: Annotated[
-        int | None, _nodes(help="CPUs per node (default: 128) or of the largest pod without GPUs (16).")
+        int | None, _nodes(help="CPUs per Slurm node (default: 128); most CPUs of a pod without GPUs (default: 16).")
     ] = None
     gib_per_node: Annotated[
-        int | None, _nodes(help="Memory per node or pod with GPUs, in GiB (default: as `troupe plan` adds it up).")
+        int | None, _nodes(help="Memory of a Slurm node, or of a pod with GPUs, in GiB (default: from the plan).")
     ] = None
 
 
@@ -95,7 +97,7 @@ class KubernetesFlags(Flags):
         _kubernetes(metavar="RESOURCE[=COUNT]", help="Request RDMA devices for pods with GPUs, as in rdma/hca=8."),
     ] = None
     shm_gib: Annotated[
-        int | None, _kubernetes(help="Size of /dev/shm of a worker pod, in GiB (default: as the plan adds it up).")
+        int | None, _kubernetes(help="Size of /dev/shm of a worker pod, in GiB (default: from the plan).")
     ] = None
     stop_s: Annotated[int | None, _kubernetes(help="Seconds a stopped run has to save (default: 600).")] = None
     ttl_s: Annotated[int | None, _kubernetes(help="Seconds to keep a finished cluster (default: 300).")] = None

@@ -17,6 +17,7 @@ from orchestrator.errors import UsageError
 
 MOST_BYTES = 256 << 20
 MOST_FILES = 20_000
+_DEEPEST = 64
 _SHOWN = 12
 _KEY_BYTES = 4096
 
@@ -97,6 +98,9 @@ class _LeftOut(Exception):
 
 def _walk(folder: Path, root: Path, ignored: list[Ignored], sent: Sent) -> Iterator[Path]:
     """Every file below a folder that may be sent; notes the others. Follows no link to a folder."""
+    if len(folder.relative_to(root).parts) > _DEEPEST:
+        sent.left_out.append((str(folder.relative_to(root)), "nested too deeply"))
+        return
     ignored = [*ignored, *_ignore_files(folder)]
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = folder / entry.name

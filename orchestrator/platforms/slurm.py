@@ -81,7 +81,7 @@ def script(name: str, command: Sequence[str], runs: Sequence[PlannedRun], option
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
         raise UsageError("--name: only letters, digits, '.', '_' and '-' are allowed, starting with a letter or digit")
     plans = list(_plans(runs, options))
-    unknown = {path: why for planned in plans for path, why in planned.memory.unknown.items()}
+    unknown = {model.path: model.why for planned in plans for model in planned.memory.unknown}
     memory = _memory_gib(plans, options) if not unknown or options.exclusive else options.gib_per_node
     lines = [
         f"--job-name={name}",

@@ -18,6 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.reporting.glance import Glance, duration
+
 SHOWN_STEPS = 8
 """Rows of the live table."""
 QUIET_S = 30.0
@@ -60,8 +62,9 @@ class Console:
         self._name = ""
         self._total = 0
         self._done = 0
-        self._phase = ("", 0, 0)
-        self._phase_started = time.monotonic()
+        self._phase = ("", 0, 0, "")
+        self._phase_started = self._started = time.monotonic()
+        self._glance = Glance(0)
         self._latest: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=SHOWN_STEPS)
         self._quiet_s = quiet_s
         self._printed = time.monotonic()
@@ -71,6 +74,7 @@ class Console:
     def start(self, spec_name: str, total_steps: int) -> None:
         """Start showing a run."""
         self._name, self._total = spec_name, total_steps
+        self._started, self._glance = time.monotonic(), Glance(total_steps)
         if self._terminal.is_terminal:
             self._live = Live(
                 get_renderable=self._render, console=self._terminal, refresh_per_second=4, vertical_overflow="crop"
@@ -81,20 +85,21 @@ class Console:
             self._line(f"{spec_name}: {total_steps} steps")
             threading.Thread(target=self._break_silences, name="console", daemon=True).start()
 
-    def phase(self, name: str, done: int, total: int) -> None:
+    def phase(self, name: str, done: int, total: int, waiting_for: str = "") -> None:
         """Show the current phase of the step and its progress: in the live display, or after a silence."""
         if name != self._phase[0]:
             self._phase_started = time.monotonic()
-        self._phase = (name, done, total)
+        self._phase = (name, done, total, waiting_for)
 
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """Show the metrics of the finished step `step`, counted from 1."""
         self._done = step
         self._latest.append((step, metrics))
+        self._glance.add(step, metrics)
         if self._live is None:
             cells = ((column.title, cell(metrics, column)) for column in COLUMNS)
-            shown = "  ".join(f"{title} {text}" for title, text in cells if text != "-")
-            self._line(f"step {step}/{self._total}  {shown}".rstrip())
+            shown = [f"{title} {text}" for title, text in cells if text != "-"]
+            self._line("  ".join(filter(None, [f"step {step}/{self._total}", *shown, self._glance.left()])))
 
     def message(self, text: str) -> None:
         """Print a line; it stays above the live display."""
@@ -104,8 +109,14 @@ class Console:
             self._terminal.print(Text(text))
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        """Close the live display and print a summary of the run."""
+        """Close the live display and print a summary of the run: these lines, and what a glance at its steps says."""
         self.close()
+        glance = {
+            "learning": self._glance.learns(),
+            "time": ", ".join(filter(None, [duration(time.monotonic() - self._started), self._glance.bound()])),
+            "to be faster": self._glance.advice(),
+        }
+        summary = {**summary, **{name: text for name, text in glance.items() if text}}
         if self._terminal.is_terminal:
             table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
             for name, value in summary.items():
@@ -147,8 +158,9 @@ class Console:
 
     def _progress(self) -> str:
         """The current phase, what it has done, and for how long; empty before the first."""
-        name, done, total = self._phase
-        return f"{name} {done}/{total} ({time.monotonic() - self._phase_started:.0f} s)" if name else ""
+        name, done, total, waiting_for = self._phase
+        rest = f": waiting for {waiting_for}" if waiting_for else ""
+        return f"{name} {done}/{total} ({time.monotonic() - self._phase_started:.0f} s){rest}" if name else ""
 
     def _render(self) -> RenderableType:
         head = Table.grid(padding=(0, 1))
@@ -159,7 +171,8 @@ class Console:
             Text(progress),
             Text(self._progress()),
         )
-        return Group(head, self._table()) if self._latest else head
+        glance = " · ".join(filter(None, [self._glance.learns(), self._glance.left(), self._glance.bound()]))
+        return Group(head, Text(glance, style="dim"), self._table()) if self._latest else head
 
     def _table(self) -> Table:
         columns = [column for column in COLUMNS if any(cell(m, column) != "-" for _, m in self._latest)]

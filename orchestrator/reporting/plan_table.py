@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.capacity.fit import HEADROOM, MemoryPlan, gib
+from orchestrator.capacity.fit import HEADROOM, MemoryPlan, UnknownModel, gib
 from orchestrator.capacity.plan import Plan
 from orchestrator.capacity.worker_memory import Part, Where, WorkerMemory
 
@@ -143,19 +143,22 @@ def notes(memory: MemoryPlan) -> Iterator[str]:
         yield f"{node.node}, host: {gib(node.total)}{there} GiB = {parts or 'nothing'}"
     for line in memory.warnings:
         yield f"warning: {line}; the estimates can be wrong by {100 * HEADROOM:.0f}%"
-    for line in unknown_sizes([memory]):
-        yield f"warning: {line}; its workers are not counted"
+    for model in memory.unknown:
+        yield f"warning: {_unknown(model)}; its workers are not counted"
 
 
 def unknown_sizes(plans: Sequence[MemoryPlan]) -> list[str]:
-    """One line for each model whose size is not known: its section, why, and what to change."""
-    lines = (
-        f"{model.section}.path: the size of {model.path} is not known: {model.why} "
-        f"(--set {model.section}.path=FOLDER names a folder with its config.json)"
-        for memory in plans
-        for model in memory.unknown
-    )
-    return list(dict.fromkeys(lines))
+    """One line for each model whose size is not known: its section, why, and what to change.
+
+    Models that stages train from these are not named: they have the same cause.
+    """
+    return list(dict.fromkeys(_unknown(model) for plan in plans for model in plan.unknown if not model.trained))
+
+
+def _unknown(model: UnknownModel) -> str:
+    text = f"{model.section}.path: the size of {model.path} is not known: {model.why}"
+    remedy = f" (--set {model.section}.path=FOLDER names a folder with its config.json)"
+    return text if model.trained else text + remedy
 
 
 def show(seating: Plan, console: Console | None = None) -> None:

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_EARLY = 10_000
 """Events that are kept until the file is open."""
+_MOST_WAITING = 1000
+"""Timelines that are kept while the disk is slow."""
+_FLUSH_S = 60.0
 _LONGEST_REASON = 2000
 """Characters of an error's message in an event."""
 
@@ -113,6 +116,8 @@ class RunRecorder:
         self._folder = folder
         self._bound = int(keep_gib * GIB)
         self._writing: asyncio.Task[None] | None = None
+        self._waiting: deque[tuple[int, list[Span]]] = deque(maxlen=_MOST_WAITING)
+        """Step and spans of the timelines to be written."""
         self._seen: dict[str, Mapping[str, float]] = {}
         if folder is not None:
             _drop_after(folder, resume_at if resume_at > 0 else -1)
@@ -132,17 +137,25 @@ class RunRecorder:
         return group in self._seen
 
     async def end_step(self, step: int) -> None:
-        """Writes the spans that ended during the step in the background; waits for those of the step before."""
-        await self.flush()
+        """Has the spans that ended during the step written in the background. A slow disk delays no step."""
         spans = self._calls.drain()
-        if self._folder is not None:
-            self._writing = asyncio.create_task(asyncio.to_thread(self._write, self._folder, step, spans))
+        if self._folder is None:
+            return
+        self._waiting.append((step, spans))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_waiting(self._folder))
+
+    async def _write_waiting(self, folder: Path) -> None:
+        """Writes one timeline after another until none is waiting."""
+        while self._waiting:
+            await asyncio.to_thread(self._write, folder, *self._waiting.popleft())
 
     async def flush(self) -> None:
-        """Waits until the timeline of the last step is written."""
+        """Waits for the timelines that are being written, for at most `_FLUSH_S` seconds."""
         if self._writing is not None:
-            await self._writing
-            self._writing = None
+            _, late = await asyncio.wait([self._writing], timeout=_FLUSH_S)
+            if late:
+                logger.warning("%d timelines are not written yet after %g s", 1 + len(self._waiting), _FLUSH_S)
 
     async def close(self) -> None:
         """Adds the spans that are left to the timeline of the step in progress, the last one after a complete run."""

@@ -40,7 +40,10 @@ class RunFolder:
     def spec(self) -> dict[str, Any]:
         """The resolved spec, with every default; empty where the folder has none."""
         file = self.path / SPEC
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        try:
+            loaded = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            raise DataError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
         if not isinstance(loaded, dict):
             raise DataError(f"{file}: expected a mapping")
         return loaded
@@ -60,7 +63,7 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """Steps with metrics, in order; 0 included where the run was evaluated at its start."""
-        return sorted({int(line["step"]) for line in self.metrics() if "step" in line})
+        return sorted({step for line in self.metrics() if isinstance(step := line.get("step"), int)})
 
     def sample_files(self) -> dict[int, Path]:
         """The file of the samples of each step that has one, in order of the steps."""
@@ -99,7 +102,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             found.append(value)
@@ -123,5 +126,5 @@ def _read(path: Path, names: Sequence[str]) -> pa.Table:
         with pq.ParquetFile(path) as file:
             present = set(file.schema_arrow.names)
             return file.read([name for name in names if name in present])
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error

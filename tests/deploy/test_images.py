@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from deploy.install import install
-from orchestrator.platforms.kubernetes.documents import USER
 from orchestrator.platforms.kubernetes.options import WORKSPACE
+from orchestrator.platforms.kubernetes.templates import USER
 from tests.conftest import ROOT
 
 IMAGES = ("cpu", "gpu")

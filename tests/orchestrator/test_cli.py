@@ -206,6 +206,13 @@ def test_a_plan_with_a_model_of_unknown_size_fails_unless_it_is_allowed() -> Non
     assert "warning: model.path: the size of models/policy-7b-instruct is not known" in allowed.stdout
 
 
+def test_a_chain_names_the_model_of_unknown_size_once(tmp_path: Path) -> None:
+    answer = troupe("plan", str(CHAIN), "--set", f"model.path={tmp_path / 'none'}")
+    assert (answer.code, len(answer.errors)) == (1, 1)
+    assert f"model.path: the size of {tmp_path / 'none'} is not known: " in answer.errors[0]
+    assert answer.stdout.count("is not known: it is trained from ") == 3
+
+
 def test_a_plan_that_does_not_fit_is_also_available_as_json() -> None:
     answer = troupe("plan", str(ROOT / "deploy" / "specs" / "multinode-ppo.yaml"), "--cluster", "3x8", "--json")
     (run,) = json.loads(answer.stdout)

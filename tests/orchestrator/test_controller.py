@@ -18,7 +18,7 @@ from orchestrator.controller import Controller, RunComponents, RunOutcome, Train
 from orchestrator.data.curriculum import Curriculum
 from orchestrator.data.prompts import PromptPick, PromptSource
 from orchestrator.data.texts import Pieces, TextOrder
-from orchestrator.errors import TrainingDiverged, TroupeError, WorkerError
+from orchestrator.errors import TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from orchestrator.live.scaling import WorkerScaler
 from orchestrator.replay.keeper import StepKeeper
 from orchestrator.reporting.console import Console
@@ -382,7 +382,7 @@ def test_a_stopped_run_saves_its_last_whole_step_and_resumes(tmp_path: Path) -> 
 
 def test_a_run_records_its_phases_and_what_happens(tmp_path: Path) -> None:
     """Also over a resume, which drops what was recorded of later steps."""
-    run = RolloutRun(tmp_path, replace(SETTINGS, checkpoint_every=2))
+    run = RolloutRun(tmp_path, replace(SETTINGS, checkpoint_every=2, step_timeout_s=60.0))
     run.reward.fail = {("e0-r2", 1): "timeout after 5 s"}
     run.engines[0].fail_next = 1
     run.run()
@@ -399,9 +399,48 @@ def test_a_run_records_its_phases_and_what_happens(tmp_path: Path) -> None:
     assert dropped == [(1, "reward: timeout after 5 s", 1)]
     assert [(e["step"], e["groups"]) for e in folder.events("retry")] == [(1, 1)]
     assert [e["how"] for e in folder.events("run_ended")] == ["finished"]
-    RolloutRun(tmp_path, replace(SETTINGS, steps=6, checkpoint_every=2), resume=True).run()
+    RolloutRun(tmp_path, replace(SETTINGS, steps=6, checkpoint_every=2, step_timeout_s=60.0), resume=True).run()
     assert [e["version"] for e in folder.events("weights")] == [1, 2, 3, 4, 4, 5, 6]
     assert list(folder.timeline_files()) == [0, 1, 2, 3, 4, 5, 6]
+
+
+class WritingReward(FaultyReward):
+    """Notes what it is asked to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[tuple[str, int, list[str]]] = []
+        """File, step, and the kinds of tables."""
+
+    async def write_trajectories(self, path: str, step: int, *tables: FakeTable) -> int:
+        """Notes the tables."""
+        self.written.append((Path(path).name, step, [table.kind for table in tables]))
+        return 0
+
+
+class ForgetfulPolicy(FakePolicy):
+    """Cannot say what its updates computed."""
+
+    async def token_records(self) -> tuple[int, FakeTable]:
+        """Fails."""
+        raise WorkerRaised("policy-0", "token_records", "forgotten")
+
+
+@pytest.mark.parametrize(("policy", "records"), [(FakePolicy(), ["records"]), (ForgetfulPolicy(), [])])
+def test_samples_are_written_with_the_batch_and_what_the_updates_computed(
+    tmp_path: Path, policy: FakePolicy, records: list[str]
+) -> None:
+    run = RolloutRun(tmp_path, replace(SETTINGS, steps=2))
+    run.rollouts = replace(ROLLOUTS, trajectories=tmp_path / "trajectories")
+    run.policies, reward = [policy], WritingReward()
+    run.reward = reward
+    run.run()
+    groups = ["rollouts", "rewards"] * 5
+    assert [(name, step) for name, step, _ in reward.written] == [
+        ("step-000001.parquet", 1),
+        ("step-000002.parquet", 2),
+    ]
+    assert all(kinds == [*groups, "train", *records] for _, _, kinds in reward.written)
 
 
 def test_repeated_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def memory(runs: Sequence[PlannedRun], groups: Sequence[PodGroup], options: Opti
 
 def unplanned(runs: Sequence[PlannedRun], options: Options) -> list[str]:
     """A line that says which models have no known size, so that pods are sized by rule of thumb; empty: none."""
-    unknown = {path: why for plan, _ in _plans(runs, options) for path, why in plan.unknown.items()}
+    unknown = {model.path: model.why for plan, _ in _plans(runs, options) for model in plan.unknown}
     if options.gib_per_node is not None or not unknown:
         return []
     rule = f"pods have {_UNKNOWN_GIB_PER_GPU} GiB for each GPU (set --gib-per-node, or deploy where the model is)"

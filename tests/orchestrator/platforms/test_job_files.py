@@ -114,6 +114,13 @@ def test_what_is_not_a_file_is_not_opened(folder: Path, target: Path) -> None:
     assert names_below(target) == {"a.py"}
 
 
+def test_a_folder_without_end_is_left_out(folder: Path, target: Path) -> None:
+    write(folder, "/".join(["d"] * 400 + ["x.py"]), "y.py")
+    ((name, why),) = copy_folder(folder, target).left_out
+    assert (name, why) == ("/".join(["d"] * 65), "nested too deeply")
+    assert names_below(target) == {"y.py"}
+
+
 def test_ignore_files_are_followed_and_not_sent(folder: Path, target: Path) -> None:
     write(folder, "a.py", "big/data.bin", "b/c.log", "b/d.py")
     (folder / ".gitignore").write_text("big/\n*.yaml\n")

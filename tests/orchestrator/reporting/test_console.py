@@ -57,6 +57,7 @@ def test_without_a_terminal_a_step_is_one_plain_line() -> None:
         "steps     2",
         "accuracy  0.1235",
         "tokens    3000000",
+        "time      0 s",
     ]
 
 
@@ -71,6 +72,31 @@ def test_without_a_terminal_a_long_phase_is_reported_at_intervals() -> None:
     start, step, first, second, *_ = stream.getvalue().splitlines()
     assert (start, step.split()[:2]) == ("name: 40 steps", ["step", "2/40"])
     assert first == second == "after step 2/40: generate 3/16 (0 s)"
+
+
+def test_a_start_says_which_workers_it_waits_for() -> None:
+    stream = io.StringIO()
+    console = Console(stream, quiet_s=0.02)
+    console.start("name", 40)
+    console.phase("start workers", 1, 3, "policy-0, rollout-0")
+    wait_for(lambda: "waiting for" in stream.getvalue())
+    console.close()
+    assert "start workers 1/3 (0 s): waiting for policy-0, rollout-0" in stream.getvalue()
+
+
+def test_a_step_says_how_long_the_run_still_takes_and_the_end_what_bounded_it() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("name", 40)
+    for step in range(1, 11):
+        seconds = {"seconds/step": 30.0, "seconds/generate": 18.0, "seconds/update": 9.0}
+        console.step(step, {"reward/mean": step / 10, **seconds})
+    console.finish({})
+    text = stream.getvalue()
+    assert "step 10/40  reward 1.000  generate s 18.0  update s 9.0  15 min left" in text
+    assert "learning      reward 0.2 to 0.9: rises\n" in text
+    assert "60% of a step waits for samples, 30% trains\n" in text
+    assert "to be faster  the engines bound it: raise roles.rollout.workers" in text
 
 
 def test_a_run_that_prints_steps_prints_no_progress_between_them() -> None:

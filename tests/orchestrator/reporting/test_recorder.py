@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +132,30 @@ def test_a_timeline_that_cannot_be_written_is_a_warning(no_folder: Path, caplog:
 
     asyncio.run(run())
     assert "the timeline of step 1 is not written" in caplog.text and "step 2" in caplog.text
+
+
+def test_a_slow_disk_delays_no_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps end while the first timeline is being written; in the end every one is written."""
+    released = threading.Event()
+    write = RunRecorder._write
+
+    def slow(*args: object, **kwargs: object) -> None:
+        released.wait(30.0)
+        write(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+
+    async def run() -> None:
+        log = CallLog()
+        recorder = RunRecorder(log, EventLog(), folder)
+        for step in range(1, 6):
+            call(log, "rollout-0", "generate")
+            await recorder.end_step(step)
+        assert not RunFolder(folder).timeline_files()
+        released.set()
+        await recorder.close()
+
+    monkeypatch.setattr(RunRecorder, "_write", slow)
+    asyncio.run(run())
+    assert [step for step, _, _ in phases(folder)] == [1, 2, 3, 4, 5]
 
 
 def test_counts_give_what_was_added() -> None:

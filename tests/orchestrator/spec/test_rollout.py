@@ -433,6 +433,9 @@ def test_a_model_folder_must_hold_a_model(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     (folder / "model.safetensors").write_bytes(NO_WEIGHTS)
     assert _problems(tmp_path, GRPO) == []
+    (folder / "config.json").write_text("[" * (2 << 20))
+    config = "DIR/spec.yaml:2: model.path: models/m/config.json"
+    assert _problems(tmp_path, GRPO) == [f"{config} is larger than 1 MiB: this is no model's configuration"]
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}

@@ -73,21 +73,23 @@ def test_calls_are_answered_together_and_failed_ones_say_why() -> None:
         ("calculator", '{"expression": "1/0"}'),
         ("search", "{}"),
         ("calculator", "[]"),
+        ("calculator", "[" * 100_000),
     ]
     results = step(environment, say("", *calls)).messages
     texts = [message["content"] for message in results]
-    assert texts[0] == "5" and [message["tool_call_id"] for message in results] == [f"c{n}" for n in range(6)]
+    assert texts[0] == "5" and [message["tool_call_id"] for message in results] == [f"c{n}" for n in range(7)]
     starts = [
         "the arguments are not JSON",
         "expression: ",
         "ZeroDivisionError",
         "there is no tool",
-        "the arguments are",
+        "the arguments are not a JSON object",
+        "the arguments are not JSON",
     ]
     assert all(text.startswith(f"error: {start}") for text, start in zip(texts[1:], starts, strict=True))
     assert step(environment, say('<tool_call>{"name": ')).messages[0]["content"] == MALFORMED
     last = step(environment, say("5"))
-    assert (last.done, last.reward, last.info) == (True, 1.0, {"tool_calls": 7.0, "failed_tool_calls": 6.0})
+    assert (last.done, last.reward, last.info) == (True, 1.0, {"tool_calls": 8.0, "failed_tool_calls": 7.0})
 
 
 def lookup(word: str, limit: int = 3) -> list[str]:

@@ -83,6 +83,7 @@ def test_published_tensors_are_read_back_unchanged(publisher: WeightPublisher) -
     assert all(spec.offset % weight_file.ALIGNMENT == 0 for spec in update.tensors)
     assert update.version == 3
     assert update.nbytes == os.path.getsize(update.path)
+    assert update.nbytes == weight_file.weight_bytes((n, t.dtype, tuple(t.shape)) for n, t in expected.items())
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,0 +1,119 @@
+"""A run at one glance: whether it learns, how long it still takes, what bounds it and what to try."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median, pstdev
+
+LEARNED = (("reward", "reward/mean", 1.0), ("loss", "policy/nll", -1.0))
+LEARNED += tuple(("loss", f"{role}/preference_loss", -1.0) for role in ("policy", "reward_model"))
+"""(what it is called, metric, whether it should rise or fall); a run has one of them."""
+
+_RECENT = 8
+"""Steps that speed and bound are taken from."""
+_MOST = 4096
+"""Steps of which the learned value is kept."""
+_CLEAR = 2.0
+"""Standard errors by which two means differ before one calls it a change."""
+_GENERATE, _TRAIN = "seconds/generate", ("seconds/prepare", "seconds/update")
+
+
+class Glance:
+    """What a console says about the steps that it has shown."""
+
+    def __init__(self, total: int) -> None:
+        """`total` steps are planned."""
+        self._total = total
+        self._done = 0
+        self._recent: deque[Mapping[str, object]] = deque(maxlen=_RECENT)
+        self._learned: dict[tuple[str, float], deque[float]] = {}
+
+    def add(self, step: int, metrics: Mapping[str, object]) -> None:
+        """Take in the metrics of a finished step."""
+        self._done = step
+        self._recent.append(metrics)
+        for name, metric, sign in LEARNED:
+            value = metrics.get(metric)
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._learned.setdefault((name, sign), deque(maxlen=_MOST)).append(value)
+
+    def left(self) -> str:
+        """Time until the last step, at the median of the recent steps; empty: not known, or there is none left."""
+        seconds = self._recent_values("seconds/step")
+        remaining = self._total - self._done
+        return f"{duration(remaining * median(seconds))} left" if seconds and remaining > 0 else ""
+
+    def learns(self) -> str:
+        """The learned value over the run: `reward 0.172 to 0.836, rises`."""
+        for (name, sign), values in self._learned.items():
+            if len(values) >= 2:
+                first, last, change = trend(values)
+                return f"{name} {first:.3g} to {last:.3g}: {_judged(change, change * sign > 0)}"
+        return ""
+
+    def shares(self) -> tuple[float, float]:
+        """Parts of a recent step that the trainer waits for samples, and that it trains."""
+        steps = fmean(self._recent_values("seconds/step") or [0.0])
+        if steps <= 0:
+            return 0.0, 0.0
+        train = sum(fmean(self._recent_values(name) or [0.0]) for name in _TRAIN)
+        return fmean(self._recent_values(_GENERATE) or [0.0]) / steps, train / steps
+
+    def bound(self) -> str:
+        """What most of a step goes to: `58 % of a step waits for samples, 36 % trains`; empty: not known."""
+        generate, train = self.shares()
+        if not generate and not train:
+            return ""
+        if not generate:
+            return f"{train:.0%} of a step trains"
+        return f"{generate:.0%} of a step waits for samples, {train:.0%} trains"
+
+    def advice(self) -> str:
+        """What makes the run faster; empty: not known."""
+        generate, train = self.shares()
+        if not generate:
+            return ""  # offline, or no step yet
+        if generate > train:
+            return "the engines bound it: raise roles.rollout.workers, or set schedule.max_staleness: 1"
+        return "the trainer bounds it: raise roles.policy.workers"
+
+    def _recent_values(self, name: str) -> list[float]:
+        found = (metrics.get(name) for metrics in self._recent)
+        return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+
+
+def _judged(change: int, wanted: bool) -> str:
+    if not change:
+        return "no clear change yet"
+    name, other = ("rises", "fall") if change > 0 else ("falls", "rise")
+    return name if wanted else f"{name}, and should {other}"
+
+
+def trend(values: Sequence[float]) -> tuple[float, float, int]:
+    """Mean of the first and of the last third, and whether the second is clearly above (1) or below (-1) the first.
+
+    Clearly: by two standard errors of their difference.
+    """
+    size = max(1, len(values) // 3)
+    parts = list(values)[:size], list(values)[-size:]
+    first, last = map(fmean, parts)
+    spread = math.sqrt(sum(pstdev(part) ** 2 / size for part in parts))
+    if size < 2 or abs(last - first) <= _CLEAR * spread:
+        return first, last, 0
+    return first, last, 1 if last > first else -1
+
+
+def duration(seconds: float) -> str:
+    """A time span for people: `45 s`, `3 min`, `1 h 20 min`, `2 d 3 h`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
