@@ -22,7 +22,7 @@ LONG_FIRST = (
     *("test_offline_runs.py", "test_trainer.py", "test_grpo_run.py", "test_algorithms.py", "test_ppo_run.py"),
     *("test_reward_failures.py", "test_weight_sync.py", "test_rollout.py", "test_submit.py", "test_wheel.py"),
     *("test_cluster_demo.py", "test_staged_run.py", "test_worker_deaths.py", "test_rollout_worker_killed.py"),
-    "test_data_forms.py",
+    *("test_data_forms.py", "test_audit.py", "test_replay.py"),
 )
 """Files of real tests by duration, longest first. Files that are not listed are short."""
 

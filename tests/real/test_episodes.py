@@ -215,13 +215,13 @@ async def test_an_update_in_the_middle_of_episodes_records_the_version_of_every_
     try:
         await worker.connect_environments(Talk(lambda: load(new)))
         with sampling_config(worker, max_tokens=40):
-            groups = [GroupRequest(f"p{row}", row, 0, samples=2, seed=row) for row in range(4)]
+            groups = [GroupRequest(f"p{row}", row, 0, samples=3, seed=row) for row in range(3)]
             generated = await asyncio.gather(*(worker.generate(group, PROMPTS) for group in groups))
     finally:
         worker._config = config
         await load(old)
     rows = [row for _, table in generated for row in table.to_pylist()]
-    assert len(rows) == 8 and {row["episode_status"] for row in rows} == {"ok"}
+    assert len(rows) == 9 and {row["episode_status"] for row in rows} == {"ok"}
     across = 0
     for row in rows:
         seen = torch.full((len(row["response_ids"]),), -1)
