@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 import yaml
 
-from orchestrator.commands import jobs, live, replay
+from orchestrator.commands import audit, jobs, live, replay, why
 from orchestrator.commands import samples as samples_command
 from orchestrator.commands import trace as trace_command
 from orchestrator.commands.environment import env_app
@@ -32,6 +32,8 @@ from orchestrator.commands.options import (
     SpecArgument,
     exit_with,
 )
+from orchestrator.commands.report import report
+from orchestrator.commands.watch import watch
 from orchestrator.errors import StopRequested, TroupeError, UsageError
 from orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
 from orchestrator.spec.errors import SpecError
@@ -39,7 +41,15 @@ from orchestrator.spec.examples import MODELS_VARIABLE, models_folder
 from orchestrator.spec.hub import uses_hub
 from orchestrator.spec.load import spec_schema
 from orchestrator.spec.stages import PlannedRun, plan_runs, read_document
-from orchestrator.starter.demo import DEFAULT, demo_folder, demo_spec, list_examples, named_models, next_steps
+from orchestrator.starter.demo import (
+    DEFAULT,
+    demo_folder,
+    demo_spec,
+    list_examples,
+    named_models,
+    next_steps,
+    write_demo_report,
+)
 
 if TYPE_CHECKING:
     from orchestrator.capacity.placement import Node
@@ -157,7 +167,7 @@ def demo(
     runs = _ready(example, [*overrides, *set_], out or demo_folder(spec))
     resume = any(any((planned.out / "checkpoints").glob("step-*")) for planned in runs)
     _train(runs, resume, None)
-    typer.echo(next_steps(example, runs))
+    typer.echo(next_steps(example, runs, write_demo_report(runs)))
 
 
 def _supervise(runs: Sequence[PlannedRun]) -> int:
@@ -409,11 +419,13 @@ def export(
         _push(source, push, private=not public, ask=not yes)
 
 
-for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply):
+for command in (jobs.submit, jobs.jobs, jobs.status, jobs.logs, jobs.stop, live.scale, live.apply, report, watch):
     app.command()(command)
 app.command()(samples_command.samples)
 app.command()(replay.replay)
+app.command()(audit.audit)
 app.command()(trace_command.trace)
+app.command()(why.why)
 
 
 @app.command()

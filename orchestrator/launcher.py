@@ -12,11 +12,13 @@ from orchestrator.cluster.event_loop import gather_all
 from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, ReferenceGroup, TrainerGroup
 from orchestrator.hub.client import Snapshot, download_all
+from orchestrator.live.why.observer import RunObserver
 from orchestrator.reporting.console import Console
 from orchestrator.rollouts.engine_pool import Engine
 from orchestrator.spec.base import RunSpec, WorkerKind
 from orchestrator.spec.sections import RoleName
 from workers.contract import roles
+from workers.contract.audit import Judgement, JudgeRequest
 from workers.contract.config import CPU_THREADS
 from workers.contract.messages import WorkerHealth
 
@@ -41,6 +43,8 @@ class WorkerClasses:
     judge: type[roles.JudgeEngine]
     example_policy: type[roles.ExampleTrainer]
     reward_trainer: type[roles.ExampleTrainer]
+    audit_judge: Callable[..., Judgement]
+    """Scores sampled tokens in plain transformers; no role, and called in a process of its own."""
 
     def by_kind(self) -> Mapping[WorkerKind, type[roles.Worker]]:
         """The class of each kind of worker."""
@@ -83,6 +87,8 @@ class RunContext:
     console: Console
     stop: asyncio.Event
     """Set when the run must save and exit."""
+    observer: RunObserver | None = None
+    """Answers `troupe why`."""
 
 
 class WorkerLauncher:
@@ -103,6 +109,7 @@ class WorkerLauncher:
         self._snapshots = tuple(snapshots)
         self._cluster = cluster
         self._classes = classes.by_kind()
+        self._audit_judge = classes.audit_judge
         self._sizes = {size.role: size for size in role_sizes(spec)}
         self._seats: dict[str, tuple[Placement, Seat]] = {}
         """By worker name."""
@@ -189,6 +196,16 @@ class WorkerLauncher:
         await gather_all(group.start(self._spec.schedule.start_timeout_s) for group in groups)
         names = [worker.name for group in groups for worker in group.workers]
         self._cluster.events.record("trainer_restarted", workers=names)
+
+    async def judge_tokens(self, request: JudgeRequest, *tables: roles.TableRef) -> Judgement:
+        """Runs the judge of an audit in a process of its own on the node of the policy's first worker.
+
+        Raises:
+            WorkerError: It failed, or did not answer in time.
+        """
+        place, env = self._seats["policy-0"], _env(request.threads or 1, "cpu")
+        timeout_s = self._spec.schedule.score_timeout_s
+        return await self._cluster.run_beside(*place, env, self._audit_judge, timeout_s, request, *tables)
 
     async def make_room(self, name: str) -> None:
         """Reserves resources for one more worker of a role whose workers are placed one by one.

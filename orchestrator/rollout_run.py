@@ -11,6 +11,8 @@ import yaml
 
 from orchestrator.algorithms import section as algorithms
 from orchestrator.algorithms.custom import group_filter
+from orchestrator.audit.auditor import AuditedWeights, Auditor
+from orchestrator.audit.report import AuditReport
 from orchestrator.cluster.ray_cluster import Cluster
 from orchestrator.cluster.restart_budget import RestartBudget
 from orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
@@ -31,6 +33,7 @@ from orchestrator.live.scaling import (
     ScaledWorkers,
     WorkerScaler,
 )
+from orchestrator.live.why.facts import EngineQueue, Queues
 from orchestrator.private_files import write_private
 from orchestrator.replay.keeper import KeeperSettings, StepKeeper
 from orchestrator.reporting.recorder import RunRecorder
@@ -47,7 +50,7 @@ from orchestrator.spec.base import RunSpec
 from orchestrator.spec.preflight import RESOLVED_SPEC
 from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.spec.sections import RoleName
-from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
+from orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
 from orchestrator.training.ledger import Ledger
 from orchestrator.training.recovery import RecoverySettings, TrainerRecovery
 from orchestrator.training.state import ControllerState
@@ -159,6 +162,42 @@ class RolloutRun:
         sinks = MetricSinks.of_spec(spec, self._out, done)
         settings = TrainSettings.from_spec(spec, spec.failures.health_interval_s, spec.failures.alarm)
         return Controller(settings, components, store, sinks, self._context.console, self._context.stop, done, state)
+
+    async def audit(
+        self, spec: RolloutSpec, found: Checkpoint | None, controller: Controller | None = None
+    ) -> AuditReport:
+        """Compares engines and trainer with the judge, with the initial weights or those of the checkpoint.
+
+        Args:
+            spec: With models that are folders.
+            found: The checkpoint; None: the initial weights.
+            controller: The run's, which has loaded the checkpoint; None: nothing has loaded it.
+        """
+        policy, model = self._workers.policy, Path(spec.model.path)
+        if policy is None:
+            raise TroupeError("the run has no policy workers: there is nothing to audit")
+        prompts = self._data.train, self._context.cluster.put(self._data.train.table)
+        auditor = Auditor(spec, self._pool, policy, prompts, self._context.launcher.judge_tokens)
+        self._context.console.phase("audit", 0, 1)
+        if found is None:
+            report = await auditor.run(AuditedWeights("the initial weights", 0, model))
+        else:
+            await auditor.warm()
+            sync = None if controller is None else controller.components.sync
+            if sync is None:
+                await self._load(found)
+                sync = weight_sync(spec, policy, self._pool, self._context.cluster)
+            await sync.push(found.step)
+            weights = AuditedWeights(f"the checkpoint of step {found.step}", found.step, found.path / MODEL, model)
+            report = await auditor.run(weights)
+        await auditor.forget()
+        self._context.console.phase("audit", 1, 1)
+        return report
+
+    def queues(self) -> Queues:
+        """What the engines have to do. May be called from any thread."""
+        engines = [EngineQueue(e.name, e.state.value, e.outstanding) for e in list(self._pool.engines)]
+        return Queues(tuple(engines), self._pool.starting_names, self._pool.waiting)
 
     def listen(self) -> None:
         """Accepts changes of the spec from now on (`troupe scale`, `troupe apply`)."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from orchestrator.audit.auditor import one_engine
+from orchestrator.audit.report import AuditReport
 from orchestrator.capacity.placement import role_sizes, room
 from orchestrator.cluster.ray_cluster import Cluster
 from orchestrator.controller import RunOutcome
@@ -23,6 +26,7 @@ from orchestrator.errors import TroupeError, UsageError, WorkerError
 from orchestrator.hub.resolve import LocalFiles, fetch
 from orchestrator.launcher import RunContext, WorkerClasses, WorkerLauncher
 from orchestrator.live.resume import require_same_rows, resumption
+from orchestrator.live.why.observer import RunObserver
 from orchestrator.offline_run import OfflineRun
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.recorder import recorded_failure
@@ -40,6 +44,8 @@ logger = logging.getLogger(__name__)
 _SAME_SIGNAL_S = 0.5
 _EVALUATION_ROLES = frozenset({"rollout", "reward", "environment", "judge"})
 """Roles that evaluate on prompts."""
+_AUDIT_ROLES = frozenset({"rollout", "policy", "environment"})
+"""Roles that sample, and the trainer that is compared with them."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,9 @@ class RunRequest:
     resume: bool
     address: str | None
 
+
+AUDIT = "audit.json"
+"""File of a run folder with the report of the audit at its start."""
 
 Classes = Callable[[], WorkerClasses]
 """Called after all cheap checks have passed: importing the workers takes seconds."""
@@ -119,6 +128,40 @@ def evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[st
     return asyncio.run(evaluation)
 
 
+def audit(request: RunRequest, classes: Classes, console: Console) -> AuditReport:
+    """Compares sampler and trainer with plain float32 transformers, without training.
+
+    One engine and the policy are started. With `request.resume`, the policy loads the newest checkpoint in the run
+    folder, and its weights are pushed to the engine as the run pushes them.
+
+    Raises:
+        UsageError: The spec has no rollouts, or the folder no checkpoint.
+    """
+
+    def no_rollouts(_: RunSpec) -> RolloutSpec:
+        raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
+
+    spec = request.spec.dispatch(one_engine, no_rollouts)
+    found = CheckpointStore(request.out / "checkpoints", spec.checkpoint.keep).latest() if request.resume else None
+    if request.resume and found is None:
+        raise UsageError(f"{request.out}: there is no valid checkpoint to audit; name the spec instead")
+    return asyncio.run(_audit(replace(request, spec=spec), spec, classes, console, found))
+
+
+async def _audit(
+    request: RunRequest, spec: RolloutSpec, classes: Classes, console: Console, found: Checkpoint | None
+) -> AuditReport:
+    local = fetch(spec, console)
+    data = load_data(local.spec)
+    async with open_run(request, local, classes, console, _AUDIT_ROLES) as context:
+        parts = RolloutRun(local.spec, request.out, context, data)
+        try:
+            await parts.start()
+            return await unless_stopped(context.stop, parts.audit(local.spec, found))
+        finally:
+            await parts.close()
+
+
 async def _train_on_rollouts(
     request: RunRequest,
     spec: RolloutSpec,
@@ -138,11 +181,18 @@ async def _train_on_rollouts(
                 require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
     async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
         parts = RolloutRun(spec, request.out, context, data)
+        if context.observer is not None:
+            context.observer.queues = parts.queues
         try:
             await parts.start()
             controller = await parts.controller(store, found)
             if found is not None:  # the resume stands
                 write_spec(spec, request.out / RESOLVED_SPEC)
+            if spec.audit.at_start:
+                report = await unless_stopped(context.stop, parts.audit(local.spec, found, controller))
+                _say(console, report.lines())
+                (request.out / AUDIT).write_text(json.dumps(report.as_json(), indent=1) + "\n")
+                report.require()
             parts.listen()
             return await controller.run()
         finally:
@@ -245,7 +295,7 @@ async def open_run(
 ) -> AsyncIterator[RunContext]:
     """A cluster with the workers of all roles (or of `roles`) running; all of it ends with the block.
 
-    `resume_at`: steps that the run has completed; None: nothing is recorded, as this is no training.
+    `resume_at`: steps that the run has completed; None: nothing is recorded or observed, as this is no training.
     """
     console.phase("start Ray", 0, 1)
     cluster = Cluster.connect(room(request.spec), request.address)
@@ -254,14 +304,18 @@ async def open_run(
         cluster.events.record("run_started", **_facts(request.spec), resume_at=resume_at)
     cluster.watch(request.spec.failures.stopped_s)
     stop = asyncio.Event()
+    observer = None if resume_at is None else RunObserver(request.out, request.spec.name, console, cluster)
     try:
         with _interrupts(cluster, stop), recorded_failure(cluster.events):
             launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
             started = [size for size in role_sizes(request.spec) if roles is None or size.role in roles]
             console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
-            workers = await unless_stopped(stop, launcher.open(roles, partial(console.phase, "start workers")))
+            with nullcontext() if observer is None else observer.reporting():
+                opened = launcher.open(roles, partial(console.phase, "start workers"))
+                workers = await unless_stopped(stop, opened)
             try:
-                yield RunContext(cluster, launcher, workers, console, stop)
+                with nullcontext() if observer is None else observer.reporting():
+                    yield RunContext(cluster, launcher, workers, console, stop, observer)
             finally:
                 console.phase("close", 0, 1)
                 await cluster.close(CLOSE_TIMEOUT_S)
@@ -271,6 +325,8 @@ async def open_run(
     finally:
         cluster.events.close()
         cluster.abandon()
+        if observer is not None:
+            observer.close()
 
 
 @contextmanager

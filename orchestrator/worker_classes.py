@@ -7,6 +7,7 @@ from orchestrator.launcher import WorkerClasses
 
 def worker_classes() -> WorkerClasses:
     """The worker class of each role, imported on the first call because torch takes seconds to import."""
+    from workers.audit.judge import judge
     from workers.critic import CriticWorker
     from workers.environment import EnvironmentWorker
     from workers.judge import JudgeWorker
@@ -26,4 +27,5 @@ def worker_classes() -> WorkerClasses:
         JudgeWorker,
         example_policy=ExamplePolicyWorker,
         reward_trainer=RewardTrainer,
+        audit_judge=judge,
     )

@@ -243,6 +243,10 @@ class FakeEngine:
     async def connect_environments(self, link: EnvironmentLink) -> None:
         """There is no environment."""
 
+    async def reset_prefix_cache(self) -> bool:
+        """There is no cache."""
+        return True
+
     async def transfer_init(self, init_info: dict[str, Any]) -> None:
         """Joins."""
 

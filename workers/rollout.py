@@ -250,6 +250,15 @@ class RolloutWorker:
         self._files_written = {update.path}
         await asyncio.to_thread(write_payload, update, payload)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the states of all prompts that no running request uses; whether the engine did.
+
+        Raises:
+            EngineClosed: the engine does not serve.
+            EngineDead: the engine's process has ended.
+        """
+        return await self._call(self._open_engine().reset_prefix_cache())
+
     async def health(self) -> WorkerHealth:
         """Health of the worker, requested through the engine's process: a hanging engine does not answer.
 
@@ -481,7 +490,7 @@ class RolloutWorker:
         return SamplingParams(
             temperature=0.0 if request.greedy else temperature,
             top_p=request.top_p,
-            max_tokens=limits.max_tokens,
+            max_tokens=min(limits.max_tokens, request.max_tokens or limits.max_tokens),
             stop=stop,
             seed=turn_seed(request.seed, index, limits.number),
             logprobs=0,  # log-prob of the sampled token only

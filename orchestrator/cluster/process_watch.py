@@ -1,26 +1,34 @@
-"""Finds workers whose process is stopped, without a call to the worker: a stopped or blocked one would not answer.
+"""Watches the processes of workers without a call to the worker: a stopped or blocked one would not answer.
 
 The driver looks at the processes of its own node itself. On every other node an actor does, which answers when it has
-found something. A worker that is found loses its process, so that its calls fail at once and it is replaced like any
-worker that has died.
+found something. A worker that is found stopped loses its process, so that its calls fail at once and it is replaced
+like any worker that has died. The same watch says what the processes of a node do (`process_facts.py`) when it is
+asked, as for `troupe why`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import threading
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import ray
+from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.cluster.event_loop import within
+from orchestrator.cluster.process_facts import Look, NodeFacts, NodeReport, look_at
 from orchestrator.cluster.processes import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
+from workers.contract.stacks import FOLDER as STACKS
+from workers.contract.stacks import write_stacks_on_signal
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +39,8 @@ _ANSWER_S = 60.0
 """Time beyond a round in which the actor must answer. Ray finds lost nodes itself."""
 _WITH_DESCENDANTS = ("rollout", "judge")
 """Roles whose worker cannot serve when a process that it started is stopped: vLLM's engine."""
+_FETCH_S = 1.0
+"""Longest wait for what a node has answered."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,12 @@ class NodeWatch:
                 return found
         return []
 
+    async def look(self, roots: Mapping[int, str], paths: tuple[Path, ...]) -> NodeReport:
+        """What the processes of these workers do, and how the node is."""
+        logs = own_logs()
+        look = Look(roots, logs / STACKS, logs.parent.name, paths)
+        return await asyncio.to_thread(look_at, look)
+
 
 class ProcessWatch:
     """Watches the processes of all workers of a run."""
@@ -91,18 +107,22 @@ class ProcessWatch:
             logs: Folder of the workers' logs on this node.
             stopped_s: Seconds for which a process may be stopped.
         """
-        self._here = ray.get_runtime_context().get_node_id()
+        self.node: str = ray.get_runtime_context().get_node_id()
+        """Ray's id of the driver's node."""
         self._logs = logs
         self._stopped_s = stopped_s
         self._samples = max(1, round(stopped_s / _SAMPLE_S))
         self._workers: dict[Process, Watched] = {}
         self._nodes: dict[str, asyncio.Task[None]] = {}
+        self._actors: dict[str, Any] = {}
+        """The watch of each node but this one."""
         self._locating: set[asyncio.Task[None]] = set()
         self._kills_before = out_of_memory_kills()
 
     def add(self, worker: Watched) -> None:
-        """Watches a worker from when its process has started."""
-        task = asyncio.create_task(self._locate(worker), name=f"locate {worker.name}")
+        """Watches a worker from when its process has started; called before any other call of the worker."""
+        answer = worker.actor.__ray_call__.remote(_settle)  # first in the worker's queue: the next call may take long
+        task = asyncio.create_task(self._locate(worker, answer), name=f"locate {worker.name}")
         self._locating.add(task)
         task.add_done_callback(self._locating.discard)
 
@@ -120,13 +140,48 @@ class ProcessWatch:
         words = []
         if (kills := out_of_memory_kills() - self._kills_before) > 0:
             words.append(f"the kernel's out-of-memory killer has ended {kills} process(es) on this node during the run")
-        if process is not None and process.node == self._here and (line := last_error_line(self._logs, process.pid)):
+        if process is not None and process.node == self.node and (line := last_error_line(self._logs, process.pid)):
             words.append(f"its log: {line}")
         return "; ".join(words)
 
-    async def _locate(self, worker: Watched) -> None:
+    def whereabouts(self) -> dict[str, Process]:
+        """Where the workers' processes are, by name. May be called from any thread."""
+        return {worker.name: process for process, worker in list(self._workers.items())}
+
+    def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
+        """What the processes of all nodes do; for a thread other than that of the event loop.
+
+        A node whose watch does not answer in time is reported as not reachable.
+
+        Args:
+            own: Further processes of this node by id, such as the driver.
+            paths: Folders whose disks matter.
+            timeout_s: Longest wait for the other nodes.
+        """
+        roots: dict[str, dict[int, str]] = {self.node: dict(own)}
+        for name, process in self.whereabouts().items():
+            roots.setdefault(process.node, {})[process.pid] = name
+        asked = {
+            node: actor.look.remote(roots[node], paths) for node, actor in list(self._actors.items()) if node in roots
+        }
+        nodes = _NodeTable()
+        deadline = time.monotonic() + timeout_s
+        here = look_at(Look(roots[self.node], self._logs / STACKS, self._logs.parent.name, paths))
+        names, dead = nodes.read(deadline)
+        left = max(0.1, deadline - time.monotonic())
+        done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=left) if asked else ([], [])
+        reports = [here]
+        for node, ref in asked.items():
+            workers = tuple(roots[node].values())
+            report = NodeReport(NodeFacts(names.get(node, node[:8]), reachable=False))
+            with contextlib.suppress(RayError):
+                report: NodeReport = ray.get(ref, timeout=_FETCH_S) if ref in done else report
+            reports.append(replace(report, node=replace(report.node, workers=workers, alive=node not in dead)))
+        return reports + [NodeReport(NodeFacts(names[node], False, False)) for node in dead - set(asked)]
+
+    async def _locate(self, worker: Watched, answer: Any) -> None:
         try:
-            node, pid = await worker.actor.__ray_call__.remote(_whereabouts)
+            node, pid = await answer
         except RayError:
             return  # it died before; its calls say so
         process = Process(node, pid)
@@ -137,7 +192,7 @@ class ProcessWatch:
 
     async def _watch(self, node: str) -> None:
         """Looks at one node for the length of the run."""
-        here = NodeWatch(self._samples) if node == self._here else None
+        here = NodeWatch(self._samples) if node == self.node else None
         there = None if here is not None else self._node_actor(node)
         while True:
             watched = {
@@ -159,7 +214,9 @@ class ProcessWatch:
 
     def _node_actor(self, node: str) -> Any:
         where = NodeAffinitySchedulingStrategy(node, soft=False)
-        return ray.remote(NodeWatch).options(num_cpus=0, scheduling_strategy=where).remote(self._samples)
+        actor = ray.remote(NodeWatch).options(num_cpus=0, scheduling_strategy=where).remote(self._samples)
+        self._actors[node] = actor
+        return actor
 
     async def _ask(self, node: str, actor: Any, watched: Mapping[int, bool]) -> list[int] | None:
         """What a node's actor finds in a round; None if it does not answer. Waits before it is to be asked again."""
@@ -171,6 +228,29 @@ class ProcessWatch:
             return None
 
 
-def _whereabouts(_: object) -> tuple[str, int]:
-    """Node and process of the worker that calls this."""
+def _settle(_: object) -> tuple[str, int]:
+    """Node and process of the worker that calls this; from then on it writes its stacks on SIGUSR1."""
+    write_stacks_on_signal(own_logs() / STACKS)
     return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+def own_logs() -> Path:
+    """Log folder of Ray's session on this node."""
+    node: Any = ray_worker._global_node
+    return Path(node.get_logs_dir_path())
+
+
+class _NodeTable:
+    """Ray's list of nodes, read in a thread: without its GCS, Ray waits for minutes."""
+
+    def __init__(self) -> None:
+        self._found: list[dict[str, Any]] = []
+        self._reading = threading.Thread(target=lambda: self._found.extend(ray.nodes()), daemon=True)
+        self._reading.start()
+
+    def read(self, deadline: float) -> tuple[dict[str, str], set[str]]:
+        """Names of all nodes by id, and the ids of those that are dead; empty where Ray does not answer in time."""
+        self._reading.join(max(0.0, deadline - time.monotonic()))
+        found = list(self._found)
+        names = {node["NodeID"]: f"{node['NodeManagerAddress']}/{node['NodeID'][:6]}" for node in found}
+        return names, {node["NodeID"] for node in found if not node["Alive"]}

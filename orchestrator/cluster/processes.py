@@ -91,10 +91,21 @@ def last_error_line(logs: Path, pid: int) -> str:
     return ""
 
 
+def started_at(pid: int) -> int:
+    """When a process started, in ticks since the machine did; 0 where there is no such process."""
+    fields = stat_fields(pid)
+    return int(fields[19]) if fields else 0
+
+
 def _state(pid: int) -> str:
     """The letter that the kernel has for the state of a process; empty where there is no such process."""
+    fields = stat_fields(pid)
+    return fields[0] if fields else ""
+
+
+def stat_fields(pid: int) -> list[str]:
+    """What the kernel says about a process, from its state on; empty where there is no such process."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
+        return []

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -19,10 +19,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from orchestrator.capacity.placement import Node, Placement, Seat, fit, misfit
 from orchestrator.cluster import ray_nodes
-from orchestrator.cluster.call_log import CallLog
+from orchestrator.cluster.call_log import CallLog, OpenCall
 from orchestrator.cluster.environment_link import ActorEnvironments
 from orchestrator.cluster.event_loop import within
 from orchestrator.cluster.judge_link import ActorJudges
+from orchestrator.cluster.process_facts import NodeReport
 from orchestrator.cluster.process_watch import Process, ProcessWatch
 from orchestrator.cluster.worker_group import WorkerHandle
 from orchestrator.errors import (
@@ -177,6 +178,25 @@ class ActorWorker(Generic[W_co]):
         return f"{_reason(error)}{words and f' ({words})'}"
 
 
+async def _run_on_node(
+    node_id: str, env: dict[str, str], function: Callable[..., R], timeout_s: float, args: Sequence[object], name: str
+) -> R:
+    """The result of a function that a process on this node computes; `name` stands in its errors."""
+    options: dict[str, Any] = {"runtime_env": {"env_vars": env}} if env else {}
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=where, **options)
+    done = task.remote(*args)
+    try:
+        return await within(timeout_s, done)
+    except TimeoutError:
+        ray.cancel(done, force=True)
+        raise WorkerTimeout(name, function.__name__, f"not done in {timeout_s:g} s") from None
+    except RayTaskError as error:
+        raise WorkerRaised(name, function.__name__, ray_nodes.one_line(error.cause)) from error
+    except RayError as error:
+        raise WorkerDied(name, function.__name__, ray_nodes.one_line(error)) from error
+
+
 _ABOUT_GROUPS = frozenset({GroupRequest, GroupSummary, RewardSummary})
 
 
@@ -314,6 +334,23 @@ class Cluster:
         """From now on, ends workers whose process is stopped for so many seconds (SIGSTOP, a frozen container)."""
         self._watch = ProcessWatch(self.logs, stopped_s)
 
+    @property
+    def node(self) -> str:
+        """Ray's id of the driver's node."""
+        return "" if self._watch is None else self._watch.node
+
+    def open_calls(self) -> list[OpenCall]:
+        """Calls to workers that have not ended. May be called from any thread."""
+        return self.calls.open_calls()
+
+    def whereabouts(self) -> dict[str, Process]:
+        """Where the workers' processes are, by name. May be called from any thread."""
+        return {} if self._watch is None else self._watch.whereabouts()
+
+    def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
+        """See `ProcessWatch.look`."""
+        return [] if self._watch is None else self._watch.look(own, paths, timeout_s)
+
     @staticmethod
     def put(table: Any) -> TableRef:
         """Places a table in the object store and returns its reference."""
@@ -349,23 +386,42 @@ class Cluster:
         """
         here = ray.get_runtime_context().get_node_id()
         nodes = [node for node in ray_nodes.nodes() if node.id not in self._prepared | {here}]
-        task = ray.remote(function)
 
         async def prepare(node: Node) -> None:
-            where = NodeAffinitySchedulingStrategy(node.id, soft=False)
-            done = task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(*args)
-            try:
-                with self.calls.during(f"node {node.name}", function.__name__, timeout_s):
-                    await within(timeout_s, done)
-            except TimeoutError:
-                raise WorkerTimeout(f"node {node.name}", function.__name__, f"not done in {timeout_s:g} s") from None
-            except RayTaskError as error:
-                raise WorkerRaised(f"node {node.name}", function.__name__, str(error.cause)) from error
-            except RayError as error:
-                raise WorkerDied(f"node {node.name}", function.__name__, ray_nodes.one_line(error)) from error
+            name = f"node {node.name}"
+            with self.calls.during(name, function.__name__, timeout_s):
+                await _run_on_node(node.id, {}, function, timeout_s, args, name)
             self._prepared.add(node.id)
 
         await asyncio.gather(*map(prepare, nodes))
+
+    async def run_beside(
+        self,
+        placement: Placement,
+        seat: Seat,
+        env: dict[str, str],
+        function: Callable[..., R],
+        timeout_s: float,
+        *args: object,
+    ) -> R:
+        """Calls a function in a process of its own on the node of a reserved seat; it reserves nothing itself.
+
+        Args:
+            placement: Of the seat.
+            seat: Whose node.
+            env: Environment variables of the process.
+            function: What to call.
+            timeout_s: Timeout for the result.
+            args: Arguments; references to tables become tables.
+
+        Raises:
+            WorkerError: It failed, or did not end in time.
+        """
+        nodes = placement_group_table(self._reserved[placement.name].group)["bundles_to_node_id"]
+        name = function.__name__
+        env = ray_nodes.TABLE_SETTINGS | env
+        with self.calls.during(name, name, timeout_s):
+            return await _run_on_node(nodes[seat.bundle], env, function, timeout_s, args, name)
 
     async def reserve(self, placements: Sequence[Placement], timeout_s: float) -> None:
         """Reserves every placement group, waiting for resources for at most `timeout_s` seconds in total.

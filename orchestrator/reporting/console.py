@@ -50,6 +50,24 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is."""
+
+    steps: int
+    """Steps that have ended."""
+    total: int
+    phase: str
+    """Empty before the first."""
+    done: int
+    """Parts of the phase that have ended."""
+    parts: int
+    phase_s: float
+    """Seconds since the phase began."""
+    step_s: float
+    """Seconds since the last step ended."""
+
+
 class Console:
     """Shows one run. Every method may be called before `start`; nothing is shown twice."""
 
@@ -63,7 +81,7 @@ class Console:
         self._total = 0
         self._done = 0
         self._phase = ("", 0, 0, "")
-        self._phase_started = self._started = time.monotonic()
+        self._phase_started = self._started = self._step_ended = time.monotonic()
         self._glance = Glance(0)
         self._latest: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=SHOWN_STEPS)
         self._quiet_s = quiet_s
@@ -94,12 +112,19 @@ class Console:
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """Show the metrics of the finished step `step`, counted from 1."""
         self._done = step
+        self._step_ended = time.monotonic()
         self._latest.append((step, metrics))
         self._glance.add(step, metrics)
         if self._live is None:
             cells = ((column.title, cell(metrics, column)) for column in COLUMNS)
             shown = [f"{title} {text}" for title, text in cells if text != "-"]
             self._line("  ".join(filter(None, [f"step {step}/{self._total}", *shown, self._glance.left()])))
+
+    def progress(self) -> Progress:
+        """Where the run is. May be called from any thread."""
+        now = time.monotonic()
+        phase, done, parts, _ = self._phase
+        return Progress(self._done, self._total, phase, done, parts, now - self._phase_started, now - self._step_ended)
 
     def message(self, text: str) -> None:
         """Print a line; it stays above the live display."""

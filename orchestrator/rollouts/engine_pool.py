@@ -85,6 +85,10 @@ class Engine:
         """Uses these environment workers for new episodes."""
         return self.handle.call(roles.Engine.connect_environments, timeout_s, link)
 
+    def reset_prefix_cache(self, timeout_s: float) -> Coroutine[Any, Any, bool]:
+        """Forgets the states of earlier prompts."""
+        return self.handle.call(roles.Engine.reset_prefix_cache, timeout_s)
+
     def health(self, timeout_s: float) -> Coroutine[Any, Any, WorkerHealth]:
         """Probes the engine."""
         return self.handle.call(roles.Engine.health, timeout_s)
@@ -183,6 +187,16 @@ class EnginePool:
     def starting(self) -> bool:
         """Whether an engine is being started."""
         return bool(self._starting)
+
+    @property
+    def starting_names(self) -> tuple[str, ...]:
+        """Engines that are being started."""
+        return tuple(self._starting)
+
+    @property
+    def waiting(self) -> int:
+        """Groups that wait for an engine with room."""
+        return len(self._waiting)
 
     @property
     def names(self) -> list[str]:

@@ -16,6 +16,7 @@ from orchestrator.spec import preflight_models, preflight_rewards
 from orchestrator.spec.base import RunSpec, WorkerSettings
 from orchestrator.spec.preflight import DataSource, Finding
 from orchestrator.spec.sections import (
+    AuditConfig,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
@@ -65,6 +66,8 @@ class RolloutSpec(RunSpec, frozen=True):
     """When and how the policy is evaluated; left out: never."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     """How new weights reach the engines."""
+    audit: AuditConfig = AuditConfig()
+    """Whether sampler and trainer are compared before the first step."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the run's state is saved."""
     failures: FailureConfig = FailureConfig()

@@ -491,6 +491,17 @@ class WeightSyncConfig(Frozen):
     """`auto`: shm (shared memory) on the CPU, ipc where rollout and policy share GPUs, nccl otherwise."""
 
 
+class AuditConfig(Frozen):
+    """Compares the log-probs of sampled tokens in the engines and in the trainer with plain float32 transformers."""
+
+    at_start: bool = False
+    """Compare before the first step, and refuse the run where rounding does not explain the gap."""
+    tokens: int = Field(default=256, ge=64)
+    """Sampled tokens that are compared, at least."""
+    response_tokens: int = Field(default=64, ge=1)
+    """Longest response that is sampled for it, in tokens."""
+
+
 class CheckpointConfig(Frozen):
     """When the run's state is saved."""
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.errors import TroupeError
 from orchestrator.spec.examples import PREFIX, examples
 from orchestrator.spec.paths import path_fields
 from orchestrator.spec.stages import PlannedRun, is_chain, read_document
+
+logger = logging.getLogger(__name__)
 
 DEFAULT = "laptop-grpo"
 _DEFAULT_OUT = Path("runs/demo")
@@ -51,8 +55,20 @@ def named_models(runs: Iterable[PlannedRun], folder: Path) -> list[str]:
     return sorted({path.name for path in paths if path.parent == folder})
 
 
-def next_steps(spec: Path, runs: Sequence[PlannedRun]) -> str:
-    """Where the results are, and what to try next."""
+def write_demo_report(runs: Sequence[PlannedRun]) -> Path | None:
+    """The report of all runs, beside their results; None, with a warning, where it cannot be written."""
+    from orchestrator.reporting.html.report import REPORT, write_report
+
+    folder = runs[-1].out.parent if runs[-1].stage else runs[-1].out
+    try:
+        return write_report([planned.out for planned in runs], folder / REPORT)
+    except (TroupeError, OSError) as error:
+        logger.warning("the report was not written: %s", error)
+        return None
+
+
+def next_steps(spec: Path, runs: Sequence[PlannedRun], report: Path | None = None) -> str:
+    """Where the results are, what to try next and, in the last line, the report."""
     last, name = runs[-1], str(spec).removeprefix(PREFIX)
     folder = last.out.parent if last.stage else last.out
     commands = [(f"troupe export {last.out} trained/", "the trained model, for transformers and vLLM")]
@@ -62,4 +78,6 @@ def next_steps(spec: Path, runs: Sequence[PlannedRun]) -> str:
     commands.append(("troupe init", "a spec for your own model and data"))
     width = max(len(command) for command, _ in commands)
     lines = [f"results are in {folder}; next:", *(f"  {command:<{width}}  {what}" for command, what in commands)]
+    if report is not None:
+        lines.append(f"report: open {report} in a browser")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.faults import stalls
 from tests.faults.injected import Outcome
 
 RESULTS = Path(__file__).parent / "results.json"
@@ -45,3 +46,4 @@ def write_page() -> None:
 
 if __name__ == "__main__":
     write_page()
+    stalls.write_page()

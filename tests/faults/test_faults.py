@@ -112,6 +112,27 @@ def test_the_supervisor_resumes_after_the_driver_is_killed(tmp_path: Path) -> No
     assert ok and remains == "nothing", run.output
 
 
+def test_the_supervisor_resumes_on_a_new_cluster_after_rays_head_is_killed(tmp_path: Path) -> None:
+    """Ray ends a driver that cannot reach its head for a minute; training goes on until then."""
+    with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="head", supervise=True)) as run:
+        run.wait_for_step(2)
+        (head,) = run.processes("gcs_server")
+        head.kill()
+        began = time.monotonic()
+        run.wait_until(lambda: "starting it again from step" in run.stderr, "the driver's end")
+        found_s = time.monotonic() - began
+        last = run.steps()[-1]
+        run.wait_until(lambda: run.steps()[-1] > last, "another step")
+        seconds = time.monotonic() - began
+        run.process.send_signal(signal.SIGTERM)
+        code = run.wait(120)
+        remains = left_behind(run)
+    ok = code == 130 and run.steps() == list(range(1, len(run.steps()) + 1))
+    outcome = "trains on until Ray ends the driver; resumes on a new cluster (--supervise)"
+    record(Outcome("SIGKILL of Ray's head", outcome, found_s, seconds, left_behind=remains, ok=ok))
+    assert ok and remains == "nothing", run.output
+
+
 @pytest.mark.parametrize("damage", ["a byte flipped", "truncated", "a file missing", "a file added"])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
     overrides = ("schedule.steps=3", "checkpoint.every_steps=1")

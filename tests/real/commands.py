@@ -153,12 +153,14 @@ class Run(Command):
         supervise: bool = False,
         out: Path | None = None,
         env: dict[str, str] | None = None,
+        within: tuple[str, ...] = (),
     ) -> None:
+        """`within`: a command that starts the one that follows it."""
         self.out = folder / name if out is None else out
         self.name = f"{name}-{os.getpid()}"
         sets = [part for override in (f"name={self.name}", *overrides) for part in ("--set", override)]
         flags = ["--out", str(self.out), *["--resume"] * resume, *["--supervise"] * supervise]
-        super().__init__(folder, troupe_command("run", str(spec), *sets, *flags), env)
+        super().__init__(folder, [*within, *troupe_command("run", str(spec), *sets, *flags)], env)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

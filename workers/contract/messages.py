@@ -194,6 +194,8 @@ class GroupRequest:
     """None: the training temperature."""
     candidates: bool = False
     """Whether the prompt's answers from other sources are added to the samples."""
+    max_tokens: int | None = None
+    """Longest response, in tokens, where it is shorter than that of training."""
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,10 @@ class Engine(Replica, Protocol):
         """Writes the bytes of a published version to the shared memory of this node."""
         ...
 
+    def reset_prefix_cache(self) -> Reply[bool]:
+        """Forgets the states of earlier prompts."""
+        ...
+
     def transfer_init(self, init_info: dict[str, Any]) -> Reply[None]:
         """Joins a transfer group (device back-ends)."""
         ...

@@ -27,6 +27,7 @@ from dataclasses import asdict
 from typing import Any
 
 from workers.contract.environments import Row, read_observation
+from workers.contract.stacks import write_stacks_on_signal
 from workers.environments.base import Environment
 from workers.environments.loading import EnvironmentLoadError, load
 from workers.isolation.descendants import guard
@@ -48,6 +49,7 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     guard(lifeline, os.environ[MARK])
     die_with(lifeline)
+    write_stacks_on_signal()
     os.dup2(2, 1)  # user code prints to the log
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
@@ -90,6 +92,7 @@ def _become_seat(connection: socket.socket, create: Callable[[], Environment], m
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # processes that user code starts end with the seat's group
         os.environ[MARK] += f".{os.getpid()}"  # those that leave the group are found by this
+        write_stacks_on_signal()
         limit_memory(memory_limit_mib)
         connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
         Seat(create).serve(connection)

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from workers.contract.stacks import write_stacks_on_signal
 from workers.isolation.descendants import guard
 from workers.isolation.environment import MARK
 from workers.rewards.loading import RewardFunctionError, check_machine, load
@@ -45,6 +46,7 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     guard(lifeline, os.environ[MARK])
     die_with(lifeline)
+    write_stacks_on_signal()
     os.dup2(2, 1)  # user code prints to the log, line by line: a killed process flushes nothing
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)

@@ -1,7 +1,8 @@
 """Weights into vLLM: a shared-memory engine for vLLM's weight-transfer interface, and senders for its GPU backends.
 
 vLLM imports this module in each of its worker processes before it loads the model, because `EngineExtension` is the
-`worker_extension_cls`. The import registers the engine and makes a child of a rollout worker exit with that worker.
+`worker_extension_cls`. The import registers the engine, makes a child of a rollout worker exit with that worker, and
+lets it write its stacks on SIGUSR1.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from workers.contract.messages import TensorSpec, WeightUpdate
+from workers.contract.stacks import write_stacks_on_signal
 from workers.engine.settings import OWNER_VARIABLE, SHM_BACKEND
 from workers.weights.file import WeightDigestMismatch, open_weights
 from workers.weights.shared_memory import FileMapping
@@ -310,3 +312,4 @@ def _exit_after(owner_fd: int, between: list[int]) -> None:
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine(SHM_BACKEND, ShmWeightTransferEngine)
 die_with_owner()
+write_stacks_on_signal()

@@ -12,7 +12,15 @@ from orchestrator.errors import UsageError
 from orchestrator.spec.examples import MODELS_VARIABLE, examples
 from orchestrator.spec.stages import plan_runs, read_document
 from orchestrator.starter.command import Flags, copy_of
-from orchestrator.starter.demo import DEFAULT, demo_folder, demo_spec, list_examples, named_models, next_steps
+from orchestrator.starter.demo import (
+    DEFAULT,
+    demo_folder,
+    demo_spec,
+    list_examples,
+    named_models,
+    next_steps,
+    write_demo_report,
+)
 from workers.models import demo
 
 
@@ -80,6 +88,17 @@ def test_the_end_names_the_results_and_commands_that_work(models: Path) -> None:
     assert "results are in runs/tiny-three-stage;" in chain and "export runs/tiny-three-stage/ppo" in chain
     plain = next_steps(Path("examples:tiny-grpo"), plan_runs(read_document("examples:tiny-grpo")))
     assert "troupe eval" not in chain + plain, "nothing is held out"
+
+
+def test_the_last_line_names_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runs = plan_runs(read_document("examples:tiny-grpo"), tmp_path / "run")
+    assert write_demo_report(runs) is None and "the report was not written" in caplog.text, "nothing has run"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/mean": 0.5}\n')
+    report = write_demo_report(runs)
+    assert report == tmp_path / "run" / "report.html" and report.is_file()
+    last = next_steps(Path("examples:tiny-grpo"), runs, report).splitlines()[-1]
+    assert str(report) in last and last.startswith("report:")
 
 
 def test_an_example_is_copied_as_a_file_to_edit(models: Path) -> None:

@@ -1,0 +1,70 @@
+"""Screenshots of the report for the documentation: `python -m docs.tooling.report_screenshots GRPO_RUN PPO_RUN`.
+
+Needs Chromium (Debian: `apt-get install chromium`). Writes docs/images/report-*.png. The live page is that of the PPO
+run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from orchestrator.reporting.html.report import write_report
+from orchestrator.reporting.watch import WatchServer
+from tests.browser import Page, browser_page
+
+IMAGES = Path(__file__).resolve().parents[1] / "images"
+
+
+async def take(grpo: Path, ppo: Path, images: Path) -> None:
+    """All screenshots."""
+    images.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        first = write_report([grpo], Path(folder) / "grpo.html")
+        second = write_report([ppo], Path(folder) / "ppo.html")
+        async with browser_page(1280, 860) as page:
+            await page.open(first.as_uri())
+            await _shot(page, images / "report-grpo.png", "#page", 860)
+            await _shot(page, images / "report-grpo-curves.png", "#curves", 620)
+            await page.run("window.scrollTo(0, 0)")
+            await _pick(page, "#sort", "best")
+            await _shot(page, images / "report-grpo-samples.png", "#samples", 730)
+            await page.theme("dark")
+            await page.open(second.as_uri())
+            await _shot(page, images / "report-ppo.png", "#page", 860)
+            await _shot(page, images / "report-ppo-timeline.png", "#timeline", 700)
+            await _pick(page, "#coloring", "advantage")
+            await _shot(page, images / "report-ppo-samples.png", "#samples", 730)
+            with WatchServer([ppo], 0) as server:
+                threading.Thread(target=server.serve_forever, daemon=True).start()
+                await page.theme("light")
+                await page.open(server.url)
+                for _ in range(80):
+                    if await page.run("document.querySelectorAll('#step option').length > 1"):
+                        break
+                    await page.settle()
+                await _shot(page, images / "report-live.png", "#page", 860)
+                server.shutdown()
+            if page.errors:
+                raise RuntimeError(f"the page has errors: {page.errors}")
+
+
+async def _pick(page: Page, selector: str, value: str) -> None:
+    await page.run(
+        f"(() => {{ const node = document.querySelector('{selector}'); node.value = '{value}';"
+        "node.dispatchEvent(new Event('change')); })()"
+    )
+
+
+async def _shot(page: Page, file: Path, selector: str, height: int) -> None:
+    await page.run(f"document.querySelector('{selector}').scrollIntoView()")
+    await page.settle()
+    await page.settle()
+    await page.screenshot(file, selector, height)
+
+
+if __name__ == "__main__":
+    asyncio.run(take(Path(sys.argv[1]), Path(sys.argv[2]), IMAGES))

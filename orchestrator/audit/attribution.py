@@ -1,0 +1,260 @@
+"""Attributes the gap between sampler, trainer and judge to causes. Pure functions of log-probs.
+
+Two tests, on the same hypotheses:
+
+- The numbers. A hypothesis predicts the log-prob of every token. It explains a side's gap as far as it brings the
+  judge nearer to the side's numbers: share = 1 - mean|side - hypothesis| / mean|side - judge|. Rounding is not
+  correlated with what a wrong temperature, head, layer or position does, so that a wrong hypothesis has no share.
+- The samples. Where the sampler's numbers are right, its tokens may still be drawn from something else (top-p that the
+  log-probs do not show). The likelihood ratio of a hypothesis to the judge, over all sampled tokens, exceeds e^x with a
+  probability of at most e^-x where the judge is right (Markov's inequality), whatever the hypothesis.
+
+How large a gap rounding explains is measured, not assumed: the judge itself runs in the run's data type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, Floats, Judgement
+
+Side = Literal["sampler", "trainer"]
+
+ROUNDING_RATIO = 3.0
+"""Largest ratio of a gap to the judge's own rounding that rounding explains: kernels round in different places."""
+NEGLIGIBLE = 1e-4
+"""Mean gap in nats that needs no explanation: it changes an importance weight by 0.01%."""
+_NAMED = 0.25
+"""Least share of the gap that names a cause."""
+_AS_GOOD = 0.02
+"""Causes whose shares differ by less cannot be told apart."""
+_LOG_RATIO = 12.0
+"""Log of the likelihood ratio from which the samples speak: for 100 hypotheses, a false alarm in 1600 audits."""
+_MOST = 20.0
+"""Largest gap of one token that counts: one impossible token must not decide."""
+_STRAY = 0.01
+"""Share of tokens that may be drawn as the judge says although a hypothesis holds: rounding moves a token across the
+border of a truncated distribution."""
+_TEMPERATURE_STEP = 0.02
+"""Relative difference of temperatures that counts as one."""
+_PRESENT = 0.5
+"""Coefficient from which a group of older weights is part of a combination; rounding leaves them near 0 or 1."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause of a gap."""
+
+    kind: str
+    """`temperature`, `head`, `top_p`, `top_k`, `positions`, `weights`, `prefix cache`, `template` or `unexplained`."""
+    about: str
+    """What of it: a temperature, a type, a shift, a group of weights."""
+    share: float
+    """Share of the gap that it explains."""
+    samples_only: bool = False
+    """The log-probs are right, but the tokens were drawn in another way."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The gap of one side to the judge."""
+
+    side: Side
+    worker: str
+    """The engine, or `trainer`."""
+    tokens: int
+    mean: float
+    """Mean |side - judge| in nats."""
+    p99: float
+    rounding: float
+    """Mean gap of the judge in the run's data type."""
+    causes: tuple[Cause, ...]
+    """The likeliest first; those that cannot be told apart follow each other. Empty: rounding explains the gap."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains the gap."""
+        return not self.causes
+
+
+def attribute(side: Side, found: Judgement, fresh: Judgement | None = None) -> Gap:
+    """The gap of a side and its causes.
+
+    Args:
+        side: Sampler or trainer.
+        found: What the judge found.
+        fresh: The same of samples with an empty prefix cache, if there are some.
+    """
+    numbers = _numbers(side, found)
+    gap = distance(numbers, found.judge)
+    rounding = distance(found.rounded, found.judge)
+    causes: tuple[Cause, ...] = ()
+    if side == "sampler" and fresh is not None and _cache_explains(found, fresh):
+        return _gap(side, found, (Cause("prefix cache", "", 1.0 - _sampler_gap(fresh) / gap),))
+    if gap > NEGLIGIBLE:
+        causes = tuple(_likeliest(numbers, found, gap))
+    if not causes and not explained_by_rounding(gap, rounding):
+        causes = (Cause("unexplained", _nearest(numbers, found, gap), 0.0),)
+    if not causes and side == "sampler":
+        causes = tuple(_of_samples(found))
+    return _gap(side, found, causes)
+
+
+def of_engine(found: Judgement, engine: str) -> Judgement:
+    """The tokens that one engine sampled."""
+    kept = np.array([name == engine for name in found.engine], bool)
+    return replace(
+        found,
+        sampler=found.sampler[kept],
+        trainer=found.trainer[kept],
+        judge=found.judge[kept],
+        rounded=found.rounded[kept],
+        hypotheses={key: column[kept] for key, column in found.hypotheses.items()},
+        tempered=found.tempered[kept],
+        engine=(engine,) * int(kept.sum()),
+    )
+
+
+def distance(one: Floats, other: Floats) -> float:
+    """Mean absolute difference in nats, each token's at most `_MOST`."""
+    return float(np.minimum(np.abs(one - other), _MOST).mean()) if len(one) else 0.0
+
+
+def explained_by_rounding(gap: float, rounding: float) -> bool:
+    """Whether a gap is one that the run's data type makes."""
+    return gap <= ROUNDING_RATIO * rounding + NEGLIGIBLE
+
+
+def fit_temperature(numbers: Floats, found: Judgement) -> tuple[float, Floats]:
+    """The temperature at which the judge is nearest to the numbers, and its log-probs there."""
+    errors = [distance(numbers, column) for column in found.tempered.T]
+    logs = np.log(found.temperatures)
+    best = min(max(int(np.argmin(errors)), 1), len(errors) - 2)
+    fine = np.linspace(logs[best - 1], logs[best + 1], 81)
+    columns = [_between(logs, found.tempered, best, place) for place in fine]
+    nearest = int(np.argmin([distance(numbers, column) for column in columns]))
+    return float(np.exp(fine[nearest])), columns[nearest]
+
+
+def _between(logs: Floats, tempered: Floats, best: int, place: float) -> Floats:
+    """The log-probs at log-temperature `place`, from a parabola through three temperatures."""
+    total = np.zeros(len(tempered))
+    points = (best - 1, best, best + 1)
+    for point in points:
+        weight = np.prod([(place - logs[o]) / (logs[point] - logs[o]) for o in points if o != point])
+        total += weight * tempered[:, point]
+    return total
+
+
+def _numbers(side: Side, found: Judgement) -> Floats:
+    return found.sampler if side == "sampler" else found.trainer
+
+
+def _gap(side: Side, found: Judgement, causes: tuple[Cause, ...]) -> Gap:
+    numbers = _numbers(side, found)
+    apart = np.abs(numbers - found.judge)
+    return Gap(
+        side,
+        " and ".join(sorted(set(found.engine))) if side == "sampler" else side,
+        len(numbers),
+        distance(numbers, found.judge),
+        float(np.quantile(apart, 0.99)) if len(apart) else 0.0,
+        distance(found.rounded, found.judge),
+        causes,
+    )
+
+
+def _sampler_gap(found: Judgement) -> float:
+    return distance(found.sampler, found.judge)
+
+
+def _cache_explains(found: Judgement, fresh: Judgement) -> bool:
+    """Whether the gap is there with the warm cache and not with an empty one."""
+    warm, cold = _sampler_gap(found), _sampler_gap(fresh)
+    return (
+        not explained_by_rounding(warm, distance(found.rounded, found.judge))
+        and explained_by_rounding(cold, distance(fresh.rounded, fresh.judge))
+        and cold < 0.5 * warm
+    )
+
+
+def _own_temperature(found: Judgement) -> float:
+    return float(found.temperatures[len(found.temperatures) // 2])
+
+
+def _candidates(numbers: Floats, found: Judgement) -> Iterator[tuple[Cause, Floats]]:
+    """Every hypothesis with its log-probs; shares are not known yet."""
+    temperature, column = fit_temperature(numbers, found)
+    if abs(temperature / _own_temperature(found) - 1.0) > _TEMPERATURE_STEP:
+        yield Cause("temperature", f"{temperature:.2g}", 0.0), column
+    for key, hypothesis in found.hypotheses.items():
+        kind, _, about = key.partition(":")
+        yield Cause(kind, about, 0.0), hypothesis
+    combined = _combined_weights(numbers, found)
+    if combined is not None:
+        yield combined
+
+
+def _combined_weights(numbers: Floats, found: Judgement) -> tuple[Cause, Floats] | None:
+    """Several groups of older weights at once: effects of a small update add up, and a regression separates them."""
+    older = {key.partition(":")[2]: value for key, value in found.hypotheses.items() if key.startswith("weights:")}
+    groups = {name: value - found.judge for name, value in older.items() if name not in (WHOLE_MODEL, TIED_EMBEDDING)}
+    if len(groups) < 2 or len(groups) * 2 > len(numbers):
+        return None
+    effects = np.stack(list(groups.values()), -1)
+    coefficients = np.linalg.lstsq(effects, np.clip(numbers - found.judge, -_MOST, _MOST), rcond=None)[0]
+    present = [place for place, value in enumerate(coefficients) if value > _PRESENT]
+    if not 2 <= len(present) < len(groups):
+        return None
+    about = " and ".join(list(groups)[place] for place in present)
+    return Cause("weights", about, 0.0), found.judge + effects[:, present].sum(-1)
+
+
+def _likeliest(numbers: Floats, found: Judgement, gap: float) -> list[Cause]:
+    """The causes that explain a good part of the gap, as far as they cannot be told apart."""
+    causes = _shares(numbers, found, gap)
+    best = causes[0].share if causes else 0.0
+    if best < _NAMED:
+        return []
+    return [cause for cause in causes if cause.share > best - _AS_GOOD]
+
+
+def _shares(numbers: Floats, found: Judgement, gap: float) -> list[Cause]:
+    """All hypotheses, the one that explains most of the gap first."""
+    causes = [
+        Cause(cause.kind, cause.about, 1.0 - distance(numbers, column) / gap)
+        for cause, column in _candidates(numbers, found)
+    ]
+    return sorted(causes, key=lambda cause: -cause.share)
+
+
+def _nearest(numbers: Floats, found: Judgement, gap: float) -> str:
+    causes = _shares(numbers, found, gap)
+    if not causes or causes[0].share <= 0.0:
+        return "no hypothesis explains any of it"
+    return f"{causes[0].kind} {causes[0].about} explains {causes[0].share:.0%}"
+
+
+def _of_samples(found: Judgement) -> list[Cause]:
+    """Causes that only the choice of the tokens shows, the likeliest first."""
+    ratios = {key: _log_ratio(column, found.judge) for key, column in found.hypotheses.items()}
+    own = _own_temperature(found)
+    for temperature, column in zip(found.temperatures, found.tempered.T, strict=True):
+        if abs(temperature / own - 1.0) > _TEMPERATURE_STEP:
+            ratios[f"temperature:{temperature:.2g}"] = _log_ratio(column, found.judge)
+    if not ratios:
+        return []
+    key, ratio = max(ratios.items(), key=lambda item: item[1])
+    if ratio < _LOG_RATIO:
+        return []
+    kind, _, about = key.partition(":")
+    return [Cause(kind, about, 0.0, samples_only=True)]
+
+
+def _log_ratio(hypothesis: Floats, judge: Floats) -> float:
+    """Log of the likelihood ratio of a hypothesis, mixed with a little of the judge's distribution, to the judge."""
+    return float(np.log((1.0 - _STRAY) * np.exp(hypothesis - judge) + _STRAY).sum())

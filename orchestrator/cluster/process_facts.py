@@ -1,0 +1,310 @@
+"""What the kernel, the files of stacks and the GPUs of this node say about the processes of a run.
+
+Everything is read from outside, so that a process that hangs needs no part in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.cluster.processes import out_of_memory_kills, stat_fields
+from orchestrator.cluster.stack_dumps import Thread, read_stacks, read_stopped, request_stacks
+
+SHARED_MEMORY = Path("/dev/shm")
+_SAMPLE_S = 1.0
+"""Time over which CPU seconds are counted."""
+_SETTLE_S = 0.3
+"""Time after which the request for stacks no longer interrupts a system call."""
+_STACK_S = 1.5
+"""Longest wait for stacks, from the beginning of the sample."""
+_DISK_S = 0.5
+"""Longest wait for a file system."""
+_TICKS = os.sysconf("SC_CLK_TCK")
+_X86 = platform.machine() == "x86_64"
+_FILE_CALLS: Mapping[int, str] = {
+    0: "read",
+    1: "write",
+    17: "pread",
+    18: "pwrite",
+    20: "writev",
+    40: "sendfile",
+    74: "fsync",
+    75: "fdatasync",
+    77: "ftruncate",
+    285: "fallocate",
+    296: "pwritev",
+}
+"""System calls (x86-64) whose first argument is a descriptor."""
+_PATH_CALLS: Mapping[int, tuple[str, int]] = {
+    2: ("open", 0),
+    82: ("rename", 0),
+    83: ("mkdir", 0),
+    84: ("rmdir", 0),
+    87: ("unlink", 0),
+    257: ("openat", 1),
+    258: ("mkdirat", 1),
+    263: ("unlinkat", 1),
+    264: ("renameat", 1),
+}
+"""System calls (x86-64) with a path, and which of their arguments it is."""
+_SERVICES = ("gcs_server", "raylet")
+_LONGEST_TITLE = 60
+_MOST_STOPPED = 3
+"""Stopped processes whose stacks are read."""
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """One process of a run."""
+
+    worker: str
+    """Role and index, `driver-0`, or a process of Ray: `gcs_server`, `raylet`."""
+    node: str
+    pid: int
+    parent: int
+    title: str
+    state: str
+    """The kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; empty: there is none."""
+    cpu: float = 0.0
+    """CPU seconds used in the last second."""
+    waits_in: str = ""
+    """The kernel's function in which it sleeps."""
+    file_call: str = ""
+    """System call on a regular file or FIFO in which a thread has been for the last second, with the path."""
+    resident: int = 0
+    age_s: float = 0.0
+    threads: tuple[Thread, ...] = ()
+    """Its stacks, the main thread last; none where it wrote none."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node of a run."""
+
+    name: str
+    reachable: bool = True
+    """Whether the node's watch has answered."""
+    alive: bool = True
+    """What Ray says."""
+    workers: tuple[str, ...] = ()
+    shm_free: int = -1
+    shm_total: int = -1
+    memory_free: int = -1
+    memory_total: int = -1
+    load: float = 0.0
+    cores: int = 0
+    out_of_memory_kills: int = 0
+    disks: tuple[tuple[str, int, int], ...] = ()
+    """(path, free bytes, total bytes)."""
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What one node says."""
+
+    node: NodeFacts
+    processes: tuple[ProcessFacts, ...] = ()
+
+
+@dataclass(frozen=True)
+class Look:
+    """What to look at on a node."""
+
+    roots: Mapping[int, str]
+    """Workers by process id; their descendants are included."""
+    stacks: Path
+    """Folder of the files of stacks."""
+    session: str = ""
+    """Name of Ray's session, to find its own processes."""
+    paths: tuple[Path, ...] = ()
+    """Folders whose disks matter."""
+
+
+def look_at(look: Look) -> NodeReport:
+    """Looks at the processes of this node for about a second; blocks meanwhile."""
+    began = time.monotonic()
+    found = [*_trees(look.roots), *_services(look.session)]
+    asked = request_stacks(look.stacks, [pid for pid, _ in found])
+    before = {pid: _cpu_seconds(pid) for pid, _ in found}
+    time.sleep(_SETTLE_S)
+    calls = {pid: _file_calls(pid) for pid, _ in found}
+    time.sleep(_SAMPLE_S - _SETTLE_S)
+    seconds = time.monotonic() - began
+    used = {pid: max(0.0, (_cpu_seconds(pid) - before[pid]) / seconds) for pid, _ in found}
+    stacks = read_stacks(look.stacks, asked, began + _STACK_S)
+    stopped = [pid for pid, worker in found if _state(pid) == "T" and worker not in _SERVICES]
+    stacks |= {pid: read_stopped(pid) for pid in stopped[:_MOST_STOPPED]}
+    processes = tuple(
+        replace(
+            _describe(pid, worker),
+            cpu=round(used[pid], 2),
+            file_call=next((call for t, call in _file_calls(pid).items() if calls[pid].get(t) == call), ""),
+            threads=stacks.get(pid, ()),
+        )
+        for pid, worker in found
+    )
+    return NodeReport(node_facts(look.paths), processes)
+
+
+def node_facts(paths: Iterable[Path] = ()) -> NodeFacts:
+    """Memory, shared memory, disks, load and GPUs of this node."""
+    memory = psutil.virtual_memory()
+    shm = _usage(SHARED_MEMORY)
+    return NodeFacts(
+        name=socket.gethostname(),
+        shm_free=shm[0],
+        shm_total=shm[1],
+        memory_free=memory.available,
+        memory_total=memory.total,
+        load=os.getloadavg()[0],
+        cores=os.cpu_count() or 1,
+        out_of_memory_kills=out_of_memory_kills(),
+        disks=tuple((str(path), *_usage(path)) for path in paths),
+        gpus=_gpus(),
+    )
+
+
+def _trees(roots: Mapping[int, str]) -> list[tuple[int, str]]:
+    """The processes of workers, each with its descendants; a descendant that is a worker itself belongs to itself."""
+    children: dict[int, list[int]] = {}
+    for pid in psutil.pids():
+        if fields := stat_fields(pid):
+            children.setdefault(int(fields[1]), []).append(pid)
+    found: dict[int, str] = dict(roots)
+    # The descendants of a driver are Ray's.
+    queue = [(pid, worker) for pid, worker in roots.items() if not worker.startswith("driver")]
+    while queue:
+        parent, worker = queue.pop()
+        for child in children.get(parent, ()):
+            if child not in found:
+                found[child] = worker
+                queue.append((child, worker))
+    return list(found.items())
+
+
+def _services(session: str) -> list[tuple[int, str]]:
+    """Ray's own processes of this session."""
+    if not session:
+        return []
+    found = []
+    for process in psutil.process_iter(["name", "cmdline"]):
+        name, words = process.info["name"], process.info["cmdline"] or []
+        if name in _SERVICES and any(session in word for word in words):
+            found.append((process.pid, name))
+    return found
+
+
+def _describe(pid: int, worker: str) -> ProcessFacts:
+    """State of one process, as the kernel has it."""
+    node, fields = socket.gethostname(), stat_fields(pid)
+    gone = ProcessFacts(worker, node, pid, 0, "", "")
+    try:
+        process = psutil.Process(pid)
+        title = (" ".join(process.cmdline()) or process.name())[:_LONGEST_TITLE]
+        age = time.time() - process.create_time()
+        resident = process.memory_info().rss
+    except psutil.Error:
+        return gone
+    if not fields:
+        return gone
+    waits_in = _waits_in(Path(f"/proc/{pid}"))
+    return ProcessFacts(worker, node, pid, int(fields[1]), title, fields[0], 0.0, waits_in, "", resident, round(age, 1))
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = stat_fields(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else 0.0
+
+
+def _waits_in(task: Path) -> str:
+    try:
+        text = (task / "wchan").read_text().strip()
+    except OSError:
+        return ""
+    return "" if text == "0" else text
+
+
+def _file_calls(pid: int) -> dict[int, str]:
+    """System calls on files in which threads of a process are now: the main thread and those that wait for a device."""
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        threads = [int(name) for name in os.listdir(tasks)]
+    except OSError:
+        return {}
+    calls = {thread: _file_call(tasks / str(thread)) for thread in threads if thread == pid or _state(thread) == "D"}
+    return {thread: call for thread, call in calls.items() if call}
+
+
+def _file_call(task: Path) -> str:
+    """The system call of a thread on a file, where it is in one; the kernel shows it to the process's user."""
+    try:
+        number, *arguments = (task / "syscall").read_text().split() if _X86 else ["-1"]
+        if (call := _PATH_CALLS.get(int(number))) is not None:
+            return f"{call[0]} {_text_at(task, int(arguments[call[1]], 16))}"
+        if (name := _FILE_CALLS.get(int(number))) is not None:
+            path = os.readlink(task / "fd" / str(int(arguments[0], 16)))
+            return f"{name} {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
+    except (OSError, ValueError, IndexError):
+        pass
+    return f"a device, in {_waits_in(task)}" if _state(int(task.name)) == "D" else ""
+
+
+def _text_at(task: Path, address: int) -> str:
+    """The path at an address of another process. Raises OSError, ValueError."""
+    with (task / "mem").open("rb") as memory:
+        memory.seek(address)
+        return memory.read(256).split(b"\0")[0].decode(errors="replace")
+
+
+def _state(thread: int) -> str:
+    return next(iter(stat_fields(thread)), "")
+
+
+def _usage(path: Path) -> tuple[int, int]:
+    """(free, total) bytes of a path's file system; -1 where they are not known, or the file system hangs."""
+    found = (-1, -1)
+
+    def ask() -> None:
+        nonlocal found
+        with contextlib.suppress(OSError):
+            usage = shutil.disk_usage(path)
+            found = usage.free, usage.total
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_DISK_S)
+    return found
+
+
+def _gpus() -> tuple[str, ...]:
+    """One line for each GPU, where NVIDIA's management library can be imported."""
+    try:
+        pynvml: Any = import_module("pynvml")
+    except ImportError:
+        return ()
+    lines: list[str] = []
+    try:
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            device = pynvml.nvmlDeviceGetHandleByIndex(index)
+            use, memory = pynvml.nvmlDeviceGetUtilizationRates(device), pynvml.nvmlDeviceGetMemoryInfo(device)
+            used, total = int(memory.used) >> 20, int(memory.total) >> 20
+            lines.append(f"GPU {index}: {use.gpu}% busy, {used} of {total} MiB used")
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return tuple(lines)
+    return tuple(lines)

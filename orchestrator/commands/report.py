@@ -1,0 +1,53 @@
+"""`troupe report`: one HTML file about one or several runs, and what is wrong with them in the terminal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestrator.errors import UsageError
+
+RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
+
+
+def report(
+    run_folders: RunsArgument,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write (default: report.html in the first run's folder)."),
+    ] = None,
+    samples_mib: Annotated[
+        int, typer.Option(min=0, help="Most MiB of samples in the file; of more, evenly spread steps are kept.")
+    ] = 24,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the verdicts as JSON instead of writing a file.")
+    ] = False,
+) -> None:
+    """Write a report of one or several runs: verdicts, curves, timeline and samples in one HTML file, for any browser.
+
+    The file needs no network and no server. Several runs are drawn over each other.
+    """
+    from orchestrator.reporting.html.report import MIB, REPORT, Budget, write_report
+    from orchestrator.reporting.run_folder import RunFolder
+    from orchestrator.reporting.verdicts.history import History
+    from orchestrator.reporting.verdicts.judge import judge
+
+    if output is not None and output.is_dir():
+        raise UsageError(f"--output {output} is a folder; name a file in it")
+    runs = [RunFolder(folder) for folder in run_folders]
+    verdicts = {str(run.path): judge(History.of(run.metrics(), run.spec, run.events())) for run in runs}
+    if as_json:
+        plain = {folder: [asdict(verdict) for verdict in found] for folder, found in verdicts.items()}
+        typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+        return
+    file = write_report(run_folders, output or run_folders[0] / REPORT, Budget(samples=samples_mib * MIB))
+    for folder, found in verdicts.items():
+        alarms = [verdict for verdict in found if verdict.is_alarm]
+        lines = [f"{verdict.level}: {verdict.title} (since step {verdict.since})" for verdict in alarms]
+        for line in lines or ["healthy: no check found anything wrong"]:
+            typer.echo(f"{folder}: {line}")
+    typer.echo(f"wrote {file} ({file.stat().st_size / MIB:.1f} MiB)")

@@ -1,0 +1,28 @@
+"""`troupe watch`: the report of an active run, live in the browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
+
+
+def watch(
+    run_folders: RunsArgument,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: a free one.")] = 8300,
+) -> None:
+    """Serve the report of active runs in the browser and keep it current, until interrupted.
+
+    Only this machine can open it, and it changes nothing. From another machine: ssh -L 8300:127.0.0.1:8300 HOST.
+    """
+    from orchestrator.reporting.watch import WatchServer
+
+    with WatchServer(run_folders, port) as server:
+        typer.echo(f"watching {', '.join(map(str, run_folders))} at {server.url} (Ctrl-C ends)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("")

@@ -1,0 +1,139 @@
+"""The command's side of `troupe why`: asks the run, and finds out from outside where the run does not answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import textwrap
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from orchestrator.cluster.process_facts import Look, NodeFacts, look_at, node_facts
+from orchestrator.errors import TroupeError, UsageError
+from orchestrator.live.why.diagnosis import diagnose
+from orchestrator.live.why.facts import DRIVER, Diagnosis, DriverState, Facts
+from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot
+from orchestrator.reporting.run_folder import RunFolder
+from workers.contract.stacks import FOLDER as STACKS
+
+_OUTSIDE_S = 4.0
+"""Time that is left for a look from outside."""
+_POLL_S = 0.1
+_LAST_EVENTS = 3
+_LONGEST_EVENT = 200
+"""Characters of an event that are shown."""
+_WRITE_S = 0.5
+_DESCRIPTORS = 256
+
+
+def why(run_folder: Path, timeout_s: float) -> Report:
+    """Why the run in this folder is slow, stuck or dead.
+
+    Args:
+        run_folder: Folder of the run.
+        timeout_s: Time in which to answer, in seconds.
+
+    Raises:
+        UsageError: No run has been observed in the folder.
+        TroupeError: The driver is on another machine and does not answer.
+    """
+    began, folder = time.monotonic(), run_folder / FOLDER
+    snapshot = SNAPSHOT.read(folder)
+    if snapshot is None:
+        if not run_folder.is_dir():
+            raise UsageError(f"{run_folder}: no such folder; RUN is a run folder, as in runs/NAME")
+        raise UsageError(f"{run_folder}: no run has started here, or its folder {FOLDER} cannot be read")
+    process = snapshot.process() if snapshot.here else None
+    if process is None and (ended := ENDED.read(folder)) is not None and ended.pid == snapshot.pid:
+        return ended
+    stopped = process is not None and process.status() == psutil.STATUS_STOPPED
+    if not stopped and (process is not None or not snapshot.here):
+        answer = _ask(folder, max(1.0, timeout_s - _OUTSIDE_S - (time.monotonic() - began)))
+        if answer is not None:
+            return replace(answer, seconds=round(time.monotonic() - began, 2))
+    if not snapshot.here:
+        raise TroupeError(
+            f"{run_folder}: the driver (process {snapshot.pid} on {snapshot.host}) does not answer; "
+            f"run `troupe why` on {snapshot.host}"
+        )
+    process = snapshot.process()
+    state: DriverState = "dead" if process is None else "stopped" if stopped else "silent"
+    diagnosis = diagnose(_from_outside(run_folder, snapshot, state))
+    return Report(time.time(), snapshot.pid, diagnosis, round(time.monotonic() - began, 2))
+
+
+def _ask(folder: Path, timeout_s: float) -> Report | None:
+    """The run's own answer; None where there is none in time."""
+    name = uuid.uuid4().hex
+    request, answer = folder / f"request-{name}", folder / f"answer-{name}"
+    deadline = time.monotonic() + timeout_s
+    if not _in_a_child(lambda: request.touch(mode=0o600)):
+        return None
+    while time.monotonic() < deadline:
+        if answer.exists():
+            found = ANSWER.read(folder, answer.name)
+            answer.unlink(missing_ok=True)
+            return found
+        time.sleep(_POLL_S)
+    _in_a_child(lambda: request.unlink(missing_ok=True))
+    return None
+
+
+def _in_a_child(write: Callable[[], object]) -> bool:
+    """Writes in a process of its own; whether it has ended well. On a disk that hangs, that process hangs alone."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.closerange(0, _DESCRIPTORS)  # whoever reads the command's output does not wait for this process
+            write()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + _WRITE_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(_POLL_S / 10)
+    return False
+
+
+def _from_outside(run_folder: Path, snapshot: Snapshot, state: DriverState) -> Facts:
+    """What this machine says about a run whose driver does not answer."""
+    since = time.time() - snapshot.time
+    known, paths = snapshot.facts, (run_folder,)
+    driver = replace(known.driver, state=state, last_seen_s=since)
+    if state == "dead":
+        return replace(known, driver=driver, nodes=(node_facts(paths),), last_words=_remains(run_folder, snapshot))
+    logs = Path(snapshot.logs)
+    look = Look({**snapshot.roots, snapshot.pid: DRIVER}, logs / STACKS, logs.parent.name, paths)
+    report = look_at(look)
+    calls = tuple(replace(call, age_s=call.age_s + since) for call in known.calls)
+    run = replace(known.run, phase_s=known.run.phase_s + since, step_s=known.run.step_s + since)
+    nodes: tuple[NodeFacts, ...] = (report.node,)
+    return replace(known, run=run, driver=driver, calls=calls, processes=report.processes, nodes=nodes)
+
+
+def _remains(run_folder: Path, snapshot: Snapshot) -> tuple[str, ...]:
+    """What is left of a run whose driver is dead: its last events, its workers' processes."""
+    try:
+        words = [json.dumps(event) for event in RunFolder(run_folder).events()[-_LAST_EVENTS:]]
+    except UsageError:  # it died before its first step
+        words = []
+    lines = [f"last event: {textwrap.shorten(word, _LONGEST_EVENT)}" for word in words]
+    if remaining := [name for pid, name in snapshot.roots.items() if psutil.pid_exists(pid)]:
+        lines.append(f"processes that are left: {', '.join(remaining)}")
+    return tuple(lines)
+
+
+def text_of(report: Report) -> str:
+    """The report for a terminal."""
+    age = time.time() - report.time
+    lines: Diagnosis = report.diagnosis
+    return f"{lines.text()}\n  (reported {age:.0f} s ago)" if age > 60 else lines.text()

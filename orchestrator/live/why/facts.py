@@ -1,0 +1,130 @@
+"""What is known about a run at one moment: the input of the diagnosis. Gathered by `observer` and `asking`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from orchestrator.cluster.process_facts import NodeFacts, ProcessFacts
+
+DRIVER = "driver-0"
+DriverState = Literal["answers", "blocked", "silent", "stopped", "dead"]
+"""`blocked`: its event loop does not run; `silent`: it answers nothing at all although its process runs."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to a worker that has not ended."""
+
+    worker: str
+    method: str
+    age_s: float
+    timeout_s: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.worker} ({self.method}, {self.age_s:.0f} s of {self.timeout_s:g} s)"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Where the run is."""
+
+    name: str
+    steps: int = 0
+    """Steps that have ended."""
+    total: int = 0
+    phase: str = ""
+    progress: str = ""
+    """Parts of the phase that have ended, as in `3/8`."""
+    phase_s: float = 0.0
+    step_s: float = 0.0
+    """Seconds since the last step ended."""
+    usual_step_s: float = 0.0
+    """Median of the steps before; 0: there are too few."""
+
+    @property
+    def here(self) -> str:
+        """The step or phase that the run is in, as the subject of a sentence."""
+        if not self.steps and self.phase.startswith(("start", "download", "close")):
+            return f"the run ({self.phase})"
+        return f"step {self.steps + 1}"
+
+
+@dataclass(frozen=True)
+class DriverFacts:
+    """The process that controls the run."""
+
+    pid: int
+    host: str
+    state: DriverState = "answers"
+    blocked_s: float = 0.0
+    """Seconds for which its event loop has not run."""
+    last_seen_s: float = 0.0
+    """Seconds since it last wrote what it waits for."""
+
+
+@dataclass(frozen=True)
+class EngineQueue:
+    """What the driver has sent to one engine."""
+
+    name: str
+    state: str
+    outstanding: int
+    """Samples that the engine has not returned."""
+
+
+@dataclass(frozen=True)
+class Queues:
+    """Engines, and what waits for one of them."""
+
+    engines: tuple[EngineQueue, ...] = ()
+    starting: tuple[str, ...] = ()
+    waiting: int = 0
+    """Groups that wait for an engine with room."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is known."""
+
+    run: RunFacts
+    driver: DriverFacts
+    calls: tuple[Call, ...] = ()
+    processes: tuple[ProcessFacts, ...] = ()
+    nodes: tuple[NodeFacts, ...] = ()
+    workers: Mapping[str, int] = field(default_factory=dict)
+    """Process ids by name of the workers that should run."""
+    queues: Queues = Queues()
+    error: str = ""
+    """With which the run ends."""
+    last_words: tuple[str, ...] = ()
+    """The end of logs of processes that have ended, and what the kernel says about them."""
+    kills_before: int = 0
+    """Processes that the out-of-memory killer of the driver's node had ended before the run."""
+
+    def tree(self, worker: str) -> tuple[ProcessFacts, ...]:
+        """The processes of a worker."""
+        return tuple(process for process in self.processes if process.worker == worker)
+
+    def role(self, role: str) -> Iterator[ProcessFacts]:
+        """The processes of all workers of a role."""
+        return (process for process in self.processes if process.worker.rpartition("-")[0] == role)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What follows."""
+
+    cause: str
+    """Name of the rule, for programs."""
+    verdict: str
+    """A sentence."""
+    culprit: str = ""
+    """The worker, process or node that the run waits for; empty: none."""
+    evidence: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """The verdict, then a line for each piece of evidence."""
+        return "\n".join([self.verdict, *(f"  {line}" for line in self.evidence)])

@@ -1,0 +1,325 @@
+"""Observes a run from a thread of its driver: answers `troupe why`, and reports by itself what takes too long.
+
+A thread, because the event loop may be what is stuck. It needs no answer from a worker: it knows every open call, and
+what the kernel and the files of stacks say about the processes (`orchestrator/cluster/process_watch.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from orchestrator.cluster.process_facts import NodeReport, ProcessFacts
+from orchestrator.cluster.process_watch import Process
+from orchestrator.cluster.processes import last_error_line, out_of_memory_kills, started_at
+from orchestrator.cluster.stack_dumps import thread_at
+from orchestrator.errors import StopRequested, UsageError
+from orchestrator.live.why.diagnosis import diagnose
+from orchestrator.live.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
+from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
+from orchestrator.live.why.waiting import is_bounded
+from orchestrator.reporting.console import Console
+from orchestrator.reporting.recorder import EventLog
+from workers.contract.stacks import FOLDER as STACKS
+from workers.contract.stacks import write_stacks_on_signal
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+_SNAPSHOT_S = 5.0
+"""Interval at which the driver writes what it waits for, and looks for what takes too long."""
+_NODES_S = 3.0
+"""Longest wait for what other nodes say."""
+_BLOCKED_S = 2.0
+"""Time without a turn of the event loop from which on it counts as blocked."""
+SHARE = 0.5
+"""Share of a call's bound at which the run reports by itself."""
+_TIMES = 5.0
+_LEAST_S = 30.0
+"""A step reports by itself after so many times its median, and not before so many seconds."""
+_PAUSE_S = 60.0
+"""Shortest time between two reports that the run makes by itself."""
+_MOST_CALLS = 256
+"""The oldest calls; thousands of engines have more."""
+_STEPS = 20
+"""Steps of which the median is taken."""
+
+
+class OpenCall(Protocol):
+    """A call to a worker that has not ended (`orchestrator/cluster/call_log.py`)."""
+
+    @property
+    def worker(self) -> str: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def since(self) -> float: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def detail(self) -> str: ...
+
+
+class Observed(Protocol):
+    """The cluster of a run."""
+
+    @property
+    def logs(self) -> Path: ...
+    @property
+    def node(self) -> str: ...
+    @property
+    def events(self) -> EventLog: ...
+
+    def open_calls(self) -> Sequence[OpenCall]:
+        """Calls to workers that have not ended."""
+        ...
+
+    def whereabouts(self) -> dict[str, Process]:
+        """Where the workers' processes are."""
+        ...
+
+    def look(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
+        """What the processes of all nodes do."""
+        ...
+
+
+class RunObserver:
+    """Observes one run until `close`. Created in the thread of the event loop."""
+
+    def __init__(self, run_folder: Path, name: str, console: Console, cluster: Observed) -> None:
+        """Observes from now on; a folder that cannot be written costs the observer, not the run."""
+        self.folder = run_folder / FOLDER
+        self.queues: Callable[[], Queues] = Queues
+        """What waits for engines."""
+        self._run_folder = run_folder
+        self._name = name
+        self._console = console
+        self._cluster = cluster
+        self._loop = asyncio.get_running_loop()
+        self._beat = time.monotonic()
+        self._kills_before = out_of_memory_kills()
+        self._closed = threading.Event()
+        self._failed = False
+        self._usual = (-1, 0.0)
+        self._reported: set[object] = set()
+        self._last_report = 0.0
+        self._snapshot_at = 0.0
+        self._thread = threading.Thread(target=self._observe, name="observer", daemon=True)
+        self._start()
+
+    def _start(self) -> None:
+        """Starts the thread, with no files of an earlier run in the folder."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for stale in (*self.folder.glob("request-*"), *self.folder.glob("answer-*"), self.folder / ENDED.name):
+                stale.unlink(missing_ok=True)
+            self._write_snapshot()
+        except OSError as error:
+            logger.warning("`troupe why` will not reach this run: %s", error)
+            return
+        write_stacks_on_signal(self._cluster.logs / STACKS)
+        self._thread.start()
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """An error that leaves the block is reported with all that is known, while the workers are still there."""
+        try:
+            yield
+        except (StopRequested, UsageError):
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def close(self) -> None:
+        """Ends the thread; the last report says how the run ended."""
+        self._closed.set()
+        if not self._thread.is_alive():
+            return
+        self._thread.join(_NODES_S)
+        if self._failed:
+            return
+        progress = self._console.progress()
+        verdict = f"the run has ended: {progress.steps} of {progress.total} steps"
+        self._write_end(Diagnosis("ended", verdict))
+
+    def facts(self, error: str = "") -> Facts:
+        """All that is known now; takes one to some seconds, and blocks meanwhile."""
+        began, cluster = time.monotonic(), self._cluster
+        self._ping()
+        known = replace(self._known(), error=error)
+        own = {os.getpid(): DRIVER}
+        reports = cluster.look(own, (self._run_folder,), _NODES_S)
+        late = time.monotonic() - self._beat
+        blocked = late > _BLOCKED_S and self._beat < began and not error
+        driver = replace(known.driver, state="blocked", blocked_s=late) if blocked else known.driver
+        processes = tuple(_with_own_stacks(process) for report in reports for process in report.processes)
+        words = tuple(self._last_words(cluster, {p.pid for p in processes if p.state not in ("", "Z")}))
+        nodes = tuple(report.node for report in reports)
+        return replace(known, driver=driver, processes=processes, nodes=nodes, last_words=words)
+
+    def report(self, error: str = "") -> Report:
+        """A diagnosis of now."""
+        began = time.monotonic()
+        diagnosis = diagnose(self.facts(error))
+        return Report(time.time(), os.getpid(), diagnosis, round(time.monotonic() - began, 2))
+
+    def _known(self) -> Facts:
+        """What needs no look at processes."""
+        cluster, now, progress = self._cluster, time.time(), self._console.progress()
+        calls = [c for c in cluster.open_calls() if is_bounded(c.worker, c.method)]
+        calls = calls[:_MOST_CALLS]
+        waited = {call.worker for call in calls}
+        run = RunFacts(
+            self._name,
+            progress.steps,
+            progress.total,
+            progress.phase,
+            f"{progress.done}/{progress.parts}",
+            progress.phase_s,
+            progress.step_s,
+            self._usual_step(progress.steps),
+        )
+        return Facts(
+            run,
+            DriverFacts(os.getpid(), socket.gethostname()),
+            tuple(Call(c.worker, c.method, now - c.since, c.timeout_s, c.detail) for c in calls),
+            workers={n: p.pid for n, p in cluster.whereabouts().items() if n in waited},
+            queues=self.queues(),
+            kills_before=self._kills_before,
+        )
+
+    def _observe(self) -> None:
+        """Answers requests, and looks at what takes too long, until `close`; waits for nothing but its interval."""
+        while not self._closed.wait(_TICK_S):
+            try:
+                self._ping()
+                for request in sorted(self.folder.glob("request-*")):
+                    request.unlink(missing_ok=True)
+                    ANSWER.write(self.folder, self.report(), request.name.replace("request", "answer", 1))
+                if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
+                    self._write_snapshot()
+                    if (reason := self._too_long()) is not None:
+                        self._report_itself(reason)
+            except Exception as error:
+                logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
+
+    def _ping(self) -> None:
+        """Asks the event loop for a turn."""
+        try:
+            self._loop.call_soon_threadsafe(self._note_turn)
+        except RuntimeError:  # it is closed
+            self._beat = time.monotonic()
+
+    def _note_turn(self) -> None:
+        self._beat = time.monotonic()
+
+    def _too_long(self) -> object | None:
+        """What has taken too long, if it has not been reported."""
+        now, progress = time.time(), self._console.progress()
+        usual = self._usual_step(progress.steps)
+        late: list[object] = []
+        if usual and progress.step_s > max(_LEAST_S, _TIMES * usual):
+            late.append(("step", progress.steps))
+        if time.monotonic() - self._beat > _LEAST_S:
+            late.append(("blocked", self._beat))
+        for call in self._cluster.open_calls():
+            if is_bounded(call.worker, call.method) and now - call.since > SHARE * call.timeout_s:
+                late.append((call.worker, call.method, call.since))
+        return next((reason for reason in late if reason not in self._reported), None)
+
+    def _report_itself(self, reason: object) -> None:
+        if time.monotonic() - self._last_report < _PAUSE_S and self._last_report:
+            return
+        self._last_report = time.monotonic()
+        self._reported.add(reason)
+        report = self.report()
+        if report.diagnosis.cause != "running":
+            path = keep_report(self.folder, report)
+            logger.warning("%s (%s)", report.diagnosis.verdict, path)
+            alarm = partial(self._cluster.events.record, "alarm", detail=report.diagnosis.verdict)
+            self._loop.call_soon_threadsafe(alarm)
+
+    def _fail(self, error: Exception) -> None:
+        """The last report of a run that ends with an error."""
+        if not self._thread.is_alive():
+            return
+        self._failed = True
+        text = " ".join(str(error).split()) or type(error).__name__
+        try:
+            report = self.report(text)
+            keep_report(self.folder, report)
+            ENDED.write(self.folder, report)
+        except Exception as problem:
+            logger.debug("no last report: %s: %s", type(problem).__name__, problem)
+
+    def _write_end(self, diagnosis: Diagnosis) -> None:
+        try:
+            ENDED.write(self.folder, Report(time.time(), os.getpid(), diagnosis))
+        except OSError as error:
+            logger.debug("no last report: %s", error)
+
+    def _write_snapshot(self) -> None:
+        cluster = self._cluster
+        roots = {p.pid: name for name, p in cluster.whereabouts().items() if p.node == cluster.node}
+        logs = str(cluster.logs)
+        snapshot = Snapshot(
+            time.time(), socket.gethostname(), os.getpid(), started_at(os.getpid()), self._known(), logs, roots
+        )
+        SNAPSHOT.write(self.folder, snapshot)
+        self._snapshot_at = time.monotonic()
+
+    def _usual_step(self, steps: int) -> float:
+        """Median duration of the last steps, read once for each step; 0 where there are fewer than three."""
+        if self._usual[0] != steps:
+            self._usual = (steps, _median_step(self._run_folder / "metrics.jsonl"))
+        return self._usual[1]
+
+    def _last_words(self, cluster: Observed, alive: set[int]) -> Iterator[str]:
+        """The end of the logs of workers whose processes have ended."""
+        for name, process in cluster.whereabouts().items():
+            if process.node == cluster.node and process.pid not in alive:
+                line = last_error_line(cluster.logs, process.pid)
+                words = (
+                    f"its log: {line}" if line else "its log has no error: it was killed (SIGKILL), or left by itself"
+                )
+                yield f"{name} (process {process.pid}) has ended; {words}"
+
+
+def _with_own_stacks(process: ProcessFacts) -> ProcessFacts:
+    """The driver's process with its stacks also where its main thread cannot write them: on a disk that hangs."""
+    if process.pid != os.getpid() or process.threads or process.worker != DRIVER:
+        return process
+    main = threading.main_thread().ident
+    stacks = sorted(sys._current_frames().items(), key=lambda item: item[0] == main)
+    return replace(process, threads=tuple(thread_at(frame) for _, frame in stacks))
+
+
+def _median_step(metrics: Path) -> float:
+    """Median of `seconds/step` of the last steps; 0 where there are fewer than three."""
+    try:
+        with metrics.open("rb") as stream:
+            stream.seek(max(0, metrics.stat().st_size - 2**18))
+            lines = stream.read().decode(errors="replace").splitlines()
+    except OSError:
+        return 0.0
+    seconds = []
+    for line in lines[-_STEPS - 1 :]:
+        try:
+            seconds.append(float(json.loads(line)["seconds/step"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return statistics.median(seconds) if len(seconds) >= 3 else 0.0

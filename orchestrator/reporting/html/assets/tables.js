@@ -1,0 +1,109 @@
+// Ledger, weight updates, memory, events and specs.
+
+function ledgerSection(app) {
+  const cards = app.data.runs.map((run) => ledgerCard(run)).filter(Boolean);
+  return cards.length ? section('ledger', 'Ledger', null, el('div', { class: 'split' }, cards)) : null;
+}
+
+function ledgerCard(run) {
+  const { counts, reasons } = run.ledger;
+  if (!counts.dispatched) return null;
+  const ends = [['trained', counts.trained, 'var(--good)'], ['in flight', counts.in_flight, 'var(--quiet)']];
+  const named = Object.values(reasons).reduce((a, b) => a + b, 0);
+  for (const [reason, samples] of Object.entries(reasons)) ends.push([`dropped: ${reason}`, samples, 'var(--bad)']);
+  if (counts.dropped > named) ends.push(['dropped', counts.dropped - named, 'var(--bad)']);
+  const box = el('div', { class: 'chart' });
+  const shown = ends.filter(([, samples]) => samples > 0);
+  whenSeen(box, (width) => drawFlow(counts, shown, width));
+  return el(
+    'figure',
+    { class: 'card' },
+    el('figcaption', {}, el('b', { text: app_title(run, 'Every sample, accounted for') }), el('span', { class: 'value', text: `${count(counts.retries ?? 0)} groups retried` })),
+    box,
+  );
+}
+
+const app_title = (run, text) => `${text} (${run.name})`;
+
+function drawFlow(counts, ends, width) {
+  const height = Math.max(90, 40 * ends.length + 10);
+  const root = svg('svg', { viewBox: `0 0 ${width} ${height}`, width, height, role: 'img' }, svg('title', { text: 'samples by what became of them' }));
+  const total = counts.dispatched;
+  const tall = height - 12;
+  const from = 16;
+  const to = width * 0.55;
+  root.append(svg('rect', { class: 'source', x: 4, width: 12, y: 6, height: tall, rx: 3 }));
+  root.append(svg('text', { class: 'flow', x: 24, y: 22, text: `${count(total)} dispatched` }));
+  let source = 6;
+  const room = (tall - (ends.length - 1) * 10) / ends.length;
+  ends.forEach(([label, samples, color], i) => {
+    const out = (samples / total) * tall;
+    const own = Math.max(3, Math.min(room, out));
+    const top = 6 + i * (room + 10) + (room - own) / 2;
+    const middle = (from + to) / 2;
+    const path = `M${from},${source} C${middle},${source} ${middle},${top} ${to},${top} L${to},${top + own} C${middle},${top + own} ${middle},${source + out} ${from},${source + out} Z`;
+    root.append(svg('path', { class: 'stream', d: path, style: { fill: color } }));
+    root.append(svg('rect', { x: to, width: 8, y: top, height: own, rx: 2, style: { fill: color } }));
+    root.append(svg('text', { class: 'flow', x: to + 16, y: top + own / 2 + 4, text: `${count(samples)} ${label} (${percent(samples / total)})` }));
+    source += out;
+  });
+  return root;
+}
+
+function table(heads, rows, classes = []) {
+  const cell = (tag, content, i) => (content instanceof Node ? el(tag, { class: classes[i] }, content) : el(tag, { class: classes[i], text: content }));
+  return el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, el('tr', {}, heads.map((head, i) => cell('th', head, i)))), el('tbody', {}, rows.map((row) => el('tr', {}, row.map((content, i) => cell('td', content, i)))))));
+}
+
+function weightSection(app) {
+  const parts = app.data.runs.map((run) => {
+    if (!run.weights.length) return null;
+    const unequal = run.weights.filter((one) => one.equal === false).length;
+    const rows = run.weights.toReversed().map((one) => [
+      String(one.version ?? '–'), el('code', { text: one.digest.slice(0, 16) || '–' }), one.bytes ? `${short(one.bytes / 2 ** 20)} MiB` : '–', seconds(one.seconds),
+      String(Object.keys(one.engines).length), one.equal === null ? 'no digest' : one.equal ? '✓ equal' : el('b', { class: 'failed', text: Object.entries(one.engines).filter(([, digest]) => digest !== one.digest).map(([engine]) => engine).join(', ') }),
+    ]);
+    return el('details', { class: 'group', open: true }, el('summary', {}, app_title(run, 'Weight updates'), el('span', { class: 'count', text: unequal ? `${unequal} not equal` : `${run.weights.length}, all verified` })), table(['version', 'digest', 'size', 'time', 'engines', 'what the engines hold'], rows, ['num', '', 'num', 'num', 'num']));
+  });
+  const found = parts.filter(Boolean);
+  return found.length ? section('weights', 'Weights', null, ...found) : null;
+}
+
+const gib = (value) => (value === undefined ? '–' : value.toFixed(2));
+
+function memorySection(app) {
+  const cards = app.data.runs.map((run) => {
+    const { peaks, planned, problem } = run.memory;
+    const names = [...new Set([...Object.keys(planned), ...Object.keys(peaks)])];
+    if (!names.length) return null;
+    const most = Math.max(...names.map((name) => Math.max(peaks[name] ?? 0, planned[name] ?? 0)));
+    const bar = (value, kind) => el('div', { class: `bar thin ${kind}` }, el('i', { style: { width: `${(100 * (value ?? 0)) / most}%` } }));
+    return el(
+      'figure',
+      { class: 'card' },
+      el('figcaption', {}, el('b', { text: app_title(run, 'Peak memory of the largest worker') }), el('span', { class: 'legend' }, el('span', {}, el('i', { class: 'key peak' }), 'measured'), el('span', {}, el('i', { class: 'key planned' }), 'planned'))),
+      el('div', { class: 'bars' }, names.map((name) => el('div', { class: 'bar-row' }, el('span', { class: 'who', text: name.replace('_gpu', ' (GPU)') }), el('div', { class: 'both' }, bar(peaks[name], 'peak'), bar(planned[name], 'planned')), el('span', { class: 'much', text: `${gib(peaks[name])} / ${gib(planned[name])} GiB` })))),
+      problem ? el('p', { class: 'healthy', text: `Plan: ${problem}` }) : null,
+    );
+  });
+  const found = cards.filter(Boolean);
+  return found.length ? section('memory', 'Memory', null, el('div', { class: 'split' }, found)) : null;
+}
+
+function eventSection(app) {
+  const rows = app.data.runs.flatMap((run) => run.events.map((event) => {
+    const { time, step, event: what, ...rest } = event;
+    return [time ? new Date(1000 * time).toISOString().slice(0, 19).replace('T', ' ') : '–', app.data.runs.length > 1 ? run.name : '', String(step ?? '–'), String(what), modelText('code', JSON.stringify(rest).slice(1, -1).slice(0, 400))];
+  }));
+  return rows.length ? section('events', 'Events', null, table(['time (UTC)', '', 'step', 'event', 'details'], rows, ['nowrap', 'nowrap', 'num', 'nowrap'])) : null;
+}
+
+function specSection(app) {
+  const { differences, runs } = app.data;
+  const parts = [];
+  if (differences.length) {
+    parts.push(el('h3', { text: 'Differences' }), table(['field', ...runs.map((run) => run.name)], differences.map((one) => [el('code', { text: one.field }), ...one.values.map((value) => el('code', { text: visible(value ?? 'null') }))])));
+  } else if (runs.length > 1) parts.push(el('p', { class: 'empty', text: 'The specs are equal.' }));
+  for (const run of runs) if (run.spec) parts.push(el('details', { class: 'group' }, el('summary', { text: app_title(run, 'spec.yaml, with every default') }), el('pre', { class: 'spec', text: visible(run.spec) })));
+  return parts.length ? section('spec', 'Spec', null, ...parts) : null;
+}

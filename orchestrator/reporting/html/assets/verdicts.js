@@ -1,0 +1,63 @@
+// What is wrong with each run, first of all.
+
+const LEVELS = { problem: 'Problem', warning: 'Warning', note: 'Note' };
+
+function verdictSection(app) {
+  const many = app.data.runs.length > 1;
+  const parts = app.data.runs.map((run, number) => [
+    many ? el('h3', { class: 'run-title' }, el('i', { class: 'key', style: { background: runColor(number) } }), run.name) : null,
+    healthBanner(run),
+    ...run.verdicts.map((verdict) => verdictCard(app, number, verdict)),
+  ]);
+  return section('verdicts', 'Verdicts', null, ...parts.flat());
+}
+
+function healthBanner(run) {
+  const bad = run.verdicts.filter((verdict) => verdict.level !== 'note');
+  if (!run.steps_done && !Object.keys(run.metrics).length) return el('p', { class: 'banner quiet', text: 'No step is recorded yet.' });
+  if (!bad.length) return el('p', { class: 'banner good' }, el('b', { text: 'Healthy. ' }), 'No check found anything wrong with this run.');
+  const worst = bad.some((verdict) => verdict.level === 'problem') ? 'bad' : 'warn';
+  const what = bad.length === 1 ? 'One thing needs' : `${bad.length} things need`;
+  return el('p', { class: `banner ${worst}` }, el('b', { text: `${what} attention. ` }), bad.map((verdict) => verdict.title).join('; '), '.');
+}
+
+function verdictCard(app, number, verdict) {
+  const run = app.data.runs[number];
+  const plots = verdict.evidence.filter((name, i) => plottable(run.metrics[name], i === 0)).slice(0, 3);
+  const span = verdict.until === null ? `since step ${verdict.since}` : `steps ${verdict.since} to ${verdict.until}`;
+  return el(
+    'article',
+    { class: `verdict ${verdict.level}`, 'data-verdict': verdict.name },
+    el(
+      'header',
+      {},
+      el('span', { class: `chip ${verdict.level}`, text: LEVELS[verdict.level] }),
+      el('h4', { text: verdict.title }),
+      el('button', { class: 'link', text: span, title: 'Show the samples of this step', onclick: () => app.showStep(number, verdict.since) }),
+    ),
+    el('p', {}, marked(verdict.summary)),
+    el('div', { class: 'evidence' }, plots.map((name) => evidence(app, number, name, verdict))),
+    verdict.remedies.length ? el('div', { class: 'remedies' }, el('h5', { text: 'What to try' }), verdict.remedies.map(remedy)) : null,
+  );
+}
+
+// A flat line shows nothing, unless it is what the verdict is about.
+function plottable(points, main) {
+  if (!points || points.steps.length < 2) return false;
+  return main || points.values.some((value) => value !== points.values[0]);
+}
+
+function evidence(app, number, name, verdict) {
+  const run = app.data.runs[number];
+  const series = [{ name, color: runColor(number), ...run.metrics[name] }];
+  return el(
+    'figure',
+    {},
+    el('figcaption', {}, el('code', { text: name })),
+    lineChart({ series, since: verdict.since, until: verdict.until, level: verdict.level, height: 110, onStep: (step) => app.showStep(number, step) }),
+  );
+}
+
+function remedy(one) {
+  return el('div', { class: 'remedy' }, el('span', {}, marked(one.text)), one.spec ? el('pre', { text: one.spec }) : null);
+}

@@ -1,0 +1,110 @@
+"""The data of a page that follows an active run: small answers, and only what is new since the last one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.reporting.html.page import render
+from orchestrator.reporting.html.report import sample_block, span_block, summary
+from orchestrator.reporting.html.timeline import phases_from_metrics
+from orchestrator.reporting.html.token_texts import TokenTexts
+from orchestrator.reporting.run_folder import RunFolder
+from orchestrator.reporting.verdicts.history import History
+
+Json = dict[str, Any]
+Block = Callable[[int, int], Json | None]
+
+_WATCHED = ("metrics.jsonl", "events.jsonl", "spec.yaml", "trajectories", "timeline")
+"""Whatever changes in a run changes the time or the size of one of these."""
+
+
+class LiveData:
+    """What a live page asks for. Every method reads the files anew, except spans and samples of finished steps."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Raises UsageError where a folder holds no run."""
+        self._runs = [RunFolder(folder) for folder in folders]
+        self._texts = [TokenTexts(run.spec.get("model") or {}) for run in self._runs]
+        self._times: dict[tuple[int, int, int], Json | None] = {}
+
+    def mark(self) -> str:
+        """Changes whenever the runs' records change."""
+        found: list[object] = []
+        for path in (run.path / name for run in self._runs for name in _WATCHED):
+            try:
+                stat = path.stat()
+                found.append((stat.st_mtime_ns, stat.st_size))
+            except OSError:
+                found.append(None)
+        return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+    def page(self) -> str:
+        """The page with the runs' metrics; it asks for the rest itself, because token texts take seconds at first."""
+        stores = {"samples": [_store([]) for _ in self._runs], "timeline": [_timeline(run, []) for run in self._runs]}
+        return render(summary(self._runs) | stores | {"mark": "", "after": -1}, live=True)
+
+    def data(self, after: int) -> Json:
+        """Everything but the metrics up to step `after`, and but all samples and spans before the last step.
+
+        A run that has fewer steps than `after` was started or resumed anew: then all metrics are there, and `after` is
+        -1 in the answer.
+        """
+        mark = self.mark()
+        runs = [RunFolder(run.path) for run in self._runs]  # the spec is kept in them, and a resumption may change it
+        data = summary(runs)
+        if any(run["steps_done"] < after for run in data["runs"]):
+            after = -1
+        for run in data["runs"]:
+            run["metrics"] = {name: _later(points, after) for name, points in run["metrics"].items()}
+        samples = [self._last(list(run.sample_files()), number, self.samples) for number, run in enumerate(runs)]
+        for store, texts in zip(samples, self._texts, strict=True):
+            store["problem"] = texts.problem
+        timeline = [
+            _timeline(run, self._all_times(number, run)) | self._last(list(run.timeline_files()), number, self.timeline)
+            for number, run in enumerate(runs)
+        ]
+        return data | {"after": after, "mark": mark, "samples": samples, "timeline": timeline}
+
+    def samples(self, run: int, step: int) -> Json | None:
+        """The samples of a step; None where there are none."""
+        return sample_block(self._runs[run], step, self._texts[run]) if self._known(run) else None
+
+    def timeline(self, run: int, step: int) -> Json | None:
+        """The spans of a step; None where there are none."""
+        return span_block(self._runs[run], step) if self._known(run) else None
+
+    def _known(self, run: int) -> bool:
+        return 0 <= run < len(self._runs)
+
+    def _last(self, steps: list[int], number: int, block: Block) -> Json:
+        found = block(number, steps[-1]) if steps else None
+        return _store(steps) | {"blocks": [found] if found else []}
+
+    def _all_times(self, number: int, run: RunFolder) -> list[Json]:
+        """Busy and idle time of every step; a step's file is read once."""
+        found: list[Json] = []
+        for step, file in run.timeline_files().items():
+            key = (number, step, file.stat().st_mtime_ns if file.exists() else 0)
+            if key not in self._times:
+                block = span_block(run, step)
+                self._times[key] = block and {"step": step, **block["times"]}
+            if step > 0 and (times := self._times[key]):
+                found.append(times)
+        return found
+
+
+def _store(steps: list[int]) -> Json:
+    return {"blocks": [], "steps": steps, "rule": "", "problem": ""}
+
+
+def _timeline(run: RunFolder, times: list[Json]) -> Json:
+    phases = phases_from_metrics(History.of(run.metrics()))
+    return _store(list(run.timeline_files())) | {"phases": phases, "times": times}
+
+
+def _later(points: Json, after: int) -> Json:
+    start = next((i for i, step in enumerate(points["steps"]) if step > after), len(points["steps"]))
+    return {"steps": points["steps"][start:], "values": points["values"][start:]}

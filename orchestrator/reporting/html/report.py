@@ -1,0 +1,214 @@
+"""`troupe report`: collects the data of runs and writes the page."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import TroupeError
+from orchestrator.reporting.html.budget import fitting, spread
+from orchestrator.reporting.html.overview import MOST_POINTS, overview, sections, spec_differences
+from orchestrator.reporting.html.page import render
+from orchestrator.reporting.html.samples import step_block
+from orchestrator.reporting.html.timeline import phases_from_metrics, spans_of, timeline_block
+from orchestrator.reporting.html.token_texts import TokenTexts
+from orchestrator.reporting.run_folder import RunFolder
+from orchestrator.reporting.verdicts.history import History
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+REPORT = "report.html"
+"""Name of the file in a run's folder, where no other is asked for."""
+MIB = 2**20
+
+_TOKEN_STEPS = 64
+"""Steps whose tokens are asked for at once."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a run the page holds."""
+
+    samples: int = 24 * MIB
+    """Bytes of samples, over all runs."""
+    spans: int = 4 * MIB
+    """Bytes of spans, over all runs."""
+
+
+def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = None) -> Path:
+    """Write the report of one or several runs.
+
+    Args:
+        folders: Run folders; curves of several are drawn over each other.
+        output: The file. It is replaced as a whole.
+        budget: How much the page may hold; None: the defaults.
+
+    Returns:
+        The file. Raises UsageError where a folder holds no run, and OSError where the file cannot be written.
+    """
+    text = render(page_data([RunFolder(folder) for folder in folders], budget or Budget()))
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return output
+
+
+def page_data(runs: Sequence[RunFolder], budget: Budget) -> Json:
+    """Everything that a page shows, as JSON-ready data."""
+    shared = Budget(budget.samples // max(len(runs), 1), budget.spans // max(len(runs), 1))
+    return summary(runs) | {
+        "samples": [samples_data(run, shared.samples) for run in runs],
+        "timeline": [timeline_data(run, shared.spans) for run in runs],
+    }
+
+
+def summary(runs: Sequence[RunFolder]) -> Json:
+    """The data without samples and spans."""
+    overviews = [overview(run) for run in runs]
+    names = list(dict.fromkeys(name for one in overviews for name in one["metrics"]))
+    return {
+        "generated": round(time.time(), 3),
+        "runs": overviews,
+        "sections": sections(names),
+        "differences": spec_differences([run.spec for run in runs]) if len(runs) > 1 else [],
+    }
+
+
+def samples_data(run: RunFolder, budget: int) -> Json:
+    """The samples of as many steps as fit into the budget, evenly spread."""
+    files = run.sample_files()
+    steps = list(files)
+    texts = TokenTexts(run.spec.get("model") or {})
+    if steps:  # one question to the tokenizer for most of the run's tokens, instead of one for each step
+        texts.learn(_distinct_ids(run, spread(steps, _TOKEN_STEPS)))
+    found = _fitting_blocks(steps, {step: _bytes(file) for step, file in files.items()}, budget, run, texts)
+    if len(found) == 1 and _size(found) > budget:
+        found = [_first_groups(found[-1], budget)]
+    return {
+        "blocks": found,
+        "steps": steps,
+        "rule": _rule(len(found), len(steps), "samples"),
+        "problem": texts.problem,
+    }
+
+
+def _fitting_blocks(
+    steps: Sequence[int], sizes: Mapping[int, int], budget: int, run: RunFolder, texts: TokenTexts
+) -> list[Json]:
+    """Blocks of evenly spread steps within the budget; of the last step in any case.
+
+    How large a block will be is estimated from the size of its file, so that only what is kept has to be read.
+    """
+    blocks: dict[int, Json | None] = {}
+    written: dict[int, int] = {}
+
+    def read(step: int) -> None:
+        if step not in blocks:
+            blocks[step] = sample_block(run, step, texts)
+            written[step] = _size([blocks[step]])
+
+    if not steps:
+        return []
+    read(steps[-1])
+    ratio = written[steps[-1]] / max(sizes[steps[-1]], 1)
+    while True:
+        kept = fitting(steps, lambda step, ratio=ratio: round(ratio * sizes[step]), budget)
+        for step in kept:
+            read(step)
+        total = sum(written[step] for step in kept)
+        if len(kept) <= 1 or total <= budget:
+            return [one for step in kept if (one := blocks[step]) is not None]
+        ratio = 1.05 * ratio * total / budget
+
+
+def _size(blocks: Sequence[Json | None]) -> int:
+    return sum(len(json.dumps(one)) for one in blocks)
+
+
+def _bytes(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0  # deleted meanwhile, to make room
+
+
+def sample_block(run: RunFolder, step: int, texts: TokenTexts) -> Json | None:
+    """One step's samples; None where its file cannot be read."""
+    try:
+        return step_block(run.samples(step), step, texts)
+    except (TroupeError, KeyError) as error:
+        logger.warning("the samples of step %d are left out: %s", step, error)
+        return None
+
+
+def timeline_data(run: RunFolder, budget: int) -> Json:
+    """The controller's phases of every step, and the spans of as many steps as fit into the budget."""
+    steps = list(run.timeline_files())
+    times: list[Json] = []
+    sizes: dict[int, int] = {}
+    for step in spread(steps, MOST_POINTS):
+        block = span_block(run, step)
+        sizes[step] = _size([block])
+        if block is not None and step > 0:  # step 0 is the start of the workers
+            times.append({"step": step, **block["times"]})
+    kept = fitting(list(sizes), sizes.__getitem__, budget)
+    return {
+        "phases": phases_from_metrics(History.of(run.metrics())),
+        "times": times,
+        "blocks": [one for step in kept if (one := span_block(run, step)) is not None],
+        "steps": steps,
+        "rule": _rule(len(kept), len(steps), "spans"),
+    }
+
+
+def span_block(run: RunFolder, step: int) -> Json | None:
+    """One step's spans; None where its file cannot be read or holds none."""
+    try:
+        return timeline_block(step, spans_of(run.timeline(step)))
+    except (TroupeError, KeyError) as error:
+        logger.warning("the timeline of step %d is left out: %s", step, error)
+        return None
+
+
+def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:
+    found: set[int] = set()
+    for step in steps:
+        try:
+            ids = run.samples(step)["response_ids"].combine_chunks().flatten()
+        except (TroupeError, KeyError):
+            continue
+        found.update(ids.unique().to_pylist())
+    return found
+
+
+def _first_groups(block: Json, budget: int) -> Json:
+    """The first rows of a block that fit: whole groups."""
+    rows = len(block["group"])
+    keep = max(1, rows * budget // max(len(json.dumps(block)), 1))
+    while keep > 1 and keep < rows and block["group"][keep] == block["group"][keep - 1]:
+        keep -= 1
+
+    def cut(value: Any) -> Any:
+        return value[:keep] if isinstance(value, list) and len(value) == rows else value
+
+    part = {name: cut(value) for name, value in block.items() if name not in {"prompts", "vocabulary"}}
+    part["components"] = {name: cut(values) for name, values in block["components"].items()}
+    part["values"] = {name: one | {"rows": one["rows"][:keep]} for name, one in block.get("values", {}).items()}
+    return part | {name: block[name] for name in ("prompts", "vocabulary") if name in block}
+
+
+def _rule(kept: int, steps: int, what: str) -> str:
+    if kept == steps:
+        return ""
+    return f"The {what} of {kept} of {steps} steps are in this file, evenly spread, so that it stays small."

@@ -1,0 +1,123 @@
+"""Rules on data and samples: rewards that fail, data that repeats or cannot be used, samples that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.reporting.verdicts.history import History
+from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow
+
+_SOME, _MANY = 0.02, 0.2
+_MOST_PASSES = 20
+_BAD_ROWS = 0.05
+_DROPPED = 0.1
+
+
+def failing_rewards(run: History) -> Iterator[Verdict]:
+    """Samples without a reward."""
+    for name, what, remedy in (
+        ("failed_samples", "have no reward: their function raised or timed out", "Try the function on these responses"),
+        ("episodes/failed", "ended without a result", "Read the reasons in the log"),
+    ):
+        failed, size = run[name], float(run.samples_per_step)
+        if not size or not any(failed.values):
+            continue
+        shares = failed.map(size.__rtruediv__)
+        found = shares.stretch(lambda value: value > _SOME, at_least=1)
+        if found is None:
+            continue
+        yield Verdict(
+            "failing-rewards",
+            Level.PROBLEM if shares.last > _MANY else Level.WARNING,
+            "Reward functions fail" if name == "failed_samples" else "Episodes fail",
+            f"{sum(failed.values):.0f} samples {what}; {shares.last:.0%} of the last steps' samples. They are dropped, "
+            "and what is left is not what the policy does.",
+            found.start,
+            found.until,
+            (name, "reward/mean"),
+            (
+                Remedy(f"{remedy}: their `status` is the reason (filter the samples by `status`)."),
+                Remedy("Give slow functions more time.", _more_time(run)),
+            ),
+        )
+
+
+def _more_time(run: History) -> str:
+    """The run's reward functions with a longer timeout; empty where the spec does not have them."""
+    functions = [{"name": one["name"], **one} for one in run.get("roles.reward.functions", []) if "name" in one]
+    for one in functions:
+        one["timeout_s"] = 3 * float(one.get("timeout_s") or 10.0)
+    return flow("roles.reward.functions", functions) if functions else ""
+
+
+def repeated_data(run: History) -> Iterator[Verdict]:
+    """The same prompts again and again."""
+    rows, per_step = run["data/train_rows"], int(run.get("schedule.prompts_per_step", 0))
+    if not rows or not per_step or rows.last <= 0:
+        return
+    passes = run.last_step * per_step / rows.last
+    within = rows.last < per_step
+    if not within and passes < _MOST_PASSES:
+        return
+    yield Verdict(
+        "repeated-data",
+        Level.WARNING,
+        "The prompts repeat",
+        f"{rows.last:.0f} prompts for {per_step} a step: each was trained {passes:.0f} times"
+        + (", several times within a step." if within else "."),
+        int(rows.last // per_step) + 1,
+        None,
+        ("data/train_rows", "reward/mean", "eval/reward"),
+        (
+            Remedy("Use more prompts.", field("data.train.size", 4 * per_step * max(run.last_step, 1)))
+            if run.get("data.train.kind") == "reasoning_gym"
+            else Remedy("Use more prompts, or fewer steps."),
+        ),
+    )
+
+
+def unusable_data(run: History) -> Iterator[Verdict]:
+    """Rows that cannot be used."""
+    for pool in ("train", "eval"):
+        rows = run[f"data/{pool}_rows"]
+        for kind, why in (("bad", "cannot be read"), ("refused", "are too long, or the chat template refuses them")):
+            lost = run[f"data/{pool}_{kind}_rows"]
+            if not lost or lost.last <= _BAD_ROWS * (lost.last + max(rows.last, 0.0)):
+                continue
+            yield Verdict(
+                "unusable-data",
+                Level.WARNING,
+                f"Rows of data.{pool} are lost",
+                f"{lost.last:.0f} rows of `data.{pool}` {why}; {rows.last:.0f} are left.",
+                lost.steps[0],
+                None,
+                (lost.name, rows.name),
+                (Remedy("`troupe validate` names the first of them, with file and line."),),
+            )
+
+
+def dropped_samples(run: History) -> Iterator[Verdict]:
+    """Samples that were generated and not trained, for other reasons than a failed reward."""
+    dropped, failed = run["ledger/dropped"], run["failed_samples"]
+    dispatched = run["ledger/dispatched"]
+    if not dropped or not dispatched or not dispatched.values[-1]:
+        return
+    others = dropped.values[-1] - sum(failed.values)
+    share = others / dispatched.values[-1]
+    if share <= _DROPPED:
+        return
+    expected = (
+        run.get("algorithm.mask_truncated")
+        or run.get("algorithm.dynamic_sampling_on")
+        or run.get("algorithm.name") in {"dapo", "raft"}
+    )
+    yield Verdict(
+        "dropped-samples",
+        Level.NOTE if expected else Level.WARNING,
+        "Samples are generated and not trained",
+        f"{others:.0f} of {dispatched.values[-1]:.0f} dispatched samples were dropped ({share:.0%}).",
+        next(step for step, value in dropped if value > 0),
+        None,
+        ("ledger/dropped", "ledger/dispatched"),
+        (Remedy("The ledger in this report lists the reasons."),),
+    )

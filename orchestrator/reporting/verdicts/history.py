@@ -1,0 +1,211 @@
+"""The record of a run, as the rules read it: metrics as series over the steps, and the fields of its spec."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+SHORTEST = 3
+"""Fewest values in a row that show something: one or two may be chance."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps in a row at which something holds."""
+
+    start: int
+    end: int
+    ongoing: bool
+    """Whether it reaches to the last value."""
+
+    @property
+    def until(self) -> int | None:
+        """The last step, where it has ended."""
+        return None if self.ongoing else self.end
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric over the steps that have it."""
+
+    name: str
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return iter(zip(self.steps, self.values, strict=True))
+
+    @property
+    def window(self) -> int:
+        """Values that stand for the start or the end of the run: a tenth of them, at least three."""
+        return max(SHORTEST, len(self) // 10)
+
+    @property
+    def first(self) -> float:
+        """Median at the start; nan for no values."""
+        return _median(self.values[: self.window])
+
+    @property
+    def last(self) -> float:
+        """Median at the end; nan for no values."""
+        return _median(self.values[-self.window :])
+
+    @property
+    def median(self) -> float:
+        """Median of all values; nan for none."""
+        return _median(self.values)
+
+    @property
+    def highest(self) -> float:
+        """Largest value; nan for none."""
+        return max(self.values, default=math.nan)
+
+    @property
+    def smooth(self) -> Series:
+        """Median of each value and its neighbours: single outliers are gone."""
+        parts = (self.values[max(0, i - 1) : i + 2] for i in range(len(self)))
+        return Series(self.name, self.steps, tuple(map(_median, parts)))
+
+    def after(self, step: int) -> Series:
+        """The part after a step."""
+        return self._where(lambda at, _: at > step)
+
+    def map(self, function: Callable[[float], float]) -> Series:
+        """The series of a function of the values."""
+        return Series(self.name, self.steps, tuple(map(function, self.values)))
+
+    def stretch(self, holds: Callable[[float], bool], at_least: int = SHORTEST) -> Stretch | None:
+        """The longest stretch of smoothed values for which `holds` is true; the one that reaches the end wins.
+
+        None where there is none of `at_least` values.
+        """
+        found = [part for part in self._stretches(holds) if part[1] - part[0] + 1 >= at_least]
+        if not found:
+            return None
+        final = found[-1][1] == len(self) - 1
+        start, end = found[-1] if final else max(found, key=lambda part: part[1] - part[0])
+        return Stretch(self.steps[start], self.steps[end], final)
+
+    def _stretches(self, holds: Callable[[float], bool]) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        for i, value in enumerate(self.smooth.values):
+            if not holds(value):
+                continue
+            if found and found[-1][1] == i - 1:
+                found[-1] = (found[-1][0], i)
+            else:
+                found.append((i, i))
+        return found
+
+    def trend(self) -> Trend:
+        """How the end differs from the start, beside the noise."""
+        size = max(SHORTEST, len(self) // 4)
+        head, tail = self.values[:size], self.values[-size:]
+        if len(self) < 2 * SHORTEST:
+            return Trend(0.0, math.inf)
+        jumps = [abs(b - a) for a, b in zip(self.values, self.values[1:], strict=False)]
+        # Differences of neighbours hold no trend: for independent noise their mean is 1.13 standard deviations.
+        noise = fmean(jumps) / 1.13 * math.sqrt(2 / size)
+        return Trend(fmean(tail) - fmean(head), noise)
+
+    def _where(self, keep: Callable[[int, float], bool]) -> Series:
+        kept = [(step, value) for step, value in self if keep(step, value)]
+        return Series(self.name, tuple(step for step, _ in kept), tuple(value for _, value in kept))
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Change from the first to the last quarter of a series."""
+
+    change: float
+    noise: float
+    """Standard error of the change where the values only fluctuate."""
+
+    @property
+    def rises(self) -> bool:
+        """Whether the rise is more than noise."""
+        return self.change > 3 * self.noise
+
+    @property
+    def falls(self) -> bool:
+        """Whether the fall is more than noise."""
+        return -self.change > 3 * self.noise
+
+
+@dataclass(frozen=True)
+class History:
+    """One run."""
+
+    metrics: Mapping[str, Series]
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved spec as plain data; the rules bear fields that are missing."""
+    events: Sequence[Mapping[str, Any]] = ()
+    nulls: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Steps at which a metric was not finite."""
+
+    @classmethod
+    def of(
+        cls,
+        lines: Sequence[Mapping[str, Any]],
+        spec: Mapping[str, Any] | None = None,
+        events: Sequence[Mapping[str, Any]] = (),
+    ) -> History:
+        """From the lines of `metrics.jsonl`. A later line of the same step wins, as after a resumption."""
+        rows = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
+        steps: dict[str, list[int]] = {}
+        values: dict[str, list[float]] = {}
+        nulls: dict[str, list[int]] = {}
+        for step, row in sorted(rows.items()):
+            for name, value in row.items():
+                if name in {"step", "time"} or isinstance(value, bool | str):
+                    continue
+                if isinstance(value, int | float):
+                    steps.setdefault(name, []).append(step)
+                    values.setdefault(name, []).append(float(value))
+                elif value is None:
+                    nulls.setdefault(name, []).append(step)
+        series = {name: Series(name, tuple(at), tuple(values[name])) for name, at in steps.items()}
+        return cls(series, spec or {}, events, {name: tuple(at) for name, at in nulls.items()})
+
+    def __getitem__(self, name: str) -> Series:
+        """A metric; an empty series where the run does not have it."""
+        return self.metrics.get(name, Series(name))
+
+    def named(self, prefix: str) -> list[Series]:
+        """Every metric whose name starts so."""
+        return [series for name, series in self.metrics.items() if name.startswith(prefix)]
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """A field of the spec by its dotted path; `default` where it is missing or null."""
+        node: Any = self.spec
+        for name in path.split("."):
+            node = node.get(name) if isinstance(node, Mapping) else None
+        return default if node is None else node
+
+    @property
+    def last_step(self) -> int:
+        """The last recorded step; 0 for none."""
+        return max((series.steps[-1] for series in self.metrics.values()), default=0)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of a step's batch; 0 where the spec does not say."""
+        return int(self.get("schedule.prompts_per_step", 0)) * int(self.get("algorithm.group_size", 1) or 1)
+
+    @property
+    def reward_rises(self) -> bool:
+        """Whether the reward is better at the end than at the start."""
+        return self["reward/mean"].trend().rises
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else math.nan

@@ -1,0 +1,70 @@
+"""All rules, and the verdicts of a run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from orchestrator.errors import TroupeError
+from orchestrator.reporting.verdicts import data, learning, pace, responses, updates
+from orchestrator.reporting.verdicts.history import History
+from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict
+from orchestrator.spec.errors import Source, SpecError
+from orchestrator.spec.load import parse_spec
+from orchestrator.spec.yaml_reader import Document
+
+Rule = Callable[[History], Iterator[Verdict]]
+
+RULES: tuple[Rule, ...] = (
+    *(learning.entropy_collapse, learning.reward_hacking, learning.no_signal, learning.reward_falls),
+    *(learning.penalty_dominates, learning.overfitting),
+    *(responses.length_explosion, responses.length_collapse, responses.truncation),
+    *(updates.kl_explosion, updates.steps_too_large, updates.clip_fraction_stuck, updates.sampler_gap),
+    *(updates.gradient_spikes, updates.blind_critic),
+    *(data.failing_rewards, data.repeated_data, data.unusable_data, data.dropped_samples),
+    *(pace.slow_rewards, pace.starved_trainer, pace.starved_engines, pace.growing_memory, pace.lost_workers),
+)
+_ORDER = (Level.PROBLEM, Level.WARNING, Level.NOTE)
+
+
+def judge(history: History) -> list[Verdict]:
+    """The verdicts of every rule: problems first, then by the step at which they began.
+
+    A remedy whose lines the run's spec cannot take (an option that its algorithm does not have) is left out.
+    """
+    usable = bool(history.spec) and _loads(history.spec)
+    found = [
+        replace(verdict, remedies=tuple(one for one in verdict.remedies if not usable or fits(one, history.spec)))
+        for rule in RULES
+        for verdict in rule(history)
+    ]
+    return sorted(found, key=lambda verdict: (_ORDER.index(verdict.level), verdict.since))
+
+
+def fits(remedy: Remedy, spec: Mapping[str, Any]) -> bool:
+    """Whether the spec is still valid with the lines of a remedy."""
+    return not remedy.spec or _loads(with_lines(spec, remedy.spec))
+
+
+def with_lines(spec: Mapping[str, Any], lines: str) -> dict[str, Any]:
+    """A spec with the lines of a remedy in place of its own; a section is merged, a list replaced."""
+    return _merged(copy.deepcopy(dict(spec)), yaml.safe_load(lines))
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in above.items():
+        under = below.get(name)
+        below[name] = _merged(under, value) if isinstance(under, dict) and isinstance(value, Mapping) else value
+    return below
+
+
+def _loads(spec: Mapping[str, Any]) -> bool:
+    try:
+        parse_spec(Document(dict(spec), Source("spec.yaml")))
+    except (SpecError, TroupeError):
+        return False
+    return True

@@ -1,0 +1,203 @@
+"""Attribution of gaps, on synthetic logits whose cause is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from orchestrator.audit.attribution import (
+    NEGLIGIBLE,
+    attribute,
+    distance,
+    explained_by_rounding,
+    fit_temperature,
+    of_engine,
+)
+from workers.contract.audit import WHOLE_MODEL, Floats, Judgement
+
+TOKENS, VOCABULARY = 300, 200
+OWN = 0.7
+GRID = OWN * np.exp(np.linspace(-np.log(4.0), np.log(4.0), 65))
+
+
+def logprobs(logits: Floats, targets: np.ndarray, temperature: float = OWN) -> Floats:
+    scaled = logits / temperature
+    total = np.log(np.exp(scaled).sum(-1))
+    return scaled[np.arange(len(targets)), targets] - total
+
+
+def truncated(logits: Floats, targets: np.ndarray, top_p: float) -> Floats:
+    own = logprobs(logits, targets)
+    chances = np.exp(logits / OWN)
+    chances /= chances.sum(-1, keepdims=True)
+    found = []
+    for row, target, value in zip(chances, targets, own, strict=True):
+        order = np.argsort(-row)
+        count = int((np.cumsum(row[order]) < top_p).sum()) + 1
+        kept = order[:count]
+        found.append(value - np.log(row[kept].sum()) if target in kept else -np.inf)
+    return np.array(found)
+
+
+class World:
+    """Logits, tokens drawn from them, and the judge's view."""
+
+    def __init__(self, seed: int = 0, noise: float = 0.02, top_p: float = 1.0) -> None:
+        generator = np.random.default_rng(seed)
+        self.generator = generator
+        self.logits = generator.normal(0.0, 2.0, (TOKENS, VOCABULARY))
+        chances = np.exp(self.logits / OWN)
+        chances /= chances.sum(-1, keepdims=True)
+        if top_p < 1.0:
+            for row in chances:
+                order = np.argsort(-row)
+                count = int((np.cumsum(row[order]) < top_p).sum()) + 1
+                row[order[count:]] = 0.0
+            chances /= chances.sum(-1, keepdims=True)
+        self.targets = np.array([generator.choice(VOCABULARY, p=row) for row in chances])
+        self.noise = noise
+        judge = logprobs(self.logits, self.targets)
+        layers = {f"layers.{n}": judge + generator.normal(0.0, 0.2, TOKENS) for n in range(4)}
+        whole = judge + sum(layer - judge for layer in layers.values())
+        self.judgement = Judgement(
+            sampler=self.rounded(judge),
+            trainer=self.rounded(judge),
+            judge=judge,
+            rounded=self.rounded(judge),
+            hypotheses={
+                "head:bfloat16": judge + generator.normal(0.0, 0.04, TOKENS),
+                "top_p:0.8": truncated(self.logits, self.targets, 0.8),
+                "top_p:0.9": truncated(self.logits, self.targets, 0.9),
+                "positions:response+1": judge + generator.normal(0.0, 0.3, TOKENS),
+                **{f"weights:{name}": column for name, column in layers.items()},
+                f"weights:{WHOLE_MODEL}": whole,
+            },
+            temperatures=GRID,
+            tempered=np.stack([logprobs(self.logits, self.targets, float(t)) for t in GRID], -1),
+            engine=("rollout-0",) * TOKENS,
+            prompts=0,
+            prompt_differences=(),
+        )
+
+    def rounded(self, values: Floats) -> Floats:
+        return values + self.generator.normal(0.0, self.noise, TOKENS)
+
+    def sampled_as(self, values: Floats) -> Judgement:
+        return replace(self.judgement, sampler=self.rounded(values))
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.02, 0.1])
+@pytest.mark.parametrize("seed", range(20))
+def test_rounding_is_no_cause(noise: float, seed: int) -> None:
+    world = World(seed, noise)
+    for side in ("sampler", "trainer"):
+        gap = attribute(side, world.judgement)
+        assert gap.passed, gap.causes
+        assert gap.mean == pytest.approx(noise * np.sqrt(2 / np.pi), rel=0.2)
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.02])
+@pytest.mark.parametrize(
+    ("key", "kind", "about"),
+    [
+        ("head:bfloat16", "head", "bfloat16"),
+        ("positions:response+1", "positions", "response+1"),
+        ("weights:layers.2", "weights", "layers.2"),
+        (f"weights:{WHOLE_MODEL}", "weights", WHOLE_MODEL),
+    ],
+)
+def test_the_hypothesis_that_holds_is_named(noise: float, key: str, kind: str, about: str) -> None:
+    world = World(1, noise)
+    gap = attribute("sampler", world.sampled_as(world.judgement.hypotheses[key]))
+    assert [(cause.kind, cause.about) for cause in gap.causes] == [(kind, about)]
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.02])
+@pytest.mark.parametrize("temperature", [0.35, 0.49, 0.75, 1.0, 2.0])
+def test_a_wrong_temperature_is_fitted(noise: float, temperature: float) -> None:
+    world = World(2, noise)
+    found = world.sampled_as(logprobs(world.logits, world.targets, temperature))
+    fitted, column = fit_temperature(found.sampler, found)
+    assert fitted == pytest.approx(temperature, rel=0.01)
+    assert distance(column, found.sampler) < noise + 1e-3
+    (cause,) = attribute("sampler", found).causes
+    assert (cause.kind, cause.about) == ("temperature", f"{fitted:.2g}")
+
+
+def test_two_layers_of_older_weights_are_named_together() -> None:
+    world = World(3)
+    judge, hypotheses = world.judgement.judge, world.judgement.hypotheses
+    both = hypotheses["weights:layers.1"] + hypotheses["weights:layers.3"] - judge
+    (cause,) = attribute("sampler", world.sampled_as(both)).causes
+    assert (cause.kind, cause.about) == ("weights", "layers.1 and layers.3")
+
+
+def test_truncation_in_the_logprobs_is_named_by_its_numbers() -> None:
+    world = World(4, top_p=0.8)
+    (cause,) = attribute("sampler", world.sampled_as(world.judgement.hypotheses["top_p:0.8"])).causes
+    assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", False)
+
+
+def test_truncation_that_the_logprobs_hide_is_named_by_the_samples() -> None:
+    world = World(5, top_p=0.8)
+    gap = attribute("sampler", world.judgement)
+    (cause,) = gap.causes
+    assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", True)
+    assert attribute("trainer", world.judgement).passed
+
+
+def test_a_token_at_the_border_does_not_hide_truncation() -> None:
+    """Rounding makes it impossible under the hypothesis that holds."""
+    world = World(5, top_p=0.8)
+    hypotheses = {key: column.copy() for key, column in world.judgement.hypotheses.items()}
+    hypotheses["top_p:0.8"][[3, 70]] = -np.inf
+    (cause,) = attribute("sampler", replace(world.judgement, hypotheses=hypotheses)).causes
+    assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", True)
+
+
+def test_a_gap_without_a_hypothesis_is_unexplained() -> None:
+    world = World(6)
+    strange = world.judgement.judge + world.generator.normal(0.0, 0.5, TOKENS)
+    (cause,) = attribute("sampler", world.sampled_as(strange)).causes
+    assert cause.kind == "unexplained"
+
+
+def test_the_prefix_cache_is_the_cause_where_an_empty_one_closes_the_gap() -> None:
+    world = World(7)
+    warm = world.sampled_as(world.judgement.hypotheses["weights:layers.1"])
+    (cause,) = attribute("sampler", warm, fresh=world.judgement).causes
+    assert cause.kind == "prefix cache"
+    (cause,) = attribute("sampler", warm, fresh=warm).causes
+    assert cause.kind == "weights"
+
+
+def test_a_negligible_gap_needs_no_explanation() -> None:
+    assert explained_by_rounding(0.9 * NEGLIGIBLE, 0.0)
+    assert not explained_by_rounding(1.1 * NEGLIGIBLE, 0.0)
+    assert explained_by_rounding(0.05, 0.02)
+    assert not explained_by_rounding(0.07, 0.02)
+
+
+def test_one_engine_of_two_is_told_apart() -> None:
+    world = World(8)
+    sampler = np.where(np.arange(TOKENS) % 2, world.judgement.sampler, world.judgement.hypotheses["weights:layers.0"])
+    engines = tuple("rollout-1" if number % 2 else "rollout-0" for number in range(TOKENS))
+    found = replace(world.judgement, sampler=sampler, engine=engines)
+    gaps = [attribute("sampler", of_engine(found, name)) for name in ("rollout-0", "rollout-1")]
+    assert [(gap.worker, gap.tokens, gap.passed) for gap in gaps] == [
+        ("rollout-0", TOKENS // 2, False),
+        ("rollout-1", TOKENS // 2, True),
+    ]
+    assert gaps[0].causes[0].about == "layers.0"
+
+
+def test_no_single_token_decides() -> None:
+    """An impossible token under a hypothesis counts as a large gap, not as an infinite one."""
+    world = World(9)
+    with_hole = world.judgement.hypotheses["positions:response+1"].copy()
+    found = world.sampled_as(with_hole)
+    with_hole[0] = -np.inf
+    found = replace(found, hypotheses={**found.hypotheses, "positions:response+1": with_hole})
+    assert attribute("sampler", found).causes[0].kind == "positions"

@@ -1,0 +1,74 @@
+"""A process that observes a run without Ray: `python -m tests.orchestrator.live.why.observed_run FOLDER WHAT`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from orchestrator.cluster.call_log import CallLog, OpenCall
+from orchestrator.cluster.process_facts import Look, NodeReport, look_at
+from orchestrator.cluster.process_watch import Process
+from orchestrator.errors import WorkerDied
+from orchestrator.live.why.observer import RunObserver
+from orchestrator.reporting.console import Console
+from orchestrator.reporting.recorder import EventLog
+
+
+class Cluster:
+    """Workers that are processes of this machine."""
+
+    node = "here"
+
+    def __init__(self, logs: Path, workers: dict[str, int]) -> None:
+        self.logs = logs
+        self.calls = CallLog()
+        self.events = EventLog()
+        self._workers = workers
+
+    def open_calls(self) -> Sequence[OpenCall]:
+        return self.calls.open_calls()
+
+    def whereabouts(self) -> dict[str, Process]:
+        return {name: Process(self.node, pid) for name, pid in self._workers.items()}
+
+    def look(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
+        roots = own | {pid: name for name, pid in self._workers.items()}
+        return [look_at(Look(roots, self.logs / "stacks", "", paths))]
+
+
+async def main(folder: Path, what: str) -> None:
+    console = Console(io.StringIO())
+    console.phase("update", 0, 1)
+    worker = await asyncio.create_subprocess_exec("sleep", "300")
+    cluster = Cluster(Path(tempfile.mkdtemp()) / "logs", {"policy-0": worker.pid})
+    with closing(RunObserver(folder, "demo", console, cluster)) as observer:
+        cluster.calls.begin("policy-0", "update", 600.0)
+        observer._write_snapshot()
+        (folder / "ready").write_text(f"{os.getpid()} {worker.pid}")
+        if what == "ends":
+            worker.kill()
+            return
+        with observer.reporting():
+            match what:
+                case "waits":
+                    await asyncio.sleep(300)
+                case "blocks":
+                    time.sleep(300)
+                case "holds the interpreter":
+                    re.match(r"(a+)+$", "a" * 60 + "b")
+                case _:
+                    worker.kill()
+                    await worker.wait()
+                    raise WorkerDied("policy-0", "update", "its process has died")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))

@@ -1,0 +1,168 @@
+"""`troupe why` reaches a run that waits, hangs or is dead; the run is a process without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from orchestrator.live.why import observer as observing
+from orchestrator.live.why.facts import Diagnosis
+from orchestrator.live.why.folder import ENDED, FOLDER, Report, keep_report
+from tests.conftest import ROOT
+from tests.faults.stalls import frozen, may_mount, own_disk
+from tests.real.commands import troupe_command
+
+WAIT_S = 60.0
+
+
+@contextmanager
+def observed(folder: Path, what: str) -> Iterator[psutil.Process]:
+    """The driver of an observed run that waits for `policy-0`, a process of its own."""
+    command = [sys.executable, "-m", "tests.orchestrator.live.why.observed_run", str(folder), what]
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+        try:
+            deadline = time.monotonic() + WAIT_S
+            while not (folder / "ready").exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            yield psutil.Process(process.pid)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def ask(folder: Path, *options: str) -> dict[str, Any]:
+    """What `troupe why --json` prints."""
+    command = troupe_command("why", str(folder), "--json", *options)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_run_that_waits_answers_itself(tmp_path: Path) -> None:
+    with observed(tmp_path, "waits"):
+        pid = int((tmp_path / "ready").read_text().split()[1])
+        said = ask(tmp_path)
+        psutil.Process(pid).suspend()
+        stopped = ask(tmp_path)
+    assert said["verdict"].startswith("step 1 waits for policy-0 (update, ")
+    assert stopped["cause"] == "worker_stopped"
+    assert not list((tmp_path / FOLDER).glob("answer-*")) and not list((tmp_path / FOLDER).glob("request-*"))
+
+
+def test_a_blocked_event_loop_is_named_with_its_line(tmp_path: Path) -> None:
+    with observed(tmp_path, "blocks"):
+        time.sleep(2.5)
+        said = ask(tmp_path)
+    assert said["cause"] == "driver_blocked"
+    assert "time.sleep(300)" in said["verdict"]
+
+
+def test_a_driver_whose_threads_do_not_run_is_examined_from_outside(tmp_path: Path) -> None:
+    with observed(tmp_path, "holds the interpreter"):
+        said = ask(tmp_path)
+    assert said["verdict"].startswith("the driver does not answer: its process")
+    assert 're.match(r"(a+)+$"' in said["verdict"]
+    assert said["seconds"] < 10.0
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount file systems")
+def test_a_run_folder_on_a_disk_that_hangs_is_examined_from_outside(tmp_path: Path) -> None:
+    with own_disk(tmp_path / "disk", 32) as disk, observed(disk, "waits"), frozen(disk):
+        time.sleep(6.0)  # the driver writes what it waits for, and hangs
+        said = ask(disk)
+    assert said["cause"] == "disk"
+    assert f"waits for the disk (openat {disk}/why/" in said["verdict"]
+    assert said["seconds"] < 10.0
+
+
+def test_a_stopped_driver_is_named(tmp_path: Path) -> None:
+    with observed(tmp_path, "waits") as driver:
+        driver.suspend()
+        said = ask(tmp_path)
+    assert said["cause"] == "driver_stopped"
+
+
+def test_a_dead_driver_is_named_with_what_it_waited_for(tmp_path: Path) -> None:
+    with observed(tmp_path, "waits") as driver:
+        (tmp_path / "metrics.jsonl").touch()
+        (tmp_path / "events.jsonl").write_text('{"time": 1.0, "step": 3, "event": "checkpoint"}\n')
+        driver.kill()
+        driver.wait()
+        said = ask(tmp_path)
+    assert said["cause"] == "driver_dead"
+    assert any("last event" in line and "checkpoint" in line for line in said["evidence"])
+    assert "waiting for policy-0 (update" in said["verdict"]
+
+
+def test_the_last_report_of_a_run_that_failed_is_kept(tmp_path: Path) -> None:
+    with observed(tmp_path, "fails") as driver:
+        driver.wait(WAIT_S)
+        said = ask(tmp_path)
+    assert said["cause"] == "run_failed"
+    assert "step 1 (update) failed: policy-0.update: its process has died; policy-0 (process" in said["verdict"]
+
+
+def test_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
+    with observed(tmp_path, "ends") as driver:
+        driver.wait(WAIT_S)
+        assert ask(tmp_path)["verdict"] == "the run has ended: 0 of 0 steps"
+
+
+def test_a_folder_without_a_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    command = troupe_command("why", str(tmp_path / "nothing"))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, "no such folder" in done.stderr) == (2, True)
+
+
+def test_only_the_newest_reports_are_kept(tmp_path: Path) -> None:
+    for second in range(30):
+        keep_report(tmp_path, Report(float(second), 1, Diagnosis("busy", f"at {second}")))
+    texts = [path.read_text().strip() for path in sorted((tmp_path / "reports").iterdir())]
+    assert texts == [f"at {second}" for second in range(10, 30)]
+
+
+def test_what_cannot_be_read_is_no_report(tmp_path: Path) -> None:
+    (tmp_path / ENDED.name).write_text("{")
+    assert ENDED.read(tmp_path) is None
+
+
+@pytest.mark.parametrize(("lines", "median"), [(2, 0.0), (5, 3.0)])
+def test_the_usual_step_is_the_median_of_the_last_ones(tmp_path: Path, lines: int, median: float) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n, "seconds/step": float(n)}) + "\n" for n in range(1, lines + 1)))
+    assert observing._median_step(path) == median
+
+
+async def test_a_call_reports_itself_at_half_of_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+    import io
+
+    from orchestrator.reporting.console import Console
+    from tests.orchestrator.live.why.observed_run import Cluster
+
+    monkeypatch.setattr(observing, "_SNAPSHOT_S", 0.2)
+    cluster = Cluster(tmp_path, {"policy-0": os.getppid()})
+    cluster.events.open(tmp_path, 0)
+    with closing(observing.RunObserver(tmp_path, "demo", Console(io.StringIO()), cluster)):
+        cluster.calls.begin("policy-0", "update", 6.0)
+        cluster.calls.begin("environment-0", "watch", 0.1)
+        await asyncio.sleep(1.5)
+        early = list((tmp_path / FOLDER).glob("reports/*"))
+        deadline = time.monotonic() + WAIT_S
+        while not (reports := list((tmp_path / FOLDER).glob("reports/*"))) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+    assert early == [] and len(reports) == 1
+    assert "waits for policy-0 (update" in (tmp_path / "events.jsonl").read_text()
+    assert "waits for policy-0 (update, 3 s of 6 s)" in reports[0].read_text()

@@ -1,0 +1,77 @@
+"""Bugs of a user's reward function or environment are named with their line; real processes, without Ray."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.cluster.process_facts import Look, look_at
+from orchestrator.live.why.diagnosis import diagnose
+from orchestrator.live.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
+from tests.conftest import ROOT
+from tests.faults.stalls import planted_environment
+from workers.contract.stacks import VARIABLE
+
+WAIT_S = 60.0
+
+
+@contextmanager
+def worker(folder: Path, what: str, bug: str) -> Iterator[int]:
+    """A worker whose user code has this bug, once it runs."""
+    control, ready = folder / "bug", folder / "ready"
+    control.write_text(bug)
+    command = [sys.executable, "-m", "tests.orchestrator.live.why.user_code", what, str(control), str(ready)]
+    env = os.environ | planted_environment(folder / "order") | {VARIABLE: str(folder / "stacks")}
+    with subprocess.Popen(command, cwd=ROOT, env=env) as process:
+        try:
+            deadline = time.monotonic() + WAIT_S
+            while not ready.exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            time.sleep(0.5)
+            yield process.pid
+        finally:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+
+
+def diagnosis(folder: Path, pid: int, worker: str, call: Call) -> Diagnosis:
+    """What follows from a look at the worker, which serves the call."""
+    report = look_at(Look({pid: worker}, folder / "stacks"))
+    run = RunFacts("demo", steps=6, total=40, step_s=30.0, usual_step_s=2.0)
+    pids = {worker: pid} if call.worker == worker else {}
+    return diagnose(Facts(run, DriverFacts(1, "n1"), (call,), report.processes, (report.node,), pids))
+
+
+@pytest.mark.parametrize(
+    ("bug", "cause", "words"),
+    [
+        ("loop", "user_code", "in endless_loop ("),
+        ("sleep", "sleep", "sleeps in oversleep ("),
+        ("deadlock", "lock", "waits for a lock in _take ("),
+    ],
+)
+def test_a_reward_function(tmp_path: Path, bug: str, cause: str, words: str) -> None:
+    with worker(tmp_path, "score", bug) as pid:
+        found = diagnosis(tmp_path, pid, "reward-0", Call("reward-0", "score", 30.0, 600.0))
+    assert (found.cause, found.culprit) == (cause, "reward-0")
+    assert words in found.verdict
+    assert "stalling_user_code.py" in found.verdict
+
+
+def test_an_environment(tmp_path: Path) -> None:
+    """The driver waits for the engine, the engine for the environment."""
+    with worker(tmp_path, "play", "sleep") as pid:
+        found = diagnosis(tmp_path, pid, "environment-0", Call("rollout-0", "generate", 30.0, 600.0))
+    assert (found.cause, found.culprit) == ("sleep", "environment-0")
+    assert "step 7 waits for rollout-0 (generate, 30 s of 600 s): process" in found.verdict
+    assert "of environment-0 sleeps in step (" in found.verdict

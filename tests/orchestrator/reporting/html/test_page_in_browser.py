@@ -1,0 +1,231 @@
+"""The report in a real browser: every part is used, nothing is asked of a network, and text stays text."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.reporting.html.report import write_report
+from orchestrator.reporting.watch import WatchServer
+from tests.browser import CHROMIUM, Page, browser_page
+
+from .folders import RECORDED, sample, write_run, write_samples, write_spans
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+
+COUNT = "document.querySelectorAll({}).length"
+HOSTILE = (
+    "<script>window.hit = 1</script>",
+    "</script><script>window.hit = 2</script>",
+    "<img src=x onerror='window.hit = 3'>",
+    "\x1b[31mred\x1b[0m \u202eright to left\u202c \u2028 line",
+    "{{ 7 * 7 }} &lt;b&gt; ]]> <!-- ",
+    "x" * 1_000_000,
+)
+
+
+CONTRAST = """(() => {
+  const linear = (v) => (v <= 0.04 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  const light = (text) => {
+    const [r, g, b] = text.match(/[\\d.]+/g).map((v) => linear(Number(v) / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const back = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const color = getComputedStyle(at).backgroundColor;
+      if (!/, 0\\)$|transparent|^color/.test(color)) return color;
+    }
+    return 'rgb(255,255,255)';
+  };
+  const names = ['.facts', '.healthy', '.banner', '.chip', '.where', '.meta', '.tick', '.card figcaption', '.role',
+    'nav a', 'th', '.count'];
+  const found = {};
+  for (const name of names) {
+    const node = document.querySelector(name);
+    if (!node) continue;
+    const style = getComputedStyle(node);
+    const colors = [light(name === '.tick' ? style.fill : style.color), light(back(node))].sort((x, y) => y - x);
+    found[name] = (colors[0] + 0.05) / (colors[1] + 0.05);
+  }
+  return found;
+})()"""
+"""Contrast of the page's kinds of text with what is behind them."""
+
+
+async def number(page: Page, selector: str) -> int:
+    """Elements that match."""
+    return int(await page.run(COUNT.format(json.dumps(selector))))
+
+
+async def text(page: Page, selector: str) -> str:
+    """Text of the first element that matches."""
+    return str(await page.run(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+
+async def choose(page: Page, selector: str, value: str) -> None:
+    """Pick a value of a select, or type into a field."""
+    await page.run(
+        f"(() => {{ const node = document.querySelector({json.dumps(selector)}); node.value = {json.dumps(value)};"
+        "node.dispatchEvent(new Event('input')); node.dispatchEvent(new Event('change')); })()"
+    )
+    await page.settle()
+
+
+async def test_every_part_can_be_used(tmp_path: Path) -> None:
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", steps=3)
+    spec = (second / "spec.yaml").read_text().replace("name: tiny-ppo", "name: other").replace("seed: 7", "seed: 8")
+    (second / "spec.yaml").write_text(spec)
+    file = write_report([first, second], tmp_path / "report.html")
+    async with browser_page() as page:
+        await page.open(file.as_uri())
+        sections = await page.run("[...document.querySelectorAll('section')].map(one => one.id)")
+        assert sections == [
+            "verdicts",
+            "curves",
+            "timeline",
+            "samples",
+            "ledger",
+            "weights",
+            "memory",
+            "events",
+            "spec",
+        ]
+        assert "tiny-ppo" in await text(page, "h1") and "other" in await text(page, "h1")
+
+        await page.run("document.querySelector('#curves').scrollIntoView()")
+        await page.settle()
+        assert await number(page, "[data-metric='reward/mean'] polyline") == 2, "both runs in one chart"
+        await choose(page, "#curves input[type=search]", "kl_exact")
+        assert await number(page, "#curves .card") == 1
+        await choose(page, "#curves input[type=search]", "")
+
+        await page.click("[data-metric='reward/mean'] svg")
+        assert await page.run("document.querySelector('#step').value") in {"2", "3"}, "a step leads to its samples"
+        assert "16 samples" in await text(page, "#found")
+        await choose(page, "#step", "")
+        await choose(page, "#sort", "best")
+        best = await text(page, "#samples .row")
+        await choose(page, "#sort", "worst")
+        assert await text(page, "#samples .row") != best
+        await choose(page, "#search", "What is 3 + 1?")
+        assert "1 samples" in await text(page, "#found")
+        await choose(page, "#search", "no such text")
+        assert "No sample matches" in await text(page, "#detail")
+        await choose(page, "#search", "")
+        await page.click("#samples .row:nth-child(3)")
+        assert await number(page, "#samples .row.chosen") == 1 and await number(page, "#detail .sample") == 8
+        for coloring in ("advantage", "gap", "entropy", "probability", "value", "version"):
+            await choose(page, "#coloring", coloring)
+            colors = await page.run(
+                "new Set([...document.querySelectorAll('.tokens span')].map(t => t.style.backgroundColor)).size"
+            )
+            assert colors >= (1 if coloring == "version" else 5), coloring
+        await choose(page, "#run", "1")
+        assert "48 samples" in await text(page, "#found")
+
+        step = await text(page, "#spans-0 figcaption")
+        await page.click("#spans-0 button")
+        assert await text(page, "#spans-0 figcaption") != step
+        assert await number(page, "#spans-0 .span") == 9
+        assert "seed" in await text(page, "#spec")
+        await page.theme("dark")
+        await page.screenshot(tmp_path / "dark.png")
+        assert (tmp_path / "dark.png").stat().st_size > 20_000
+        assert page.errors == []
+        assert [url for url in page.requests if not url.startswith("data:")] == [file.as_uri()]
+
+
+async def test_text_of_a_model_stays_text(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2, rows=8)
+    spec = (run / "spec.yaml").read_text().replace(".cache/models/tiny-llama", "no/tokenizer")
+    (run / "spec.yaml").write_text(spec)  # responses are then shown as text, not as the tokens of their ids
+    rows = [sample(2, row, lambda _, row: HOSTILE[row % len(HOSTILE)], 6) for row in range(len(HOSTILE))]
+    for row, hostile in zip(rows, HOSTILE, strict=True):
+        row["messages"] = json.dumps([{"role": hostile[:60], "content": hostile}])
+        row["status"] = hostile[:200]
+        row["components"] = [{"name": hostile[:40], "value": 1.0}]
+        row["prompt_uid"] = hostile[:50]
+    write_samples(run, 2, rows)
+    file = write_report([run], tmp_path / "report.html")
+    assert file.stat().st_size < 2_000_000, "long texts are cut"
+    async with browser_page() as page:
+        await page.open(file.as_uri())
+        await choose(page, "#step", "2")
+        shown = ""
+        for row in range(len(HOSTILE)):
+            await page.click(f"#samples .row:nth-child({row + 1})")
+            shown += await page.run("document.querySelector('#samples').textContent")
+        assert "<script>window.hit = 1</script>" in shown and "</script><script>" in shown and "<img src=x" in shown
+        assert "␛[31mred" in shown and "⟨U+202E⟩" in shown and "{{ 7 * 7 }}" in shown and "more characters" in shown
+        assert await page.run("typeof window.hit") == "undefined"
+        assert await number(page, "script") == 2 and await number(page, "img") == 0
+        assert page.errors == []
+
+
+async def test_of_ten_thousand_samples_only_those_in_view_are_drawn(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=8, rows=1250, tokens=60)
+    file = write_report([run], tmp_path / "report.html")
+    async with browser_page() as page:
+        await page.open(file.as_uri())
+        assert "10,000 samples" in await text(page, "#found")
+        assert await number(page, "#samples .row") < 60
+        await page.run("document.querySelector('#samples .list').scrollTop = 46 * 9_990")
+        await page.settle()
+        assert "8 · 1" in await page.run("[...document.querySelectorAll('#samples .row')].at(-1).textContent")
+        assert page.errors == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+async def test_text_has_contrast_in_both_themes(tmp_path: Path, theme: str) -> None:
+    """At least 4.5 to 1, as WCAG 2.1 asks of small text."""
+    file = write_report([write_run(tmp_path / "run")], tmp_path / "report.html")
+    async with browser_page() as page:
+        await page.theme(theme)
+        await page.open(file.as_uri())
+        await page.settle()
+        found = await page.run(CONTRAST)
+        assert len(found) > 8
+        assert {name: round(ratio, 2) for name, ratio in found.items() if ratio < 4.5} == {}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[WatchServer, Path]]:
+    """A server of a run with three of four steps."""
+    run = write_run(tmp_path / "run", steps=3)
+    with WatchServer([run], 0) as serving:
+        thread = threading.Thread(target=serving.serve_forever, daemon=True)
+        thread.start()
+        yield serving, run
+        serving.shutdown()
+
+
+async def test_a_live_page_follows_the_run(server: tuple[WatchServer, Path]) -> None:
+    serving, run = server
+    async with browser_page() as page:
+        await page.open(serving.url)
+        assert "step 3 of 8" in await text(page, "#facts")
+        for _ in range(40):
+            if await number(page, "#step option") >= 2:
+                break
+            await page.settle()
+        line = (RECORDED / "healthy-ppo.jsonl").read_text().splitlines()[3]
+        write_samples(run, 4, [sample(4, row, lambda step, row: f"new text {row}", 5) for row in range(8)])
+        write_spans(run, 4)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(line + "\n")
+        for _ in range(60):
+            if "step 4 of 8" in await text(page, "#facts"):
+                break
+            await page.settle()
+        assert "step 4 of 8" in await text(page, "#facts")
+        await choose(page, "#step", "4")
+        assert "new text" in await text(page, "#samples")
+        steps = await page.run("document.querySelector('[data-metric=\"reward/mean\"] figcaption').textContent")
+        assert "reward/mean" in steps
+        await page.click("[data-metric='reward/mean'] svg")
+        assert page.errors == []
+        assert {url.split("/")[2] for url in page.requests} == {serving.url.split("/")[2]}

@@ -1,0 +1,50 @@
+"""Verdicts on sick and healthy runs: what is found, and what is found that is not there."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from orchestrator.reporting.verdicts.judge import fits, judge
+from orchestrator.reporting.verdicts.verdict import Level
+
+from .cases import HELD_OUT, TUNED, Case
+
+CASES = (*TUNED, *HELD_OUT)
+LEAST_RECALL = 0.9
+
+
+def alarms(case: Case) -> set[str]:
+    """Names of the problems and warnings."""
+    return {verdict.name for verdict in judge(case.history()) if verdict.is_alarm}
+
+
+def test_there_are_enough_sick_and_healthy_runs() -> None:
+    assert sum(bool(case.expected) for case in CASES) >= 20
+    assert sum(not case.expected for case in CASES) >= 10
+
+
+@pytest.mark.parametrize("part", [TUNED, HELD_OUT], ids=["tuned", "held-out"])
+def test_planted_faults_are_found(part: tuple[Case, ...]) -> None:
+    sick = [case for case in part if case.expected]
+    missed = {str(case): sorted(alarms(case)) for case in sick if not alarms(case) & case.expected}
+    assert len(missed) <= (1 - LEAST_RECALL) * len(sick), missed
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.expected], ids=str)
+def test_healthy_runs_raise_no_alarm(case: Case) -> None:
+    assert alarms(case) == set()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_verdicts_name_recorded_evidence_and_remedies_that_load(case: Case) -> None:
+    history = case.history()
+    for verdict in judge(history):
+        assert verdict.since <= history.last_step + 1 and verdict.summary and verdict.title
+        assert "nan" not in verdict.summary, verdict.summary
+        if verdict.level is not Level.NOTE:
+            assert verdict.remedies
+            assert any(name in history.metrics for name in verdict.evidence)
+        for remedy in verdict.remedies:
+            assert fits(remedy, history.spec)
+            assert not remedy.spec or isinstance(yaml.safe_load(remedy.spec), dict)

@@ -1,0 +1,198 @@
+"""A sampler and a trainer on the real stack, and faults to plant in them, for the tests of the audit.
+
+Faults are planted in subclasses of the workers and, inside the engine's process, by an extension of vLLM's worker
+(`engine_faults.py`). The product has no switch for any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch.nn import functional
+
+from orchestrator.audit.auditor import AuditedWeights, Auditor
+from orchestrator.audit.report import AuditReport
+from orchestrator.cluster.worker_group import PolicyGroup
+from orchestrator.rollout_run import load_data, pool_bounds
+from orchestrator.rollouts.engine_pool import Engine, EnginePool
+from orchestrator.rollouts.weight_sync import FileSync
+from orchestrator.spec.load import load_rollout_spec
+from orchestrator.spec.rollout import RolloutSpec
+from tests.conftest import ROOT
+from tests.fakes import FaultyWorker
+from workers.audit.judge import judge
+from workers.contract.audit import Judgement
+from workers.contract.messages import GroupRequest, RankPlan
+from workers.models.modeling import CausalLogprobs
+from workers.policy import PolicyWorker
+from workers.rollout import RolloutWorker
+
+EXTENSION = "tests.real.engine_faults.FaultyExtension"
+LEFT_OUT = "model.layers.1."
+OTHER_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
+SYNC_S = 120.0
+
+
+def audit_spec(folder: Path, model: Path, dtype: str, *overrides: str) -> RolloutSpec:
+    """The tiny GRPO spec with prompts longer than a block of the engine's cache, all of the same length."""
+    data = folder / "prompts.jsonl"
+    rows = [{"prompt": f"Tell me what {a} + {b} is.", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = [
+        *(f"model.path={model}", f"model.dtype={dtype}", "sampling.max_tokens=20", "sampling.temperature=0.7"),
+        *("roles.rollout.threads=2", "roles.policy.threads=2", "audit.tokens=160"),
+        f"data.train={{kind: jsonl, path: {data}}}",
+    ]
+    return load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", [*changes, *overrides])
+
+
+class FaultyRollout(RolloutWorker):
+    """A rollout worker with faults of its own."""
+
+    keeps_cache = False
+    """Keep the prefix cache over an update."""
+    truncated: float | None = None
+    """Sample with this top-p."""
+
+    async def plant(self, fault: str, about: str = "") -> None:
+        """Plants a fault in the engine's process."""
+        await self._live_engine().collective_rpc("plant", args=(fault, about))
+
+    async def cure(self) -> None:
+        """Removes every fault."""
+        self.keeps_cache, self.truncated = False, None
+        await self._live_engine().collective_rpc("cure")
+
+    async def _pause(self) -> Any:
+        if not self.keeps_cache:
+            return await super()._pause()
+        engine = self._live_engine()
+        await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        return engine
+
+    def _sampling_params(self, request: GroupRequest, index: int, limits: Any = None) -> Any:
+        params = super()._sampling_params(request, index, limits)
+        params.top_p = self.truncated or params.top_p
+        return params
+
+
+class FaultyPolicy(PolicyWorker):
+    """A policy with faults of its own."""
+
+    late = False
+    """Responses are one position late."""
+    head: torch.dtype | None = None
+    """The output head computes in this type."""
+
+    @property
+    def logprobs_module(self) -> CausalLogprobs:
+        """The module that scores tokens."""
+        module = self.engine.module
+        assert isinstance(module, CausalLogprobs)
+        return module
+
+    def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
+        """As the policy does, with the faults."""
+        module = self.logprobs_module
+        hooks = []
+        if self.late:
+            starts = {tuple(ids) for table in rollouts for ids in table.column("prompt_ids").to_pylist()}
+            (start,) = {len(ids) for ids in starts}
+
+            def shift(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                places = torch.arange(kwargs["input_ids"].shape[1])[None]
+                return args, kwargs | {"position_ids": places + (places >= start)}
+
+            hooks.append(module.model.base_model.register_forward_pre_hook(shift, with_kwargs=True))
+        if self.head is not None:
+            dtype = self.head
+
+            def short(head: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+                return functional.linear(args[0].to(dtype), head.weight.to(dtype)).float()
+
+            found = module.model.get_output_embeddings()
+            assert found is not None
+            hooks.append(found.register_forward_hook(short))
+        try:
+            return super().compute_logprobs(plan, *rollouts)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def cure(self) -> None:
+        """Removes every fault."""
+        self.late, self.head = False, None
+        self.logprobs_module.temperature = self._config.sampling.temperature
+
+
+class Stack:
+    """One engine and one policy rank in this process, connected as in a run."""
+
+    def __init__(self, spec: RolloutSpec, folder: Path) -> None:
+        self.spec = spec
+        self.folder = folder
+        self.version = 0
+        self.initial = Path(spec.model.path)
+        self.weights = AuditedWeights("the initial weights", 0, self.initial)
+        self.engine = FaultyRollout(spec.rollout_config(), "rollout-0")
+        self.policy = FaultyPolicy(spec.policy_config(), "policy-0")
+        pool = EnginePool([Engine(FaultyWorker("rollout-0", self.engine), "here")], self._no_other, pool_bounds(spec))
+        self.pool = pool
+        group = PolicyGroup("policy", [FaultyWorker("policy-0", self.policy)], spec.roles.policy.micro_batch_tokens)
+        self.group = group
+        self.sync = FileSync(group, pool, SYNC_S)
+        prompts = load_data(spec).train
+        self.auditor = Auditor(spec, pool, group, (prompts, prompts.table), self._judge)
+
+    async def start(self) -> None:
+        """Starts both workers."""
+        health = await self.engine.start()
+        self.pool.engines[0].host = health.host
+        if torch.distributed.is_initialized():
+            self.policy.build()  # DeepSpeed knows only the first group of a process
+        else:
+            await self.group.start(SYNC_S)
+
+    async def close(self) -> None:
+        """Ends both workers."""
+        await self.engine.close()
+        self.policy.release()
+
+    async def update(self, seed: int) -> None:
+        """Changes every weight of the policy a little, and pushes them, after the engine has sampled."""
+        await self.auditor.warm()
+        generator = torch.Generator().manual_seed(seed)
+        for _, weight in self.policy.engine.named_weights():
+            scale = 0.1 * weight.float().std().clamp(min=0.5)
+            weight += (scale * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
+        self.version += 1
+        folder, previous = self.folder / f"version-{self.version}", self.weights.folder
+        self.policy.export(str(folder))
+        await self.sync.push(self.version)
+        self.weights = AuditedWeights(f"version {self.version}", self.version, folder, previous)
+
+    async def push(self) -> None:
+        """Pushes the weights of now once more, without a fault."""
+        await self.cure()
+        self.version += 1
+        await self.sync.push(self.version)
+
+    async def cure(self) -> None:
+        """Removes every fault."""
+        await self.engine.cure()
+        self.policy.cure()
+
+    async def audit(self) -> AuditReport:
+        """Audits the stack as it is."""
+        return await self.auditor.run(self.weights)
+
+    async def _judge(self, *args: Any) -> Judgement:
+        return await asyncio.to_thread(judge, *args)
+
+    async def _no_other(self, name: str) -> Engine:
+        raise RuntimeError(f"{name} died")

@@ -1,0 +1,95 @@
+"""Faults inside an engine's process, for the tests of the audit. vLLM imports this module there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from workers.weights import vllm_transfer
+from workers.weights.vllm_transfer import EngineExtension, ShmWeightTransferEngine
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class FaultyExtension(EngineExtension):
+    """Plants faults in the process that holds the engine's model."""
+
+    model_runner: Any
+
+    def plant(self, fault: str, about: str) -> None:
+        """Plants a fault."""
+        _ENGINE_FAULTS[fault](self.model_runner, about)
+
+    def cure(self) -> None:
+        """Removes every fault."""
+        while _CURES:
+            _CURES.pop()()
+
+
+_CURES: list[Callable[[], None]] = []
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    old = getattr(owner, name)
+    own = name in vars(owner)
+    setattr(owner, name, value)
+    _CURES.append(lambda: setattr(owner, name, old) if own else delattr(owner, name))
+
+
+def _stale_head(runner: Any, about: str) -> None:
+    _replace(vllm_transfer, "_repack_heads", lambda model: None)
+
+
+def _left_out(runner: Any, about: str) -> None:
+    """Updates from now on lack the weights whose names contain `about`, and nothing notices."""
+    load = ShmWeightTransferEngine._load
+
+    def without(self: ShmWeightTransferEngine, tensors: Any) -> None:
+        load(self, ((name, tensor) for name, tensor in tensors if about not in name))
+
+    _replace(ShmWeightTransferEngine, "_load", without)
+    _replace(vllm_transfer, "_missing_layers", lambda model, tied: [])
+
+
+def _no_update(runner: Any, about: str) -> None:
+    _replace(ShmWeightTransferEngine, "_load", lambda self, tensors: None)
+
+
+def _positions(runner: Any, about: str) -> None:
+    """Tokens from position `about` on are one position late."""
+    start = int(about)
+
+    def late(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positions = kwargs["positions"]
+        return args, kwargs | {"positions": positions + (positions >= start)}
+
+    for layer in runner.model.model.layers:
+        _CURES.append(layer.self_attn.register_forward_pre_hook(late, with_kwargs=True).remove)
+
+
+def _head(runner: Any, about: str) -> None:
+    """The output head computes in the type `about`; the tiny model's head is its embedding."""
+    dtype, weight = DTYPES[about], runner.model.model.embed_tokens.weight
+
+    def short(states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return functional.linear(states.to(dtype), weight.to(dtype)).float()
+
+    _replace(runner.model, "compute_logits", short)
+
+
+def _raw_logprobs(runner: Any, about: str) -> None:
+    for sampler in (runner.sampler, runner.sampler.topk_topp_sampler):
+        _replace(sampler, "logprobs_mode", "raw_logprobs")
+
+
+_ENGINE_FAULTS: dict[str, Callable[[Any, str], None]] = {
+    "stale head": _stale_head,
+    "left out": _left_out,
+    "no update": _no_update,
+    "positions": _positions,
+    "head": _head,
+    "raw logprobs": _raw_logprobs,
+}

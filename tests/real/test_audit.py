@@ -1,0 +1,219 @@
+"""The audit on the real stack: healthy stacks pass, and every planted fault is named.
+
+With TROUPE_AUDIT_RESULTS=FILE, the figures are written to that file; `docs.tooling.write_audit_table` puts them into
+the guide.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from orchestrator.audit.report import AuditReport
+from tests.real.audit_faults import EXTENSION, LEFT_OUT, OTHER_TEMPLATE, Stack, audit_spec
+from workers.engine import settings
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+
+RESULTS = "TROUPE_AUDIT_RESULTS"
+FOUND: list[dict[str, Any]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def faulty_extension() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "_EXTENSION", EXTENSION)
+        yield
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["float32", "bfloat16"])
+async def stack(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stack]:
+    """A stack with weights that differ from those the engine started with."""
+    folder = tmp_path_factory.mktemp("audit")
+    stack = Stack(audit_spec(folder, tiny_model, request.param), folder)
+    await stack.start()
+    yield stack
+    await stack.close()
+
+
+def record(stack: Stack, fault: str, report: AuditReport) -> None:
+    """Keeps the figures for the guide."""
+    sampler, trainer = report.gaps
+    model = stack.spec.model
+    FOUND.append(
+        {
+            "model": f"{model.dtype}, float32 head" if model.computes_float32_logits else model.dtype,
+            "fault": fault,
+            "sampler": sampler.mean,
+            "trainer": trainer.mean,
+            "rounding": sampler.rounding,
+            "tokens": report.tokens,
+            "passed": report.passed,
+            "findings": report.findings(),
+        }
+    )
+    if RESULTS in os.environ:
+        Path(os.environ[RESULTS]).write_text(json.dumps(FOUND, indent=1) + "\n")
+
+
+async def test_a_healthy_stack_passes(stack: Stack) -> None:
+    """Before an update, after one, and after another."""
+    for number in range(3):
+        if number:
+            await stack.update(number)
+        report = await stack.audit()
+        record(stack, "none" if not number else f"none, after update {number}", report)
+        assert report.passed, "\n".join(report.lines())
+        assert report.tokens >= stack.spec.audit.tokens
+        assert report.prompts >= 4
+
+
+async def _stale_head(stack: Stack) -> None:
+    await stack.engine.plant("stale head")
+    await stack.update(11)
+
+
+async def _left_out(stack: Stack) -> None:
+    await stack.engine.plant("left out", LEFT_OUT)
+    await stack.update(12)
+
+
+async def _no_update(stack: Stack) -> None:
+    await stack.engine.plant("no update")
+    await stack.update(13)
+
+
+async def _stale_cache(stack: Stack) -> None:
+    stack.engine.keeps_cache = True
+    await stack.update(14)
+
+
+async def _temperature(stack: Stack) -> None:
+    """The engine's log-probs ignore the temperature that it samples at."""
+    await stack.engine.plant("raw logprobs")
+
+
+async def _trainer_temperature(stack: Stack) -> None:
+    stack.policy.logprobs_module.temperature = 1.0
+
+
+async def _top_p(stack: Stack) -> None:
+    stack.engine.truncated = 0.8
+
+
+async def _engine_positions(stack: Stack) -> None:
+    groups = await stack.auditor._sample()
+    prompt = groups[0][1].column("prompt_ids").to_pylist()[0]
+    await stack.engine.plant("positions", str(len(prompt)))
+    await stack.engine.reset_prefix_cache()
+
+
+async def _trainer_positions(stack: Stack) -> None:
+    stack.policy.late = True
+
+
+def _engine_head(dtype: str) -> Callable[[Stack], Awaitable[None]]:
+    async def plant(stack: Stack) -> None:
+        await stack.engine.plant("head", dtype)
+
+    return plant
+
+
+def _trainer_head(dtype: torch.dtype) -> Callable[[Stack], Awaitable[None]]:
+    async def plant(stack: Stack) -> None:
+        stack.policy.head = dtype
+
+    return plant
+
+
+FAULTS: dict[str, tuple[Callable[[Stack], Awaitable[None]], str, str]] = {
+    "the packed output head is not renewed (trap 3)": (_stale_head, "rollout-0", "older weights in lm_head"),
+    "a layer is left out of an update": (_left_out, "rollout-0", "older weights in model.layers.1"),
+    "an update is acknowledged and not loaded": (_no_update, "rollout-0", "older weights in the whole model"),
+    "the prefix cache outlives an update": (_stale_cache, "rollout-0", "a stale prefix cache"),
+    "the engine's log-probs ignore the temperature": (_temperature, "rollout-0", "temperature 1"),
+    "the trainer ignores the temperature": (_trainer_temperature, "trainer", "temperature 1"),
+    "the engine samples with top-p 0.8": (_top_p, "rollout-0", "top-p 0.8"),
+    "the engine's responses are one position late": (_engine_positions, "rollout-0", "(response+1)"),
+    "the trainer's responses are one position late": (_trainer_positions, "trainer", "(response+1)"),
+    "the engine's head is in bfloat16": (_engine_head("bfloat16"), "rollout-0", "an output head in bfloat16"),
+    "the engine's head is in float16": (_engine_head("float16"), "rollout-0", "an output head in float16"),
+    "the trainer's head is in bfloat16": (_trainer_head(torch.bfloat16), "trainer", "an output head in bfloat16"),
+}
+
+
+HIDDEN = {
+    "the packed output head is not renewed (trap 3)": "without effect beside a float32 head",
+    "the engine's head is in bfloat16": "less than the rounding of the layers",
+    "the engine's head is in float16": "less than the rounding of the layers",
+    "the trainer's head is in bfloat16": "less than the rounding of the layers",
+}
+"""Faults that do not show in bfloat16 with a float32 head, on this model with its small logits, and why."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_planted_fault_is_named(stack: Stack, fault: str) -> None:
+    plant, worker, cause = FAULTS[fault]
+    try:
+        await plant(stack)
+        report = await stack.audit()
+    finally:
+        await stack.push()
+    if fault in HIDDEN and stack.spec.model.dtype == "bfloat16":
+        record(stack, f"{fault}; {HIDDEN[fault]}", report)
+        assert report.passed, "\n".join(report.lines())
+        return
+    record(stack, fault, report)
+    (finding,) = report.findings()
+    assert finding.startswith(f"{worker}: ")
+    assert cause in finding
+
+
+async def test_truncation_that_the_logprobs_do_not_show_is_named(stack: Stack) -> None:
+    """The numbers are right; only the choice of the tokens is not."""
+    stack.engine.truncated = 0.8
+    own = stack.spec
+    try:
+        await stack.engine.plant("raw logprobs")
+        stack.engine._config = stack.engine._config.model_copy(
+            update={"sampling": own.sampling.model_copy(update={"temperature": 1.0})}
+        )
+        stack.policy.logprobs_module.temperature = 1.0
+        stack.auditor._spec = own.model_copy(update={"sampling": own.sampling.model_copy(update={"temperature": 1.0})})
+        report = await stack.audit()
+    finally:
+        stack.engine._config, stack.auditor._spec = own.rollout_config(), own
+        await stack.push()
+    record(stack, "the engine samples with top-p 0.8, and its log-probs do not show it", report)
+    (finding,) = report.findings()
+    assert "the log-probs are right, but the tokens are drawn with top-p 0.8" in finding
+
+
+async def test_another_template_is_named(stack: Stack) -> None:
+    tokenizer = stack.engine._live_tokenizer()
+    own = tokenizer.chat_template
+    tokenizer.chat_template = OTHER_TEMPLATE
+    try:
+        report = await stack.audit()
+    finally:
+        tokenizer.chat_template = own
+    record(stack, "the engine renders another chat template", report)
+    assert all(gap.passed for gap in report.gaps)
+    (finding,) = report.findings()
+    assert finding.startswith("template: ")
+    assert "from token 0 on" in finding
+
+
+async def test_a_cured_stack_passes_again(stack: Stack) -> None:
+    """So the faults before were in what was planted, and in nothing else."""
+    report = await stack.audit()
+    assert report.passed, "\n".join(report.lines())

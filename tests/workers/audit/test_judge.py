@@ -1,0 +1,221 @@
+"""The judge on a small model: its log-probs, its hypotheses, and its comparison of prompts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
+
+from workers.audit.judge import judge
+from workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, JudgeRequest
+from workers.contract.config import ModelConfig
+from workers.contract.messages import ROLLOUTS
+
+TEMPERATURE = 0.8
+PROMPTS = ([5, 6, 7], [5, 6, 7], [9, 10, 11, 12, 13])
+RESPONSES = ([21, 22, 23, 24], [31, 32], [41, 42, 43])
+
+
+def save(folder: Path, seed: int, *, tied: bool = True) -> Path:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.3,
+        tie_word_embeddings=tied,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models, of which only layer 1 and the tied embedding differ."""
+    base = tmp_path_factory.mktemp("models")
+    new, old = save(base / "new", 1), base / "old"
+    model = load(new)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "layers.1." in name or "embed" in name:
+                weight += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(old)
+    return new, old
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def rollouts(messages: str = "[]") -> pa.Table:
+    rows = [
+        {
+            "prompt_uid": f"p{number}",
+            "sample_index": 0,
+            "attempt": 0,
+            "segment": 0,
+            "prompt_ids": prompt,
+            "response_ids": response,
+            "rollout_logprobs": [-1.0] * len(response),
+            "loss_mask": [place != 1 for place in range(len(response))],
+            "weight_versions": [{"version": 0, "start": 0, "end": len(response)}],
+            "turns": [],
+            "finish_reason": "length",
+            "episode_status": "ok",
+            "response": "",
+            "messages": messages,
+            "conversation": "",
+            "turn_rewards": [],
+            "answer": "",
+            "metadata": "{}",
+            "engine": f"rollout-{number % 2}",
+            "generate_s": 0.0,
+            "first_token_s": 0.0,
+        }
+        for number, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True))
+    ]
+    return pa.Table.from_pylist(rows, schema=ROLLOUTS)
+
+
+def scores() -> pa.Table:
+    """The trainer's log-probs, in another order than the rollouts."""
+    rows = [
+        {"prompt_uid": f"p{number}", "sample_index": 0, "segment": 0, "old_logprobs": [-2.0 - number] * len(response)}
+        for number, response in reversed(list(enumerate(RESPONSES)))
+    ]
+    return pa.Table.from_pylist(rows)
+
+
+def request(folders: tuple[Path, Path], dtype: Any = "float32", **changes: Any) -> JudgeRequest:
+    new, old = folders
+    model = ModelConfig(path=str(new), dtype=dtype)
+    whole = JudgeRequest(model, str(new), str(old), TEMPERATURE, thorough=True, compare_prompts=False)
+    return replace(whole, **changes)
+
+
+@torch.no_grad()
+def expected(model: PreTrainedModel, positions: Any = None, temperature: float = TEMPERATURE) -> np.ndarray:
+    """Log-probs of the sampled tokens, written out once more."""
+    found = []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        ids = torch.tensor([prompt + response])
+        where = None if positions is None else torch.tensor([positions(len(prompt), len(response))])
+        logits = model(ids, attention_mask=torch.ones_like(ids), position_ids=where).logits[0]
+        logprobs = functional.log_softmax(logits.double() / temperature, -1)
+        kept = [place for place in range(len(response)) if place != 1]
+        found += [float(logprobs[len(prompt) + place - 1, response[place]]) for place in kept]
+    return np.array(found)
+
+
+def test_the_tokens_of_sampler_trainer_and_judge_are_the_same(folders: tuple[Path, Path]) -> None:
+    found = judge(request(folders), rollouts(), scores())
+    assert found.sampler.tolist() == [-1.0] * 6
+    assert found.trainer.tolist() == [-2.0, -2.0, -2.0, -3.0, -4.0, -4.0]
+    assert found.engine == ("rollout-0",) * 3 + ("rollout-1",) + ("rollout-0",) * 2
+    np.testing.assert_allclose(found.judge, expected(load(folders[0])), atol=1e-5)
+    np.testing.assert_allclose(found.rounded, found.judge, atol=1e-5)
+
+
+def test_temperatures_are_around_the_own_one(folders: tuple[Path, Path]) -> None:
+    found = judge(request(folders), rollouts(), scores())
+    middle = len(found.temperatures) // 2
+    assert found.temperatures[middle] == pytest.approx(TEMPERATURE)
+    np.testing.assert_allclose(found.tempered[:, middle], found.judge, atol=1e-6)
+    hot = float(found.temperatures[-1])
+    np.testing.assert_allclose(found.tempered[:, -1], expected(load(folders[0]), temperature=hot), atol=1e-5)
+
+
+def test_positions(folders: tuple[Path, Path]) -> None:
+    """A shift of all tokens changes nothing with rotary embeddings; one of the responses does."""
+    found, model = judge(request(folders), rollouts(), scores()).hypotheses, load(folders[0])
+
+    def late(prompt: int, response: int) -> list[int]:
+        return [*range(prompt), *range(prompt + 1, prompt + response + 1)]
+
+    np.testing.assert_allclose(found["positions:response+1"], expected(model, late), atol=1e-5)
+    np.testing.assert_allclose(found["positions:all+1"], expected(model), atol=1e-4)
+    assert np.abs(found["positions:response+1"] - expected(model)).max() > 1e-3
+
+
+def test_older_weights_by_module(folders: tuple[Path, Path]) -> None:
+    """Only modules that differ are hypotheses; a tied head can be older than its embedding."""
+    found = judge(request(folders), rollouts(), scores()).hypotheses
+    new, old = (load(folder) for folder in folders)
+    groups = {key.partition(":")[2] for key in found if key.startswith("weights:")}
+    assert groups == {"model.embed_tokens", "lm_head", "model.layers.1", TIED_EMBEDDING, WHOLE_MODEL}
+    np.testing.assert_allclose(found[f"weights:{WHOLE_MODEL}"], expected(old), atol=1e-5)
+    mixed = load(folders[0])
+    mixed.load_state_dict({k: v for k, v in old.state_dict().items() if "layers.1." in k}, strict=False)
+    np.testing.assert_allclose(found["weights:model.layers.1"], expected(mixed), atol=1e-5)
+    head = load(folders[0])
+    output = head.get_output_embeddings()
+    assert output is not None
+    output.weight = old.get_input_embeddings().weight
+    np.testing.assert_allclose(found["weights:lm_head"], expected(head), atol=1e-5)
+    np.testing.assert_allclose(judge(request(folders), rollouts(), scores()).judge, expected(new), atol=1e-5)
+
+
+def test_an_untied_head_has_no_tied_group(tmp_path: Path) -> None:
+    both = save(tmp_path / "new", 1, tied=False), save(tmp_path / "old", 2, tied=False)
+    found = judge(request(both), rollouts(), scores()).hypotheses
+    assert f"weights:{TIED_EMBEDDING}" not in found
+    assert "weights:lm_head" in found
+
+
+def test_without_previous_weights_there_are_no_older_ones(folders: tuple[Path, Path]) -> None:
+    found = judge(request(folders, previous=None), rollouts(), scores()).hypotheses
+    assert not [key for key in found if key.startswith("weights:")]
+
+
+def test_truncated_distributions(folders: tuple[Path, Path]) -> None:
+    found = judge(request(folders), rollouts(), scores())
+    assert (found.hypotheses["top_p:0.99"] >= found.judge - 1e-6)[np.isfinite(found.hypotheses["top_p:0.99"])].all()
+    inside = np.isfinite(found.hypotheses["top_k:50"])
+    assert inside.any()
+    assert (found.hypotheses["top_k:50"][inside] > found.judge[inside]).all()
+    assert np.allclose(found.hypotheses["top_k:100"], found.judge, atol=1e-5)  # more than the vocabulary has
+
+
+def test_rounding_is_that_of_the_runs_type(folders: tuple[Path, Path]) -> None:
+    """A bfloat16 head rounds more than a float32 one, and is a hypothesis only where the run has none."""
+    full = judge(request(folders, "bfloat16"), rollouts(), scores())
+    short_config = ModelConfig(path=str(folders[0]), dtype="bfloat16", float32_head=False)
+    short = judge(request(folders, model=short_config), rollouts(), scores())
+    exact = judge(request(folders), rollouts(), scores())
+    gaps = [np.abs(found.rounded - found.judge).mean() for found in (exact, full, short)]
+    assert 0 < gaps[0] < 1e-5 < gaps[1] < gaps[2]
+    assert "head:bfloat16" in full.hypotheses
+    assert "head:bfloat16" not in short.hypotheses
+
+
+def test_a_row_that_the_trainer_did_not_score_is_an_error(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ValueError, match="the trainer scored no tokens of p2"):
+        judge(request(folders), rollouts(), scores().slice(1))
+
+
+def test_prompts_are_compared_with_the_chat_template(folders: tuple[Path, Path], tiny_model: Path) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    table = rollouts(json.dumps(messages))
+    column = table.column_names.index("prompt_ids")
+    changed = [ids, ids, [*ids[:4], 7, *ids[5:]]]
+    table = table.set_column(column, table.schema.field(column), pa.array(changed, pa.list_(pa.int32())))
+    model = ModelConfig(path=str(tiny_model), dtype="float32")
+    asked = JudgeRequest(model, str(tiny_model), None, TEMPERATURE, thorough=False, compare_prompts=True)
+    found = judge(asked, table, scores())
+    assert found.prompts == 3
+    (difference,) = found.prompt_differences
+    assert (difference.prompt_uid, difference.position) == ("p2", 4)
+    assert difference.expected == tokenizer.decode(ids[4:12])

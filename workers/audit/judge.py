@@ -1,0 +1,277 @@
+"""Scores sampled tokens in plain float32 transformers, and under every hypothesis that may explain a gap.
+
+The judge uses none of the code with which sampler and trainer compute log-probs. It loads the model with transformers
+as it is, runs one row at a time without padding, and computes in float32. Each hypothesis changes one thing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.nn import functional
+
+from workers.audit.older_weights import OlderWeights
+from workers.contract.audit import Floats, Judgement, JudgeRequest, PromptDifference
+from workers.data.tokenizer import load_chat_tokenizer, render, token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TEMPERATURES = {False: 17, True: 65}
+"""Number of temperatures that are tried, without and with `thorough`: odd, so that the run's own is among them."""
+_RANGE = 4.0
+"""Largest ratio of a temperature that is tried to the run's own, either way."""
+_TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+_TOP_K = (1, 5, 10, 20, 40, 50, 100)
+_HEADS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHOWN_TOKENS = 8
+_SHOWN_PROMPTS = 3
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of the ROLLOUTS table."""
+
+    ids: torch.Tensor
+    """int64 [1, L]: prompt and response."""
+    start: int
+    """Length of the prompt."""
+    sampled: torch.Tensor
+    """bool [response tokens]: which of them the policy sampled."""
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """int64 [T, 1]: the sampled tokens."""
+        return self.ids[0, self.start :][self.sampled][:, None]
+
+    def of(self, states: torch.Tensor) -> torch.Tensor:
+        """Of one state for each token [1, L, ...], those that predict the sampled tokens [T, ...]."""
+        return states[0, self.start - 1 : -1][self.sampled]
+
+
+def judge(request: JudgeRequest, *tables: pa.Table) -> Judgement:
+    """Score the sampled tokens of ROLLOUTS tables.
+
+    Args:
+        request: Model, weights and temperature.
+        tables: ROLLOUTS tables, followed by as many tables or more of the trainer's `old_logprobs` of their rows.
+
+    Returns:
+        Log-probs of every token that the policy sampled.
+
+    Raises:
+        ValueError: a row has no log-probs of the trainer.
+    """
+    if request.threads:
+        torch.set_num_threads(request.threads)
+    rollouts = [row for table in tables if "rollout_logprobs" in table.column_names for row in table.to_pylist()]
+    scored = {_key(row): row for table in tables if "old_logprobs" in table.column_names for row in table.to_pylist()}
+    rollouts = [row for row in rollouts if row["weight_versions"] and any(row["loss_mask"])]
+    if missing := [row["prompt_uid"] for row in rollouts if _key(row) not in scored]:
+        raise ValueError(f"the trainer scored no tokens of {missing[0]}")
+    rows = [_row(row) for row in rollouts]
+    with torch.no_grad():
+        model = _load(request, request.weights, torch.float32)
+        judged, hypotheses, tempered = _score(request, model, rows)
+        if request.thorough:
+            hypotheses |= _thorough(request, model, rows)
+        rounded = _score_rounded(request, rows)
+    prompts, differences = _compare_prompts(request, rollouts)
+    masks = [row["loss_mask"] for row in rollouts]
+    return Judgement(
+        sampler=_masked([row["rollout_logprobs"] for row in rollouts], masks),
+        trainer=_masked([scored[_key(row)]["old_logprobs"] for row in rollouts], masks),
+        judge=judged,
+        rounded=rounded,
+        hypotheses=hypotheses,
+        temperatures=_temperatures(request),
+        tempered=tempered,
+        engine=tuple(row["engine"] for row in rollouts for kept in row["loss_mask"] if kept),
+        prompts=prompts,
+        prompt_differences=differences,
+    )
+
+
+def _key(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["prompt_uid"], row["sample_index"], row["segment"]
+
+
+def _row(row: dict[str, Any]) -> _Row:
+    ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+    return _Row(ids, len(row["prompt_ids"]), torch.tensor(row["loss_mask"], dtype=torch.bool))
+
+
+def _masked(values: list[list[float]], masks: list[list[bool]]) -> Floats:
+    kept = [
+        value for row, mask in zip(values, masks, strict=True) for value, keep in zip(row, mask, strict=True) if keep
+    ]
+    return np.array(kept, np.float64)
+
+
+def _load(request: JudgeRequest, folder: str, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        trust_remote_code=request.model.trust_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    return loaded.eval()
+
+
+def _run(model: PreTrainedModel, row: _Row, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [T, vocabulary], states that the head reads [T, hidden size]) for the row's sampled tokens."""
+    where = {} if positions is None else {"position_ids": positions[None]}
+    arguments = {"input_ids": row.ids, "attention_mask": torch.ones_like(row.ids), "use_cache": False}
+    output: Any = model(**arguments, output_hidden_states=True, **where)
+    return row.of(output.logits), row.of(output.hidden_states[-1])
+
+
+def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[T] log-probs of `targets` [T, 1]."""
+    scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    return (scaled.gather(-1, targets) - scaled.logsumexp(-1, keepdim=True))[:, 0]
+
+
+def _score(request: JudgeRequest, model: PreTrainedModel, rows: list[_Row]) -> tuple[Floats, dict[str, Floats], Floats]:
+    """Log-probs in float32, under the hypotheses that need no pass of their own, and at every temperature."""
+    temperature, grid = request.temperature, _temperatures(request)
+    judged: list[torch.Tensor] = []
+    tempered: list[torch.Tensor] = []
+    others: dict[str, list[torch.Tensor]] = {}
+    for row in rows:
+        logits, states = _run(model, row)
+        judged.append(_logprobs(logits, row.targets, temperature))
+        tempered.append(torch.stack([_logprobs(logits, row.targets, float(value)) for value in grid], -1))
+        for key, found in [
+            *_truncated(logits, row.targets, temperature),
+            *_heads(request, model, logits, states, row.targets),
+        ]:
+            others.setdefault(key, []).append(found)
+    return _joined(judged), {key: _joined(parts) for key, parts in others.items()}, _joined(tempered)
+
+
+def _joined(parts: list[torch.Tensor]) -> Floats:
+    return torch.cat(parts).double().numpy()
+
+
+def _temperatures(request: JudgeRequest) -> Floats:
+    """Temperatures to try, evenly spaced in their logarithm around the run's own."""
+    return request.temperature * np.exp(np.linspace(-np.log(_RANGE), np.log(_RANGE), _TEMPERATURES[request.thorough]))
+
+
+def _truncated(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """Log-probs where only the most probable tokens are sampled: top-p and top-k."""
+    logprobs = torch.log_softmax(logits.float() / temperature, -1)
+    ordered, order = logprobs.sort(-1, descending=True)
+    place = (order == targets).float().argmax(-1)
+    mass = ordered.exp().cumsum(-1)
+    own = logprobs.gather(-1, targets)[:, 0]
+    for top_p in _TOP_P:
+        count = (mass < top_p).sum(-1) + 1  # the token that reaches top_p belongs to them
+        yield f"top_p:{top_p:g}", _renormalised(own, place, count, mass)
+    for top_k in _TOP_K:
+        count = torch.full_like(place, min(top_k, logits.shape[-1]))
+        yield f"top_k:{top_k}", _renormalised(own, place, count, mass)
+
+
+def _renormalised(own: torch.Tensor, place: torch.Tensor, count: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """`own` among the first `count` tokens of the order; -inf for a token that is not among them."""
+    count = count.clamp(max=mass.shape[-1])
+    total = mass.gather(-1, count[:, None] - 1)[:, 0]
+    return torch.where(place < count, own - total.log(), -torch.inf)
+
+
+def _heads(
+    request: JudgeRequest, model: PreTrainedModel, logits: torch.Tensor, states: torch.Tensor, targets: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Log-probs with an output head in a shorter type than the run's."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or not torch.allclose(head(states), logits, rtol=1e-3, atol=1e-3):
+        return  # the model does more after its head, or before it
+    own = None if request.model.dtype == "float32" or request.model.computes_float32_logits else "bfloat16"
+    for name, dtype in _HEADS.items():
+        if name != own:
+            bias = None if head.bias is None else head.bias.to(dtype)
+            short = functional.linear(states.to(dtype), head.weight.to(dtype), bias)
+            yield f"head:{name}", _logprobs(short, targets, request.temperature)
+
+
+def _score_rounded(request: JudgeRequest, rows: list[_Row]) -> Floats:
+    """Log-probs that differ from the judge's by the rounding of the run's data type and head."""
+    temperature = request.temperature
+    dtype = torch.float64 if request.model.dtype == "float32" else torch.bfloat16
+    other = _load(request, request.weights, dtype)
+    head = other.get_output_embeddings()
+    parts = []
+    for row in rows:
+        logits, states = _run(other, row)
+        if request.model.computes_float32_logits and isinstance(head, torch.nn.Linear):
+            bias = None if head.bias is None else head.bias.float()
+            full = functional.linear(states.float(), head.weight.float(), bias)
+            logits = full if torch.allclose(full, logits.float(), rtol=0.1, atol=0.1) else logits
+        parts.append(_logprobs(logits, row.targets, temperature))
+    return _joined(parts)
+
+
+def _thorough(request: JudgeRequest, model: PreTrainedModel, rows: list[_Row]) -> dict[str, Floats]:
+    """Log-probs at other positions, and with older weights."""
+    found = {}
+    for name in ("response+1", "response-1", "response from 0", "all+1"):
+        found[f"positions:{name}"] = _pass(model, rows, request.temperature, name)
+    if request.previous is not None:
+        older = OlderWeights(model, _load(request, request.previous, torch.float32))
+        for group in older.changed():
+            with older.in_place(group):
+                found[f"weights:{group}"] = _pass(model, rows, request.temperature)
+    return found
+
+
+def _pass(model: PreTrainedModel, rows: list[_Row], temperature: float, shift: str = "") -> Floats:
+    parts = [_logprobs(_run(model, row, _positions(row, shift))[0], row.targets, temperature) for row in rows]
+    return _joined(parts)
+
+
+def _positions(row: _Row, shift: str) -> torch.Tensor | None:
+    """int64 [L]: the positions of a row's tokens under a hypothesis; None: the model's own."""
+    if not shift:
+        return None
+    positions = torch.arange(row.ids.shape[1])
+    response = positions >= row.start
+    if shift == "all+1":
+        return positions + 1
+    if shift == "response from 0":
+        return torch.where(response, positions - row.start, positions)
+    return positions + response * (1 if shift == "response+1" else -1)
+
+
+def _compare_prompts(request: JudgeRequest, rollouts: list[dict[str, Any]]) -> tuple[int, tuple[PromptDifference, ...]]:
+    """Compare the recorded tokens of every prompt with those of transformers' chat template."""
+    if not request.compare_prompts:
+        return 0, ()
+    tokenizer: Any = load_chat_tokenizer(request.model)
+    compared, differences = 0, []
+    for row in {row["prompt_uid"]: row for row in rollouts}.values():
+        compared += 1
+        messages, found = json.loads(row["messages"]), row["prompt_ids"]
+        if request.model.plain:
+            expected = token_ids(tokenizer, render(tokenizer, messages, open_turn=True))
+        else:
+            expected = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        if expected == found:
+            continue
+        first = next((n for n, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+        first = min(len(expected), len(found)) if first is None else first
+        texts = (tokenizer.decode(ids[first : first + _SHOWN_TOKENS]) for ids in (expected, found))
+        differences.append(PromptDifference(row["prompt_uid"], first, *texts))
+    return compared, tuple(differences[:_SHOWN_PROMPTS])

@@ -1,0 +1,79 @@
+"""What the judge of an audit is asked, and what it answers (`workers/audit/judge.py`).
+
+A hypothesis is a way in which log-probs may have been computed, under a key such as `head:bfloat16` or
+`positions:response+1`: the kind of cause, and what it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.contract.config import ModelConfig
+
+Floats = npt.NDArray[np.float64]
+
+WHOLE_MODEL = "the whole model"
+"""What `weights:` is about where every weight is the previous version's."""
+TIED_EMBEDDING = "the tied embedding"
+"""What `weights:` is about where the embedding and the head that is tied to it are the previous version's."""
+
+
+@dataclass(frozen=True)
+class JudgeRequest:
+    """Request to score sampled tokens in plain float32 transformers."""
+
+    model: ModelConfig
+    """The model of the run: tokenizer, chat template, data type and precision of the head."""
+    weights: str
+    """Folder with the weights that sampler and trainer must have."""
+    previous: str | None
+    """Folder with the weights that the engine served before; None: it was given no others."""
+    temperature: float
+    thorough: bool
+    """Also hypotheses that need passes of their own: other positions, and older weights, module by module."""
+    compare_prompts: bool
+    """Whether the prompts are chats as the data has them, so that their tokens can be compared."""
+    threads: int = 0
+    """Compute threads; 0 keeps the default of the process."""
+
+
+@dataclass(frozen=True)
+class PromptDifference:
+    """A prompt whose tokens are not those of transformers."""
+
+    prompt_uid: str
+    position: int
+    """Of the first token that differs."""
+    expected: str
+    """Text of transformers' tokens from there on, cut."""
+    found: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Log-probs of the same sampled tokens, in nats: by the sampler, by the trainer, and by the judge.
+
+    Every array has one entry per sampled token, in the order of the tables.
+    """
+
+    sampler: Floats
+    trainer: Floats
+    judge: Floats
+    """In float32, at the run's temperature."""
+    rounded: Floats
+    """As `judge`, with the run's data type and head; for a run in float32, in float64."""
+    hypotheses: Mapping[str, Floats]
+    """By key. -inf: the token cannot be sampled under the hypothesis."""
+    temperatures: Floats
+    """[G], ascending; the run's own is among them."""
+    tempered: Floats
+    """[tokens, G]: as `judge`, at each temperature."""
+    engine: tuple[str, ...]
+    """Name of the engine that sampled each token."""
+    prompts: int
+    """Prompts whose tokens were compared."""
+    prompt_differences: tuple[PromptDifference, ...]

@@ -1,0 +1,87 @@
+"""Stacks on request: a process writes the stacks of all its threads to a file of its own when it receives SIGUSR1.
+
+The handler is written in C and needs no interpreter lock: it works while a process computes, waits for a lock or hangs
+in a library. Every kind of process installs it once: the driver, the workers, vLLM's processes, and those of reward
+functions and environments. Descendants find the folder in an environment variable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import re
+import signal
+from pathlib import Path
+from typing import IO
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "TROUPE_STACKS"
+"""Environment variable with the folder for the files of stacks."""
+FOLDER = "stacks"
+"""The folder, in the log folder of Ray's session on every node: a local disk, on which writing does not hang."""
+SIGNAL = signal.SIGUSR1
+LARGEST = 2**20
+"""Bytes at which a file of stacks is emptied before the next request."""
+_MOST_FILES = 256
+"""Files in a folder from which on those of ended processes are removed."""
+_RAY_LOG = re.compile(r"worker-.*\.err")
+_NAME = re.compile(r"stacks-(\d+)\.txt")
+_open: list[IO[bytes]] = []
+"""The file of this process; kept open for the handler."""
+
+
+def stack_file(folder: Path, pid: int) -> Path:
+    """The file for the stacks of a process."""
+    return folder / f"stacks-{pid}.txt"
+
+
+def write_stacks_on_signal(folder: str | Path | None = None) -> None:
+    """From now on, SIGUSR1 appends the stacks of this process to its file; a forked process calls this again.
+
+    A folder that cannot be written costs the stacks and nothing else.
+
+    Args:
+        folder: Folder for the files, passed on to descendants (default: that of the parent, or the one beside the log
+            of a worker of Ray that this process writes to; neither: it writes none).
+    """
+    place = folder or os.environ.get(VARIABLE) or _beside_own_log()
+    if not place:
+        return
+    try:
+        path = Path(place)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_old(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(stack_file(path, os.getpid()), flags, 0o600)
+    except OSError as error:
+        logger.debug("no stacks on SIGUSR1: %s", error)
+        return
+    stream = os.fdopen(descriptor, "ab", buffering=0)
+    faulthandler.register(SIGNAL, stream, all_threads=True, chain=False)
+    for before in _open:
+        before.close()
+    _open[:] = [stream]
+    os.environ[VARIABLE] = str(path)
+
+
+def _beside_own_log() -> str:
+    """The folder beside the log that standard error is, where it is that of a worker of Ray; empty: it is not."""
+    try:
+        log = Path(os.readlink("/proc/self/fd/2"))
+    except OSError:
+        return ""
+    return str(log.parent / FOLDER) if _RAY_LOG.fullmatch(log.name) else ""
+
+
+def _remove_old(folder: Path) -> None:
+    """Removes the files of processes that have ended, where there are many."""
+    files = [(path, found) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))]
+    if len(files) < _MOST_FILES:
+        return
+    for path, found in files:
+        if not Path(f"/proc/{found[1]}").exists():
+            with contextlib.suppress(OSError):
+                path.unlink()
