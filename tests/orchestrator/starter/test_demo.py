@@ -96,7 +96,7 @@ def test_the_last_line_names_the_report(tmp_path: Path, caplog: pytest.LogCaptur
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "reward/mean": 0.5}\n')
     report = write_demo_report(runs)
-    assert report == tmp_path / "run" / "report.html" and report.is_file()
+    assert report is not None and report == tmp_path / "run" / "report.html" and report.is_file()
     last = next_steps(Path("examples:tiny-grpo"), runs, report).splitlines()[-1]
     assert str(report) in last and last.startswith("report:")
 

@@ -115,23 +115,29 @@ def test_calls_under_way_are_repeated_after_a_restart_and_never_beside_it(tmp_pa
     """
     happened: list[str] = []
 
+    async def turns(number: int) -> None:
+        for _ in range(number):
+            await asyncio.sleep(0)
+
     async def run() -> None:
         controller = RecoveringRun(tmp_path / "run").build()
-        recovery = controller.components.recovery
+        recovery, second = controller.components.recovery, asyncio.Event()
 
         async def restart(_: Any) -> None:
             happened.append("restart")
-            await asyncio.sleep(0.05)
+            await turns(200)
             happened.append("restarted")
 
         async def updates() -> str:
             for number in range(3):
                 happened.append(f"update {number}")
-                await asyncio.sleep(0.02)
+                if number == 1:
+                    second.set()
+                await turns(20)
             return "updated"
 
         async def scores() -> str:
-            await asyncio.sleep(0.03)
+            await second.wait()
             if "restart" not in happened:
                 raise WorkerDied("critic-0", "compute_values", "the process is gone")
             return "scored"
@@ -139,7 +145,7 @@ def test_calls_under_way_are_repeated_after_a_restart_and_never_beside_it(tmp_pa
         recovery._restart_groups = restart
         assert await asyncio.gather(recovery.retry(updates), recovery.retry(scores)) == ["updated", "scored"]
         outer = asyncio.ensure_future(recovery.retry(updates))
-        await asyncio.sleep(0.01)
+        await turns(10)
         outer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await outer
