@@ -128,5 +128,5 @@ def test_a_slurm_job_saves_at_its_time_limit_and_resumes_when_it_is_queued_again
     assert first == max(steps(out)) >= 1
     assert job(1, signal.SIGTERM, first + 1) == 130
     assert "requeue" not in log.read_text().removeprefix(f"scontrol requeue {os.getpid()}\n")
-    assert steps(out) == list(range(saved_step(out) + 1)) and saved_step(out) > first
+    assert steps(out) == list(range(1, saved_step(out) + 1)) and saved_step(out) > first
     assert not [process for process in psutil.process_iter() if process.name() == "job.sh"]
