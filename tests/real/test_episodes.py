@@ -171,7 +171,7 @@ async def test_the_choices_of_an_agents_request_are_rows_with_the_engines_tokens
 
 
 class Talk:
-    """An environment of three turns, which updates the engine after the first turn that ends."""
+    """An environment of three turns, which updates the engine while some of five episodes are in their second turn."""
 
     def __init__(self, update: Callable[[], Awaitable[object]]) -> None:
         self.update: Callable[[], Awaitable[object]] | None = update
@@ -181,10 +181,11 @@ class Talk:
         return "environment-0", EpisodeReply(Observation(row.messages))
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
-        update, self.update = self.update, None
-        if update is not None:
-            await update()
         self.turns[episode] += 1
+        if len(self.turns) == 5 and self.update is not None:
+            update, self.update = self.update, None
+            await asyncio.sleep(0.1)  # into the turn of the others; too early or too late fails the test
+            await update()
         if self.turns[episode] == 3:
             return EpisodeReply(Observation(done=True, reward=1.0))
         return EpisodeReply(Observation([{"role": "user", "content": "Go on."}]))

@@ -245,9 +245,9 @@ class RunObserver:
         if time.monotonic() - self._last_report < _PAUSE_S and self._last_report:
             return
         self._last_report = time.monotonic()
-        self._reported.add(reason)
         report = self.report()
-        if report.diagnosis.cause != "running":
+        if report.diagnosis.cause != "running":  # otherwise it is looked at again after the pause
+            self._reported.add(reason)
             path = keep_report(self.folder, report)
             logger.warning("%s (%s)", report.diagnosis.verdict, path)
             alarm = partial(self._cluster.events.record, "alarm", detail=report.diagnosis.verdict)
