@@ -184,7 +184,7 @@ class Talk:
         self.turns[episode] += 1
         if len(self.turns) == 5 and self.update is not None:
             update, self.update = self.update, None
-            await asyncio.sleep(0.1)  # into the turn of the others; too early or too late fails the test
+            await asyncio.sleep(0.2)  # into the turn of the others, which takes longer than to begin one
             await update()
         if self.turns[episode] == 3:
             return EpisodeReply(Observation(done=True, reward=1.0))
@@ -215,7 +215,7 @@ async def test_an_update_in_the_middle_of_episodes_records_the_version_of_every_
     config, worker._config = worker._config, worker._config.model_copy(update={"episode": bounds})
     try:
         await worker.connect_environments(Talk(lambda: load(new)))
-        with sampling_config(worker, max_tokens=40):
+        with sampling_config(worker, max_tokens=80):
             groups = [GroupRequest(f"p{row}", row, 0, samples=3, seed=row) for row in range(3)]
             generated = await asyncio.gather(*(worker.generate(group, PROMPTS) for group in groups))
     finally:
