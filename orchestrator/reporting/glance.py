@@ -7,8 +7,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median, pstdev
 
-LEARNED = (("reward", "reward/mean", 1.0), ("loss", "policy/nll", -1.0))
-LEARNED += tuple(("loss", f"{role}/preference_loss", -1.0) for role in ("policy", "reward_model"))
+LEARNED = (
+    ("reward", "reward/mean", 1.0),
+    ("loss", "policy/nll", -1.0),
+    ("loss", "policy/preference_loss", -1.0),
+    ("loss", "reward_model/preference_loss", -1.0),
+)
 """(what it is called, metric, whether it should rise or fall); a run has one of them."""
 
 _RECENT = 8
@@ -46,7 +50,7 @@ class Glance:
         return f"{duration(remaining * median(seconds))} left" if seconds and remaining > 0 else ""
 
     def learns(self) -> str:
-        """The learned value over the run: `reward 0.172 to 0.836, rises`."""
+        """The learned value over the run: `reward 0.172 to 0.836: rises`."""
         for (name, sign), values in self._learned.items():
             if len(values) >= 2:
                 first, last, change = trend(values)
