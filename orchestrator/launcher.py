@@ -26,6 +26,8 @@ _CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
 
 _SHOWN = 6
 """Names of workers that a message lists."""
+_STAGES_S = 1.0
+"""Time between two looks at what the workers do that are starting."""
 
 GroupT = TypeVar("GroupT", bound=TrainerGroup[Any])
 
@@ -116,6 +118,8 @@ class WorkerLauncher:
         self._workers: dict[str, ActorWorker[Any]] = {}
         self._served: set[str] = set()
         """Names of workers that have started before."""
+        self._stages: dict[str, str] = {}
+        """What workers that are starting do, by name."""
         self._progress: Callable[[int, int, str], None] = lambda *_: None
 
     async def open(
@@ -139,11 +143,13 @@ class WorkerLauncher:
         await self._download()
         self._progress = progress
         self._report()
+        following = asyncio.create_task(self._follow_stages(), name="follow stages")
         try:
             return await self._start()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
+            following.cancel()
             self._progress = lambda *_: None
 
     async def _start(self) -> Workers:
@@ -256,7 +262,8 @@ class WorkerLauncher:
         if not names:
             return None
         section = self._spec.roles.trainers()[self._seats[names[0]][1].role]
-        ranks = group(role, [self._spawn(name) for name in names], section.micro_batch_tokens)
+        workers = [self._spawn(name) for name in names]
+        ranks = group(role, workers, section.micro_batch_tokens, self._spec.failures.hung_s)
         await ranks.start(self._spec.schedule.start_timeout_s)
         for name in names:
             self._started(name)
@@ -265,7 +272,9 @@ class WorkerLauncher:
     async def _reference(self) -> ReferenceGroup | None:
         role = self._spec.roles.reference
         workers = await self._replicas("reference")
-        return ReferenceGroup("reference", workers, role.micro_batch_tokens) if role is not None and workers else None
+        if role is None or not workers:
+            return None
+        return ReferenceGroup("reference", workers, role.micro_batch_tokens, self._spec.failures.hung_s)
 
     async def _replicas(self, role: RoleName) -> tuple[ActorWorker[Any], ...]:
         return tuple(await asyncio.gather(*(self.replica(name) for name in self._names(role))))
@@ -278,10 +287,22 @@ class WorkerLauncher:
         detail = "" if health is None else f"host {health.host}, pid {health.pid}"
         self._cluster.events.record(event, worker=name, detail=detail)
 
+    async def _follow_stages(self) -> None:
+        """Says what the workers do that are still starting, until it is cancelled."""
+        while True:
+            self._stages = await self._cluster.stages(self._waiting())
+            self._report()
+            await asyncio.sleep(_STAGES_S)
+
+    def _waiting(self) -> list[str]:
+        """Names of the workers that have not started."""
+        return sorted(name for name in self._seats if name not in self._served)
+
     def _report(self) -> None:
-        """Says which workers are still starting."""
-        waiting = [name for name in self._seats if name not in self._served]
-        shown = ", ".join(sorted(waiting)[:_SHOWN]) + (f" and {len(waiting) - _SHOWN} more" * (len(waiting) > _SHOWN))
+        """Says which workers are still starting, and what they do."""
+        waiting = self._waiting()
+        each = [f"{name} ({self._stages[name]})" if name in self._stages else name for name in waiting[:_SHOWN]]
+        shown = ", ".join(each) + (f" and {len(waiting) - _SHOWN} more" * (len(waiting) > _SHOWN))
         self._progress(len(self._seats) - len(waiting), len(self._seats), shown)
 
     def _spawn(self, name: str) -> ActorWorker[Any]:

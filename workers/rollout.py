@@ -32,6 +32,7 @@ from workers.contract.messages import (
     WorkerHealth,
 )
 from workers.contract.roles import EnvironmentLink
+from workers.contract.stages import announce
 from workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
 from workers.data.tokenizer import load_chat_tokenizer
 from workers.engine.errors import EngineClosed, EngineDead, engine_dead
@@ -102,6 +103,7 @@ class RolloutWorker:
             EngineDead: the engine's process failed.
             Exception: vLLM cannot load the model.
         """
+        announce("import of vLLM")
         set_environment(self._config)
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from orchestrator.cluster.process_facts import Look, NodeFacts, NodeReport, look
 from orchestrator.cluster.processes import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
 from workers.contract.stacks import FOLDER as STACKS
 from workers.contract.stacks import write_stacks_on_signal
+from workers.contract.stages import read_stages
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,10 @@ class NodeWatch:
         look = Look(roots, logs / STACKS, str(logs.parent), paths)
         return await asyncio.to_thread(look_at, look)
 
+    async def stages(self, pids: tuple[int, ...]) -> dict[int, str]:
+        """What these processes do to start, where they have announced it."""
+        return read_stages(own_logs() / STACKS, pids)
+
 
 class ProcessWatch:
     """Watches the processes of all workers of a run."""
@@ -147,6 +152,20 @@ class ProcessWatch:
     def whereabouts(self) -> dict[str, Process]:
         """Where the workers' processes are, by name. May be called from any thread."""
         return {worker.name: process for process, worker in list(self._workers.items())}
+
+    async def stages(self, names: Collection[str]) -> dict[str, str]:
+        """What these workers do to start, by name. Those of a node that does not answer at once are missing."""
+        on_node: dict[str, dict[int, str]] = {}
+        for name, process in self.whereabouts().items():
+            if name in names:
+                on_node.setdefault(process.node, {})[process.pid] = name
+        here = on_node.pop(self.node, {})
+        found = {here[pid]: stage for pid, stage in read_stages(self._logs / STACKS, here).items()}
+        for node, workers in on_node.items():
+            with contextlib.suppress(RayError, TimeoutError, KeyError):
+                there = await within(_FETCH_S, self._actors[node].stages.remote(tuple(workers)))
+                found |= {workers[pid]: stage for pid, stage in there.items()}
+        return found
 
     def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         """What the processes of all nodes do; for a thread other than that of the event loop.

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
@@ -346,6 +346,10 @@ class Cluster:
     def whereabouts(self) -> dict[str, Process]:
         """Where the workers' processes are, by name. May be called from any thread."""
         return {} if self._watch is None else self._watch.whereabouts()
+
+    async def stages(self, names: Collection[str]) -> dict[str, str]:
+        """See `ProcessWatch.stages`."""
+        return {} if self._watch is None else await self._watch.stages(names)
 
     def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         """See `ProcessWatch.look`."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from orchestrator.cluster.event_loop import gather_all
+from orchestrator.cluster.pace import Pace
 from orchestrator.errors import WorkerDied
 from workers.contract.config import Rendezvous
 from workers.contract.messages import (
@@ -113,10 +115,14 @@ class Recovery(Protocol):
 class WorkerGroup(Generic[W]):
     """The ranks of one role, called together."""
 
-    def __init__(self, role: str, workers: Sequence[WorkerHandle[W]], micro_batch_tokens: int) -> None:
+    def __init__(
+        self, role: str, workers: Sequence[WorkerHandle[W]], micro_batch_tokens: int, hung_s: float = math.inf
+    ) -> None:
+        """`hung_s`: see `Pace`; it bounds the calls that compute on shares of rows."""
         self.role = role
         self.workers = tuple(workers)
         self.micro_batch_tokens = micro_batch_tokens
+        self._pace = Pace(hung_s)
 
     @property
     def ranks(self) -> int:
@@ -138,10 +144,11 @@ class WorkerGroup(Generic[W]):
         **kwargs: P.kwargs,
     ) -> list[R]:
         """The same method with `parts[rank]` as first argument; results by rank."""
-        return await gather_all(
-            worker.call(method, timeout_s, part, *args, **kwargs)
-            for worker, part in zip(self.workers, parts, strict=True)
-        )
+        with self._pace.bounded(method.__name__, timeout_s) as bound_s:
+            return await gather_all(
+                worker.call(method, bound_s, part, *args, **kwargs)
+                for worker, part in zip(self.workers, parts, strict=True)
+            )
 
     async def _score(
         self,
@@ -152,10 +159,11 @@ class WorkerGroup(Generic[W]):
         **kwargs: P.kwargs,
     ) -> Scores:
         """As `_scatter`, for methods that return (summary, table)."""
-        return await gather_all(
-            worker.call_for_table(method, timeout_s, plan, *tables, **kwargs)
-            for worker, plan in zip(self.workers, plans, strict=True)
-        )
+        with self._pace.bounded(method.__name__, timeout_s) as bound_s:
+            return await gather_all(
+                worker.call_for_table(method, bound_s, plan, *tables, **kwargs)
+                for worker, plan in zip(self.workers, plans, strict=True)
+            )
 
 
 class TrainerGroup(WorkerGroup[TrainerT], ABC):

@@ -537,6 +537,9 @@ class BaseFailures(Frozen):
     """Restarts of the whole run by `troupe run --supervise` without a new checkpoint in between."""
     stopped_s: float = Field(default=5.0, ge=1.0)
     """Seconds after which a worker counts as lost whose process is stopped (SIGSTOP, a frozen container)."""
+    hung_s: float = Field(default=120.0, gt=0.0)
+    """Seconds after which a call that computes on policy, critic or reference counts as hung where it has also taken 10
+    times as long as the longest such call before, of at least 5; until then the timeouts of `schedule` bound it."""
     steps_per_restart: int = Field(default=100, ge=0)
     """Steps without a loss of the role after which one of the restarts below counts no more; 0: all count for the whole
     run."""

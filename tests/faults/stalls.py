@@ -25,7 +25,7 @@ BEGIN, END = "<!-- measured stalls: make test-faults -->", "<!-- end of measured
 PLANTED = Path(__file__).parent / "planted"
 QUIET_S = 9.0
 """Time without a step from which on a run counts as stalled. A step takes seconds where others use the cores."""
-UNBOUNDED = ("failures.stopped_s=100000", "failures.health_interval_s=100000")
+UNBOUNDED = ("failures.stopped_s=100000", "failures.hung_s=100000", "failures.health_interval_s=100000")
 """No bound of the run ends what stops: `troupe why` has to find it."""
 _LONGEST_VERDICT = 230
 _OTHER_PATHS = re.compile(r"/\S*/(?=tests/|run/)")

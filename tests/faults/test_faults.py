@@ -17,11 +17,13 @@ import pytest
 
 from orchestrator.training.checkpoint import CheckpointStore
 from tests.faults.injected import Outcome, Signalled, left_behind, seconds_until, stop_group
+from tests.faults.stalls import planted_environment
 from tests.faults.table import record
 from tests.real.commands import ENDLESS, GRPO, PPO, Run, ledger_balances, running
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
+HUNG_S = 15.0
 BUDGETS = tuple(f"failures.{role}_restarts=9" for role in ("trainer", "engine", "reward", "reference"))
 WORKERS = (
     *(("policy", "ray::PolicyWorker"), ("critic", "ray::CriticWorker"), ("reference", "ray::ReferenceWorker")),
@@ -45,6 +47,26 @@ def test_a_worker_is_lost_and_the_run_trains_on(ppo: Run, fault: Signalled) -> N
     outcome = fault.inject(ppo)
     record(outcome)
     assert outcome.ok, ppo.output[-4000:]
+
+
+def test_a_rank_hangs_and_the_trainers_are_restarted(tmp_path: Path) -> None:
+    """Its process runs, so that no watch of processes finds it; the bound follows the calls before."""
+    bug = tmp_path / "bug"
+    overrides = (*ENDLESS, "roles.policy.workers=2", "algorithm.kl_states=0", f"failures.hung_s={HUNG_S:g}")
+    with running(Run(tmp_path, GRPO, *overrides, name="hung", env=planted_environment(bug))) as run:
+        run.wait_for_step(6)
+        bug.write_text("sleep")
+        run.processes("ray::PolicyWorker")[1].send_signal(signal.SIGUSR2)
+        step, began = run.metrics[-1]["step"], time.monotonic()
+        found_s = seconds_until(run, lambda: "failures.hung_s" in run.stderr, began)
+        seconds = seconds_until(run, lambda: run.metrics[-1]["step"] > step + 1, began)
+        stop_group(run, signal.SIGINT)
+        code = run.wait(120)
+    remains = left_behind(run)
+    ok = None not in (found_s, seconds) and code == 130 and run.steps() == list(range(1, len(run.steps()) + 1))
+    fault = f"a policy rank hangs in an update (failures.hung_s={HUNG_S:g})"
+    record(Outcome(fault, "both ranks restart, trains on", found_s, seconds, left_behind=remains, ok=ok))
+    assert ok and remains == "nothing", run.output
 
 
 def test_nothing_is_left_of_the_run(ppo: Run) -> None:
@@ -113,7 +135,7 @@ def test_the_supervisor_resumes_after_the_driver_is_killed(tmp_path: Path) -> No
 
 
 def test_the_supervisor_resumes_on_a_new_cluster_after_rays_head_is_killed(tmp_path: Path) -> None:
-    """Ray ends a driver that cannot reach its head for a minute; training goes on until then."""
+    """Ray ends a driver that cannot reach its head."""
     with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="head", supervise=True)) as run:
         run.wait_for_step(2)
         (head,) = run.processes("gcs_server")
@@ -128,7 +150,7 @@ def test_the_supervisor_resumes_on_a_new_cluster_after_rays_head_is_killed(tmp_p
         code = run.wait(120)
         remains = left_behind(run)
     ok = code == 130 and run.steps() == list(range(1, len(run.steps()) + 1))
-    outcome = "trains on until Ray ends the driver; resumes on a new cluster (--supervise)"
+    outcome = "Ray ends the driver; resumes on a new cluster (--supervise)"
     record(Outcome("SIGKILL of Ray's head", outcome, found_s, seconds, left_behind=remains, ok=ok))
     assert ok and remains == "nothing", run.output
 

@@ -39,6 +39,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from workers.contract.messages import TensorSpec, WeightUpdate
 from workers.contract.stacks import write_stacks_on_signal
+from workers.contract.stages import MODEL, announce
 from workers.engine.settings import OWNER_VARIABLE, SHM_BACKEND
 from workers.weights.file import WeightDigestMismatch, open_weights
 from workers.weights.shared_memory import FileMapping
@@ -266,6 +267,22 @@ def ipc_sender(source: WeightSource, client: VLLMWeightSyncClient, rank: int) ->
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
 
+def _announce_stages() -> None:
+    """Announce what the engine of the rollout worker named in the environment does until it serves."""
+    owner = int(os.environ.get(OWNER_VARIABLE, "0"))
+    if owner in (0, os.getpid()):
+        return
+    announce(MODEL, owner)
+    create = WeightTransferEngineFactory.create_engine
+
+    def create_engine(*args: Any, **kwargs: Any) -> WeightTransferEngine[Any, Any]:
+        # vLLM creates it between loading the model and its warm-up: it profiles, and compiles or captures graphs.
+        announce("engine warm-up", owner)
+        return create(*args, **kwargs)
+
+    WeightTransferEngineFactory.create_engine = create_engine
+
+
 def die_with_owner() -> None:
     """Exit, together with the engine core in between, when the rollout worker named in the environment ends.
 
@@ -313,3 +330,4 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 WeightTransferEngineFactory.register_engine(SHM_BACKEND, ShmWeightTransferEngine)
 die_with_owner()
 write_stacks_on_signal()
+_announce_stages()

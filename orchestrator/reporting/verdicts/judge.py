@@ -24,7 +24,7 @@ RULES: tuple[Rule, ...] = (
     *(learning.penalty_dominates, learning.overfitting),
     *(responses.length_explosion, responses.length_collapse, responses.truncation),
     *(updates.kl_explosion, updates.steps_too_large, updates.clip_fraction_stuck, updates.sampler_gap),
-    *(updates.gradient_spikes, updates.blind_critic),
+    *(updates.gradient_spikes, updates.clipped_gradients, updates.blind_critic),
     *(data.failing_rewards, data.repeated_data, data.unusable_data, data.dropped_samples),
     *(pace.slow_rewards, pace.starved_trainer, pace.starved_engines, pace.growing_memory, pace.lost_workers),
 )

@@ -11,6 +11,7 @@ from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, fiel
 _MOST_KL_REF, _MOST_KL_STEP = 1.0, 0.3
 _MOST_CLIPPED = 0.3
 _SPIKE = 10.0
+_CLIPPED_TO = 10.0
 _GAPS = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
 """Largest mean difference of log-probs that precision explains, in nats, with room to spare."""
 _STALE_GAP = 0.5
@@ -164,6 +165,30 @@ def gradient_spikes(run: History) -> Iterator[Verdict]:
                 Remedy("Bound the rewards.", field("algorithm.reward_clip", 5.0)),
                 Remedy("Clip the gradient at a lower norm.", field(f"roles.{role}.max_grad_norm", 0.5)),
                 Remedy("Look at the samples of these steps: extreme rewards or very long responses stand out."),
+            ),
+        )
+
+
+def clipped_gradients(run: History) -> Iterator[Verdict]:
+    """Clipping, not the learning rate, decides how far an update goes."""
+    for role in ("policy", "critic", "reward_model"):
+        norm, most = run[f"{role}/grad_norm"], float(run.get(f"roles.{role}.max_grad_norm", 1.0))
+        found = norm.stretch(lambda value, most=most: value > _CLIPPED_TO * most)
+        if found is None or not found.ongoing:
+            continue
+        yield Verdict(
+            "clipped-gradients",
+            Level.WARNING,
+            f"The gradient of the {role.replace('_', ' ')} is clipped to a small part",
+            f"Its norm is {norm.median:.3g} in most steps, {norm.highest:.3g} at most, and is clipped to {most:g}: all "
+            "updates have the same length, and a few extreme samples decide their direction.",
+            found.start,
+            None,
+            (norm.name, "reward/std", "reward/mean"),
+            (
+                Remedy("Bound the rewards.", field("algorithm.reward_clip", 5.0)),
+                Remedy("Normalize the advantages.", field("algorithm.normalize_by_std", True)),
+                Remedy("Look at the scale of rewards and of the penalty: sort the samples by reward."),
             ),
         )
 

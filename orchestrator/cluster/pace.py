@@ -1,0 +1,53 @@
+"""Bounds on calls that follow how long the same call has taken before."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from orchestrator.errors import WorkerTimeout
+
+FACTOR = 10
+"""Times the longest call before that a call may take."""
+_ENOUGH = 5
+"""Calls of a method after which they say how long the next one may take."""
+
+
+class Pace:
+    """How long the calls of one group of workers take, by method."""
+
+    def __init__(self, hung_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
+        """`hung_s`: seconds that every call may take, however short those before were."""
+        self._hung_s = hung_s
+        self._clock = clock
+        self._calls: Counter[str] = Counter()
+        self._longest: dict[str, float] = {}
+
+    @contextmanager
+    def bounded(self, method: str, timeout_s: float) -> Iterator[float]:
+        """The bound on the call in the block: `timeout_s`, or less where calls before say so.
+
+        A call that exceeds it may have been slow only: the next one may take `FACTOR` times as long.
+
+        Raises:
+            WorkerTimeout: As the block, with the reason for the bound.
+        """
+        bound_s, began = self._bound(method, timeout_s), self._clock()
+        try:
+            yield bound_s
+        except WorkerTimeout as error:
+            if bound_s >= timeout_s:
+                raise
+            reason = f"{FACTOR} times the longest such call before was {FACTOR * self._longest[method]:.3g} s"
+            self._longest[method] = bound_s
+            raise WorkerTimeout(error.worker, error.method, f"{error.detail}: {reason} (failures.hung_s)") from error
+        self._calls[method] += 1
+        self._longest[method] = max(self._clock() - began, self._longest.get(method, 0.0))
+
+    def _bound(self, method: str, timeout_s: float) -> float:
+        if self._calls[method] < _ENOUGH:
+            return timeout_s
+        return min(timeout_s, max(self._hung_s, FACTOR * self._longest[method]))

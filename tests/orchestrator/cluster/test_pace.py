@@ -1,0 +1,58 @@
+"""Bounds that follow how long calls have taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.cluster.pace import Pace
+from orchestrator.errors import WorkerTimeout
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def call(of: Pace, clock: Clock, seconds: float, method: str = "update", timeout_s: float = 1800.0) -> float:
+    """Make a call that takes so long; its bound."""
+    with of.bounded(method, timeout_s) as bound:
+        clock.now += seconds
+    return bound
+
+
+def test_the_first_calls_of_a_method_have_the_bound_of_the_spec() -> None:
+    clock = Clock()
+    of = Pace(120.0, clock)
+    assert [call(of, clock, 2.0) for _ in range(6)] == [1800.0] * 5 + [120.0]
+    assert call(of, clock, 2.0, "score") == 1800.0
+
+
+@pytest.mark.parametrize(("longest", "bound"), [(2.0, 120.0), (30.0, 300.0), (600.0, 1800.0)])
+def test_a_call_may_take_ten_times_the_longest_but_never_more_than_the_spec_allows(
+    longest: float, bound: float
+) -> None:
+    clock = Clock()
+    of = Pace(120.0, clock)
+    for seconds in (1.0, longest, 1.0, 1.0, 1.0):
+        call(of, clock, seconds)
+    assert call(of, clock, 1.0) == bound
+
+
+def test_after_a_hung_call_the_next_one_may_take_longer() -> None:
+    clock = Clock()
+    of = Pace(120.0, clock)
+    for _ in range(5):
+        call(of, clock, 2.0)
+    reason = r"no answer in 120 s: 10 times .* was 20 s \(failures.hung_s\)"
+    with pytest.raises(WorkerTimeout, match=reason), of.bounded("update", 1800.0) as bound:
+        raise WorkerTimeout("policy-1", "update", f"no answer in {bound:g} s")
+    assert call(of, clock, 2.0) == 1200.0
+
+
+def test_the_bound_of_the_spec_keeps_its_own_message() -> None:
+    with pytest.raises(WorkerTimeout, match=r"no answer in 5 s$"), Pace(120.0).bounded("update", 5.0) as bound:
+        raise WorkerTimeout("policy-1", "update", f"no answer in {bound:g} s")
