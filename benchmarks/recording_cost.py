@@ -1,12 +1,11 @@
-"""What recording costs a step: one run, in which everything that is recorded by default is switched on and off.
+"""What recording costs a step: CPU time of all that a run records by default, and that of the whole step.
 
-    python -m benchmarks.recording_cost --dtype float32 --groups 4 --micro-batch-tokens 1024 --turns 15
-    python -m benchmarks.recording_cost --model .cache/models/tiny-llama --dtype float32 --turns 200
+    python -m benchmarks.recording_cost --dtype float32 --groups 2 --samples 4 --max-tokens 16 --micro-batch-tokens 1024
+    python -m benchmarks.recording_cost --model .cache/models/tiny-llama --dtype float32
 
-A turn is a few steps with recording: of every call, event and timeline, of every sample with what was trained on it,
-and of the step's batch and digests for `troupe replay`; or as many steps without, where the run writes `metrics.jsonl`
-alone. Steps are of one run, because two runs of the same work differ by more than recording costs. The first step of a
-turn is not counted: what a step records is written while the next one generates.
+Recorded are every call, event and timeline, every sample with what was trained on it, and the batch and the digests of
+each step for `troupe replay`. Both times are taken in the same steps of one run: the speed of a shared machine changes
+by far more than recording costs. The time of Ray's own threads for four calls a step is not included.
 """
 
 from __future__ import annotations
@@ -14,88 +13,82 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, progress, run_benchmark
+from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Settings, add_settings, grpo_spec, without_eos
 from orchestrator.reporting.console import Console
 
-RECORDED, BARE = "troupe", "metrics alone"
-STEPS = 3
-"""Steps of a turn, the first of which is not counted."""
+PRODUCT, SHARE = "troupe", "recording, % of the step's CPU time"
+WARM_UP = 2
+"""Steps that are not measured."""
+_RECORDED = ("trajectories", "timeline", "replay")
 
 
 class MeasuringConsole(Console):
-    """A console that measures the steps of every turn."""
+    """A console that measures every step and what it records."""
 
-    def __init__(self, places: Sequence[str], tokens: int) -> None:
-        """`places`: the contender of each turn; `tokens`: those of a step."""
+    def __init__(self, tokens: int, recording: Callable[[], Mapping[str, float]]) -> None:
+        """`tokens`: those of a step; `recording`: CPU seconds so far by part."""
         super().__init__(io.StringIO())
-        self._places = places
         self._tokens = tokens
-        self._walls: list[float] = []
+        self._recording = recording
+        self._before: Mapping[str, float] = {}
         self._meter = Meter([os.getpid()])
-        self.taken: dict[str, list[Turn]] = {RECORDED: [], BARE: []}
+        self.taken: list[Turn] = []
 
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Add a step to its turn."""
-        turn, place = divmod(step - 1, STEPS)
-        if place == 0:
-            self._meter, self._walls = Meter([os.getpid()]), []
-            return
-        self._walls.append(float(str(metrics["seconds/step"])))
-        if place == STEPS - 1:
-            name = self._places[turn]
-            taken = Turn(sum(self._walls), self._tokens * len(self._walls), *self._meter.read())
-            progress(f"turn {turn + 1} of {len(self._places)}, {name}: {taken.wall_s:.2f} s, CPU {taken.cpu_s:.2f} s")
-            if turn > 1:  # the first turn of each is a warm-up
-                self.taken[name].append(taken)
-
-
-def order(turns: int) -> list[str]:
-    """The contender of each turn: A B, B A, A B, ..., so that a drift affects both alike; two more for the warm-up."""
-    pairs = ((RECORDED, BARE), (BARE, RECORDED))
-    return [name for number in range(turns + 1) for name in pairs[number % 2]]
+        """Add a step: from the report of the one before to its own."""
+        now = dict(self._recording())
+        parts = {part: seconds - self._before.get(part, 0.0) for part, seconds in now.items()}
+        cpu_s, foreign = self._meter.read()
+        self._before, self._meter = now, Meter([os.getpid()])
+        if step > WARM_UP:
+            figures = {SHARE: 100 * sum(parts.values()) / cpu_s, "all recording, ms": 1000 * sum(parts.values())}
+            figures |= {f"{part}, ms": 1000 * seconds for part, seconds in sorted(parts.items())}
+            self.taken.append(Turn(float(str(metrics["seconds/step"])), self._tokens, cpu_s, foreign, figures=figures))
 
 
 def measure(settings: Settings, turns: int) -> Report:
-    """Train and measure. Raises NotCorrect, TroupeError."""
+    """Train `turns` steps after the warm-up. Raises NotCorrect, TroupeError."""
     # Imported here because engine processes import this module, and they do not need Ray.
-    from benchmarks.support.recording_switch import Switch, SwitchedPolicy
+    from benchmarks.support.recording_timers import TimedPolicy, TimedReward, folder_of, of_workers, timed_driver
     from benchmarks.support.rollout_setup import CLASSES
     from orchestrator.run import RunRequest, run
 
-    places, name = order(turns), f"recording-{os.getpid()}"
-    steps = len(places) * STEPS
-    recorded = {step for step in range(1, steps + 1) if places[(step - 1) // STEPS] == RECORDED}
+    steps, name = turns + WARM_UP, f"recording-{os.getpid()}"
     with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder_of(name), ignore_errors=True)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = without_eos(settings.model, folder / "model")
-        spec = grpo_spec(settings, model, steps, settings.groups * 4).model_copy(update={"name": name})
-        stack.enter_context(Switch(name, recorded.__contains__).controls())
-        console = MeasuringConsole(places, settings.sequences * settings.max_tokens)
-        request = RunRequest(spec, folder / "run", False, None)
-        run(request, lambda: replace(CLASSES, policy=SwitchedPolicy), console)
-        checks = check(request.out, recorded, {0, steps} - recorded)
-    return Report("recording_cost", asdict(settings) | {"turns": turns}, console.taken, BARE, checks)
+        spec = grpo_spec(settings, model, steps, settings.groups * steps).model_copy(update={"name": name})
+        watch = stack.enter_context(timed_driver())
+        console = MeasuringConsole(
+            settings.sequences * settings.max_tokens, lambda: {**watch.seconds, **of_workers(name)}
+        )
+        request = RunRequest(spec, folder / name, False, None)
+        run(request, lambda: replace(CLASSES, policy=TimedPolicy, reward=TimedReward), console)
+        checks = {"recorded": check(request.out, steps)}
+    return Report("recording_cost", asdict(settings) | {"turns": turns}, {PRODUCT: console.taken}, PRODUCT, checks)
 
 
-def check(out: Path, recorded: Set[int], unmeasured: Set[int]) -> dict[str, str]:
-    """Check that exactly the steps with recording have files, but for start and end. Raises NotCorrect."""
-    kept: dict[str, int] = {}
-    for folder in ("trajectories", "timeline", "replay"):
-        found = {int(path.stem.partition("-")[2]) for path in (out / folder).glob("step-*")} - unmeasured
-        newest = set(sorted(recorded)[-len(found) :])  # replay keeps a bounded number of steps
-        if not found or found != (newest if folder == "replay" else recorded):
-            raise NotCorrect(f"{folder}/ has the steps {sorted(found)}, not {sorted(recorded)}")
-        kept[folder] = len(found)
-    return {"recorded": ", ".join(f"{number} steps in {folder}/" for folder, number in kept.items())}
+def check(out: Path, steps: int) -> str:
+    """What was recorded, in words. Raises NotCorrect where a step is missing."""
+    counts: dict[str, int] = {}
+    for folder in _RECORDED:
+        found = {int(path.stem.partition("-")[2]) for path in (out / folder).glob("step-*")} - {0}
+        if not found or found != set(range(steps - len(found) + 1, steps + 1)):
+            raise NotCorrect(f"{folder}/ has the steps {sorted(found)} of {steps}")
+        counts[folder] = len(found)
+    events = len((out / "events.jsonl").read_text().splitlines())
+    return ", ".join([*(f"{number} steps in {folder}/" for folder, number in counts.items()), f"{events} events"])
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recording_cost import SHARE as RECORDING
 from benchmarks.support.harness import Spread, Turn, command_parser, ratios, where
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -77,6 +78,7 @@ _ENGINES = "16000 engines"
 _ROLLOUT = (*_FLOAT, "--groups", "8", "--samples", "8", "--runs", "3", "--turns", "4")
 _SIXTEEN = ("--lengths", "natural", "--max-tokens", "16")
 _TAIL = ("--lengths", "long-tail", "--max-tokens", "64")
+_SMALL_STEP = ("--groups", "2", "--samples", "4", "--max-tokens", "16", "--micro-batch-tokens", "1024")
 _QUEUE = ("--groups", "16", "--concurrency", "32")
 
 
@@ -153,6 +155,11 @@ SUITE = (
             Goal("sequences/s with 16 000 engines, of 1 000", _ENGINES, "ratio", 0.9),
             Goal("p99 dispatch with 16 000 engines, ms", _ENGINES, "p99 dispatch, ms", 5.0, most=True, digits=1),
         ),
+    ),
+    Benchmark(
+        "recording_cost",
+        (*_FLOAT, *_SMALL_STEP),
+        (Goal("CPU time of recording, % of the step's", _TROUPE, RECORDING, 1.0, most=True, digits=2),),
     ),
     Benchmark(
         "recovery",
