@@ -1,6 +1,6 @@
 """What recording costs a step: CPU time of all that a run records by default, and that of the whole step.
 
-    python -m benchmarks.recording_cost --dtype float32 --groups 2 --samples 4 --max-tokens 16 --micro-batch-tokens 1024
+    python -m benchmarks.recording_cost --dtype float32 --groups 4 --samples 8 --micro-batch-tokens 1024 --turns 10
     python -m benchmarks.recording_cost --model .cache/models/tiny-llama --dtype float32
 
 Recorded are every call, event and timeline, every sample with what was trained on it, and the batch and the digests of

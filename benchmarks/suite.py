@@ -78,7 +78,7 @@ _ENGINES = "16000 engines"
 _ROLLOUT = (*_FLOAT, "--groups", "8", "--samples", "8", "--runs", "3", "--turns", "4")
 _SIXTEEN = ("--lengths", "natural", "--max-tokens", "16")
 _TAIL = ("--lengths", "long-tail", "--max-tokens", "64")
-_SMALL_STEP = ("--groups", "2", "--samples", "4", "--max-tokens", "16", "--micro-batch-tokens", "1024")
+_FOUR_GROUPS = ("--groups", "4", "--samples", "8", "--micro-batch-tokens", "1024")
 _QUEUE = ("--groups", "16", "--concurrency", "32")
 
 
@@ -115,7 +115,7 @@ SUITE = (
     ),
     Benchmark(
         "grpo_step",
-        (*_FLOAT, "--trl", "--groups", "4", "--samples", "8", "--micro-batch-tokens", "1024", "--turns", "5"),
+        (*_FLOAT, "--trl", *_FOUR_GROUPS, "--turns", "5"),
         (
             Goal("tokens/s of a step, of the bare loop", _TROUPE, "ratio", 0.93),
             Goal("tokens/s of a step, of TRL's GRPOTrainer", _TROUPE, "ratio", 4.0, over="TRL", digits=2),
@@ -158,7 +158,7 @@ SUITE = (
     ),
     Benchmark(
         "recording_cost",
-        (*_FLOAT, *_SMALL_STEP),
+        (*_FLOAT, *_FOUR_GROUPS, "--turns", "10"),
         (Goal("CPU time of recording, % of the step's", _TROUPE, RECORDING, 1.0, most=True, digits=2),),
     ),
     Benchmark(

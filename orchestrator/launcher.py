@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -179,15 +180,26 @@ class WorkerLauncher:
         """Starts the rollout engine of this name, also to replace one that is gone."""
         await self._download()
         worker: ActorWorker[roles.Engine] = self._spawn(name)
-        health = await worker.call(roles.Engine.start, self._spec.schedule.start_timeout_s)
+        with self._ended_on_failure(worker):
+            health = await worker.call(roles.Engine.start, self._spec.schedule.start_timeout_s)
         self._started(name, health)
         return Engine(worker, health.host)
 
     async def replica(self, name: str) -> ActorWorker[Any]:
         """Starts the reward, reference, environment or judge worker of this name."""
         worker: ActorWorker[roles.Replica] = self._spawn(name)
-        self._started(name, await worker.call(roles.Replica.start, self._spec.schedule.start_timeout_s))
+        with self._ended_on_failure(worker):
+            self._started(name, await worker.call(roles.Replica.start, self._spec.schedule.start_timeout_s))
         return worker
+
+    @contextmanager
+    def _ended_on_failure(self, worker: ActorWorker[Any]) -> Iterator[None]:
+        """Ends a worker that does not start, so that its seat is free for another one."""
+        try:
+            yield
+        except BaseException:
+            self._cluster.kill(worker)
+            raise
 
     async def restart(self, groups: Sequence[TrainerGroup[Any]]) -> None:
         """Ends the processes of these groups, and starts the same ranks with their initial model.

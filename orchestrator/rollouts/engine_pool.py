@@ -27,6 +27,9 @@ from workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
 
+_RETRY_S = 5.0
+"""Wait after a replacement that did not start."""
+
 
 class EngineState(Enum):
     """Whether an engine receives groups."""
@@ -282,7 +285,10 @@ class EnginePool:
             TimeoutError: It did not start within `start_timeout_s`.
         """
         self._starting.append(name)
-        await self._start(name)
+        try:
+            await self._start(name)
+        finally:
+            await self._started(name)
 
     async def retire(self, name: str, timeout_s: float) -> None:
         """Removes an engine from the pool; the caller ends its process.
@@ -372,26 +378,40 @@ class EnginePool:
 
     async def _start(self, name: str, predecessor_fault: str = "") -> None:
         """Starts an engine, loads the current weights into it and adds it to the serving engines."""
-        try:
-            engine = await asyncio.wait_for(self._spawn(name), self.bounds.start_timeout_s)
-            engine.predecessor_fault = predecessor_fault
-            async with self.transfer_lock:
-                if self.bring_up is not None:
-                    await self.bring_up(engine)
-                self.engines.append(engine)
-                self._loads.update(engine)
-        finally:
-            self._starting.remove(name)
-            await self._notify()
+        engine = await asyncio.wait_for(self._spawn(name), self.bounds.start_timeout_s)
+        engine.predecessor_fault = predecessor_fault
+        async with self.transfer_lock:
+            if self.bring_up is not None:
+                await self.bring_up(engine)
+            self.engines.append(engine)
+            self._loads.update(engine)
+
+    async def _started(self, name: str) -> None:
+        """Forgets that an engine is being started."""
+        self._starting.remove(name)
+        await self._notify()
 
     async def _replace(self, name: str, predecessor_fault: str) -> None:
-        """Starts a replacement; logs a failure, because the remaining engines continue."""
+        """Starts a replacement, again while the restart budget lasts; the remaining engines continue meanwhile.
+
+        The node of an engine may be lost with it, which Ray finds out later: until then a replacement dies there too.
+        """
         try:
-            await self._start(name, predecessor_fault)
-        except (WorkerError, TimeoutError) as error:
-            logger.error("cannot start a replacement for %s: %s", name, error)
-        else:
-            logger.warning("%s was replaced and serves again", name)
+            while True:
+                try:
+                    await self._start(name, predecessor_fault)
+                except (WorkerError, TimeoutError) as error:
+                    self._last_loss = str(error)
+                    again = self.budget.take()
+                    logger.error("cannot start a replacement for %s: %s%s", name, error, "; trying again" * again)
+                    if not again:
+                        return
+                    await asyncio.sleep(_RETRY_S)
+                else:
+                    logger.warning("%s was replaced and serves again", name)
+                    return
+        finally:
+            await self._started(name)
 
     def _replaced(self, task: asyncio.Task[Any]) -> None:
         """Forgets a task of `_replace` that has ended."""

@@ -49,7 +49,7 @@ def why(run_folder: Path, timeout_s: float) -> Report:
             raise UsageError(f"{run_folder}: no such folder; RUN is a run folder, as in runs/NAME")
         raise UsageError(f"{run_folder}: no run has started here, or its folder {FOLDER} cannot be read")
     process = snapshot.process() if snapshot.here else None
-    if process is None and (ended := ENDED.read(folder)) is not None and ended.pid == snapshot.pid:
+    if process is None and (ended := _last_report(folder, snapshot)) is not None:
         return ended
     stopped = process is not None and process.status() == psutil.STATUS_STOPPED
     if not stopped and (process is not None or not snapshot.here):
@@ -62,9 +62,17 @@ def why(run_folder: Path, timeout_s: float) -> Report:
             f"run `troupe why` on {snapshot.host}"
         )
     process = snapshot.process()
+    if process is None and (ended := _last_report(folder, snapshot)) is not None:  # it ended while it was asked
+        return replace(ended, seconds=round(time.monotonic() - began, 2))
     state: DriverState = "dead" if process is None else "stopped" if stopped else "silent"
     diagnosis = diagnose(_from_outside(run_folder, snapshot, state))
     return Report(time.time(), snapshot.pid, diagnosis, round(time.monotonic() - began, 2))
+
+
+def _last_report(folder: Path, snapshot: Snapshot) -> Report | None:
+    """What the driver of this snapshot said when it ended; None where it did not."""
+    ended = ENDED.read(folder)
+    return ended if ended is not None and ended.pid == snapshot.pid else None
 
 
 def _ask(folder: Path, timeout_s: float) -> Report | None:

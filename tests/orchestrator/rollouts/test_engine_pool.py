@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.errors import EnginesLost, WorkerDied
 from orchestrator.rollouts.engine_pool import Engine, EnginePool
+from tests.clock import on_virtual_time
 from tests.fakes import BOUNDS, FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_pool
 from workers.contract.messages import GroupRequest, GroupSummary
 
@@ -144,6 +145,39 @@ async def test_all_waiting_callers_fail_when_the_last_engine_is_lost() -> None:
     for task in waiting:
         with pytest.raises(EnginesLost, match="no rollout engine is left"):
             await task
+
+
+async def _engine(name: str) -> Engine:
+    return Engine(FaultyWorker(name, FaultyEngine(name, random.Random(0))), "host")
+
+
+@pytest.mark.parametrize(("failures", "serves"), [(2, True), (3, False)])
+def test_a_replacement_that_does_not_start_is_started_again_while_the_budget_lasts(failures: int, serves: bool) -> None:
+    """As on a node that is lost with its engine, which Ray finds out later."""
+
+    async def scenario() -> None:
+        starts = 0
+
+        async def spawn(name: str) -> Engine:
+            nonlocal starts
+            starts += 1
+            if starts <= failures:
+                raise WorkerDied(name, "start", "the node is gone")
+            return await _engine(name)
+
+        pool = EnginePool([await _engine("rollout-0")], spawn, replace(BOUNDS, max_load=8, restarts=3))
+        held = await pool.acquire(4)
+        waiting = asyncio.create_task(pool.acquire(8))
+        held.handle.kill()
+        await pool.report_failure(held, WorkerDied("rollout-0", "generate", "killed"))
+        if serves:
+            assert (await waiting).name == "rollout-0"
+        else:
+            with pytest.raises(EnginesLost, match=r"3 of 3 restarts used.*last loss: .*the node is gone"):
+                await waiting
+        assert starts == min(failures + 1, 3) and not pool.starting
+
+    on_virtual_time(scenario())
 
 
 async def lose(pool: EnginePool, fault: str) -> None:
