@@ -55,15 +55,22 @@ function table(heads, rows, classes = []) {
   return el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, el('tr', {}, heads.map((head, i) => cell('th', head, i)))), el('tbody', {}, rows.map((row) => el('tr', {}, row.map((content, i) => cell('td', content, i)))))));
 }
 
+// What the digests of the updates show; without digests (transport over IPC or NCCL) they show nothing.
+function verified(updates) {
+  const unequal = updates.filter((one) => one.equal === false).length;
+  const without = updates.filter((one) => one.equal === null).length;
+  const found = [unequal ? `${unequal} not equal` : '', without ? `${without} without digest` : ''].filter(Boolean);
+  return found.join(', ') || `${updates.length}, all verified`;
+}
+
 function weightSection(app) {
   const parts = app.data.runs.map((run) => {
     if (!run.weights.length) return null;
-    const unequal = run.weights.filter((one) => one.equal === false).length;
     const rows = run.weights.toReversed().map((one) => [
       String(one.version ?? '–'), el('code', { text: one.digest.slice(0, 16) || '–' }), one.bytes ? `${short(one.bytes / 2 ** 20)} MiB` : '–', seconds(one.seconds),
       String(Object.keys(one.engines).length), one.equal === null ? 'no digest' : one.equal ? '✓ equal' : el('b', { class: 'failed', text: Object.entries(one.engines).filter(([, digest]) => digest !== one.digest).map(([engine]) => engine).join(', ') }),
     ]);
-    return el('details', { class: 'group', open: true }, el('summary', {}, app_title(run, 'Weight updates'), el('span', { class: 'count', text: unequal ? `${unequal} not equal` : `${run.weights.length}, all verified` })), table(['version', 'digest', 'size', 'time', 'engines', 'what the engines hold'], rows, ['num', '', 'num', 'num', 'num']));
+    return el('details', { class: 'group', open: true }, el('summary', {}, app_title(run, 'Weight updates'), el('span', { class: 'count', text: verified(run.weights) })), table(['version', 'digest', 'size', 'time', 'engines', 'what the engines hold'], rows, ['num', '', 'num', 'num', 'num']));
   });
   const found = parts.filter(Boolean);
   return found.length ? section('weights', 'Weights', null, ...found) : null;

@@ -79,6 +79,8 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
     first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", steps=3)
     spec = (second / "spec.yaml").read_text().replace("name: tiny-ppo", "name: other").replace("seed: 7", "seed: 8")
     (second / "spec.yaml").write_text(spec)
+    with (second / "events.jsonl").open("a") as events:  # as the transports without digests record it
+        events.write('{"time": 1.8e9, "step": 3, "event": "weights", "version": 4, "digest": "", "engines": {}}\n')
     file = write_report([first, second], tmp_path / "report.html")
     async with browser_page() as page:
         await page.open(file.as_uri())
@@ -132,6 +134,8 @@ async def test_every_part_can_be_used(tmp_path: Path) -> None:
         assert await text(page, "#spans-0 figcaption") != step
         assert await number(page, "#spans-0 .span") == 9
         assert "seed" in await text(page, "#spec")
+        counts = await page.run("[...document.querySelectorAll('#weights .count')].map(one => one.textContent)")
+        assert counts == ["4, all verified", "1 without digest"]
         await page.theme("dark")
         await page.screenshot(tmp_path / "dark.png")
         assert (tmp_path / "dark.png").stat().st_size > 20_000
