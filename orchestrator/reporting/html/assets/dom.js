@@ -104,13 +104,20 @@ function whenSeen(node, draw) {
   return node;
 }
 
+// What left the page is let go of, with all that hangs on it: a live page is drawn anew with every change of the run.
+function forgetDetached() {
+  for (const node of lazy.keys()) {
+    if (node.isConnected) continue;
+    lazy.delete(node);
+    watcher.unobserve(node);
+  }
+}
+
 window.addEventListener(
   'resize',
   debounce(120, () => {
-    for (const [node, known] of lazy) {
-      if (!node.isConnected) lazy.delete(node);
-      else if (known.width) drawLazy(node);
-    }
+    forgetDetached();
+    for (const [node, known] of lazy) if (known.width) drawLazy(node);
   }),
 );
 window.addEventListener('beforeprint', () => {

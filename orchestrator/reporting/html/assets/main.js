@@ -68,6 +68,7 @@ function draw(names = Object.keys(PARTS)) {
   const kept = new Map([...page.querySelectorAll('section')].map((one) => [one.id, one]));
   const sections = Object.entries(PARTS).map(([name, part]) => (names.includes(name) ? part(app) : kept.get(name))).filter(Boolean);
   page.replaceChildren(header(), navigation(sections), el('main', {}, sections));
+  forgetDetached();
 }
 
 // The metrics of later steps join those that are here; everything else is replaced.

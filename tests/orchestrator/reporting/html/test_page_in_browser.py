@@ -216,6 +216,7 @@ async def test_a_live_page_follows_the_run(server: tuple[WatchServer, Path]) -> 
             if await number(page, "#step option") >= 2:
                 break
             await page.settle()
+        await page.run("window.old = new WeakRef(document.querySelector('#curves .chart')); 0")
         line = (RECORDED / "healthy-ppo.jsonl").read_text().splitlines()[3]
         write_samples(run, 4, [sample(4, row, lambda step, row: f"new text {row}", 5) for row in range(8)])
         write_spans(run, 4)
@@ -226,6 +227,8 @@ async def test_a_live_page_follows_the_run(server: tuple[WatchServer, Path]) -> 
                 break
             await page.settle()
         assert "step 4 of 8" in await text(page, "#facts")
+        await page.call("HeapProfiler.collectGarbage")
+        assert await page.run("window.old.deref() === undefined"), "charts of the page before are let go of"
         await choose(page, "#step", "4")
         assert "new text" in await text(page, "#samples")
         steps = await page.run("document.querySelector('[data-metric=\"reward/mean\"] figcaption').textContent")
