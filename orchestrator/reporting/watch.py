@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
         after = int(query.get("after", "-1"))
         if query.get("mark") == self.server.data.mark():
             return HTTPStatus.NO_CONTENT, "application/json", ""
-        return HTTPStatus.OK, "application/json", as_json(self.server.data.data(after))
+        return HTTPStatus.OK, "application/json", as_json(self.server.data.data(after, query.get("known", "")))
 
     def _block(self, read: Callable[[int, int], object], query: dict[str, str]) -> Answer:
         block = read(int(query.get("run", "0")), int(query.get("step", "")))

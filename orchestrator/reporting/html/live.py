@@ -19,6 +19,7 @@ Block = Callable[[int, int], Json | None]
 
 _WATCHED = ("metrics.jsonl", "events.jsonl", "spec.yaml", "trajectories", "timeline")
 """Whatever changes in a run changes the time or the size of one of these."""
+_NONE = "-"
 
 
 class LiveData:
@@ -44,18 +45,25 @@ class LiveData:
     def page(self) -> str:
         """The page with the runs' metrics; it asks for the rest itself, because token texts take seconds at first."""
         stores = {"samples": [_store([]) for _ in self._runs], "timeline": [_timeline(run, []) for run in self._runs]}
-        return render(summary(self._runs) | stores | {"mark": "", "after": -1}, live=True)
+        data = _summary(self._runs, [_lines(run) for run in self._runs])
+        return render(data | stores | {"mark": "", "after": -1}, live=True)
 
-    def data(self, after: int) -> Json:
+    def data(self, after: int, known: str = "") -> Json:
         """Everything but the metrics up to step `after`, and but all samples and spans before the last step.
 
-        A run that has fewer steps than `after` was started or resumed anew: then all metrics are there, and `after` is
-        -1 in the answer.
+        A run that has fewer steps than `after`, or no longer the line that the page has, was started or resumed anew:
+        then all metrics are there, and `after` is -1 in the answer.
+
+        Args:
+            after: Last step that the page has of every run; -1 for none.
+            known: `line` of every run in the page, separated by spaces; empty: not checked.
         """
         mark = self.mark()
         runs = [RunFolder(run.path) for run in self._runs]  # the spec is kept in them, and a resumption may change it
-        data = summary(runs)
-        if any(run["steps_done"] < after for run in data["runs"]):
+        lines = [_lines(run) for run in runs]
+        data = _summary(runs, lines)
+        lost = any(line not in own.values() for line, own in zip(known.split(), lines, strict=False))
+        if lost or any(run["steps_done"] < after for run in data["runs"]):
             after = -1
         for run in data["runs"]:
             run["metrics"] = {name: _later(points, after) for name, points in run["metrics"].items()}
@@ -94,6 +102,19 @@ class LiveData:
             if step > 0 and (times := self._times[key]):
                 found.append(times)
         return found
+
+
+def _lines(run: RunFolder) -> dict[int, str]:
+    """Step and time of every line of the metrics, by step: a step that was done again has another time."""
+    return {step: f"{step}@{line.get('time')}" for line in run.metrics() if isinstance(step := line.get("step"), int)}
+
+
+def _summary(runs: Sequence[RunFolder], lines: Sequence[dict[int, str]]) -> Json:
+    """The data without samples and spans; `line` of each run is its last one, by which the page is recognised."""
+    data = summary(runs)
+    for run, own in zip(data["runs"], lines, strict=True):
+        run["line"] = own[max(own)] if own else _NONE
+    return data
 
 
 def _store(steps: list[int]) -> Json:

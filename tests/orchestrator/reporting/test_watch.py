@@ -61,6 +61,20 @@ def test_a_run_that_starts_anew_is_sent_whole(server: WatchServer) -> None:
     assert data["after"] == -1 and data["runs"][0]["metrics"]["reward/mean"]["steps"] == [1, 2, 3]
 
 
+def test_a_page_that_slept_through_a_resumption_is_sent_the_steps_done_again(
+    server: WatchServer, tmp_path: Path
+) -> None:
+    line = json.loads(ask(server, "/data.json")[1])["runs"][0]["line"]
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = (RECORDED / "healthy-ppo.jsonl").read_text().splitlines()[:4]
+    file.write_text("\n".join(lines) + "\n")
+    assert json.loads(ask(server, f"/data.json?after=3&known={line}")[1])["after"] == 3, "the run went on"
+    done_again = [json.dumps(json.loads(one) | {"time": 1.9e9 + at}) for at, one in enumerate(lines[2:])]
+    file.write_text("\n".join([*lines[:2], *done_again]) + "\n")
+    data = json.loads(ask(server, f"/data.json?after=3&known={line}")[1])
+    assert data["after"] == -1 and data["runs"][0]["metrics"]["reward/mean"]["steps"] == [1, 2, 3, 4]
+
+
 def test_requests_by_another_name_or_from_another_site_are_refused(server: WatchServer) -> None:
     for path in ("/", "/data.json", "/samples.json?step=1"):
         assert ask(server, path, Host="rebound.example")[0] == 403

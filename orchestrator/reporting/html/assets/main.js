@@ -71,7 +71,7 @@ function draw(names = Object.keys(PARTS)) {
   forgetDetached();
 }
 
-// The metrics of later steps join those that are here; everything else is replaced.
+// The metrics of later steps join those that are here, unless the run was started or resumed anew; everything else is replaced.
 function merge(update) {
   update.runs.forEach((run, number) => {
     const known = app.data.runs[number]?.metrics ?? {};
@@ -85,10 +85,10 @@ function merge(update) {
   Object.assign(app.data, rest);
   for (const [kind, stores] of Object.entries({ samples, timeline })) {
     stores.forEach((store, number) => {
-      const before = app.data[kind][number] ?? { blocks: [] };
+      const before = update.after < 0 ? [] : app.data[kind][number]?.blocks ?? [];
       const fresh = store.blocks.map((one) => one.step);
-      const later = before.blocks.filter((one) => !fresh.includes(one.step) && store.steps.includes(one.step));
-      app.data[kind][number] = { ...store, blocks: [...later, ...store.blocks].sort((a, b) => a.step - b.step).slice(-24) };
+      const kept = before.filter((one) => !fresh.includes(one.step) && store.steps.includes(one.step));
+      app.data[kind][number] = { ...store, blocks: [...kept, ...store.blocks].sort((a, b) => a.step - b.step).slice(-24) };
     });
   }
 }
@@ -96,8 +96,11 @@ function merge(update) {
 async function poll() {
   const sign = document.getElementById('live');
   try {
-    const after = Math.min(...app.data.runs.map((run) => run.steps_done));
-    const answer = await fetch(`data.json?after=${after}&mark=${encodeURIComponent(app.data.mark ?? '')}`);
+    const { runs, mark } = app.data;
+    // Without metrics not even step 0 is known, the evaluation at the start.
+    const after = Math.min(...runs.map((run) => (Object.keys(run.metrics).length ? run.steps_done : -1)));
+    const query = new URLSearchParams({ after, mark, known: runs.map((run) => run.line).join(' ') });
+    const answer = await fetch(`data.json?${query}`);
     sign?.classList.toggle('lost', !answer.ok);
     if (answer.status === 200) {
       const update = await answer.json();

@@ -236,3 +236,37 @@ async def test_a_live_page_follows_the_run(server: tuple[WatchServer, Path]) -> 
         await page.click("[data-metric='reward/mean'] svg")
         assert page.errors == []
         assert {url.split("/")[2] for url in page.requests} == {serving.url.split("/")[2]}
+
+
+async def test_a_live_page_has_step_0_and_nothing_of_an_abandoned_attempt(server: tuple[WatchServer, Path]) -> None:
+    serving, run = server
+    lines = [json.loads(line) for line in (RECORDED / "healthy-ppo.jsonl").read_text().splitlines()[:4]]
+
+    def write(first: float, *found: dict[str, object]) -> None:
+        again = [line | {"time": first + at} for at, line in enumerate(found)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in again))
+
+    async def until(shown: str) -> None:
+        for _ in range(60):
+            if shown in await text(page, "#facts"):
+                return
+            await page.settle()
+        raise AssertionError(f"{shown!r} is not in {await text(page, '#facts')!r}")
+
+    (run / "metrics.jsonl").write_text("")
+    async with browser_page() as page:
+        await page.open(serving.url)
+        assert "step 0 of 8" in await text(page, "#facts")
+        await page.run("new Promise(done => setTimeout(() => done(1), 2500))")
+        write(1.8e9, {"step": 0, "only/at_start": 0.25}, *lines[:3])
+        await until("step 3 of 8")
+        assert "only/at_start" in await text(page, "#curves")
+        await choose(page, "#step", "3")
+
+        write_samples(run, 4, [sample(4, row, lambda step, row: f"new text {row}", 5) for row in range(8)])
+        write(1.9e9, lines[0] | {"reward/mean": 0.125}, *lines[1:])
+        await until("step 4 of 8")
+        assert "reward 0.125" in await text(page, "#facts"), "the first step too is that of the new attempt"
+        steps = await page.run("[...document.querySelectorAll('#step option')].map(one => one.value)")
+        assert steps == ["", "4"], "samples of the old attempt are gone"
+        assert page.errors == []
