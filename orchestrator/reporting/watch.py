@@ -104,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
         after = int(query.get("after", "-1"))
         if query.get("mark") == self.server.data.mark():
             return HTTPStatus.NO_CONTENT, "application/json", ""
-        return HTTPStatus.OK, "application/json", as_json(self.server.data.data(after, query.get("known", "")))
+        data = self.server.data.data(after, query.get("known", ""), query.get("held", ""))
+        return HTTPStatus.OK, "application/json", as_json(data)
 
     def _block(self, read: Callable[[int, int], object], query: dict[str, str]) -> Answer:
         block = read(int(query.get("run", "0")), int(query.get("step", "")))

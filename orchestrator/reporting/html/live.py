@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.reporting.html.budget import spread
+from orchestrator.reporting.html.overview import MOST_POINTS
 from orchestrator.reporting.html.page import render
-from orchestrator.reporting.html.report import sample_block, span_block, summary
+from orchestrator.reporting.html.report import MIB, first_groups, sample_block, span_block, summary
 from orchestrator.reporting.html.timeline import phases_from_metrics
 from orchestrator.reporting.html.token_texts import TokenTexts
 from orchestrator.reporting.run_folder import RunFolder
@@ -20,6 +22,8 @@ Block = Callable[[int, int], Json | None]
 _WATCHED = ("metrics.jsonl", "events.jsonl", "spec.yaml", "trajectories", "timeline")
 """Whatever changes in a run changes the time or the size of one of these."""
 _NONE = "-"
+_STEP_BYTES = 8 * MIB
+"""Samples of one step that the page gets."""
 
 
 class LiveData:
@@ -48,7 +52,7 @@ class LiveData:
         data = _summary(self._runs, [_lines(run) for run in self._runs])
         return render(data | stores | {"mark": "", "after": -1}, live=True)
 
-    def data(self, after: int, known: str = "") -> Json:
+    def data(self, after: int, known: str = "", held: str = "") -> Json:
         """Everything but the metrics up to step `after`, and but all samples and spans before the last step.
 
         A run that has fewer steps than `after`, or no longer the line that the page has, was started or resumed anew:
@@ -57,6 +61,8 @@ class LiveData:
         Args:
             after: Last step that the page has of every run; -1 for none.
             known: `line` of every run in the page, separated by spaces; empty: not checked.
+            held: `file` of every run's samples in the page, in the same way: the newest samples are sent only where
+                they are in another file.
         """
         mark = self.mark()
         runs = [RunFolder(run.path) for run in self._runs]  # the spec is kept in them, and a resumption may change it
@@ -65,9 +71,11 @@ class LiveData:
         lost = any(line not in own.values() for line, own in zip(known.split(), lines, strict=False))
         if lost or any(run["steps_done"] < after for run in data["runs"]):
             after = -1
+        files = held.split() if after >= 0 else []  # otherwise the page drops what it has
+        files += [_NONE] * (len(runs) - len(files))
         for run in data["runs"]:
             run["metrics"] = {name: _later(points, after) for name, points in run["metrics"].items()}
-        samples = [self._last(list(run.sample_files()), number, self.samples) for number, run in enumerate(runs)]
+        samples = [self._newest(number, run, file) for number, (run, file) in enumerate(zip(runs, files, strict=False))]
         for store, texts in zip(samples, self._texts, strict=True):
             store["problem"] = texts.problem
         timeline = [
@@ -77,8 +85,9 @@ class LiveData:
         return data | {"after": after, "mark": mark, "samples": samples, "timeline": timeline}
 
     def samples(self, run: int, step: int) -> Json | None:
-        """The samples of a step; None where there are none."""
-        return sample_block(self._runs[run], step, self._texts[run]) if self._known(run) else None
+        """The samples of a step, or the first groups of many; None where there are none."""
+        block = sample_block(self._runs[run], step, self._texts[run]) if self._known(run) else None
+        return block and first_groups(block, _STEP_BYTES)
 
     def timeline(self, run: int, step: int) -> Json | None:
         """The spans of a step; None where there are none."""
@@ -87,14 +96,25 @@ class LiveData:
     def _known(self, run: int) -> bool:
         return 0 <= run < len(self._runs)
 
+    def _newest(self, number: int, run: RunFolder, held: str) -> Json:
+        """The steps with samples, and the samples of the last one unless they are in the file that the page has."""
+        files = run.sample_files()
+        file = _identity(files)
+        if file == held:
+            return _store(list(files)) | {"file": file}
+        store = self._last(list(files), number, self.samples)
+        return store | {"file": file if store["blocks"] else _NONE}
+
     def _last(self, steps: list[int], number: int, block: Block) -> Json:
         found = block(number, steps[-1]) if steps else None
         return _store(steps) | {"blocks": [found] if found else []}
 
     def _all_times(self, number: int, run: RunFolder) -> list[Json]:
-        """Busy and idle time of every step; a step's file is read once."""
+        """Busy and idle time of every step, of many steps evenly spread; a step's file is read once."""
         found: list[Json] = []
-        for step, file in run.timeline_files().items():
+        files = run.timeline_files()
+        for step in spread(list(files), MOST_POINTS):
+            file = files[step]
             key = (number, step, file.stat().st_mtime_ns if file.exists() else 0)
             if key not in self._times:
                 block = span_block(run, step)
@@ -117,8 +137,19 @@ def _summary(runs: Sequence[RunFolder], lines: Sequence[dict[int, str]]) -> Json
     return data
 
 
+def _identity(files: dict[int, Path]) -> str:
+    """Step and time of the last file."""
+    if not files:
+        return _NONE
+    step = max(files)
+    try:
+        return f"{step}@{files[step].stat().st_mtime_ns}"
+    except OSError:
+        return _NONE  # deleted meanwhile
+
+
 def _store(steps: list[int]) -> Json:
-    return {"blocks": [], "steps": steps, "rule": "", "problem": ""}
+    return {"blocks": [], "steps": steps, "rule": "", "problem": "", "file": _NONE}
 
 
 def _timeline(run: RunFolder, times: list[Json]) -> Json:

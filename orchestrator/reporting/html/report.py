@@ -93,8 +93,8 @@ def samples_data(run: RunFolder, budget: int) -> Json:
     if steps:  # one question to the tokenizer for most of the run's tokens, instead of one for each step
         texts.learn(_distinct_ids(run, spread(steps, _TOKEN_STEPS)))
     found = _fitting_blocks(steps, {step: _bytes(file) for step, file in files.items()}, budget, run, texts)
-    if len(found) == 1 and _size(found) > budget:
-        found = [_first_groups(found[-1], budget)]
+    if len(found) == 1:
+        found = [first_groups(found[-1], budget)]
     return {
         "blocks": found,
         "steps": steps,
@@ -192,20 +192,24 @@ def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:
     return found
 
 
-def _first_groups(block: Json, budget: int) -> Json:
-    """The first rows of a block that fit: whole groups."""
-    rows = len(block["group"])
-    keep = max(1, rows * budget // max(len(json.dumps(block)), 1))
+def first_groups(block: Json, budget: int) -> Json:
+    """The first rows of a block that fit: whole groups. Where that is not all, `rows` says how many there were."""
+    rows, size = len(block["group"]), _size([block])
+    if size <= budget:
+        return block
+    keep = max(1, rows * budget // size)
     while keep > 1 and keep < rows and block["group"][keep] == block["group"][keep - 1]:
         keep -= 1
 
     def cut(value: Any) -> Any:
         return value[:keep] if isinstance(value, list) and len(value) == rows else value
 
-    part = {name: cut(value) for name, value in block.items() if name not in {"prompts", "vocabulary"}}
+    part = {name: value if name == "vocabulary" else cut(value) for name, value in block.items()}
     part["components"] = {name: cut(values) for name, values in block["components"].items()}
     part["values"] = {name: one | {"rows": one["rows"][:keep]} for name, one in block.get("values", {}).items()}
-    return part | {name: block[name] for name in ("prompts", "vocabulary") if name in block}
+    # Prompts are numbered in the order in which rows name them.
+    part["prompts"] = block["prompts"][: max(part["prompt"], default=-1) + 1]
+    return part | {"rows": rows}
 
 
 def _rule(kept: int, steps: int, what: str) -> str:

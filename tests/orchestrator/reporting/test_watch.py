@@ -44,6 +44,9 @@ def test_the_page_and_its_data(server: WatchServer) -> None:
     data = json.loads(ask(server, "/data.json?after=2")[1])
     assert data["runs"][0]["metrics"]["reward/mean"]["steps"] == [3] and data["after"] == 2
     assert [one["step"] for one in data["samples"][0]["blocks"]] == [3], "the last step comes along"
+    known = f"known={data['runs'][0]['line']}&held={data['samples'][0]['file']}"
+    again = json.loads(ask(server, f"/data.json?after=3&{known}")[1])
+    assert again["after"] == 3 and again["samples"][0]["blocks"] == [], "but once"
     assert json.loads(ask(server, "/samples.json?run=0&step=1")[1])["step"] == 1
     assert json.loads(ask(server, "/timeline.json?run=0&step=2")[1])["step"] == 2
 

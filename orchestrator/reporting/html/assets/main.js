@@ -96,10 +96,10 @@ function merge(update) {
 async function poll() {
   const sign = document.getElementById('live');
   try {
-    const { runs, mark } = app.data;
+    const { runs, samples, mark } = app.data;
     // Without metrics not even step 0 is known, the evaluation at the start.
     const after = Math.min(...runs.map((run) => (Object.keys(run.metrics).length ? run.steps_done : -1)));
-    const query = new URLSearchParams({ after, mark, known: runs.map((run) => run.line).join(' ') });
+    const query = new URLSearchParams({ after, mark, known: runs.map((run) => run.line).join(' '), held: samples.map((store) => store.file).join(' ') });
     const answer = await fetch(`data.json?${query}`);
     sign?.classList.toggle('lost', !answer.ok);
     if (answer.status === 200) {

@@ -70,7 +70,7 @@ class SampleView {
     const { store, state } = this;
     if (state.step !== null && !store.blocks.some((one) => one.step === state.step)) state.step = null;
     this.steps.replaceChildren(el('option', { value: '', text: store.blocks.length > 1 ? `all ${store.blocks.length} steps` : 'all steps' }), ...store.blocks.map((one) => el('option', { value: one.step, text: `step ${one.step}`, selected: one.step === state.step })));
-    this.note.textContent = [store.rule, store.problem ? `Tokens are not shown: ${store.problem}` : ''].filter(Boolean).join(' ');
+    this.note.textContent = [store.rule, this.cut(), store.problem ? `Tokens are not shown: ${store.problem}` : ''].filter(Boolean).join(' ');
     this.note.hidden = !this.note.textContent;
     this.items = this.select();
     this.found.textContent = `${count(this.items.length)} samples`;
@@ -78,6 +78,13 @@ class SampleView {
     const kept = this.items.findIndex(([block, row]) => this.isChosen(block, row));
     this.list.show(this.items.length);
     this.choose(kept < 0 ? 0 : kept, kept >= 0);
+  }
+
+  // What is missing of steps with more samples than the page takes.
+  cut() {
+    const cut = this.store.blocks.filter((one) => one.rows && (this.state.step === null || one.step === this.state.step));
+    const parts = cut.map((one) => `the first ${count(one.group.length)} of ${count(one.rows)} samples of step ${one.step}`);
+    return parts.length ? `Only ${parts.join(', ')} are in the page, so that it stays small.` : '';
   }
 
   select() {

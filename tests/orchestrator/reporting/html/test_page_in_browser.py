@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.reporting.html.report import write_report
+from orchestrator.reporting.html.report import Budget, write_report
 from orchestrator.reporting.watch import WatchServer
 from tests.browser import CHROMIUM, Page, browser_page
 
@@ -181,6 +181,14 @@ async def test_of_ten_thousand_samples_only_those_in_view_are_drawn(tmp_path: Pa
         await page.settle()
         assert "8 · 1" in await page.run("[...document.querySelectorAll('#samples .row')].at(-1).textContent")
         assert page.errors == []
+
+
+async def test_a_step_that_is_cut_says_so(tmp_path: Path) -> None:
+    file = write_report([write_run(tmp_path / "run", tokens=0)], tmp_path / "report.html", Budget(samples=2_000))
+    async with browser_page() as page:
+        await page.open(file.as_uri())
+        assert "the first 8 of 16 samples of step 4" in await text(page, "#samples")
+        assert "8 samples" in await text(page, "#found")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

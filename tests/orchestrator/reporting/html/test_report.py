@@ -106,6 +106,9 @@ def test_of_one_step_that_is_too_large_the_first_groups_are_kept(tmp_path: Path)
     assert 0 < rows < 10 * GROUP and rows % GROUP == 0
     lengths = {len(part[name]) for name in ("response", "reward", "tokens", "surprise", "status")}
     assert lengths == {rows} and len(part["values"]["advantage"]["rows"]) == rows
+    assert part["rows"] == 10 * GROUP, "how many there were, which the page says"
+    assert "rows" not in whole
+    assert len(part["prompts"]) == rows and part["prompts"] == whole["prompts"][:rows]
 
 
 def test_a_damaged_file_of_samples_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
