@@ -22,6 +22,8 @@ Block = Callable[[int, int], Json | None]
 _WATCHED = ("metrics.jsonl", "events.jsonl", "spec.yaml", "trajectories", "timeline")
 """Whatever changes in a run changes the time or the size of one of these."""
 _NONE = "-"
+_RETRY_S = 60.0
+"""After this a tokenizer that did not answer is asked again: it may only be slow while a run loads its models."""
 _STEP_BYTES = 8 * MIB
 """Samples of one step that the page gets."""
 
@@ -32,7 +34,7 @@ class LiveData:
     def __init__(self, folders: Sequence[Path]) -> None:
         """Raises UsageError where a folder holds no run."""
         self._runs = [RunFolder(folder) for folder in folders]
-        self._texts = [TokenTexts(run.spec.get("model") or {}) for run in self._runs]
+        self._texts = [TokenTexts(run.spec.get("model") or {}, _RETRY_S) for run in self._runs]
         self._times: dict[tuple[int, int, int], Json | None] = {}
 
     def mark(self) -> str:

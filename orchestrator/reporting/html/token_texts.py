@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,23 +15,33 @@ _TIMEOUT_S = 60.0
 class TokenTexts:
     """The vocabulary of a run, as far as its samples use it."""
 
-    def __init__(self, model: Mapping[str, Any]) -> None:
-        """`model` is the section of the spec."""
+    def __init__(self, model: Mapping[str, Any], retry_s: float = math.inf) -> None:
+        """After a failed question none is asked for a while.
+
+        Args:
+            model: The section of the spec.
+            retry_s: How long, in seconds; never again by default.
+        """
         self._model = dict(model)
+        self._retry_s = retry_s
+        self._ask_at = 0.0 if model else math.inf
+        """No question before this, by the monotonic clock."""
         self._known: dict[int, str] = {}
         self.problem = "" if model else "the run has no spec.yaml with a model"
         """Why there are no texts; empty: there are."""
 
     def learn(self, ids: Iterable[int]) -> None:
-        """Asks for the texts of those ids that are not known yet; sets `problem` where that fails."""
+        """Asks for the texts of those ids that are not known yet; sets `problem` where that fails, else clears it."""
         wanted = sorted(set(ids) - self._known.keys())
-        if not wanted or self.problem:
+        if not wanted or time.monotonic() < self._ask_at:
             return
         try:
             texts = ask("workers.data.token_texts:decode", {"model": self._model, "ids": wanted}, _TIMEOUT_S)[0]
         except (ProbeFailed, IndexError, OSError) as error:
             self.problem = getattr(error, "raised", "") or str(error)
+            self._ask_at = time.monotonic() + self._retry_s
             return
+        self.problem = ""
         self._known |= dict(zip(wanted, texts, strict=True))
 
     def __getitem__(self, token: int) -> str:

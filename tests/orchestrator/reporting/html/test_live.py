@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from orchestrator.reporting.html import live
+from orchestrator.reporting.html import live, token_texts
 from orchestrator.reporting.html.live import LiveData
+from orchestrator.spec.probe import ProbeFailed
 
 from .folders import GROUP, RECORDED, sample, write_run, write_samples
 
@@ -39,6 +41,30 @@ def test_of_a_step_with_many_samples_the_first_groups_are_sent(tmp_path: Path, m
     for block in (data.samples(0, 1), data.data(-1)["samples"][0]["blocks"][0]):
         assert block is not None and block["rows"] == 10 * GROUP
         assert 0 < len(block["group"]) < 10 * GROUP and len(block["group"]) % GROUP == 0
+
+
+def test_a_tokenizer_that_did_not_answer_is_asked_again_after_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    asked: list[float] = []
+
+    def ask(entry: str, request: dict[str, Any], timeout_s: float) -> list[list[str]]:
+        asked.append(clock[0])
+        if len(asked) == 1:
+            raise ProbeFailed("did not end within 60 s", [])
+        return [[f"t{number}" for number in request["ids"]]]
+
+    monkeypatch.setattr(token_texts, "ask", ask)
+    monkeypatch.setattr(token_texts.time, "monotonic", lambda: clock[0])
+    data = LiveData([write_run(tmp_path / "run", steps=1)])
+    store = data.data(-1)["samples"][0]
+    assert store["problem"] == "did not end within 60 s" and "tokens" not in store["blocks"][0]
+    clock[0] += 59
+    assert data.data(-1)["samples"][0]["problem"] and asked == [1000.0]
+    clock[0] += 2
+    store = data.data(-1, held=store["file"])["samples"][0]
+    assert store["problem"] == "" and "tokens" in store["blocks"][0]
 
 
 def test_of_a_long_run_evenly_spread_timelines_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
