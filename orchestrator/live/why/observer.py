@@ -30,7 +30,7 @@ from orchestrator.errors import StopRequested, UsageError
 from orchestrator.live.why.diagnosis import diagnose
 from orchestrator.live.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
 from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
-from orchestrator.live.why.waiting import is_bounded
+from orchestrator.live.why.waiting import is_bounded, roles_behind
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.recorder import EventLog
 from workers.contract.stacks import FOLDER as STACKS
@@ -182,7 +182,6 @@ class RunObserver:
         cluster, now, progress = self._cluster, time.time(), self._console.progress()
         calls = [c for c in cluster.open_calls() if is_bounded(c.worker, c.method)]
         calls = calls[:_MOST_CALLS]
-        waited = {call.worker for call in calls}
         run = RunFacts(
             self._name,
             progress.steps,
@@ -193,11 +192,14 @@ class RunObserver:
             progress.step_s,
             self._usual_step(progress.steps),
         )
+        waited = tuple(Call(c.worker, c.method, now - c.since, c.timeout_s, c.detail) for c in calls)
+        names, roles = {call.worker for call in waited}, roles_behind(waited)
+        workers = {n: p.pid for n, p in cluster.whereabouts().items() if n in names or n.rpartition("-")[0] in roles}
         return Facts(
             run,
             DriverFacts(os.getpid(), socket.gethostname()),
-            tuple(Call(c.worker, c.method, now - c.since, c.timeout_s, c.detail) for c in calls),
-            workers={n: p.pid for n, p in cluster.whereabouts().items() if n in waited},
+            waited,
+            workers=workers,
             queues=self.queues(),
             kills_before=self._kills_before,
         )

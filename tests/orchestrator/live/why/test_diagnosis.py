@@ -96,6 +96,23 @@ def test_a_short_call_into_user_code_does_not_hide_an_old_one() -> None:
     assert found.culprit == "rollout-0"
 
 
+@pytest.mark.parametrize("state", ["", "Z"])
+def test_a_child_that_has_ended_is_not_what_the_run_waits_for(state: str) -> None:
+    """It has no title any more."""
+    ended = replace(process("reward-0", pid=21, state=state), title="")
+    call = Call("reward-0", "score", 30.0, 600.0)
+    found = diagnose(facts(process("reward-0", USER, cpu=1.0), ended, calls=(call,)))
+    assert (found.cause, found.culprit) == ("user_code", "reward-0")
+    assert "its process 21 has ended" in diagnose(facts(ended, calls=(call,))).verdict  # nothing else is known
+
+
+def test_a_worker_behind_a_call_that_has_ended_is_named() -> None:
+    call = Call("rollout-0", "generate", 30.0, 600.0)
+    ended = replace(process("environment-0", state=""), title="")
+    found = diagnose(facts(process("rollout-0", MAIN_LOOP), ended, calls=(call,)))
+    assert found.verdict.startswith("step 7 waits for rollout-0 (generate, 30 s of 600 s): process 14 of environment-0")
+
+
 def test_a_write_that_hangs_is_the_disk() -> None:
     saving = process("policy-1", USER, state="D", file_call="write /data/run/checkpoints/x.pt")
     found = diagnose(facts(saving, calls=(replace(UPDATE, method="save"),)))
