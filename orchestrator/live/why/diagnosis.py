@@ -107,6 +107,8 @@ def _node_lost(facts: Facts) -> Diagnosis | None:
     if node.workers:
         on_it = f"{', '.join(node.workers)} ran on it"
         return Diagnosis("node_lost", f"node {node.name} {how}: {on_it}", node.name)
+    if _serving(facts):
+        return None
     starting = [call for call in open_calls(facts) if call.method == "start"]
     names = [call.worker for call in starting] or list(facts.queues.starting)
     if names or facts.queues.waiting:
@@ -150,8 +152,7 @@ def _worker_gone(facts: Facts) -> Diagnosis | None:
 
 def _no_engine(facts: Facts) -> Diagnosis | None:
     queues = facts.queues
-    serving = [engine for engine in queues.engines if engine.state == "serving"]
-    if serving or not queues.waiting or not facts.run.steps:
+    if _serving(facts) or not queues.waiting or not facts.run.steps:
         return None
     starting = f"{', '.join(queues.starting)} is starting" if queues.starting else "none is starting"
     verdict = f"{facts.run.here} waits for an engine: none serves, {starting}, {queues.waiting} group(s) wait"
@@ -189,6 +190,11 @@ _RULES: Sequence[Callable[[Facts], Diagnosis | None]] = (
     *(_driver_dead, _run_failed, _driver_stopped, _ray_stopped, _worker_stopped, _node_lost, _driver_blocked),
     *(_no_space, _worker_gone, _no_engine, _waits),
 )
+
+
+def _serving(facts: Facts) -> bool:
+    """Whether an engine serves."""
+    return any(engine.state == "serving" for engine in facts.queues.engines)
 
 
 def _full(facts: Facts, *, nearly: bool = False) -> str:

@@ -147,6 +147,15 @@ def test_a_dead_node_that_is_not_missed_is_not_the_cause() -> None:
     assert found.cause == "user_code"
 
 
+def test_a_dead_node_is_not_the_cause_while_an_engine_serves() -> None:
+    """It was replaced, or the autoscaler has taken it away."""
+    dead = NodeFacts("n2", reachable=False, alive=False)
+    calls = (UPDATE, Call("rollout-1", "start", 30.0, 600.0))
+    queues = Queues((EngineQueue("rollout-0", "serving", 4),), ("rollout-1",), waiting=2)
+    found = diagnose(replace(facts(process("policy-1", USER), calls=calls), nodes=(NODE, dead), queues=queues))
+    assert found.cause == "user_code"
+
+
 def test_no_engine_that_serves() -> None:
     queues = Queues((), ("rollout-0",), waiting=4)
     found = diagnose(replace(facts(calls=()), queues=queues))
