@@ -121,6 +121,14 @@ def test_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
         assert ask(tmp_path)["verdict"] == "the run has ended: 0 of 0 steps"
 
 
+def test_a_stage_that_has_ended_says_so_while_its_process_runs_the_next_one(tmp_path: Path) -> None:
+    with observed(tmp_path, "ends a stage"):
+        deadline = time.monotonic() + WAIT_S
+        while not (tmp_path / FOLDER / ENDED.name).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert ask(tmp_path)["verdict"] == "the run has ended: 0 of 0 steps"
+
+
 def test_a_folder_without_a_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     command = troupe_command("why", str(tmp_path / "nothing"))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
