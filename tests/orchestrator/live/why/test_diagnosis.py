@@ -179,7 +179,33 @@ def test_the_driver_comes_first() -> None:
     assert "waiting for policy-1 (update, 84 s of 600 s)" in diagnose(dead).verdict
     killed = replace(dead, nodes=(replace(NODE, out_of_memory_kills=2),))
     assert "killed by the kernel's out-of-memory killer" in diagnose(killed).verdict
-    assert "killed from outside" in diagnose(replace(killed, kills_before=2)).verdict
+    found = diagnose(replace(killed, kills_before=2))
+    assert "it left no last report, so it was killed (SIGKILL) or exited at once" in found.verdict
+
+
+def test_a_full_disk_explains_a_driver_that_left_nothing_or_does_not_answer() -> None:
+    full = facts(node=replace(NODE, disks=(("/data/run", 0, 2**40),)))
+    dead = diagnose(replace(full, driver=DriverFacts(1, "n1", "dead")))
+    assert (dead.cause, dead.culprit) == ("full", "/data/run on n1")
+    assert "it left no last report, and /data/run on n1 is full" in dead.verdict
+    assert diagnose(replace(full, driver=DriverFacts(1, "n1", "silent"))).cause == "full"
+
+
+def test_a_machine_that_was_started_again_has_killed_nothing() -> None:
+    dead = replace(facts(), driver=DriverFacts(1, "n1", "dead"), kills_before=3)
+    found = diagnose(dead)
+    assert "out-of-memory killer" not in found.text()
+    failed = replace(facts(), error="policy-0.update: WorkerDied", kills_before=3)
+    assert diagnose(failed).cause == "run_failed"
+
+
+@pytest.mark.parametrize(("usual", "cause"), [(0.0, "waits"), (50.0, "running")])
+def test_a_call_without_a_process_is_named(usual: float, cause: str) -> None:
+    """Resources that are not there yet, an actor that Ray has not placed."""
+    reserve = Call("cluster", "reserve", 84.0, 600.0, "policy")
+    found = diagnose(replace(facts(calls=(reserve,)), run=replace(RUN, usual_step_s=usual)))
+    assert found.cause == cause
+    assert found.verdict.endswith(" in update 0/1; it waits for cluster (reserve, 84 s of 600 s): policy")
 
 
 def test_ray_that_is_stopped_explains_everything_else() -> None:
