@@ -30,9 +30,8 @@ sys.stdin.read()
 @contextmanager
 def named(folder: Path) -> Iterator[int]:
     """A process whose name is not UTF-8."""
-    command = [sys.executable, "-c", NAMED]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env={"PYTHONPATH": ":".join(sys.path), VARIABLE: str(folder)}, **pipes) as process:
+    command, env = [sys.executable, "-c", NAMED], {"PYTHONPATH": ":".join(sys.path), VARIABLE: str(folder)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"\n"
             yield process.pid
