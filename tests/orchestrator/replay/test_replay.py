@@ -216,8 +216,21 @@ def test_only_a_checkout_with_the_command_is_compared(tmp_path: Path) -> None:
     assert require_checkout(ROOT) == ROOT == own_root()
 
 
-def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
-    """Its command line is a script here that says where it was imported from and what it was asked."""
+def test_a_checkout_is_found_through_links_and_parent_folders(tmp_path: Path) -> None:
+    """With `-m`, Python imports from the working folder without links and `..`."""
+    root = scripted_checkout(tmp_path, "")
+    (root / "orchestrator" / "commands").mkdir()
+    (root / "orchestrator" / "commands" / "replay.py").write_text("")
+    (tmp_path / "link").symlink_to(root)
+    for number, path in enumerate((tmp_path / "link", root / ".." / root.name)):
+        folder = tmp_path / f"result-{number}"
+        folder.mkdir()
+        found = replay_there(require_checkout(path), tmp_path, 7, folder, 30.0, weights=False)
+        assert found.root == str(root)
+
+
+def scripted_checkout(tmp_path: Path, script: str) -> Path:
+    """A checkout whose command line is a script that says where it was imported from and what it was asked."""
     write_result(tmp_path / "wanted.json", [repeated()])
     package = tmp_path / "there" / "orchestrator"
     package.mkdir(parents=True)
@@ -227,16 +240,24 @@ def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
         "asked = dict(zip(sys.argv[3::2], sys.argv[4::2]))\n"
         f"found = json.loads(pathlib.Path({str(tmp_path / 'wanted.json')!r}).read_text())\n"
         "found['root'] = str(pathlib.Path(__file__).parent.parent)\n"
+        f"{script}\n"
+        "pathlib.Path(asked['--result']).write_text(json.dumps(found | {'added later': 1}))\n"
+    )
+    return package.parent
+
+
+def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
+    root = scripted_checkout(
+        tmp_path,
         "if asked['--step'] == '3': sys.exit('no such step')\n"
         "if asked['--step'] == '4': import time; time.sleep(60)\n"
-        "if asked['--step'] == '5': found['root'] = '/elsewhere'\n"
-        "pathlib.Path(asked['--result']).write_text(json.dumps(found | {'added later': 1}))\n"
+        "if asked['--step'] == '5': found['root'] = '/elsewhere'",
     )
 
     def there(step: int, timeout_s: float = 30.0):
         folder = tmp_path / f"result-{step}"
         folder.mkdir()
-        return replay_there(package.parent, tmp_path, step, folder, timeout_s, weights=False)
+        return replay_there(root, tmp_path, step, folder, timeout_s, weights=False)
 
     found = there(7)
     assert found.steps[0].weights == repeated().weights and found.steps[0].equal
