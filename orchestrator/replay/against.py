@@ -93,6 +93,7 @@ def replay_there(root: Path, run: Path, step: int, folder: Path, timeout_s: floa
         TroupeError: It failed, or took too long.
     """
     result = folder / "result.json"
+    result.unlink(missing_ok=True)  # of an earlier replay: it must not stand for one that fails
     command = [sys.executable, "-m", "orchestrator.cli", "replay", str(run), "--step", str(step)]
     command += ["--result", str(result), *(["--weights", str(folder)] if weights else [])]
     log = folder / "log"

@@ -269,6 +269,13 @@ def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
         there(5)
 
 
+def test_the_result_of_an_earlier_replay_does_not_stand_for_one_that_fails(tmp_path: Path) -> None:
+    root = scripted_checkout(tmp_path, "if asked['--step'] == '3': sys.exit('no such step')")
+    replay_there(root, tmp_path, 7, tmp_path, 30.0, weights=False)
+    with pytest.raises(TroupeError, match=r"failed \(exit code 1\):\n  no such step"):
+        replay_there(root, tmp_path, 3, tmp_path, 30.0, weights=True)
+
+
 def test_a_step_is_sampled_again_with_the_versions_that_sampled_it(tmp_path: Path, keep: Keep) -> None:
     origins = [("a", 3, 3), ("b", 2, 2), ("c", 3, 3), ("d", 2, 3)]
     groups = tuple(GroupOrigin(uid, row, 8, *versions) for row, (uid, *versions) in enumerate(origins))
