@@ -145,6 +145,20 @@ def test_a_longer_run_is_another_one_only_where_the_learning_rate_depends_on_it(
         plan_replay(tmp_path, 2)
 
 
+@pytest.mark.parametrize("change", ["schedule.epochs=3", "schedule.minibatches=2", "algorithm.kl_states=8"])
+def test_steps_with_other_updates_are_not_repeated_together(tmp_path: Path, keep: Keep, change: str) -> None:
+    """The learning rate is constant, so that the workers' settings are the same."""
+    limits = ["schedule.train_timeout_s=123", "failures.nonfinite_steps=9"]
+    keep(1)
+    keep(2, load_rollout_spec(SPECS / "tiny-grpo.yaml", limits))
+    keep(3, load_rollout_spec(SPECS / "tiny-grpo.yaml", [change]))
+    assert len(plan_replay(tmp_path, 2).folders) == 2
+    field = change.partition("=")[0]
+    words = rf"the spec changed between step 1 and the last step \({field}\), and there is no checkpoint"
+    with pytest.raises(UsageError, match=words):
+        plan_replay(tmp_path, 3)
+
+
 def test_kept_texts_make_the_plans_of_the_run() -> None:
     """Plans sort equally long texts by row: the rows that are kept have the order of those of the whole table."""
     tokens = (5, 9, 9, 3, 9, 5, 8, 5, 9, 9)
