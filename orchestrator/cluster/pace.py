@@ -1,4 +1,8 @@
-"""Bounds on calls that follow how long the same call has taken before."""
+"""Bounds on calls that follow how long the same call has taken before.
+
+A worker runs one call at a time: a call that is made while another one is open waits for that one first. Such a call is
+not measured, and has the timeout of the spec.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,16 @@ class Pace:
         self._clock = clock
         self._calls: Counter[str] = Counter()
         self._longest: dict[str, float] = {}
+        self._open = 0
+
+    @contextmanager
+    def occupied(self) -> Iterator[None]:
+        """The workers have a call in the block."""
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
 
     @contextmanager
     def bounded(self, method: str, timeout_s: float) -> Iterator[float]:
@@ -35,17 +49,20 @@ class Pace:
         Raises:
             WorkerTimeout: As the block, with the reason for the bound.
         """
-        bound_s, began = self._bound(method, timeout_s), self._clock()
+        alone = not self._open
+        bound_s, began = self._bound(method, timeout_s) if alone else timeout_s, self._clock()
         try:
-            yield bound_s
+            with self.occupied():
+                yield bound_s
         except WorkerTimeout as error:
             if bound_s >= timeout_s:
                 raise
             reason = f"{FACTOR} times the longest such call before was {FACTOR * self._longest[method]:.3g} s"
             self._longest[method] = bound_s
             raise WorkerTimeout(error.worker, error.method, f"{error.detail}: {reason} (failures.hung_s)") from error
-        self._calls[method] += 1
-        self._longest[method] = max(self._clock() - began, self._longest.get(method, 0.0))
+        if alone:
+            self._calls[method] += 1
+            self._longest[method] = max(self._clock() - began, self._longest.get(method, 0.0))
 
     def _bound(self, method: str, timeout_s: float) -> float:
         if self._calls[method] < _ENOUGH:

@@ -118,7 +118,7 @@ class WorkerGroup(Generic[W]):
     def __init__(
         self, role: str, workers: Sequence[WorkerHandle[W]], micro_batch_tokens: int, hung_s: float = math.inf
     ) -> None:
-        """`hung_s`: see `Pace`; it bounds the calls that compute on shares of rows."""
+        """`hung_s`: see `Pace`; the calls that compute on shares of rows are bounded by it."""
         self.role = role
         self.workers = tuple(workers)
         self.micro_batch_tokens = micro_batch_tokens
@@ -133,7 +133,13 @@ class WorkerGroup(Generic[W]):
         self, method: Callable[Concatenate[W, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
         """The same call on every rank; results by rank."""
-        return await gather_all(worker.call(method, timeout_s, *args, **kwargs) for worker in self.workers)
+        with self._pace.occupied():
+            return await gather_all(worker.call(method, timeout_s, *args, **kwargs) for worker in self.workers)
+
+    async def _first(self, call: Callable[[WorkerHandle[W]], Coroutine[Any, Any, R]]) -> R:
+        """A call of rank 0 alone."""
+        with self._pace.occupied():
+            return await call(self.workers[0])
 
     async def _scatter(
         self,
@@ -214,7 +220,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
     ) -> dict[str, KeptFile]:
         """Has rank 0 write a step's batch, and these rows of its texts, to files."""
         return await self._repeated(
-            lambda: self.workers[0].call(Trainer.keep_batch, timeout_s, folder, batch, texts, rows)
+            lambda: self._first(lambda rank: rank.call(Trainer.keep_batch, timeout_s, folder, batch, texts, rows))
         )
 
     async def weight_digests(self, *, timeout_s: float) -> dict[str, str]:
@@ -257,12 +263,14 @@ class PolicyGroup(TrainerGroup[Policy]):
         self, request: PrepareRequest, *tables: TableRef, timeout_s: float
     ) -> tuple[TrainSummary, TableRef]:
         """Joins rollouts, rewards and token scores into a batch with advantages."""
-        return await self._repeated(lambda: self.workers[0].call_for_table(Policy.prepare, timeout_s, request, *tables))
+        return await self._repeated(
+            lambda: self._first(lambda rank: rank.call_for_table(Policy.prepare, timeout_s, request, *tables))
+        )
 
     async def cut_texts(self, texts: TableRef, max_tokens: int, *, timeout_s: float) -> tuple[TextSummary, TableRef]:
         """Splits plain texts into pieces of at most `max_tokens` tokens (PPO-ptx)."""
         return await self._repeated(
-            lambda: self.workers[0].call_for_table(Policy.cut_texts, timeout_s, texts, max_tokens)
+            lambda: self._first(lambda rank: rank.call_for_table(Policy.cut_texts, timeout_s, texts, max_tokens))
         )
 
     async def update(
@@ -287,8 +295,9 @@ class PolicyGroup(TrainerGroup[Policy]):
 
     async def token_records(self, *, timeout_s: float) -> list[TableRef]:
         """What each rank's updates computed for every token since the last call. Call it after a step's updates."""
-        calls = (worker.call_for_table(Policy.token_records, timeout_s) for worker in self.workers)
-        return [table for _, table in await gather_all(calls)]
+        with self._pace.occupied():
+            calls = (worker.call_for_table(Policy.token_records, timeout_s) for worker in self.workers)
+            return [table for _, table in await gather_all(calls)]
 
     async def hold_distributions(
         self, plans: Sequence[RankPlan], batch: TableRef, stride: int, weights: bool, *, timeout_s: float
@@ -315,7 +324,7 @@ class PolicyGroup(TrainerGroup[Policy]):
 
     async def read_weights(self, update: WeightUpdate, *, timeout_s: float) -> TableRef:
         """Reference to the bytes of a published version, for engines on other nodes."""
-        return (await self.workers[0].call_for_table(Policy.read_weights, timeout_s, update))[1]
+        return (await self._first(lambda rank: rank.call_for_table(Policy.read_weights, timeout_s, update)))[1]
 
     async def connect_engines(self, link: EngineLink, *, timeout_s: float) -> None:
         """Joins the rollout engines for transfers from GPU to GPU."""
@@ -356,20 +365,22 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
 
     async def tokenize(self, texts: TableRef, *, timeout_s: float) -> tuple[ExampleSummary, TableRef]:
         """Tokenizes every example once."""
-        return await self._repeated(lambda: self.workers[0].call_for_table(ExampleTrainer.tokenize, timeout_s, texts))
+        return await self._repeated(
+            lambda: self._first(lambda rank: rank.call_for_table(ExampleTrainer.tokenize, timeout_s, texts))
+        )
 
     async def assemble(
         self, picks: Sequence[tuple[str, int]], examples: TableRef, *, timeout_s: float
     ) -> tuple[ExampleBatchSummary, TableRef]:
         """Selects (name, row) pairs of the tokenized examples as a batch."""
         return await self._repeated(
-            lambda: self.workers[0].call_for_table(ExampleTrainer.assemble, timeout_s, picks, examples)
+            lambda: self._first(lambda rank: rank.call_for_table(ExampleTrainer.assemble, timeout_s, picks, examples))
         )
 
     async def attach(self, batch: TableRef, *scores: TableRef, timeout_s: float) -> TableRef:
         """The batch with the reference's log-probs."""
         _, table = await self._repeated(
-            lambda: self.workers[0].call_for_table(ExampleTrainer.attach, timeout_s, batch, *scores)
+            lambda: self._first(lambda rank: rank.call_for_table(ExampleTrainer.attach, timeout_s, batch, *scores))
         )
         return table
 

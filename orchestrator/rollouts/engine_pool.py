@@ -380,11 +380,15 @@ class EnginePool:
         """Starts an engine, loads the current weights into it and adds it to the serving engines."""
         engine = await asyncio.wait_for(self._spawn(name), self.bounds.start_timeout_s)
         engine.predecessor_fault = predecessor_fault
-        async with self.transfer_lock:
-            if self.bring_up is not None:
-                await self.bring_up(engine)
-            self.engines.append(engine)
-            self._loads.update(engine)
+        try:
+            async with self.transfer_lock:
+                if self.bring_up is not None:
+                    await self.bring_up(engine)
+                self.engines.append(engine)
+                self._loads.update(engine)
+        except BaseException:
+            engine.handle.kill()
+            raise
 
     async def _started(self, name: str) -> None:
         """Forgets that an engine is being started."""

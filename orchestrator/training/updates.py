@@ -107,13 +107,13 @@ class Updates(ABC):
         before = self._nonfinite.copy()
         try:
             return await self._run(step, batch, state)
-        except WorkerError:
+        except (WorkerError, asyncio.CancelledError):  # a restart of the trainers cancels it
             self._nonfinite = before
             raise
 
     async def repeat(self, step: int, batch: Batch, state: ControllerState) -> None:
         """The updates of a step that was trained before, on trainers that have lost them."""
-        before = self._nonfinite.copy()
+        before, self._nonfinite = self._nonfinite, Counter()
         try:
             await self._run(step, batch, state)
         finally:

@@ -53,6 +53,16 @@ def test_after_a_hung_call_the_next_one_may_take_longer() -> None:
     assert call(of, clock, 2.0) == 1200.0
 
 
+def test_a_call_that_waits_for_another_one_is_neither_bounded_nor_measured() -> None:
+    clock = Clock()
+    of = Pace(120.0, clock)
+    for _ in range(5):
+        call(of, clock, 2.0)
+    with of.occupied():  # a checkpoint, say
+        assert call(of, clock, 500.0, "update") == 1800.0
+    assert call(of, clock, 2.0, "update") == 120.0
+
+
 def test_the_bound_of_the_spec_keeps_its_own_message() -> None:
     with pytest.raises(WorkerTimeout, match=r"no answer in 5 s$"), Pace(120.0).bounded("update", 5.0) as bound:
         raise WorkerTimeout("policy-1", "update", f"no answer in {bound:g} s")
