@@ -28,10 +28,10 @@ def trace(
 ) -> None:
     """Write the timeline of a run as a trace file for ui.perfetto.dev."""
     from orchestrator.reporting.run_folder import RunFolder
-    from orchestrator.reporting.trace import cut_steps, trace_events, write_trace
+    from orchestrator.reporting.trace import trace_events, write_trace
 
     run, (first, last) = RunFolder(run_folder), _range(steps)
-    timeline = cut_steps(run.timeline(), first, last)
+    timeline = run.timeline_of(first, last)
     if not timeline.num_rows:
         known = list(run.timeline_files())
         there = f": there are steps {known[0]} to {known[-1]}" if known else ""
@@ -68,7 +68,7 @@ def _summarize(timeline: pa.Table) -> None:
     roles = Table("role", title="busy", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("workers", "busy s", "idle s", "busy"):
         roles.add_column(name, justify="right")
-    for one in busy_roles(timeline, (windows[0][0], windows[-1][1])):
+    for one in busy_roles(timeline, windows):
         figures = f"{one.busy_s:.2f}", f"{max(0.0, one.wall_s - one.busy_s):.2f}", f"{one.share:.0%}"
         roles.add_row(one.role, str(one.workers), *figures)
     bounds = Table(

@@ -11,12 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+
 from orchestrator.errors import TroupeError
 from orchestrator.reporting.html.budget import fitting, spread
 from orchestrator.reporting.html.overview import MOST_POINTS, overview, sections, spec_differences
 from orchestrator.reporting.html.page import render
 from orchestrator.reporting.html.samples import step_block
-from orchestrator.reporting.html.timeline import phases_from_metrics, spans_of, timeline_block
+from orchestrator.reporting.html.timeline import (
+    Span,
+    phases_from_metrics,
+    spans_of,
+    step_bounds,
+    step_times,
+    timeline_block,
+)
 from orchestrator.reporting.html.token_texts import TokenTexts
 from orchestrator.reporting.run_folder import RunFolder
 from orchestrator.reporting.verdicts.history import History
@@ -175,10 +184,25 @@ def timeline_data(run: RunFolder, budget: int) -> Json:
 def span_block(run: RunFolder, step: int) -> Json | None:
     """One step's spans; None where its file cannot be read or holds none."""
     try:
-        return timeline_block(step, spans_of(run.timeline(step)))
+        spans = spans_of(run.timeline(step))
     except (TroupeError, KeyError) as error:
         logger.warning("the timeline of step %d is left out: %s", step, error)
         return None
+    block, bounds = timeline_block(step, spans), step_bounds(spans)
+    if block is None or bounds is None:
+        return None
+    return block | {"times": step_times([*spans, *_open_at(run, step + 1, bounds[1])], *bounds)}
+
+
+def _open_at(run: RunFolder, step: int, time: float) -> list[Span]:
+    """Calls of a step that were already open at a time of the step before; none where they cannot be read.
+
+    A step's file holds what ended during the step: a call across its end is in the next file.
+    """
+    try:
+        return spans_of(run.timeline(step).filter(pc.field("start") < time))
+    except (TroupeError, KeyError):
+        return []
 
 
 def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:

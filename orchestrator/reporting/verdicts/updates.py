@@ -76,8 +76,8 @@ def clip_fraction_stuck(run: History) -> Iterator[Verdict]:
         "clip-fraction",
         while_it_lasts(found, Level.WARNING),
         "Most tokens are clipped",
-        f"{clipped.typical(found):.0%} of the tokens are beyond the clip bounds and have no gradient (below 30% is usual): "
-        "the updates after the first one are mostly lost.",
+        f"{clipped.typical(found):.0%} of the tokens are beyond the clip bounds and have no gradient (below 30% is "
+        "usual): the updates after the first one are mostly lost.",
         found.start,
         found.until,
         (clipped.name, "policy/ratio_max", "policy/kl_old"),
@@ -122,8 +122,8 @@ def sampler_gap(run: History) -> Iterator[Verdict]:
         "sampler-gap",
         Level.NOTE if over else Level.WARNING if stale else Level.PROBLEM,
         f"Sampler and trainer disagree: the gap {what}",
-        f"The mean difference of their log-probs {'was' if over else 'is'} {at:.3g} nats, from {gap.first:.3g} at the start; "
-        f"up to {limit:g} is explained by {'staleness' if stale else 'precision'}. "
+        f"The mean difference of their log-probs {'was' if over else 'is'} {at:.3g} nats, from {gap.first:.3g} at "
+        f"the start; up to {limit:g} is explained by {'staleness' if stale else 'precision'}. "
         + ("" if stale else "An engine may hold other weights than the trainer."),
         since,
         max(one.end for one in spells) if over else None,
@@ -181,8 +181,8 @@ def clipped_gradients(run: History) -> Iterator[Verdict]:
             "clipped-gradients",
             Level.WARNING,
             f"The gradient of the {role.replace('_', ' ')} is clipped to a small part",
-            f"Its norm is {norm.during(found).median:.3g} in most steps, {norm.highest:.3g} at most, and is clipped to {most:g}: "
-            "all updates have the same length, and a few extreme samples decide their direction.",
+            f"Its norm is {norm.during(found).median:.3g} in most steps, {norm.highest:.3g} at most, and is clipped to "
+            f"{most:g}: all updates have the same length, and a few extreme samples decide their direction.",
             found.start,
             None,
             (norm.name, "reward/std", "reward/mean"),
