@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
 from orchestrator.errors import DataError, UsageError
-from orchestrator.reporting.timeline import TIMELINE
+from orchestrator.reporting.timeline import DRIVER, TIMELINE
 from workers.contract.samples import SAMPLES, conform
 
 METRICS = "metrics.jsonl"
@@ -100,6 +101,17 @@ class RunFolder:
         chosen = [file for step, file in self.timeline_files().items() if low <= step <= high]
         tables = [conform(_read(file, TIMELINE.names), TIMELINE) for file in chosen]
         return pa.concat_tables(tables) if tables else TIMELINE.empty_table()
+
+    def crossing(self, step: int, end: float) -> pa.Table:
+        """The workers' calls that were open when a step ended, which are in the file of the next one.
+
+        Empty where that file is not there yet or cannot be read.
+        """
+        try:
+            later = self.timeline(step + 1)
+        except DataError:
+            later = TIMELINE.empty_table()
+        return later.filter((pc.field("worker") != DRIVER) & (pc.field("start") < end))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
-
 from orchestrator.errors import TroupeError
 from orchestrator.reporting.html.budget import fitting, spread
 from orchestrator.reporting.html.overview import MOST_POINTS, overview, sections, spec_differences
 from orchestrator.reporting.html.page import render
 from orchestrator.reporting.html.samples import step_block
 from orchestrator.reporting.html.timeline import (
-    Span,
     phases_from_metrics,
     spans_of,
     step_bounds,
@@ -191,18 +188,7 @@ def span_block(run: RunFolder, step: int) -> Json | None:
     block, bounds = timeline_block(step, spans), step_bounds(spans)
     if block is None or bounds is None:
         return None
-    return block | {"times": step_times([*spans, *_open_at(run, step + 1, bounds[1])], *bounds)}
-
-
-def _open_at(run: RunFolder, step: int, time: float) -> list[Span]:
-    """Calls of a step that were already open at a time of the step before; none where they cannot be read.
-
-    A step's file holds what ended during the step: a call across its end is in the next file.
-    """
-    try:
-        return spans_of(run.timeline(step).filter(pc.field("start") < time))
-    except (TroupeError, KeyError):
-        return []
+    return block | {"times": step_times([*spans, *spans_of(run.crossing(step, bounds[1]))], *bounds)}
 
 
 def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:

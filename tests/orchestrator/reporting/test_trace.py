@@ -197,6 +197,16 @@ def test_only_files_of_the_steps_are_read(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_calls_across_the_end_of_the_last_step_count(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    table = pa.concat_tables([of_step(timeline(), 2), timeline_table(2, [span("rollout-0", "generate", 6.5, 7.5)])])
+    pq.write_table(table, tmp_path / "timeline" / "step-000002.parquet")
+    result = CliRunner().invoke(app, ["trace", str(tmp_path), "-o", str(tmp_path / "trace.json"), "--steps", "1"])
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["1", "7.00", "5.00", "2.00", "5.00", "71%", "(engines)"] in lines
+    assert ": 9 calls" in result.output  # the file holds the calls of step 1 alone
+
+
 def test_the_command_writes_the_file_and_prints_what_bounds_each_step(tmp_path: Path) -> None:
     write_run(tmp_path)
     runner, out = CliRunner(), tmp_path / "out" / "trace.json"
