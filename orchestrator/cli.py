@@ -186,7 +186,9 @@ def _supervise(runs: Sequence[PlannedRun]) -> int:
 
 def _saved_steps(out: Path) -> int:
     """Step of the newest checkpoint of a run, 0 where it has none."""
-    return max((int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*")), default=0)
+    from orchestrator.training.checkpoint import CheckpointStore
+
+    return max(CheckpointStore(out / "checkpoints", keep=1).steps(), default=0)
 
 
 def _train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:

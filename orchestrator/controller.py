@@ -170,8 +170,11 @@ class Controller:
 
     async def run(self) -> RunOutcome:
         """Trains until the last step, or saves and returns after the step during which `stop` was set."""
-        async with rare_collections():
-            return await self._run()
+        try:
+            async with rare_collections():
+                return await self._run()
+        finally:
+            self.sinks.close()
 
     async def _run(self) -> RunOutcome:
         """Consumes batches from the source, one per step.
@@ -216,7 +219,6 @@ class Controller:
         await source.flush()
         await self._save()
         await self._recorder.close()
-        self.sinks.close()
         ledger = self.components.ledger
         ledger.check()
         how = "finished" if self.version >= settings.steps else "alarm" if self._alarm_stops() else "stopped"

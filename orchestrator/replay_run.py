@@ -17,7 +17,6 @@ from orchestrator.replay.keeper import software
 from orchestrator.replay.plan import TRAINERS, ReplayPlan, steps_of
 from orchestrator.replay.repeat import Repeated, Replayer, software_changes, start_problem
 from orchestrator.reporting.console import Console
-from orchestrator.rollout_run import update_settings
 from orchestrator.run import Classes, RunRequest, open_run
 from orchestrator.spec.base import RunSpec
 from orchestrator.training.batch import unless_stopped
@@ -163,9 +162,10 @@ def compare(request: ReplayRequest, checkout: Path, classes: Classes, console: C
 
 def updates_of(spec: RunSpec, workers: Workers, console: Console) -> Updates:
     """The updates of a spec of either kind, on its trainers."""
+    settings = UpdateSettings.from_spec(spec)
     return spec.dispatch(
-        lambda rollout: RolloutUpdates(update_settings(rollout), _there(workers.policy), workers.critic, console),
-        lambda offline: OfflineUpdates(UpdateSettings.from_spec(offline), _there(workers.examples), console),
+        lambda _: RolloutUpdates(settings, _there(workers.policy), workers.critic, console),
+        lambda _: OfflineUpdates(settings, _there(workers.examples), console),
     )
 
 

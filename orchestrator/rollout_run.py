@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ class RolloutRun:
             await self._load(found)
         scheduler = self._scheduler(ledger, prompts, curriculum, done)
         rollouts = RolloutComponents(policy, self._pool, scheduler, self._rewards, prompts, ledger, texts, curriculum)
-        updates = RolloutUpdates(update_settings(spec), policy, self._workers.critic, self._context.console)
+        updates = RolloutUpdates(UpdateSettings.from_spec(spec), policy, self._workers.critic, self._context.console)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         recovery = RecoverySettings.from_spec(spec), updates, sync.push, store, self._context.launcher.restart
         cluster = self._context.cluster
@@ -366,20 +366,6 @@ class RolloutRun:
         groups = [group for group in (self._workers.policy, self._workers.critic) if group is not None]
         for line in await load_checkpoint(found, groups, self._spec.schedule.train_timeout_s):
             self._context.console.message(line)
-
-
-def update_settings(spec: RolloutSpec) -> UpdateSettings:
-    """How a batch of the spec becomes optimizer updates."""
-    loss, penalty = spec.policy_config().loss, algorithms.kl_penalty(spec.algorithm)
-    return replace(
-        UpdateSettings.from_spec(spec),
-        skip_zero_advantage=loss.kl_coef == 0 and loss.entropy_coef == 0 and penalty is None,
-        critic_warmup=spec.roles.critic.warmup_steps if spec.roles.critic is not None else 0,
-        kl_stop=spec.algorithm.kl_stop or None,
-        kl_states=spec.algorithm.kl_states,
-        kl_penalty=penalty,
-        trust_region=algorithms.trust_region(spec.algorithm),
-    )
 
 
 def _rollout_settings(spec: RolloutSpec, out: Path) -> RolloutSettings:

@@ -83,9 +83,10 @@ def _run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
     store.prepare()
     found = store.latest()
     if found is not None and not request.resume:
-        raise TroupeError(f"{request.out} already contains a run (step {found.step}): use --resume or another --out")
+        raise UsageError(f"{request.out} already contains a run (step {found.step}): use --resume or another --out")
     if found is None and (saved := store.steps()):
-        raise TroupeError(
+        refused = TroupeError if request.resume else UsageError  # a supervisor tries again only with the former
+        raise refused(
             f"{store.directory}: none of the checkpoints ({len(saved)}) is valid; "
             "move the folder away to start from the beginning"
         )

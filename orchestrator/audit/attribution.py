@@ -173,7 +173,9 @@ def _sampler_gap(found: Judgement) -> float:
 
 
 def _cache_explains(found: Judgement, fresh: Judgement) -> bool:
-    """Whether the gap is there with the warm cache and not with an empty one."""
+    """Whether the gap is there with the warm cache and not with an empty one, where the engine sampled with both."""
+    if not len(fresh.sampler):
+        return False
     warm, cold = _sampler_gap(found), _sampler_gap(fresh)
     return (
         not explained_by_rounding(warm, distance(found.rounded, found.judge))

@@ -70,8 +70,8 @@ class CallLog:
         self.end(call)
 
     def open_calls(self) -> list[OpenCall]:
-        """The calls that have not ended, the oldest first."""
-        return [OpenCall(*call) for call in self._open.values()]
+        """The calls that have not ended, the oldest first. May be called from any thread."""
+        return [OpenCall(*call) for call in list(self._open.values())]  # a copy: calls begin and end meanwhile
 
     def drain(self) -> list[Span]:
         """The calls that have ended since the last `drain`, in the order in which they ended.

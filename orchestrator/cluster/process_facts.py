@@ -214,7 +214,7 @@ def _describe(pid: int, worker: str) -> ProcessFacts:
     gone = ProcessFacts(worker, node, pid, 0, "", "")
     try:
         process = psutil.Process(pid)
-        title = (" ".join(process.cmdline()) or process.name())[:_LONGEST_TITLE]
+        title = _text(" ".join(process.cmdline()) or process.name())[:_LONGEST_TITLE]
         age = time.time() - process.create_time()
         resident = process.memory_info().rss
     except psutil.Error:
@@ -256,7 +256,7 @@ def _file_call(task: Path) -> str:
         if (call := _PATH_CALLS.get(int(number))) is not None:
             return f"{call[0]} {_text_at(task, int(arguments[call[1]], 16))}"
         if (name := _FILE_CALLS.get(int(number))) is not None:
-            path = os.readlink(task / "fd" / str(int(arguments[0], 16)))
+            path = _text(os.readlink(task / "fd" / str(int(arguments[0], 16))))
             return f"{name} {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
     except (OSError, ValueError, IndexError):
         pass
@@ -268,6 +268,11 @@ def _text_at(task: Path, address: int) -> str:
     with (task / "mem").open("rb") as memory:
         memory.seek(address)
         return memory.read(256).split(b"\0")[0].decode(errors="replace")
+
+
+def _text(name: str) -> str:
+    """A name as text that JSON takes, also where the bytes that the system has are not UTF-8."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def _state(thread: int) -> str:

@@ -123,6 +123,7 @@ class ProcessWatch:
         """The watch of each node but this one."""
         self._locating: set[asyncio.Task[None]] = set()
         self._kills_before = out_of_memory_kills()
+        self._nodes_before = _NodeTable()
 
     def add(self, worker: Watched) -> None:
         """Watches a worker from when its process has started; called before any other call of the worker."""
@@ -170,7 +171,8 @@ class ProcessWatch:
     def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         """What the processes of all nodes do; for a thread other than that of the event loop.
 
-        A node whose watch does not answer in time is reported as not reachable.
+        A node whose watch does not answer in time is reported as not reachable. Nodes that died before this watch began
+        are not reported: Ray never forgets them.
 
         Args:
             own: Further processes of this node by id, such as the driver.
@@ -187,6 +189,7 @@ class ProcessWatch:
         deadline = time.monotonic() + timeout_s
         here = look_at(Look(roots[self.node], self._logs / STACKS, str(self._logs.parent), paths))
         names, dead = nodes.read(deadline)
+        dead -= self._nodes_before.read(deadline)[1]
         left = max(0.1, deadline - time.monotonic())
         done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=left) if asked else ([], [])
         reports = [here]

@@ -105,7 +105,7 @@ def _state(pid: int) -> str:
 
 def stat_fields(pid: int) -> list[str]:
     """What the kernel says about a process, from its state on; empty where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    try:  # the name of a process is bytes, cut at the 15th
+        return Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []

@@ -154,7 +154,7 @@ def _frame(file: str, line: int, function: str) -> Frame:
 
 def _handles(pid: int) -> bool:
     """Whether a process has a handler for the signal and does not block it."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = Path(f"/proc/{pid}/status").read_bytes().decode(errors="replace")
     masks = dict(line.split(":\t", 1) for line in status.splitlines() if line.startswith(("SigCgt", "SigBlk")))
     bit = 1 << (SIGNAL - 1)
     return bool(int(masks["SigCgt"], 16) & bit) and not int(masks["SigBlk"], 16) & bit

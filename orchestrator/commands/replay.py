@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,8 +70,10 @@ def _compare(run: Path, step: int, against: Path, address: str | None) -> None:
     from orchestrator.reporting.console import Console
     from orchestrator.worker_classes import worker_classes
 
-    if address is not None:
-        raise UsageError("--against starts its own Ray: the workers of a cluster have the code of the cluster")
+    for given, remedy in ((address, "drop --address"), (os.environ.get("RAY_ADDRESS"), "unset RAY_ADDRESS")):
+        if given:
+            words = "--against starts its own Ray: the workers of a cluster have the code of the cluster"
+            raise UsageError(f"{words}; {remedy}")
     request = _request(run, step, None)
     found = compare(request, require_checkout(against), worker_classes, Console(sys.stderr), _show)
     for line in _differences(found, against):

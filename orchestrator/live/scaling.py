@@ -258,6 +258,8 @@ class WorkerScaler:
     def change(self, changes: Mapping[str, Any]) -> None:
         """Change fields of the spec; workers are added and removed in the background.
 
+        A changed spec that cannot be saved (disk full, ...) is logged; the run scales nevertheless.
+
         Args:
             changes: Dotted path to value.
 
@@ -270,7 +272,10 @@ class WorkerScaler:
         if refused:
             raise UsageError("; ".join(refused))
         self.spec = wanted
-        self._save(wanted)
+        try:
+            self._save(wanted)
+        except OSError as error:
+            logger.warning("the spec cannot be saved, a resumed run will not have this change: %s", error)
         self._waits.clear()
         for role, config in wanted.roles.scaled().items():
             self._wanted[role] = config.workers

@@ -70,7 +70,7 @@ class Difference:
 
 def require_checkout(path: Path) -> Path:
     """The folder of another checkout. Raises UsageError."""
-    root = path.absolute()
+    root = path.resolve()
     if not (root / "orchestrator" / "cli.py").is_file():
         raise UsageError(f"--against {path}: no checkout of Troupe: it has no orchestrator/cli.py")
     if not (root / _COMMAND).is_file():
@@ -93,6 +93,7 @@ def replay_there(root: Path, run: Path, step: int, folder: Path, timeout_s: floa
         TroupeError: It failed, or took too long.
     """
     result = folder / "result.json"
+    result.unlink(missing_ok=True)  # of an earlier replay: it must not stand for one that fails
     command = [sys.executable, "-m", "orchestrator.cli", "replay", str(run), "--step", str(step)]
     command += ["--result", str(result), *(["--weights", str(folder)] if weights else [])]
     log = folder / "log"
@@ -118,7 +119,7 @@ def replay_there(root: Path, run: Path, step: int, folder: Path, timeout_s: floa
         there = ReplayThere.model_validate_json(result.read_bytes())
     except ValidationError as error:
         raise TroupeError(f"the replay with {root} wrote something else: {first_problem(error)}") from None
-    if Path(there.root) != root:
+    if Path(there.root).resolve() != root.resolve():
         raise TroupeError(f"the replay was to use {root}, and used {there.root}")
     return there
 
@@ -131,7 +132,7 @@ def write_result(file: Path, steps: Sequence[Repeated]) -> None:
 
 def own_root() -> Path:
     """Folder of the code that runs."""
-    return Path(orchestrator.__file__).absolute().parent.parent
+    return Path(orchestrator.__file__).resolve().parent.parent
 
 
 def difference(here: Repeated, there: StepThere) -> Difference | None:
@@ -171,6 +172,5 @@ def _weights(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 def _python_path(root: Path) -> str:
     """The checkout first; then what this process sees, so that functions of the user's own are found."""
-    own = str(own_root())
-    rest = [entry for entry in [*os.environ.get("PYTHONPATH", "").split(os.pathsep), os.getcwd()] if entry != own]
-    return os.pathsep.join([str(root), *filter(None, rest)])
+    entries = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()]
+    return os.pathsep.join([str(root), *(entry for entry in entries if Path(entry).resolve() != own_root())])

@@ -28,6 +28,7 @@ from orchestrator.training.state import ControllerState
 logger = logging.getLogger(__name__)
 
 _UNFINISHED = ".unfinished-"
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,15 @@ class KeeperSettings:
         """The settings of a spec of either kind; None: it keeps no steps."""
         if not spec.output.replay_steps:
             return None
-        bounds = spec.output.replay_steps, int(spec.output.replay_gib * 2**30), spec.schedule.train_timeout_s
+        bounds = spec.output.replay_steps, int(spec.output.replay_gib * _GIB), spec.schedule.train_timeout_s
         return cls(out / REPLAY, *bounds, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
 
 
 class StepKeeper:
     """Writes one folder for each step, in the background: a rank writes the tables, this process the rest.
 
-    The tables never come to this process. A step that cannot be kept (disk full, ...) is logged and left out.
+    The tables never come to this process. A step that cannot be kept (disk full, ...) is logged and left out. One that
+    alone is larger than all steps may be ends the keeping, as the next ones are about as large.
     """
 
     def __init__(self, settings: KeeperSettings | None = None, trainers: Sequence[TrainerGroup[Any]] = ()) -> None:
@@ -147,8 +149,12 @@ class StepKeeper:
                 after=self._digests,
                 updates=tuple(dict(metrics) for metrics in updates),
             )
-            await asyncio.to_thread(_publish, settings, unfinished, step, kept)
+            nbytes = await asyncio.to_thread(_publish, settings, unfinished, step, kept)
             self._failed = False
+            if nbytes > settings.nbytes:
+                self._settings = None
+                words = f"step {step} alone has {nbytes / _GIB:.3g} GiB, more than output.replay_gib"
+                logger.warning("%s (%.3g): no more steps are kept for `troupe replay`", words, settings.nbytes / _GIB)
         except (OSError, WorkerError) as error:
             self._warn(step, error)
             await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
@@ -176,16 +182,25 @@ def _prepare(folder: Path, done: int) -> None:
             shutil.rmtree(folder_of(folder, step))
 
 
-def _publish(settings: KeeperSettings, unfinished: Path, step: int, kept: Callable[[], KeptStep]) -> None:
-    """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds."""
+def _publish(settings: KeeperSettings, unfinished: Path, step: int, kept: Callable[[], KeptStep]) -> int:
+    """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds.
+
+    Returns:
+        The bytes of the step. One that alone is beyond the bound is removed, and the others stay.
+    """
     write_private(unfinished / RESOLVED_SPEC, settings.spec)
     (unfinished / STEP).write_text(kept().model_dump_json())
+    nbytes = size_of(unfinished)
+    if nbytes > settings.nbytes:
+        shutil.rmtree(unfinished)
+        return nbytes
     os.rename(unfinished, folder_of(settings.folder, step))
     sizes = {step: size_of(folder_of(settings.folder, step)) for step in kept_steps(settings.folder)}
     while sizes and (len(sizes) > settings.steps or sum(sizes.values()) > settings.nbytes):
         oldest = min(sizes)
         del sizes[oldest]
         shutil.rmtree(folder_of(settings.folder, oldest))
+    return nbytes
 
 
 def _fresh(folder: Path) -> None:

@@ -172,5 +172,5 @@ def packed_texts(picks: TextPicks | None) -> tuple[list[int], tuple[int, ...], t
 def _what_is_kept(root: Path) -> str:
     steps: Sequence[int] = kept_steps(root)
     if not steps:
-        return "the run has kept no step (output.replay_steps)"
+        return "the run has kept no step (output.replay_steps, output.replay_gib)"
     return f"kept are {len(steps)} steps, {steps[0]} to {steps[-1]} (output.replay_steps, output.replay_gib)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.errors import UsageError
@@ -15,6 +15,7 @@ from orchestrator.spec.preflight import Located
 from orchestrator.spec.sections import RoleName
 from orchestrator.spec.stages import plan_runs, read_document
 from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from orchestrator.training.updates import UpdateSettings
 
 TRAINERS: tuple[RoleName, ...] = ("policy", "critic")
 
@@ -99,10 +100,16 @@ def _require_same_trainers(folder: KeptFolder, before: RunSpec, spec: RunSpec) -
     for role in TRAINERS:
         if (role in before.roles.trainers()) != (role in spec.roles.trainers()):
             raise UsageError(f"step {folder.kept.step} was trained with another set of trainers than the last step")
-        if role in spec.roles.trainers() and _trained_by(before, role) != _trained_by(spec, role):
-            changed = ", ".join(field for field, _, _ in field_changes(before, spec))
-            words = f"the spec changed between step {folder.kept.step} and the last step ({changed})"
-            raise UsageError(f"{words}, and there is no checkpoint between them: replay an earlier step")
+    if _training(before) != _training(spec):
+        changed = ", ".join(field for field, _, _ in field_changes(before, spec))
+        words = f"the spec changed between step {folder.kept.step} and the last step ({changed})"
+        raise UsageError(f"{words}, and there is no checkpoint between them: replay an earlier step")
+
+
+def _training(spec: RunSpec) -> tuple[object, ...]:
+    """What the weights depend on besides the batches. The limits that end a run do not change them."""
+    updates = replace(UpdateSettings.from_spec(spec), train_timeout_s=0.0, nonfinite_limit=0)
+    return updates, *(_trained_by(spec, role) for role in TRAINERS if role in spec.roles.trainers())
 
 
 def _trained_by(spec: RunSpec, role: RoleName) -> tuple[object, ...]:

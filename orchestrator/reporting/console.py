@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -131,7 +132,8 @@ class Console:
         if self._live is None:
             self._line(text)
         else:
-            self._terminal.print(Text(text))
+            with suppress(OSError):
+                self._terminal.print(Text(text))
 
     def finish(self, summary: Mapping[str, object]) -> None:
         """Close the live display and print a summary of the run: these lines, and what a glance at its steps says."""
@@ -163,10 +165,10 @@ class Console:
 
     def _line(self, text: str) -> None:
         # Not through rich, which wraps long lines at a width even where there is no terminal.
-        with self._writing:
+        with self._writing, suppress(OSError):  # a full disk, or the end of the process that reads, ends no run
             self._stream.write(text + "\n")
             self._stream.flush()
-            self._printed = time.monotonic()
+        self._printed = time.monotonic()
 
     def _break_silences(self) -> None:
         """Prints the current phase whenever nothing was printed for `quiet_s`; runs in a thread until `close`.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from orchestrator.cluster.event_loop import gather_all
 from orchestrator.cluster.worker_group import Scores, ScoreTokens, WorkerGroup, WorkerHandle
 from orchestrator.errors import JudgeLost, WorkerDied, WorkerError, WorkerTimeout
-from orchestrator.reporting.faults import FaultLog
+from orchestrator.rollouts.fault_log import FaultLog
 from orchestrator.rollouts.replacement import Replacer
 from orchestrator.training.micro_batches import plan_ranks
 from workers.contract.messages import GroupSummary, RankPlan, RewardSummary

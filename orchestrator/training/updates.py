@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from orchestrator.algorithms import section as algorithms
 from orchestrator.algorithms.table import KlPenalty, TrustRegion
 from orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, TrainerGroup
 from orchestrator.errors import TrainingDiverged, WorkerError
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.metrics import merge_update_metrics
 from orchestrator.spec.base import RunSpec
+from orchestrator.spec.rollout import RolloutSpec
 from orchestrator.training.batch import Batch
 from orchestrator.training.micro_batches import minibatches, pick_states, plan_texts, plan_units, plan_update
 from orchestrator.training.state import ControllerState
@@ -49,13 +51,27 @@ class UpdateSettings:
 
     @classmethod
     def from_spec(cls, spec: RunSpec) -> UpdateSettings:
-        """The settings that both kinds of spec have."""
-        return cls(
+        """The settings of a spec of either kind."""
+        common = cls(
             epochs=spec.schedule.epochs,
             minibatches=spec.schedule.minibatches,
             seed=spec.seed,
             train_timeout_s=spec.schedule.train_timeout_s,
             nonfinite_limit=spec.failures.nonfinite_steps,
+        )
+        return spec.dispatch(common._for_rollouts, lambda offline: common)
+
+    def _for_rollouts(self, spec: RolloutSpec) -> UpdateSettings:
+        """These with what only a spec of rollouts has."""
+        loss, penalty = spec.policy_config().loss, algorithms.kl_penalty(spec.algorithm)
+        return replace(
+            self,
+            skip_zero_advantage=loss.kl_coef == 0 and loss.entropy_coef == 0 and penalty is None,
+            critic_warmup=spec.roles.critic.warmup_steps if spec.roles.critic is not None else 0,
+            kl_stop=spec.algorithm.kl_stop or None,
+            kl_states=spec.algorithm.kl_states,
+            kl_penalty=penalty,
+            trust_region=algorithms.trust_region(spec.algorithm),
         )
 
     @property

@@ -99,7 +99,7 @@ COMMANDS = [
     ("run good.yaml --out file/x", FAILED, "file/x: Not a directory; use another path"),
     ("run good.yaml --out /proc/x", FAILED, "/proc/x: "),
     ("run good.yaml --out no-checkpoints", FAILED, "no-checkpoints/checkpoints: File exists; use another path"),
-    ("run good.yaml --out damaged", FAILED, "damaged/checkpoints: none of the checkpoints (1) is valid"),
+    ("run good.yaml --out damaged", USAGE, "damaged/checkpoints: none of the checkpoints (1) is valid"),
     ("run good.yaml --out damaged --resume", FAILED, "move the folder away"),
     ("export none out", FAILED, "none/checkpoints: no valid checkpoint"),
     ("export file out", FAILED, "file/checkpoints: no valid checkpoint"),

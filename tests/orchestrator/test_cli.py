@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -118,8 +119,20 @@ def test_a_run_folder_in_use_is_not_overwritten(spec: Path) -> None:
     store.prepare()
     store.commit(store.begin(3), {"step": 3})
     answer = troupe("run", str(spec), "--out", str(out))
-    assert (answer.code, len(answer.errors)) == (1, 1)
+    assert (answer.code, len(answer.errors)) == (2, 1)
     assert "already contains a run (step 3)" in answer.errors[0] and "--resume" in answer.errors[0]
+
+
+def test_a_supervisor_does_not_resume_a_run_that_it_did_not_start(spec: Path) -> None:
+    out = spec.parent / "out"
+    store = CheckpointStore(out / "checkpoints", keep=1)
+    store.prepare()
+    saved = store.commit(store.begin(3), {"step": 3})
+    shutil.copytree(saved.path, saved.path.with_name("step-000003-backup"))
+    restarts = ("--set", "failures.run_restarts=1")
+    answer = troupe("run", str(spec), "--out", str(out), "--supervise", *restarts)
+    assert (answer.code, len(answer.errors), answer.heavy) == (2, 1, [])
+    assert "already contains a run (step 3)" in answer.errors[0]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "nowhere:port"])

@@ -9,6 +9,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -447,8 +448,12 @@ def test_repeated_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:
     """The limit is two consecutive skipped updates."""
     run = RolloutRun(tmp_path)
     run.policies[0].skip_updates = True
-    with pytest.raises(TrainingDiverged, match="2 consecutive updates had a non-finite gradient"):
+    with (
+        mock.patch.object(MetricSinks, "close", autospec=True) as close,
+        pytest.raises(TrainingDiverged, match="2 consecutive updates had a non-finite gradient"),
+    ):
         run.run()
+    close.assert_called_once()  # what waits for a tracker is sent
 
 
 def test_a_dead_trainer_ends_the_run_with_an_error_that_names_it(tmp_path: Path) -> None:

@@ -120,5 +120,11 @@ def test_steps_that_the_other_version_leaves_out_are_an_error(
 def test_one_question_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--against and --resample are two questions"):
         command(tmp_path, 1, against=tmp_path, resample=True)
-    with pytest.raises(UsageError, match="--against starts its own Ray"):
+
+
+def test_a_comparison_does_not_join_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"--against starts its own Ray: .*; drop --address"):
         command(tmp_path, 1, against=tmp_path, address="auto")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    with pytest.raises(UsageError, match=r"--against starts its own Ray: .*; unset RAY_ADDRESS"):
+        command(tmp_path, 1, against=tmp_path)

@@ -14,7 +14,7 @@ def resident_peak(others: Iterable[int] = ()) -> int:
 def _high_water(pid: int | str) -> int:
     """VmHWM in bytes. (`ru_maxrss` starts with the peak of the parent process.)"""
     try:
-        with open(f"/proc/{pid}/status") as status:
+        with open(f"/proc/{pid}/status", errors="replace") as status:  # the name of a process may be cut in a character
             return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), 0)
     except (FileNotFoundError, ProcessLookupError):
         return 0

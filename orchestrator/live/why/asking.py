@@ -48,29 +48,29 @@ def why(run_folder: Path, timeout_s: float) -> Report:
         if not run_folder.is_dir():
             raise UsageError(f"{run_folder}: no such folder; RUN is a run folder, as in runs/NAME")
         raise UsageError(f"{run_folder}: no run has started here, or its folder {FOLDER} cannot be read")
-    process = snapshot.process() if snapshot.here else None
-    if process is None and (ended := _last_report(folder, snapshot)) is not None:
+    if (ended := _last_report(folder, snapshot)) is not None:  # its process may go on with another run: a later stage
         return ended
+    process = snapshot.process() if snapshot.here else None
     stopped = process is not None and process.status() == psutil.STATUS_STOPPED
     if not stopped and (process is not None or not snapshot.here):
         answer = _ask(folder, max(1.0, timeout_s - _OUTSIDE_S - (time.monotonic() - began)))
         if answer is not None:
             return replace(answer, seconds=round(time.monotonic() - began, 2))
+    if (ended := _last_report(folder, snapshot)) is not None:  # it ended while it was asked
+        return replace(ended, seconds=round(time.monotonic() - began, 2))
     if not snapshot.here:
         raise TroupeError(
             f"{run_folder}: the driver (process {snapshot.pid} on {snapshot.host}) does not answer; "
             f"run `troupe why` on {snapshot.host}"
         )
     process = snapshot.process()
-    if process is None and (ended := _last_report(folder, snapshot)) is not None:  # it ended while it was asked
-        return replace(ended, seconds=round(time.monotonic() - began, 2))
     state: DriverState = "dead" if process is None else "stopped" if stopped else "silent"
     diagnosis = diagnose(_from_outside(run_folder, snapshot, state))
     return Report(time.time(), snapshot.pid, diagnosis, round(time.monotonic() - began, 2))
 
 
 def _last_report(folder: Path, snapshot: Snapshot) -> Report | None:
-    """What the driver of this snapshot said when it ended; None where it did not."""
+    """What the driver of this snapshot said when its run ended; None where it did not. A new run deletes it."""
     ended = ENDED.read(folder)
     return ended if ended is not None and ended.pid == snapshot.pid else None
 

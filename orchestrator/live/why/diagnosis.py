@@ -28,8 +28,10 @@ def diagnose(facts: Facts) -> Diagnosis:
     if found is None:
         usual = f" (a step usually takes {facts.run.usual_step_s:.1f} s)" if facts.run.usual_step_s else ""
         phase = f" in {facts.run.phase} {facts.run.progress}".rstrip() if facts.run.phase else ""
-        verdict = f"{facts.run.here} has been running for {facts.run.step_s:.0f} s{usual}{phase}; no call is open"
-        found = Diagnosis("running", verdict)
+        call = next(iter(open_calls(facts)), None)
+        waits = "no call is open" if call is None else f"it waits for {call}{call.detail and f': {call.detail}'}"
+        verdict = f"{facts.run.here} has been running for {facts.run.step_s:.0f} s{usual}{phase}; {waits}"
+        found = Diagnosis("waits" if call is not None and _slow(facts) else "running", verdict)
     return replace(found, evidence=(*found.evidence, *_circumstances(facts, found)))
 
 
@@ -37,15 +39,19 @@ def _driver_dead(facts: Facts) -> Diagnosis | None:
     driver = facts.driver
     if driver.state != "dead":
         return None
-    kills = _kills(facts)
-    by = "by the kernel's out-of-memory killer" if kills else "from outside (SIGKILL)"
+    cause, culprit = "driver_dead", DRIVER
+    why = "so it was killed (SIGKILL) or exited at once (a second Ctrl-C)"
+    if _kills(facts):
+        why = "so it was killed by the kernel's out-of-memory killer"
+    elif full := _full(facts):
+        why, cause, culprit = f"and {full} is full", "full", full
     waited = f", waiting for {oldest}" if (oldest := next(iter(open_calls(facts)), None)) is not None else ""
     where = f"{facts.run.here}{f' ({facts.run.phase})' if facts.run.phase else ''}"
     verdict = (
-        f"the driver (process {driver.pid} on {driver.host}) is dead: it left no last report, so it was killed {by}; "
+        f"the driver (process {driver.pid} on {driver.host}) is dead: it left no last report, {why}; "
         f"{driver.last_seen_s:.0f} s ago it was in {where}{waited}"
     )
-    return Diagnosis("driver_dead", verdict, DRIVER)
+    return Diagnosis(cause, verdict, culprit)
 
 
 def _run_failed(facts: Facts) -> Diagnosis | None:
@@ -107,6 +113,8 @@ def _node_lost(facts: Facts) -> Diagnosis | None:
     if node.workers:
         on_it = f"{', '.join(node.workers)} ran on it"
         return Diagnosis("node_lost", f"node {node.name} {how}: {on_it}", node.name)
+    if _serving(facts):
+        return None
     starting = [call for call in open_calls(facts) if call.method == "start"]
     names = [call.worker for call in starting] or list(facts.queues.starting)
     if names or facts.queues.waiting:
@@ -119,6 +127,8 @@ def _driver_blocked(facts: Facts) -> Diagnosis | None:
     driver = facts.driver
     if driver.state not in ("blocked", "silent"):
         return None
+    if driver.state == "silent" and _full(facts):
+        return None  # it could not write its answer
     own = next(iter(facts.tree(DRIVER)), None)
     behaviour = None if own is None else behaviour_of(own)
     for_s = f" for {driver.blocked_s:.0f} s" if driver.blocked_s else ""
@@ -150,8 +160,7 @@ def _worker_gone(facts: Facts) -> Diagnosis | None:
 
 def _no_engine(facts: Facts) -> Diagnosis | None:
     queues = facts.queues
-    serving = [engine for engine in queues.engines if engine.state == "serving"]
-    if serving or not queues.waiting or not facts.run.steps:
+    if _serving(facts) or not queues.waiting or not facts.run.steps:
         return None
     starting = f"{', '.join(queues.starting)} is starting" if queues.starting else "none is starting"
     verdict = f"{facts.run.here} waits for an engine: none serves, {starting}, {queues.waiting} group(s) wait"
@@ -168,8 +177,7 @@ def _waits(facts: Facts) -> Diagnosis | None:
     verdict = f"{facts.run.here} waits for {call}: {who} {behaviour.doing}{others}"
     cause = _cause_of(behaviour, others)
     run = facts.run
-    slow = not run.usual_step_s or run.step_s > _SLOW * run.usual_step_s
-    if cause in ("busy", "waits") and not slow:
+    if cause in ("busy", "waits") and not _slow(facts):
         verdict, cause = f"nothing is stuck: {verdict} (a step usually takes {run.usual_step_s:.1f} s)", "running"
     elif run.usual_step_s:
         verdict += f"; the step has taken {run.step_s:.0f} s, usually {run.usual_step_s:.1f} s"
@@ -191,6 +199,16 @@ _RULES: Sequence[Callable[[Facts], Diagnosis | None]] = (
 )
 
 
+def _slow(facts: Facts) -> bool:
+    """Whether the step takes far longer than usual, or nothing is usual yet."""
+    return not facts.run.usual_step_s or facts.run.step_s > _SLOW * facts.run.usual_step_s
+
+
+def _serving(facts: Facts) -> bool:
+    """Whether an engine serves."""
+    return any(engine.state == "serving" for engine in facts.queues.engines)
+
+
 def _full(facts: Facts, *, nearly: bool = False) -> str:
     """The fullest file system that is full, or nearly full; empty: there is none."""
     places = [
@@ -205,7 +223,8 @@ def _full(facts: Facts, *, nearly: bool = False) -> str:
 
 def _kills(facts: Facts) -> int:
     """Processes that the out-of-memory killer of the driver's node has ended during the run."""
-    return max((node.out_of_memory_kills - facts.kills_before for node in facts.nodes[:1]), default=0)
+    # Its counter starts again with the machine.
+    return max((0, *(node.out_of_memory_kills - facts.kills_before for node in facts.nodes[:1])))
 
 
 def _circumstances(facts: Facts, found: Diagnosis) -> list[str]:

@@ -95,7 +95,7 @@ class Facts:
     processes: tuple[ProcessFacts, ...] = ()
     nodes: tuple[NodeFacts, ...] = ()
     workers: Mapping[str, int] = field(default_factory=dict)
-    """Process ids by name of the workers that should run."""
+    """Process ids by name of the workers that serve the calls."""
     queues: Queues = Queues()
     error: str = ""
     """With which the run ends."""

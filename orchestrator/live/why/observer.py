@@ -30,7 +30,7 @@ from orchestrator.errors import StopRequested, UsageError
 from orchestrator.live.why.diagnosis import diagnose
 from orchestrator.live.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
 from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
-from orchestrator.live.why.waiting import is_bounded
+from orchestrator.live.why.waiting import is_bounded, roles_behind
 from orchestrator.reporting.console import Console
 from orchestrator.reporting.recorder import EventLog
 from workers.contract.stacks import FOLDER as STACKS
@@ -182,7 +182,6 @@ class RunObserver:
         cluster, now, progress = self._cluster, time.time(), self._console.progress()
         calls = [c for c in cluster.open_calls() if is_bounded(c.worker, c.method)]
         calls = calls[:_MOST_CALLS]
-        waited = {call.worker for call in calls}
         run = RunFacts(
             self._name,
             progress.steps,
@@ -193,11 +192,14 @@ class RunObserver:
             progress.step_s,
             self._usual_step(progress.steps),
         )
+        waited = tuple(Call(c.worker, c.method, now - c.since, c.timeout_s, c.detail) for c in calls)
+        names, roles = {call.worker for call in waited}, roles_behind(waited)
+        workers = {n: p.pid for n, p in cluster.whereabouts().items() if n in names or n.rpartition("-")[0] in roles}
         return Facts(
             run,
             DriverFacts(os.getpid(), socket.gethostname()),
-            tuple(Call(c.worker, c.method, now - c.since, c.timeout_s, c.detail) for c in calls),
-            workers={n: p.pid for n, p in cluster.whereabouts().items() if n in waited},
+            waited,
+            workers=workers,
             queues=self.queues(),
             kills_before=self._kills_before,
         )
@@ -208,14 +210,22 @@ class RunObserver:
             try:
                 self._ping()
                 for request in sorted(self.folder.glob("request-*")):
-                    request.unlink(missing_ok=True)
-                    ANSWER.write(self.folder, self.report(), request.name.replace("request", "answer", 1))
+                    self._answer(request)
                 if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
                     self._write_snapshot()
                     if (reason := self._too_long()) is not None:
                         self._report_itself(reason)
             except Exception as error:
                 logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
+
+    def _answer(self, request: Path) -> None:
+        """Answers one request; where that fails, the answer says what failed."""
+        request.unlink(missing_ok=True)
+        name = request.name.replace("request", "answer", 1)
+        try:
+            ANSWER.write(self.folder, self.report(), name)
+        except Exception as problem:
+            ANSWER.write(self.folder, _unexamined(problem), name)
 
     def _ping(self) -> None:
         """Asks the event loop for a turn."""
@@ -258,11 +268,14 @@ class RunObserver:
         if not self._thread.is_alive():
             return
         self._failed = True
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = _words(error) or type(error).__name__
         try:
             report = self.report(text)
+        except Exception as problem:
+            report = _unexamined(problem, text)
+        try:
+            ENDED.write(self.folder, report)  # first: the disk may be full
             keep_report(self.folder, report)
-            ENDED.write(self.folder, report)
         except Exception as problem:
             logger.debug("no last report: %s: %s", type(problem).__name__, problem)
 
@@ -297,6 +310,18 @@ class RunObserver:
                     f"its log: {line}" if line else "its log has no error: it was killed (SIGKILL), or left by itself"
                 )
                 yield f"{name} (process {process.pid}) has ended; {words}"
+
+
+def _words(error: Exception) -> str:
+    """An error's text in one line of characters that JSON takes."""
+    return " ".join(str(error).split()).encode(errors="replace").decode()
+
+
+def _unexamined(problem: Exception, error: str = "") -> Report:
+    """The report where a diagnosis fails: the error with which the run ends, if it does, and what failed."""
+    failed = f"the diagnosis failed: {type(problem).__name__}: {_words(problem)}"
+    found = Diagnosis("run_failed", f"the run failed: {error}; {failed}") if error else Diagnosis("unknown", failed)
+    return Report(time.time(), os.getpid(), found)
 
 
 def _with_own_stacks(process: ProcessFacts) -> ProcessFacts:

@@ -30,6 +30,11 @@ def open_calls(facts: Facts) -> list[Call]:
     return [call for call in calls if call.method not in _PROBES] or calls
 
 
+def roles_behind(calls: Iterable[Call]) -> set[str]:
+    """Roles whose workers serve one of these calls without the driver."""
+    return {_BEHIND[call.method] for call in calls if call.method in _BEHIND}
+
+
 def related(facts: Facts, call: Call) -> tuple[ProcessFacts, ...]:
     """The processes that serve a call: those of its worker, and of workers that this worker calls."""
     own = facts.tree(call.worker)
@@ -44,7 +49,8 @@ def subject(facts: Facts, call: Call, process: ProcessFacts) -> str:
         return f"process {process.pid} of {process.worker}"
     if process.pid == facts.workers.get(call.worker):
         return "it"
-    return f"its process {process.title.split()[0].rpartition('/')[2]} ({process.pid})"
+    name = next(iter(process.title.split()), "").rpartition("/")[2]
+    return f"its process {name} ({process.pid})" if name else f"its process {process.pid}"
 
 
 def missing_rank(facts: Facts, call: Call, culprits: Iterable[str]) -> str:
@@ -77,8 +83,10 @@ def oldest_wait(facts: Facts) -> tuple[Call, Behaviour, str] | None:
 def _weight(facts: Facts, call: Call, behaviour: Behaviour) -> int:
     """How likely the process is the cause."""
     process = behaviour.process
-    helper = process.pid != facts.workers.get(process.worker) and not process.threads
-    if helper and behaviour.kind == "waits":
+    descendant = process.pid != facts.workers.get(process.worker)
+    if descendant and behaviour.kind == "gone":
+        return 0  # a child that has done its work
+    if descendant and behaviour.kind == "waits" and not process.threads:
         return 0  # a resource tracker, a guard
     weight = max(_WEIGHT[behaviour.kind], _USER_CODE * behaviour.in_user_code)
     if behaviour.kind in ("waits", "busy") and missing_rank(facts, call, {process.worker}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -31,6 +32,9 @@ class BackgroundSink:
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Queue one step's metrics."""
+        if not self._thread.is_alive():  # the sink has failed, and said so
+            self._missing += 1
+            return
         try:
             self._waiting.put_nowait((step, dict(metrics)))
         except queue.Full:
@@ -38,11 +42,11 @@ class BackgroundSink:
 
     def close(self) -> None:
         """Wait until everything is sent, for at most `CLOSE_S` seconds."""
-        try:
-            self._waiting.put(None, timeout=CLOSE_S)
-        except queue.Full:
-            self._missing += self._waiting.qsize()
-        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(None, timeout=CLOSE_S)
+            self._thread.join(CLOSE_S)
+        self._missing += sum(waiting is not None for waiting in self._waiting.queue)
         if self._thread.is_alive():
             logger.warning("%s does not answer: the metrics of the last steps may be missing there", self._name)
         if self._missing:

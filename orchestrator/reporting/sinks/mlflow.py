@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ _URI = "MLFLOW_TRACKING_URI"
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100
 """Of one request to a server."""
 _LONGEST_VALUE = 6000
+_REFUSED = re.compile(r"[^\w\-. :/]")
 
 
 class MlflowSink:
@@ -36,7 +38,8 @@ class MlflowSink:
         experiment = found.experiment_id if found is not None else self._client.create_experiment(run.project)
         self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
         file.write_text(f"{self._id}\n")
-        settings = [self._entities.Param(name, value[:_LONGEST_VALUE]) for name, value in flat(run.config).items()]
+        config = flat(run.config).items()
+        settings = [self._entities.Param(allowed(name), value[:_LONGEST_VALUE]) for name, value in config]
         for start in range(0, len(settings), _MOST_PARAMETERS):
             self._client.log_batch(self._id, params=settings[start : start + _MOST_PARAMETERS])
 
@@ -44,7 +47,7 @@ class MlflowSink:
         """Record every finite number."""
         now = int(time.time() * 1000)
         values = [
-            self._entities.Metric(name, value, now, step)
+            self._entities.Metric(allowed(name), value, now, step)
             for name, value in numbers(metrics).items()
             if math.isfinite(value)
         ]
@@ -54,6 +57,11 @@ class MlflowSink:
     def close(self) -> None:
         """Mark the run as finished."""
         self._client.set_terminated(self._id)
+
+
+def allowed(name: str) -> str:
+    """The name without the characters that MLflow refuses: `eval/pass@2` is `eval/pass_2` there."""
+    return _REFUSED.sub("_", name)
 
 
 def flat(config: object, prefix: str = "") -> dict[str, str]:

@@ -173,6 +173,13 @@ def test_the_prefix_cache_is_the_cause_where_an_empty_one_closes_the_gap() -> No
     assert cause.kind == "weights"
 
 
+def test_an_engine_without_samples_from_an_empty_cache_does_not_blame_the_cache() -> None:
+    world = World(7)
+    warm = world.sampled_as(world.judgement.hypotheses["weights:layers.1"])
+    (cause,) = attribute("sampler", warm, fresh=of_engine(world.judgement, "rollout-1")).causes
+    assert (cause.kind, cause.about) == ("weights", "layers.1")
+
+
 def test_a_negligible_gap_needs_no_explanation() -> None:
     assert explained_by_rounding(0.9 * NEGLIGIBLE, 0.0)
     assert not explained_by_rounding(1.1 * NEGLIGIBLE, 0.0)

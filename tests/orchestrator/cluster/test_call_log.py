@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -45,6 +47,28 @@ def test_a_call_is_open_until_it_ends_and_then_a_span() -> None:
         Span("rollout-0", "generate", 10.0, 14.0, "WorkerDied", "p7"),
     ]
     assert log.drain() == []
+
+
+def test_open_calls_may_be_read_from_another_thread() -> None:
+    log, ended = CallLog(), threading.Event()
+    for _ in range(2000):
+        log.begin("rollout-0", "generate", 60.0)
+
+    def call() -> None:
+        while not ended.is_set():
+            log.end(log.begin("reward-0", "score", 1.0))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    calling = threading.Thread(target=call)
+    calling.start()
+    try:
+        for _ in range(100):
+            assert len(log.open_calls()) in (2000, 2001)
+    finally:
+        ended.set()
+        calling.join()
+        sys.setswitchinterval(interval)
 
 
 def test_what_the_result_says_about_a_call_replaces_what_was_known_before() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
 import random
@@ -106,13 +107,14 @@ class Scaled(RolloutRun):
         self.launcher = FakeLauncher()
         self.output = io.StringIO()
         self.saved: list[RolloutSpec] = []
+        self.save: Callable[[RolloutSpec], None] = self.saved.append
 
     def scaler(self, console: Console) -> WorkerScaler:
         engines = ScaledEngines(self.pool, self.launcher, TIMEOUTS)
         rewards = ScaledRewardWorkers(self.rewards, self.launcher, TIMEOUTS, self.launcher.replica)
         console = Console(self.output)
         self.worker_scaler = WorkerScaler(
-            self.spec, {"rollout": engines, "reward": rewards}, console, self.saved.append, "spec.yaml"
+            self.spec, {"rollout": engines, "reward": rewards}, console, self.save, "spec.yaml"
         )
         return self.worker_scaler
 
@@ -315,6 +317,20 @@ def test_engines_scale_with_the_trainers_wait(tmp_path: Path) -> None:
     assert harness.lines()[-1]["workers/rollout"] == 4
 
 
+def _full_disk(spec: RolloutSpec) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "spec.yaml")
+
+
+def test_autoscaling_goes_on_where_the_spec_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rule = "roles.rollout.autoscale={max_wait: 0.0001, steps: 2}"
+    harness = Scaled(tmp_path, {}, spec=tiny(rule), settings=replace(SETTINGS, steps=16, checkpoint_every=0))
+    harness.save = _full_disk
+    assert harness.run().steps_done == 16
+    assert harness.lines()[-1]["workers/rollout"] == 4
+    warnings = [record.getMessage() for record in caplog.records if record.name == "orchestrator.live.scaling"]
+    assert len(warnings) == 2 and "the spec cannot be saved" in warnings[0] and "No space left" in warnings[0]
+
+
 @pytest.mark.parametrize(
     ("waits", "wanted"),
     [([0.9], 0), ([0.9, 0.9], 1), ([0.2, 0.9], 0), ([0.5, 0.5], 0), ([0.01, 0.02], -1), ([0.9, 0.01, 0.02], -1)],
@@ -421,10 +437,10 @@ def test_malformed_worker_numbers_are_refused(text: str) -> None:
 class _Server:
     """A control server and a scaler without processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, save: Callable[[RolloutSpec], None] = lambda _: None) -> None:
         self.folder = folder
         roles: dict[RoleName, ScaledWorkers] = {"rollout": _Instant(2), "reward": _Instant(1)}
-        self.scaler = WorkerScaler(tiny(), roles, Console(io.StringIO()), _ignore, "spec.yaml")
+        self.scaler = WorkerScaler(tiny(), roles, Console(io.StringIO()), save, "spec.yaml")
 
     def ask(self, changes: dict[str, Any]) -> tuple[RoleState, ...]:
         return self.during(lambda: ask(self.folder, changes, 10.0))
@@ -462,10 +478,6 @@ class _Instant(ScaledWorkers):
         self._workers.discard(name)
 
 
-def _ignore(spec: RolloutSpec) -> None:
-    pass
-
-
 def test_a_run_reports_its_state(tmp_path: Path) -> None:
     states = _Server(tmp_path).ask({})
     assert [str(state) for state in states] == ["rollout: 2 workers (min 1, max 4)", "reward: 1 worker (min 1, max 3)"]
@@ -474,6 +486,11 @@ def test_a_run_reports_its_state(tmp_path: Path) -> None:
 
 def test_a_run_accepts_a_change(tmp_path: Path) -> None:
     states = _Server(tmp_path).ask({"roles.rollout.workers": 3})
+    assert (states[0].wanted, states[0].scaling) == (3, True)
+
+
+def test_a_run_scales_on_request_where_the_spec_cannot_be_saved(tmp_path: Path) -> None:
+    states = _Server(tmp_path, _full_disk).ask({"roles.rollout.workers": 3})
     assert (states[0].wanted, states[0].scaling) == (3, True)
 
 

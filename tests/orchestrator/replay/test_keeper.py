@@ -115,6 +115,23 @@ def test_the_oldest_steps_make_room_for_new_ones(tmp_path: Path) -> None:
     assert kept_steps(small.root) == [3, 4]
 
 
+def test_a_step_larger_than_the_bound_ends_the_keeping_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second run resumes with a smaller bound than the first one had."""
+    first = RecordedRun(tmp_path)
+    first.run_until(2)
+    one = sum(file.stat().st_size for file in folder_of(first.root, 2).iterdir())
+    second = RecordedRun(tmp_path, resume=True, nbytes=one // 2)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "orchestrator.replay.keeper"):
+        assert second.run().steps_done == 4
+    assert sorted(path.name for path in second.root.iterdir()) == ["step-000001", "step-000002"], "they stay"
+    assert sum(worker.calls.count("keep_batch") for worker in fakes_of(second.policy)) == 1, "step 4 is not written"
+    (warning,) = caplog.records
+    assert "step 3 alone has" in warning.getMessage() and "more than output.replay_gib (" in warning.getMessage()
+
+
 def test_a_resumed_run_replaces_what_was_kept_after_its_checkpoint(tmp_path: Path) -> None:
     first = RecordedRun(tmp_path)
     first.run_until(2)
@@ -186,7 +203,8 @@ def test_a_damaged_table_is_refused_by_its_digest(tmp_path: Path) -> None:
 
 def test_a_step_that_cannot_be_read_is_named_with_a_remedy(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path)
-    with pytest.raises(UsageError, match=r"step 1 is not kept in .*the run has kept no step \(output.replay_steps\)"):
+    words = r"step 1 is not kept in .*the run has kept no step \(output.replay_steps, output.replay_gib\)"
+    with pytest.raises(UsageError, match=words):
         read_step(run.root, 1)
     run.run()
     with pytest.raises(UsageError, match=r"step 9 is not kept in .*; kept are 4 steps, 1 to 4"):

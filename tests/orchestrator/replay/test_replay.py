@@ -145,6 +145,20 @@ def test_a_longer_run_is_another_one_only_where_the_learning_rate_depends_on_it(
         plan_replay(tmp_path, 2)
 
 
+@pytest.mark.parametrize("change", ["schedule.epochs=3", "schedule.minibatches=2", "algorithm.kl_states=8"])
+def test_steps_with_other_updates_are_not_repeated_together(tmp_path: Path, keep: Keep, change: str) -> None:
+    """The learning rate is constant, so that the workers' settings are the same."""
+    limits = ["schedule.train_timeout_s=123", "failures.nonfinite_steps=9"]
+    keep(1)
+    keep(2, load_rollout_spec(SPECS / "tiny-grpo.yaml", limits))
+    keep(3, load_rollout_spec(SPECS / "tiny-grpo.yaml", [change]))
+    assert len(plan_replay(tmp_path, 2).folders) == 2
+    field = change.partition("=")[0]
+    words = rf"the spec changed between step 1 and the last step \({field}\), and there is no checkpoint"
+    with pytest.raises(UsageError, match=words):
+        plan_replay(tmp_path, 3)
+
+
 def test_kept_texts_make_the_plans_of_the_run() -> None:
     """Plans sort equally long texts by row: the rows that are kept have the order of those of the whole table."""
     tokens = (5, 9, 9, 3, 9, 5, 8, 5, 9, 9)
@@ -216,8 +230,21 @@ def test_only_a_checkout_with_the_command_is_compared(tmp_path: Path) -> None:
     assert require_checkout(ROOT) == ROOT == own_root()
 
 
-def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
-    """Its command line is a script here that says where it was imported from and what it was asked."""
+def test_a_checkout_is_found_through_links_and_parent_folders(tmp_path: Path) -> None:
+    """With `-m`, Python imports from the working folder without links and `..`."""
+    root = scripted_checkout(tmp_path, "")
+    (root / "orchestrator" / "commands").mkdir()
+    (root / "orchestrator" / "commands" / "replay.py").write_text("")
+    (tmp_path / "link").symlink_to(root)
+    for number, path in enumerate((tmp_path / "link", root / ".." / root.name)):
+        folder = tmp_path / f"result-{number}"
+        folder.mkdir()
+        found = replay_there(require_checkout(path), tmp_path, 7, folder, 30.0, weights=False)
+        assert found.root == str(root)
+
+
+def scripted_checkout(tmp_path: Path, script: str) -> Path:
+    """A checkout whose command line is a script that says where it was imported from and what it was asked."""
     write_result(tmp_path / "wanted.json", [repeated()])
     package = tmp_path / "there" / "orchestrator"
     package.mkdir(parents=True)
@@ -227,16 +254,24 @@ def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
         "asked = dict(zip(sys.argv[3::2], sys.argv[4::2]))\n"
         f"found = json.loads(pathlib.Path({str(tmp_path / 'wanted.json')!r}).read_text())\n"
         "found['root'] = str(pathlib.Path(__file__).parent.parent)\n"
+        f"{script}\n"
+        "pathlib.Path(asked['--result']).write_text(json.dumps(found | {'added later': 1}))\n"
+    )
+    return package.parent
+
+
+def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
+    root = scripted_checkout(
+        tmp_path,
         "if asked['--step'] == '3': sys.exit('no such step')\n"
         "if asked['--step'] == '4': import time; time.sleep(60)\n"
-        "if asked['--step'] == '5': found['root'] = '/elsewhere'\n"
-        "pathlib.Path(asked['--result']).write_text(json.dumps(found | {'added later': 1}))\n"
+        "if asked['--step'] == '5': found['root'] = '/elsewhere'",
     )
 
     def there(step: int, timeout_s: float = 30.0):
         folder = tmp_path / f"result-{step}"
         folder.mkdir()
-        return replay_there(package.parent, tmp_path, step, folder, timeout_s, weights=False)
+        return replay_there(root, tmp_path, step, folder, timeout_s, weights=False)
 
     found = there(7)
     assert found.steps[0].weights == repeated().weights and found.steps[0].equal
@@ -246,6 +281,13 @@ def test_another_checkout_runs_its_own_code(tmp_path: Path) -> None:
         there(4, 2.0)
     with pytest.raises(TroupeError, match=r"was to use .*, and used /elsewhere"):
         there(5)
+
+
+def test_the_result_of_an_earlier_replay_does_not_stand_for_one_that_fails(tmp_path: Path) -> None:
+    root = scripted_checkout(tmp_path, "if asked['--step'] == '3': sys.exit('no such step')")
+    replay_there(root, tmp_path, 7, tmp_path, 30.0, weights=False)
+    with pytest.raises(TroupeError, match=r"failed \(exit code 1\):\n  no such step"):
+        replay_there(root, tmp_path, 3, tmp_path, 30.0, weights=True)
 
 
 def test_a_step_is_sampled_again_with_the_versions_that_sampled_it(tmp_path: Path, keep: Keep) -> None:

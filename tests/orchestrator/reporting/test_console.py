@@ -61,6 +61,23 @@ def test_without_a_terminal_a_step_is_one_plain_line() -> None:
     ]
 
 
+class FullDisk(io.StringIO):
+    """A stream that cannot be written, as standard output on a full disk or a pipe whose reader has ended."""
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_an_output_that_cannot_be_written_ends_no_run() -> None:
+    console = Console(FullDisk(), quiet_s=0.01)
+    console.start("name", 40)
+    console.step(1, STEP)
+    console.message("held-out")
+    time.sleep(0.05)  # the thread that breaks silences writes too
+    console.step(2, STEP)
+    console.finish({"steps": "2"})
+
+
 def test_without_a_terminal_a_long_phase_is_reported_at_intervals() -> None:
     stream = io.StringIO()
     console = Console(stream, quiet_s=0.02)

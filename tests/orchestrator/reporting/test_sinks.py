@@ -22,7 +22,7 @@ from orchestrator.reporting.sinks.background import BackgroundSink
 from orchestrator.reporting.sinks.base import LoggedRun, Metrics
 from orchestrator.reporting.sinks.jsonl import JsonlSink
 from orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from orchestrator.reporting.sinks.mlflow import MlflowSink, flat
+from orchestrator.reporting.sinks.mlflow import MlflowSink, allowed, flat
 from orchestrator.reporting.sinks.prometheus import PrometheusSink, prometheus_name
 from orchestrator.reporting.sinks.tensorboard import TensorBoardSink
 from orchestrator.spec.errors import SpecError
@@ -151,14 +151,40 @@ def test_a_tracker_that_does_not_answer_delays_neither_a_step_nor_the_end(
     assert slow.written == [0, 1, 2] and slow.closed
 
 
-def test_a_tracker_that_fails_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_fails_is_one_warning_and_a_count(caplog: pytest.LogCaptureFixture) -> None:
     def refuse() -> Slow:
         raise PermissionError("api_key not configured\nmore")
 
     sink = BackgroundSink("wandb", refuse)
     sink.write(1, {"a": 1.0})
     sink.close()
-    assert [record.message for record in caplog.records] == ["wandb records no further metrics: api_key not configured"]
+    assert caplog.messages == [
+        "wandb records no further metrics: api_key not configured",
+        "wandb: the metrics of 1 steps are missing there",
+    ]
+
+
+def test_steps_after_a_tracker_has_failed_are_counted_and_the_end_does_not_wait(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "CLOSE_S", 1000.0)
+
+    def fails() -> Slow:
+        raise RuntimeError("no server")
+
+    sink = BackgroundSink("tracker", fails)
+    sink._thread.join(10)
+    for step in range(3):
+        sink.write(step, {})
+    sink.close()
+    assert "tracker: the metrics of 3 steps are missing there" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("name", "there"), [("eval/pass@2", "eval/pass_2"), ("reward/mean", "reward/mean"), ("a b-c.d:e", "a b-c.d:e")]
+)
+def test_mlflow_gets_names_that_it_allows(name: str, there: str) -> None:
+    assert allowed(name) == there
 
 
 def test_prometheus_reads_the_metrics_of_the_latest_step() -> None:

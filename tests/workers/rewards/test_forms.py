@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.data.prompts import load_pool
-from orchestrator.reporting.faults import FaultLog
+from orchestrator.rollouts.fault_log import FaultLog
 from orchestrator.spec.sections import JsonlSource
 from tests.workers.test_reward import rollouts
 from workers.contract.config import RewardConfig, RewardFunctionConfig
@@ -358,4 +358,13 @@ def test_a_cause_is_logged_once_and_then_counted(caplog: pytest.LogCaptureFixtur
         "reward function judge: KeyError at a.py:3: 10 samples so far",
         "reward function judge: KeyError at a.py:3: 100 samples so far",
         "reward function judge: timeout: a sample has no reward: timeout after 5 s",
+    ]
+
+
+def test_messages_that_differ_for_every_sample_are_one_cause(caplog: pytest.LogCaptureFixture) -> None:
+    log = FaultLog()
+    for n in range(9):
+        log.note([Fault(f"environment: error: KeyError: 'room {n}' (env.py:3)", f"room {n}", 1)])
+    assert [record.message for record in caplog.records] == [
+        "reward function environment: error: KeyError: 'room 0' (env.py:3): a sample has no reward: room 0"
     ]

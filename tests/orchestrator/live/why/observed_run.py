@@ -56,6 +56,10 @@ async def main(folder: Path, what: str) -> None:
         if what == "ends":
             worker.kill()
             return
+        if what == "ends a stage":
+            worker.kill()
+            observer.close()
+            await asyncio.sleep(300)  # the next stage
         with observer.reporting():
             match what:
                 case "waits":

@@ -96,6 +96,23 @@ def test_a_short_call_into_user_code_does_not_hide_an_old_one() -> None:
     assert found.culprit == "rollout-0"
 
 
+@pytest.mark.parametrize("state", ["", "Z"])
+def test_a_child_that_has_ended_is_not_what_the_run_waits_for(state: str) -> None:
+    """It has no title any more."""
+    ended = replace(process("reward-0", pid=21, state=state), title="")
+    call = Call("reward-0", "score", 30.0, 600.0)
+    found = diagnose(facts(process("reward-0", USER, cpu=1.0), ended, calls=(call,)))
+    assert (found.cause, found.culprit) == ("user_code", "reward-0")
+    assert "its process 21 has ended" in diagnose(facts(ended, calls=(call,))).verdict  # nothing else is known
+
+
+def test_a_worker_behind_a_call_that_has_ended_is_named() -> None:
+    call = Call("rollout-0", "generate", 30.0, 600.0)
+    ended = replace(process("environment-0", state=""), title="")
+    found = diagnose(facts(process("rollout-0", MAIN_LOOP), ended, calls=(call,)))
+    assert found.verdict.startswith("step 7 waits for rollout-0 (generate, 30 s of 600 s): process 14 of environment-0")
+
+
 def test_a_write_that_hangs_is_the_disk() -> None:
     saving = process("policy-1", USER, state="D", file_call="write /data/run/checkpoints/x.pt")
     found = diagnose(facts(saving, calls=(replace(UPDATE, method="save"),)))
@@ -130,6 +147,15 @@ def test_a_dead_node_that_is_not_missed_is_not_the_cause() -> None:
     assert found.cause == "user_code"
 
 
+def test_a_dead_node_is_not_the_cause_while_an_engine_serves() -> None:
+    """It was replaced, or the autoscaler has taken it away."""
+    dead = NodeFacts("n2", reachable=False, alive=False)
+    calls = (UPDATE, Call("rollout-1", "start", 30.0, 600.0))
+    queues = Queues((EngineQueue("rollout-0", "serving", 4),), ("rollout-1",), waiting=2)
+    found = diagnose(replace(facts(process("policy-1", USER), calls=calls), nodes=(NODE, dead), queues=queues))
+    assert found.cause == "user_code"
+
+
 def test_no_engine_that_serves() -> None:
     queues = Queues((), ("rollout-0",), waiting=4)
     found = diagnose(replace(facts(calls=()), queues=queues))
@@ -153,7 +179,33 @@ def test_the_driver_comes_first() -> None:
     assert "waiting for policy-1 (update, 84 s of 600 s)" in diagnose(dead).verdict
     killed = replace(dead, nodes=(replace(NODE, out_of_memory_kills=2),))
     assert "killed by the kernel's out-of-memory killer" in diagnose(killed).verdict
-    assert "killed from outside" in diagnose(replace(killed, kills_before=2)).verdict
+    found = diagnose(replace(killed, kills_before=2))
+    assert "it left no last report, so it was killed (SIGKILL) or exited at once" in found.verdict
+
+
+def test_a_full_disk_explains_a_driver_that_left_nothing_or_does_not_answer() -> None:
+    full = facts(node=replace(NODE, disks=(("/data/run", 0, 2**40),)))
+    dead = diagnose(replace(full, driver=DriverFacts(1, "n1", "dead")))
+    assert (dead.cause, dead.culprit) == ("full", "/data/run on n1")
+    assert "it left no last report, and /data/run on n1 is full" in dead.verdict
+    assert diagnose(replace(full, driver=DriverFacts(1, "n1", "silent"))).cause == "full"
+
+
+def test_a_machine_that_was_started_again_has_killed_nothing() -> None:
+    dead = replace(facts(), driver=DriverFacts(1, "n1", "dead"), kills_before=3)
+    found = diagnose(dead)
+    assert "out-of-memory killer" not in found.text()
+    failed = replace(facts(), error="policy-0.update: WorkerDied", kills_before=3)
+    assert diagnose(failed).cause == "run_failed"
+
+
+@pytest.mark.parametrize(("usual", "cause"), [(0.0, "waits"), (50.0, "running")])
+def test_a_call_without_a_process_is_named(usual: float, cause: str) -> None:
+    """Resources that are not there yet, an actor that Ray has not placed."""
+    reserve = Call("cluster", "reserve", 84.0, 600.0, "policy")
+    found = diagnose(replace(facts(calls=(reserve,)), run=replace(RUN, usual_step_s=usual)))
+    assert found.cause == cause
+    assert found.verdict.endswith(" in update 0/1; it waits for cluster (reserve, 84 s of 600 s): policy")
 
 
 def test_ray_that_is_stopped_explains_everything_else() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import re
@@ -9,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,14 @@ from typing import Any
 import psutil
 import pytest
 
+from orchestrator.errors import WorkerDied
 from orchestrator.live.why import observer as observing
 from orchestrator.live.why.facts import Diagnosis
-from orchestrator.live.why.folder import ENDED, FOLDER, Report, keep_report
+from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, Report, keep_report
+from orchestrator.reporting.console import Console
 from tests.conftest import ROOT
 from tests.faults.stalls import frozen, may_mount, own_disk
+from tests.orchestrator.live.why.observed_run import Cluster
 from tests.real.commands import troupe_command
 
 WAIT_S = 60.0
@@ -121,6 +126,14 @@ def test_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
         assert ask(tmp_path)["verdict"] == "the run has ended: 0 of 0 steps"
 
 
+def test_a_stage_that_has_ended_says_so_while_its_process_runs_the_next_one(tmp_path: Path) -> None:
+    with observed(tmp_path, "ends a stage"):
+        deadline = time.monotonic() + WAIT_S
+        while not (tmp_path / FOLDER / ENDED.name).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert ask(tmp_path)["verdict"] == "the run has ended: 0 of 0 steps"
+
+
 def test_a_folder_without_a_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     command = troupe_command("why", str(tmp_path / "nothing"))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
@@ -146,13 +159,52 @@ def test_the_usual_step_is_the_median_of_the_last_ones(tmp_path: Path, lines: in
     assert observing._median_step(path) == median
 
 
+@pytest.fixture
+async def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path / "logs", {"policy-0": os.getppid(), "environment-0": os.getpid()})
+
+
+@pytest.fixture
+async def observer(tmp_path: Path, cluster: Cluster) -> AsyncIterator[observing.RunObserver]:
+    """An observer in this process."""
+    with closing(observing.RunObserver(tmp_path, "demo", Console(io.StringIO()), cluster)) as made:
+        yield made
+
+
+async def test_a_diagnosis_that_fails_is_an_answer(
+    tmp_path: Path, cluster: Cluster, observer: observing.RunObserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "look", lambda *_: (_ for _ in ()).throw(ValueError("what is \udcff?")))
+    (tmp_path / FOLDER / "request-1").touch()
+    deadline = time.monotonic() + WAIT_S
+    while (answer := ANSWER.read(tmp_path / FOLDER, "answer-1")) is None and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert answer is not None
+    assert answer.diagnosis == Diagnosis("unknown", "the diagnosis failed: ValueError: what is ??")
+    with pytest.raises(WorkerDied), observer.reporting():
+        raise WorkerDied("policy-0", "update", "its process has died")
+    ended = ENDED.read(tmp_path / FOLDER)
+    assert ended is not None and ended.diagnosis.cause == "run_failed"
+    assert "its process has died; the diagnosis failed: ValueError" in ended.diagnosis.verdict
+
+
+async def test_a_run_leaves_its_last_report_where_the_list_of_reports_cannot_be_written(
+    tmp_path: Path, observer: observing.RunObserver
+) -> None:
+    (tmp_path / FOLDER / "reports").touch()
+    with pytest.raises(WorkerDied), observer.reporting():
+        raise WorkerDied("policy-0", "update", "its process has died")
+    ended = ENDED.read(tmp_path / FOLDER)
+    assert ended is not None and ended.diagnosis.cause == "run_failed"
+
+
+async def test_the_workers_behind_a_call_are_known(cluster: Cluster, observer: observing.RunObserver) -> None:
+    assert observer._known().workers == {}
+    cluster.calls.begin("rollout-0", "generate", 600.0)
+    assert observer._known().workers == {"environment-0": os.getpid()}
+
+
 async def test_a_call_reports_itself_at_half_of_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-    import io
-
-    from orchestrator.reporting.console import Console
-    from tests.orchestrator.live.why.observed_run import Cluster
-
     monkeypatch.setattr(observing, "_SNAPSHOT_S", 0.2)
     monkeypatch.setattr(observing, "_PAUSE_S", 0.5)
     cluster = Cluster(tmp_path, {"policy-0": os.getppid()})

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
+from orchestrator.training.ledger import kind_of
 from workers.contract.messages import Fault
 
 logger = logging.getLogger(__name__)
@@ -20,9 +21,10 @@ class FaultLog:
     def note(self, faults: Iterable[Fault]) -> None:
         """Counts the faults of one group."""
         for fault in faults:
-            before, after = self._samples[fault.cause], self._samples[fault.cause] + fault.samples
-            self._samples[fault.cause] = after
+            cause = kind_of(fault.cause)
+            before, after = self._samples[cause], self._samples[cause] + fault.samples
+            self._samples[cause] = after
             if not before:
                 logger.warning("reward function %s: a sample has no reward: %s", fault.cause, fault.example)
             elif len(str(after)) > len(str(before)):
-                logger.warning("reward function %s: %d samples so far", fault.cause, after)
+                logger.warning("reward function %s: %d samples so far", cause, after)

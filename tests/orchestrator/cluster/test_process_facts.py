@@ -1,0 +1,56 @@
+"""What the kernel says about real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from orchestrator.cluster.process_facts import Look, ProcessFacts, look_at
+from orchestrator.cluster.processes import stat_fields
+from workers.contract.memory import resident_peak
+from workers.contract.stacks import VARIABLE
+
+NAME = "fourteen bytes\u00e9".encode()
+"""The kernel keeps 15 bytes of it: half of the last character."""
+NAMED = f"""
+import pathlib, sys
+from workers.contract.stacks import write_stacks_on_signal
+write_stacks_on_signal()
+pathlib.Path("/proc/self/comm").write_bytes({NAME!r})
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def named(folder: Path) -> Iterator[int]:
+    """A process whose name is not UTF-8."""
+    command, env = [sys.executable, "-c", NAMED], {"PYTHONPATH": ":".join(sys.path), VARIABLE: str(folder)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def test_a_name_that_is_not_utf8_hides_no_process(tmp_path: Path) -> None:
+    with named(tmp_path) as pid:
+        assert stat_fields(pid)[0] in "RS"
+        assert resident_peak([pid]) > resident_peak()
+        report = look_at(Look({pid: "reward-0"}, tmp_path))
+    (found,) = report.processes
+    assert found.state in "RS" and found.threads
+
+
+def test_a_command_line_that_is_not_utf8_can_be_written(tmp_path: Path) -> None:
+    with subprocess.Popen(["sh", "-c", "read line", b"\xff"], stdin=subprocess.PIPE) as process:
+        (found,) = look_at(Look({process.pid: "reward-0"}, tmp_path)).processes
+        process.kill()
+    assert found.title == "sh -c read line \ufffd"
+    assert TypeAdapter(ProcessFacts).dump_json(found)

@@ -1,0 +1,30 @@
+"""The watch of processes, without Ray."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from orchestrator.cluster import process_watch
+from orchestrator.cluster.process_watch import ProcessWatch
+
+
+def test_only_nodes_that_have_died_since_the_run_began_are_dead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    context = SimpleNamespace(get_node_id=lambda: "driver")
+    nodes: list[dict[str, Any]] = [
+        {"NodeID": "old", "NodeManagerAddress": "10.0.0.2", "Alive": False},
+        {"NodeID": "new", "NodeManagerAddress": "10.0.0.3", "Alive": True},
+    ]
+    fake = SimpleNamespace(get_runtime_context=lambda: context, nodes=lambda: [dict(node) for node in nodes])
+    monkeypatch.setattr(process_watch, "ray", fake)
+    watch = ProcessWatch(tmp_path, 10.0)
+    watch._nodes_before.read(time.monotonic() + 5.0)
+    nodes[1]["Alive"] = False
+    _, *others = watch.look({}, (), 5.0)
+    assert [(report.node.name, report.node.alive) for report in others] == [("10.0.0.3/new", False)]
