@@ -55,14 +55,13 @@ def samples(
 
 def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, form: str, path: Path) -> None:
     from orchestrator.reporting.sample_export import Format, export_samples
-    from orchestrator.reporting.samples import select_samples
+    from orchestrator.reporting.samples import stream_samples
     from workers.contract.samples import SAMPLES
 
     if form not in list(Format):
         raise UsageError(f"--export: {form!r} is no format: use {', '.join(Format)}")
-    table = select_samples(run, query, columns or SAMPLES.names)
-    export_samples(table, Format(form), path)
-    typer.echo(f"wrote {table.num_rows} samples to {path}")
+    rows = export_samples(stream_samples(run, query, columns or SAMPLES.names), Format(form), path)
+    typer.echo(f"wrote {rows} samples to {path}")
 
 
 def _show(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:

@@ -14,6 +14,8 @@ from orchestrator.errors import UsageError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from orchestrator.reporting.run_folder import RunFolder
+
 _STEPS = re.compile(r"(\d*)(:?)(\d*)")
 _MOST_STEPS = 20
 """Steps whose bound is printed; the last ones."""
@@ -28,15 +30,15 @@ def trace(
 ) -> None:
     """Write the timeline of a run as a trace file for ui.perfetto.dev."""
     from orchestrator.reporting.run_folder import RunFolder
-    from orchestrator.reporting.trace import cut_steps, trace_events, write_trace
+    from orchestrator.reporting.trace import trace_events, write_trace
 
     run, (first, last) = RunFolder(run_folder), _range(steps)
-    timeline = cut_steps(run.timeline(), first, last)
+    timeline = run.timeline_of(first, last)
     if not timeline.num_rows:
         known = list(run.timeline_files())
         there = f": there are steps {known[0]} to {known[-1]}" if known else ""
         raise UsageError(f"{run.path} has no timeline{' of these steps' if steps else ''}{there}")
-    _summarize(timeline)
+    _summarize(run, timeline)
     events = trace_events(timeline)
     write_trace(events, out)
     typer.echo(f"wrote {out}: {timeline.num_rows} calls; open it in https://ui.perfetto.dev")
@@ -54,21 +56,24 @@ def _range(steps: str | None) -> tuple[int | None, int | None]:
     return first, last
 
 
-def _summarize(timeline: pa.Table) -> None:
+def _summarize(run: RunFolder, timeline: pa.Table) -> None:
     """Prints how busy every role was during the steps, and what bounds each of them."""
+    import pyarrow as pa
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from orchestrator.reporting.busy import busy_roles, step_bounds, step_windows
 
-    windows = list(step_windows(timeline).values())
-    if not windows:
+    steps = step_windows(timeline)
+    if not steps:
         return
+    windows, last = list(steps.values()), max(steps)
+    timeline = pa.concat_tables([timeline, run.crossing(last, steps[last][1])])
     roles = Table("role", title="busy", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("workers", "busy s", "idle s", "busy"):
         roles.add_column(name, justify="right")
-    for one in busy_roles(timeline, (windows[0][0], windows[-1][1])):
+    for one in busy_roles(timeline, windows):
         figures = f"{one.busy_s:.2f}", f"{max(0.0, one.wall_s - one.busy_s):.2f}", f"{one.share:.0%}"
         roles.add_row(one.role, str(one.workers), *figures)
     bounds = Table(

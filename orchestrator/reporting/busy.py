@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class RoleTime:
-    """Time of one role within a window."""
+    """Time of one role within windows."""
 
     role: str
     workers: int
@@ -29,11 +30,11 @@ class RoleTime:
     longest_s: float
     """That of its busiest worker."""
     wall_s: float
-    """Length of the window."""
+    """Length of the windows."""
 
     @property
     def share(self) -> float:
-        """Fraction of the window in which a worker was busy."""
+        """Fraction of the windows in which a worker was busy."""
         return self.busy_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
@@ -60,27 +61,26 @@ class StepBound:
 
 
 def step_windows(timeline: pa.Table) -> dict[int, Interval]:
-    """Start and end of every step that has phases of the controller: from the end of the step before to its own end.
+    """Start and end of every step: those of the controller's phases.
 
-    Step 0, the start of a run, is left out.
+    Step 0, the start of a run, is left out. A checkpoint is recorded with the next step, which begins after it. What
+    lies between two steps, such as the hours until a run was resumed, belongs to none.
     """
-    ends: dict[int, float] = {}
-    starts: dict[int, float] = {}
-    columns = (timeline[name].to_pylist() for name in ("step", "worker", "start", "end"))
-    for step, worker, start, end in zip(*columns, strict=True):
-        if worker == DRIVER and step > 0:
-            ends[step] = max(ends.get(step, end), end)
-            starts[step] = min(starts.get(step, start), start)
-    return {step: (ends.get(step - 1, starts[step]), ends[step]) for step in sorted(ends)}
+    found: dict[int, Interval] = {}
+    columns = (timeline[name].to_pylist() for name in ("step", "worker", "phase", "start", "end"))
+    for step, worker, phase, start, end in zip(*columns, strict=True):
+        if worker == DRIVER and step > 0 and phase != "checkpoint":
+            first, last = found.get(step, (start, end))
+            found[step] = min(first, start), max(last, end)
+    return dict(sorted(found.items()))
 
 
-def busy_roles(timeline: pa.Table, window: Interval) -> list[RoleTime]:
-    """Every role's time within the window, by role. Calls that are open at once count once."""
-    start, end = window
-    wall = end - start
+def busy_roles(timeline: pa.Table, windows: Sequence[Interval]) -> list[RoleTime]:
+    """Every role's time within the windows, by role. Calls that are open at once count once."""
+    wall = sum(end - start for start, end in windows)
     times: defaultdict[str, list[float]] = defaultdict(list)
-    for (role, _), spans in sorted(_by_worker(timeline).items()):
-        times[role].append(covered(spans, window))
+    for (role, _), busy in sorted(_by_worker(timeline).items()):
+        times[role].append(sum(_seconds(busy, window) for window in windows))
     return [RoleTime(role, len(one), sum(one) / len(one), max(one), wall) for role, one in times.items()]
 
 
@@ -89,7 +89,7 @@ def step_bounds(timeline: pa.Table) -> list[StepBound]:
     workers = _by_worker(timeline)
 
     def longest(roles: Sequence[str], window: Interval) -> float:
-        return max((covered(spans, window) for (role, _), spans in workers.items() if role in roles), default=0.0)
+        return max((_seconds(busy, window) for (role, _), busy in workers.items() if role in roles), default=0.0)
 
     return [
         StepBound(step, window[1] - window[0], longest(ENGINES, window), longest(TRAINERS, window))
@@ -99,18 +99,35 @@ def step_bounds(timeline: pa.Table) -> list[StepBound]:
 
 def covered(spans: Iterable[Interval], window: Interval) -> float:
     """Seconds of the window that are in at least one of the spans."""
-    total, reached = 0.0, window[0]
+    return _seconds(_joined(spans), window)
+
+
+def _joined(spans: Iterable[Interval]) -> list[Interval]:
+    """The time that is in at least one of the spans: intervals in order that do not overlap."""
+    found: list[Interval] = []
     for start, end in sorted(spans):
-        begin, stop = max(start, reached), min(end, window[1])
-        if stop > begin:
-            total, reached = total + stop - begin, stop
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _seconds(busy: Sequence[Interval], window: Interval) -> float:
+    """Seconds of the window that are in one of these intervals, which are in order and do not overlap."""
+    total = 0.0
+    for i in range(bisect_right(busy, window[0], key=lambda one: one[1]), len(busy)):
+        start, end = busy[i]
+        if start >= window[1]:
+            break
+        total += min(end, window[1]) - max(start, window[0])
     return total
 
 
 def _by_worker(timeline: pa.Table) -> Mapping[tuple[str, str], list[Interval]]:
-    """The spans of every worker, by role and name."""
+    """When every worker had a call open, by role and name."""
     found: defaultdict[tuple[str, str], list[Interval]] = defaultdict(list)
     columns = (timeline[name].to_pylist() for name in ("role", "worker", "start", "end"))
     for role, worker, start, end in zip(*columns, strict=True):
         found[role, worker].append((start, end))
-    return found
+    return {worker: _joined(spans) for worker, spans in found.items()}

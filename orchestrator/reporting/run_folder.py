@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
 from orchestrator.errors import DataError, UsageError
-from orchestrator.reporting.timeline import TIMELINE
+from orchestrator.reporting.timeline import DRIVER, TIMELINE
 from workers.contract.samples import SAMPLES, conform
 
 METRICS = "metrics.jsonl"
@@ -88,10 +90,28 @@ class RunFolder:
 
     def timeline(self, step: int | None = None) -> pa.Table:
         """The spans that ended during a step (None: of all steps) as a TIMELINE table; empty where none is recorded."""
-        files = self.timeline_files()
-        chosen = files.values() if step is None else [files[step]] if step in files else []
+        return self.timeline_of(step, step)
+
+    def timeline_of(self, first: int | None, last: int | None) -> pa.Table:
+        """The spans that ended during the steps `first` to `last` as a TIMELINE table; empty where none is recorded.
+
+        Both steps are included; None: from the start, to the end. Files of other steps are not opened.
+        """
+        low, high = first or 0, math.inf if last is None else last
+        chosen = [file for step, file in self.timeline_files().items() if low <= step <= high]
         tables = [conform(_read(file, TIMELINE.names), TIMELINE) for file in chosen]
         return pa.concat_tables(tables) if tables else TIMELINE.empty_table()
+
+    def crossing(self, step: int, end: float) -> pa.Table:
+        """The workers' calls that were open when a step ended, which are in the file of the next one.
+
+        Empty where that file is not there yet or cannot be read.
+        """
+        try:
+            later = self.timeline(step + 1)
+        except DataError:
+            later = TIMELINE.empty_table()
+        return later.filter((pc.field("worker") != DRIVER) & (pc.field("start") < end))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

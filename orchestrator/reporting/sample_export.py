@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
 _BATCH = 1024
-"""Rows that are turned into Python objects at once."""
+"""Rows that are written at once."""
+
+Write = Callable[[pa.Table], object]
+"""Writes a part of the samples."""
 
 
 class Format(StrEnum):
@@ -26,38 +30,67 @@ class Format(StrEnum):
     csv = "csv"
 
 
-def export_samples(table: pa.Table, form: Format, path: Path) -> None:
-    """Writes the table, atomically. Raises OSError."""
+def export_samples(samples: pa.RecordBatchReader, form: Format, path: Path) -> int:
+    """Writes the samples, atomically and a part at a time. Raises OSError, and what reading the samples raises.
+
+    Returns:
+        The number of rows.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    rows = 0
     try:
-        _WRITERS[form](table, unfinished)
+        with _WRITERS[form](unfinished, samples.schema) as write:
+            for part in _parts(samples):
+                write(part)
+                rows += part.num_rows
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+    return rows
 
 
-def _write_jsonl(table: pa.Table, path: Path) -> None:
+def _parts(samples: pa.RecordBatchReader) -> Iterator[pa.Table]:
+    """Tables of `_BATCH` rows and up to one batch more: a batch may have few rows."""
+    waiting: list[pa.RecordBatch] = []
+    for batch in samples:
+        waiting.append(batch)
+        if sum(one.num_rows for one in waiting) >= _BATCH:
+            yield pa.Table.from_batches(waiting)
+            waiting = []
+    if waiting:
+        yield pa.Table.from_batches(waiting)
+
+
+@contextmanager
+def _jsonl(path: Path, schema: pa.Schema) -> Iterator[Write]:
     """An object a line; nan and infinity become null, because JSON has neither."""
     with path.open("w", encoding="utf-8") as file:
-        for batch in table.to_batches(max_chunksize=_BATCH):
-            for row in batch.to_pylist():
-                file.write(_json(row) + "\n")
+        yield lambda part: file.writelines(_json(row) + "\n" for row in part.to_pylist())
 
 
-def _write_parquet(table: pa.Table, path: Path) -> None:
-    pq.write_table(table, path, compression="zstd")
+@contextmanager
+def _parquet(path: Path, schema: pa.Schema) -> Iterator[Write]:
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        yield writer.write_table
 
 
-def _write_csv(table: pa.Table, path: Path) -> None:
+@contextmanager
+def _csv(path: Path, schema: pa.Schema) -> Iterator[Write]:
     """Columns with lists are JSON."""
-    columns = [
-        pa.array([None if value is None else _json(value) for value in column.to_pylist()], pa.string())
-        if pa.types.is_nested(column.type)
-        else column
-        for column in table.columns
-    ]
-    csv.write_csv(pa.Table.from_arrays(columns, names=table.column_names), path)
+    flat = pa.schema([field.with_type(pa.string()) if pa.types.is_nested(field.type) else field for field in schema])
+
+    def flattened(part: pa.Table) -> pa.Table:
+        columns = [
+            pa.array([None if value is None else _json(value) for value in column.to_pylist()], pa.string())
+            if pa.types.is_nested(column.type)
+            else column
+            for column in part.columns
+        ]
+        return pa.Table.from_arrays(columns, schema=flat)
+
+    with csv.CSVWriter(path, flat) as writer:
+        yield lambda part: writer.write_table(flattened(part))
 
 
 def _json(value: object) -> str:
@@ -75,8 +108,8 @@ def _finite(value: Any) -> Any:
     return [_finite(entry) for entry in value] if isinstance(value, list) else value
 
 
-_WRITERS: Mapping[Format, Callable[[pa.Table, Path], None]] = {
-    Format.jsonl: _write_jsonl,
-    Format.parquet: _write_parquet,
-    Format.csv: _write_csv,
+_WRITERS: Mapping[Format, Callable[[Path, pa.Schema], AbstractContextManager[Write]]] = {
+    Format.jsonl: _jsonl,
+    Format.parquet: _parquet,
+    Format.csv: _csv,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -14,6 +14,9 @@ from orchestrator.errors import DataError, UsageError, nearest
 from orchestrator.reporting.run_folder import RunFolder
 from orchestrator.reporting.sample_filter import parse_filter
 from workers.contract.samples import SAMPLES
+
+_BATCH = 1024
+"""Most rows of a batch."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,27 @@ def select_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str]) -
         return _sorted(data, rule, [*columns, *(name for name, _ in keys)], keys).slice(0, query.limit).select(columns)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{run.path}: the samples cannot be read: {error}") from error
+
+
+def stream_samples(run: RunFolder, query: SampleQuery, columns: Sequence[str]) -> pa.RecordBatchReader:
+    """As `select_samples`, but batch by batch: a whole store need not fit into memory, unless it is to be sorted.
+
+    A file that cannot be read raises DataError when its batch is due.
+    """
+    if query.sort or query.limit is not None:
+        return select_samples(run, query, columns).to_reader()
+    # Few files ahead: their rows hold lists of tokens, and writing is slower than reading.
+    scanner = open_samples(run).scanner(
+        columns=list(columns), filter=_filter(run, query), batch_size=_BATCH, batch_readahead=2, fragment_readahead=1
+    )
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        try:
+            yield from scanner.to_batches()
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{run.path}: the samples cannot be read: {error}") from error
+
+    return pa.RecordBatchReader.from_batches(scanner.projected_schema, batches())
 
 
 def _sorted(

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from orchestrator.reporting.busy import step_windows
 from orchestrator.reporting.timeline import OK
@@ -60,12 +59,6 @@ def write_trace(events: Sequence[Event], path: Path) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def cut_steps(timeline: pa.Table, first: int | None, last: int | None) -> pa.Table:
-    """The spans of the steps `first` to `last`, both included; None: from the start, to the end."""
-    kept = pc.field("step") >= (0 if first is None else first)
-    return timeline.filter(kept if last is None else kept & (pc.field("step") <= last))
 
 
 def _roles(rows: Sequence[Row]) -> list[str]:

@@ -16,7 +16,13 @@ from orchestrator.reporting.html.budget import fitting, spread
 from orchestrator.reporting.html.overview import MOST_POINTS, overview, sections, spec_differences
 from orchestrator.reporting.html.page import render
 from orchestrator.reporting.html.samples import step_block
-from orchestrator.reporting.html.timeline import phases_from_metrics, spans_of, timeline_block
+from orchestrator.reporting.html.timeline import (
+    phases_from_metrics,
+    spans_of,
+    step_bounds,
+    step_times,
+    timeline_block,
+)
 from orchestrator.reporting.html.token_texts import TokenTexts
 from orchestrator.reporting.run_folder import RunFolder
 from orchestrator.reporting.verdicts.history import History
@@ -175,10 +181,14 @@ def timeline_data(run: RunFolder, budget: int) -> Json:
 def span_block(run: RunFolder, step: int) -> Json | None:
     """One step's spans; None where its file cannot be read or holds none."""
     try:
-        return timeline_block(step, spans_of(run.timeline(step)))
+        spans = spans_of(run.timeline(step))
     except (TroupeError, KeyError) as error:
         logger.warning("the timeline of step %d is left out: %s", step, error)
         return None
+    block, bounds = timeline_block(step, spans), step_bounds(spans)
+    if block is None or bounds is None:
+        return None
+    return block | {"times": step_times([*spans, *spans_of(run.crossing(step, bounds[1]))], *bounds)}
 
 
 def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.reporting.verdicts.history import History
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow
+from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow, while_it_lasts
 
 _SOME, _MANY = 0.02, 0.2
 _MOST_PASSES = 20
@@ -26,11 +26,12 @@ def failing_rewards(run: History) -> Iterator[Verdict]:
         found = shares.stretch(lambda value: value > _SOME, at_least=1)
         if found is None:
             continue
+        share, when = shares.typical(found), "at the end" if found.ongoing else "while it lasted"
         yield Verdict(
             "failing-rewards",
-            Level.PROBLEM if shares.last > _MANY else Level.WARNING,
+            while_it_lasts(found, Level.PROBLEM if share > _MANY else Level.WARNING),
             "Reward functions fail" if name == "failed_samples" else "Episodes fail",
-            f"{sum(failed.values):.0f} samples {what}; {shares.last:.0%} of the last steps' samples. They are dropped, "
+            f"{sum(failed.values):.0f} samples {what}; {share:.0%} of a step's {when}. They are dropped, "
             "and what is left is not what the policy does.",
             found.start,
             found.until,

@@ -77,7 +77,19 @@ class Series:
 
     def after(self, step: int) -> Series:
         """The part after a step."""
-        return self._where(lambda at, _: at > step)
+        return self.where(lambda at, _: at > step)
+
+    def during(self, found: Stretch) -> Series:
+        """The part within a stretch."""
+        return self.where(lambda at, _: found.start <= at <= found.end)
+
+    def typical(self, found: Stretch) -> float:
+        """Median of the smoothed values within a stretch: of the last ones if it is ongoing, of all if it is over.
+
+        For a stretch of this series that is a value for which its condition holds.
+        """
+        part = self.smooth.during(found)
+        return part.last if found.ongoing else part.median
 
     def map(self, function: Callable[[float], float]) -> Series:
         """The series of a function of the values."""
@@ -117,7 +129,8 @@ class Series:
         noise = fmean(jumps) / 1.13 * math.sqrt(2 / size)
         return Trend(fmean(tail) - fmean(head), noise)
 
-    def _where(self, keep: Callable[[int, float], bool]) -> Series:
+    def where(self, keep: Callable[[int, float], bool]) -> Series:
+        """The part for whose steps and values `keep` is true."""
         kept = [(step, value) for step, value in self if keep(step, value)]
         return Series(self.name, tuple(step for step, _ in kept), tuple(value for _, value in kept))
 

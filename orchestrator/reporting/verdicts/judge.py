@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,8 @@ from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict
 from orchestrator.spec.errors import Source, SpecError
 from orchestrator.spec.load import parse_spec
 from orchestrator.spec.yaml_reader import Document
+
+logger = logging.getLogger(__name__)
 
 Rule = Callable[[History], Iterator[Verdict]]
 
@@ -40,9 +43,17 @@ def judge(history: History) -> list[Verdict]:
     found = [
         replace(verdict, remedies=tuple(one for one in verdict.remedies if not usable or fits(one, history.spec)))
         for rule in RULES
-        for verdict in rule(history)
+        for verdict in _verdicts(rule, history)
     ]
     return sorted(found, key=lambda verdict: (_ORDER.index(verdict.level), verdict.since))
+
+
+def _verdicts(rule: Rule, history: History) -> Iterator[Verdict]:
+    """What a rule finds. One that fails on a record is logged, so that the others still speak."""
+    try:
+        yield from rule(history)
+    except Exception:
+        logger.exception("the rule %s is left out: it cannot judge this run", rule.__name__)
 
 
 def fits(remedy: Remedy, spec: Mapping[str, Any]) -> bool:

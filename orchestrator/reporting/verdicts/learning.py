@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from orchestrator.reporting.verdicts.history import SHORTEST, History
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field
+from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 
 _LOW_ENTROPY, _LOST_ENTROPY = 0.05, 0.15
 """Nats per token; share of the entropy at the start."""
@@ -41,9 +41,9 @@ def entropy_collapse(run: History) -> Iterator[Verdict]:
         return
     yield Verdict(
         "entropy-collapse",
-        Level.WARNING if run.reward_rises else Level.PROBLEM,
+        while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
         "The policy no longer explores",
-        f"Entropy fell from {entropy.first:.3g} to {entropy.last:.3g} nats per token, below {limit:.3g}. "
+        f"Entropy fell from {entropy.first:.3g} to {entropy.typical(found):.3g} nats per token, below {limit:.3g}. "
         "Samples of a prompt become alike, and there is nothing left to compare.",
         found.start,
         found.until,
@@ -96,13 +96,13 @@ def _signs_of_hacking(run: History) -> tuple[list[str], list[str], list[int]]:
         since.append(held_out.steps[best])
     repetition = run["repetition"]
     floor = max(_MOST_REPETITION, repetition.first + 0.2) if repetition else 0.0
-    if found := repetition.stretch(lambda value: value > floor, at_least=2):
-        signs.append(f"repetition rose from {repetition.first:.2f} to {repetition.last:.2f}")
+    if (found := repetition.stretch(lambda value: value > floor, at_least=2)) and found.ongoing:
+        signs.append(f"repetition rose from {repetition.first:.2f} to {repetition.typical(found):.2f}")
         evidence.append(repetition.name)
         since.append(found.start)
     kl = run["kl_ref"]
-    if found := kl.stretch(lambda value: value > _MOST_KL, at_least=2):
-        signs.append(f"the policy moved {kl.last:.3g} nats per token from the reference")
+    if (found := kl.stretch(lambda value: value > _MOST_KL, at_least=2)) and found.ongoing:
+        signs.append(f"the policy moved {kl.typical(found):.3g} nats per token from the reference")
         evidence.append(kl.name)
         since.append(found.start)
         if len(signs) == 1:  # learning moves the policy too; with no other sign it is a matter of kl-explosion
@@ -122,11 +122,10 @@ def no_signal(run: History) -> Iterator[Verdict]:
     found = series.stretch(lambda value: value <= limit, at_least=2)
     if found is None:
         return
-    at = run["reward/mean"].last
-    constant = spread.after(found.start - 1).highest < 1e-9
-    what = (
-        f"Every sample has the same reward, {at:.3g}" if constant else f"{1 - mixed.last:.0%} of the groups are equal"
-    )
+    at = reward.typical(found)
+    constant = spread.smooth.during(found).highest <= 1e-9
+    equal = 1 - mixed.typical(found)
+    what = f"Every sample has the same reward, {at:.3g}" if constant else f"{equal:.0%} of the groups are equal"
     learned = run.reward_rises and found.start > run.last_step // 3
     remedies = (
         Remedy("Sample more per prompt, so that groups differ.", field("algorithm.group_size", _more_samples(run))),
@@ -136,7 +135,7 @@ def no_signal(run: History) -> Iterator[Verdict]:
     )
     yield Verdict(
         "no-signal",
-        Level.WARNING if learned else Level.PROBLEM,
+        while_it_lasts(found, Level.WARNING if learned else Level.PROBLEM),
         "The rewards hold no signal",
         f"{what}, and such groups move no weights. "
         + (
@@ -184,7 +183,7 @@ def penalty_dominates(run: History) -> Iterator[Verdict]:
     # Advantages are about 1 in size, and so is what they can earn. The loss itself is no measure: at the first update
     # of a batch it is 0 however large its gradient.
     held = penalty.stretch(lambda value: value > _MOST_PENALTY)
-    if coef < 1.0 and held is None:
+    if coef < 1.0 and (held is None or not held.ongoing):
         return
     if run.reward_rises or len(reward) < 2 * SHORTEST:
         return

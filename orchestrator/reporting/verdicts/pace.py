@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from orchestrator.reporting.verdicts.history import SHORTEST, History
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field
+from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 
 _WAITS, _NEVER_WAITS = 0.3, 0.03
 """Share of a step that the trainer waits for samples: above it engines are short, below it the engines wait."""
@@ -18,7 +18,7 @@ _WARM_UP = 2
 
 def _workers(run: History, role: str) -> int:
     seen = run[f"workers/{role}"]
-    return int(seen.last) if seen else int(run.get(f"roles.{role}.workers", 1))
+    return max(1, int(seen.last) if seen else int(run.get(f"roles.{role}.workers", 1)))
 
 
 def _typical(run: History, name: str) -> float:
@@ -81,10 +81,10 @@ def starved_trainer(run: History) -> Iterator[Verdict]:
         remedies = remedies[:1] if not stale else remedies
     yield Verdict(
         "starved-trainer",
-        Level.WARNING if stale else Level.NOTE,
+        while_it_lasts(found, Level.WARNING if stale else Level.NOTE),
         "The trainer waits for samples" if stale else "Most of a step is generation",
-        f"{waits.last:.0%} of a step is waiting for samples ({sampling:.1f} s), {training:.1f} s are updates and "
-        "weight sync" + ("." if stale else "; nothing is generated meanwhile."),
+        f"{waits.typical(found):.0%} of a step is waiting for samples ({sampling:.1f} s), {training:.1f} s are updates "
+        "and weight sync" + ("." if stale else "; nothing is generated meanwhile."),
         found.start,
         found.until,
         ("utilisation/generate", "utilisation/update", "seconds/step"),
@@ -109,9 +109,9 @@ def starved_engines(run: History) -> Iterator[Verdict]:
         remedies.append(Remedy("Or give engines back.", field("roles.rollout.workers", engines - 1)))
     yield Verdict(
         "starved-engines",
-        Level.WARNING,
+        while_it_lasts(found, Level.WARNING),
         "The engines wait for the trainer",
-        f"The trainer never waits for samples ({waits.last:.1%} of a step); it updates for "
+        f"The trainer never waits for samples ({waits.typical(found):.1%} of a step); it updates for "
         f"{trainer_seconds(run):.1f} s of {_typical(run, 'seconds/step'):.1f} s. "
         "The engines stand idle with full queues; "
         f"try up to {_ratio(engines / (2 * ranks))} engines to policy workers.",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from orchestrator.reporting.verdicts.history import History
 from orchestrator.reporting.verdicts.learning import add_kl, lower_learning_rate
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow
+from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow, while_it_lasts
 
 _GROWTH, _SHRINKAGE = 2.0, 0.4
 _CUT = 0.3
@@ -35,10 +35,10 @@ def length_explosion(run: History) -> Iterator[Verdict]:
         return
     yield Verdict(
         "length-explosion",
-        Level.NOTE if pays else Level.WARNING,
+        Level.NOTE if pays else while_it_lasts(found, Level.WARNING),
         "Responses become much longer",
-        f"Responses grew from {length.first:.0f} to {length.last:.0f} tokens"
-        + (" while the reward rises." if pays else f"; {cut.last:.0%} are cut, and the reward does not follow."),
+        f"Responses grew from {length.first:.0f} to {length.typical(found):.0f} tokens"
+        + (" while the reward rises." if pays else f"; {cut.typical(found):.0%} are cut, and the reward stands still."),
         found.start,
         found.until,
         (length.name, cut.name, "reward/mean"),
@@ -56,12 +56,11 @@ def length_collapse(run: History) -> Iterator[Verdict]:
     found = length.stretch(lambda value: value < limit, at_least=2)
     if found is None:
         return
-    level = Level.WARNING if run.reward_rises else Level.PROBLEM
     yield Verdict(
         "length-collapse",
-        level,
+        while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
         "Responses become very short",
-        f"Responses shrank from {length.first:.0f} to {length.last:.1f} tokens. "
+        f"Responses shrank from {length.first:.0f} to {length.typical(found):.1f} tokens. "
         "Check that the reward pays for what a short response leaves out.",
         found.start,
         found.until,
@@ -87,9 +86,9 @@ def truncation(run: History) -> Iterator[Verdict]:
     longest = _longest(run)
     yield Verdict(
         "truncation",
-        Level.NOTE if harmless else Level.WARNING,
+        Level.NOTE if harmless else while_it_lasts(found, Level.WARNING),
         "Responses are cut before they end",
-        f"{cut.last:.0%} of the responses reach `sampling.max_tokens` ({longest})"
+        f"{cut.typical(found):.0%} of the responses reach `sampling.max_tokens` ({longest})"
         + ("; the reward tells them apart all the same." if harmless else "; what they would have said earns nothing."),
         found.start,
         found.until,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from orchestrator.reporting.verdicts.history import SHORTEST, History, Series, Stretch
 from orchestrator.reporting.verdicts.learning import add_kl, lower_learning_rate
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field
+from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 
 _MOST_KL_REF, _MOST_KL_STEP = 1.0, 0.3
 _MOST_CLIPPED = 0.3
@@ -27,21 +28,16 @@ def kl_explosion(run: History) -> Iterator[Verdict]:
         if found := kl.stretch(lambda value: value > _MOST_KL_REF, at_least=2):
             yield Verdict(
                 "kl-explosion",
-                Level.WARNING if run.reward_rises else Level.PROBLEM,
+                while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
                 "The policy has left the reference",
-                f"KL to the reference is {kl.last:.3g} nats per token (below 0.5 is usual), from {kl.first:.3g} at the "
-                "start.",
+                f"KL to the reference {'is' if found.ongoing else 'was'} {kl.typical(found):.3g} nats per token "
+                f"(below 0.5 is usual), from {kl.first:.3g} at the start.",
                 found.start,
                 found.until,
                 (kl.name, "reward/mean", "policy/entropy"),
                 (add_kl(run), lower_learning_rate(run)),
             )
             return
-
-
-def _while_it_lasts(found: Stretch, level: Level) -> Level:
-    """What is over, and the run went on, is a note."""
-    return level if found.ongoing else Level.NOTE
 
 
 def steps_too_large(run: History) -> Iterator[Verdict]:
@@ -58,7 +54,7 @@ def steps_too_large(run: History) -> Iterator[Verdict]:
             )
             yield Verdict(
                 "steps-too-large",
-                _while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
+                while_it_lasts(found, Level.WARNING if run.reward_rises else Level.PROBLEM),
                 "A step changes the policy too much",
                 f"KL(old || new) of a step is {kl.highest:.3g} nats per token at most and {kl.last:.3g} at the end; "
                 "below 0.1 is usual.",
@@ -78,10 +74,10 @@ def clip_fraction_stuck(run: History) -> Iterator[Verdict]:
         return
     yield Verdict(
         "clip-fraction",
-        Level.WARNING,
+        while_it_lasts(found, Level.WARNING),
         "Most tokens are clipped",
-        f"{clipped.last:.0%} of the tokens are beyond the clip bounds and have no gradient (below 30% is usual): the "
-        "updates after the first one are mostly lost.",
+        f"{clipped.typical(found):.0%} of the tokens are beyond the clip bounds and have no gradient (below 30% is "
+        "usual): the updates after the first one are mostly lost.",
         found.start,
         found.until,
         (clipped.name, "policy/ratio_max", "policy/kl_old"),
@@ -106,7 +102,10 @@ def sampler_gap(run: History) -> Iterator[Verdict]:
     grows = late.last > 3 * late.first and late.last > limit / 2 and late.trend().rises
     if found is None and jump is None and not grows:
         return
-    since = min(step for step in (found.start if found else None, jump, gap.steps[-1]) if step is not None)
+    spells = [one for one in (found, jump) if one is not None]
+    since = min([one.start for one in spells], default=gap.steps[-1])
+    over = not grows and not any(one.ongoing for one in spells)
+    at = gap.typical(spells[0]) if over else gap.last
     what = f"jumps at step {since}" if jump is not None else "grows" if grows else "is large"
     remedies = (
         (
@@ -121,24 +120,25 @@ def sampler_gap(run: History) -> Iterator[Verdict]:
     )
     yield Verdict(
         "sampler-gap",
-        Level.WARNING if stale else Level.PROBLEM,
+        Level.NOTE if over else Level.WARNING if stale else Level.PROBLEM,
         f"Sampler and trainer disagree: the gap {what}",
-        f"The mean difference of their log-probs is {gap.last:.3g} nats, from {gap.first:.3g} at the start; up to "
-        f"{limit:g} is explained by {'staleness' if stale else 'precision'}. "
+        f"The mean difference of their log-probs {'was' if over else 'is'} {at:.3g} nats, from {gap.first:.3g} at "
+        f"the start; up to {limit:g} is explained by {'staleness' if stale else 'precision'}. "
         + ("" if stale else "An engine may hold other weights than the trainer."),
         since,
-        found.until if found else None,
+        max(one.end for one in spells) if over else None,
         (gap.name, "policy/rollout_logprob_gap_max", "policy/importance_weight"),
         remedies,
     )
 
 
-def _jump(gap: Series, floor: float) -> int | None:
-    """The first step from which the gap stays several times above what it was."""
+def _jump(gap: Series, floor: float) -> Stretch | None:
+    """The steps for which the gap stays several times above what it was, from the first such step on."""
     for i in range(2, len(gap) - 1):
-        before, after = max(gap.values[:i]), min(gap.values[i : i + 2])
-        if after > _JUMP * before and after > floor:
-            return gap.steps[i]
+        limit = max(_JUMP * max(gap.values[:i]), floor)
+        if min(gap.values[i : i + 2]) > limit:
+            found = gap.after(gap.steps[i - 1]).stretch(lambda value, limit=limit: value > limit, at_least=2)
+            return found and replace(found, start=gap.steps[i])
     return None
 
 
@@ -146,12 +146,13 @@ def gradient_spikes(run: History) -> Iterator[Verdict]:
     """Single batches with a gradient far beyond the usual, or one that is not finite."""
     for role in ("policy", "critic", "reward_model"):
         norm, skipped = run[f"{role}/grad_norm"], run[f"{role}/skipped_updates"]
-        spikes = [step for step, value in norm.after(1) if value > _SPIKE * norm.median] if len(norm) > 4 else []
+        usual = norm.where(lambda _, value: value > 0).median  # a step without a signal has no gradient
+        spikes = [step for step, value in norm.after(1) if value > _SPIKE * usual] if len(norm) > 4 else []
         lost = [step for step, value in skipped if value > 0]
         if not spikes and not lost:
             continue
         parts = [f"{len(spikes)} of {len(norm)} steps have a gradient above {_SPIKE:g} times the median "
-                 f"({norm.highest:.3g} against {norm.median:.3g})"] if spikes else []  # fmt: skip
+                 f"({norm.highest:.3g} against {usual:.3g})"] if spikes else []  # fmt: skip
         parts += [f"{len(lost)} steps have updates that were skipped, because the gradient was not finite"] * bool(lost)
         yield Verdict(
             "gradient-spikes",
@@ -180,8 +181,8 @@ def clipped_gradients(run: History) -> Iterator[Verdict]:
             "clipped-gradients",
             Level.WARNING,
             f"The gradient of the {role.replace('_', ' ')} is clipped to a small part",
-            f"Its norm is {norm.median:.3g} in most steps, {norm.highest:.3g} at most, and is clipped to {most:g}: all "
-            "updates have the same length, and a few extreme samples decide their direction.",
+            f"Its norm is {norm.during(found).median:.3g} in most steps, {norm.highest:.3g} at most, and is clipped to "
+            f"{most:g}: all updates have the same length, and a few extreme samples decide their direction.",
             found.start,
             None,
             (norm.name, "reward/std", "reward/mean"),

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from orchestrator.reporting.verdicts.history import Stretch
+
 
 class Level(StrEnum):
     """How bad it is. Only `problem` and `warning` make a run unhealthy."""
@@ -19,6 +21,11 @@ class Level(StrEnum):
     """The run learns less, or more slowly, than it could; or it is on its way to a problem."""
     NOTE = "note"
     """Worth knowing; a healthy run may look the same."""
+
+
+def while_it_lasts(found: Stretch, level: Level) -> Level:
+    """The level of what holds for a stretch: what is over, and the run went on, is a note."""
+    return level if found.ongoing else Level.NOTE
 
 
 @dataclass(frozen=True)

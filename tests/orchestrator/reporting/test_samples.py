@@ -20,12 +20,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from orchestrator.cli import app
-from orchestrator.errors import UsageError
+from orchestrator.errors import DataError, UsageError
 from orchestrator.reporting.run_folder import RunFolder
 from orchestrator.reporting.sample_export import Format, export_samples
 from orchestrator.reporting.sample_filter import FilterError, parse_filter
 from orchestrator.reporting.sample_view import CONVERSATION_COLUMNS, show_samples, show_table, visible
-from orchestrator.reporting.samples import SampleQuery, count_samples, select_samples, split_columns
+from orchestrator.reporting.samples import SampleQuery, count_samples, select_samples, split_columns, stream_samples
 from workers.contract.samples import SAMPLES
 
 HOSTILE = "[bold red]x[/] \x1b[31mred\x07 \u202egnp\u2069 \ud83d [link=file:///etc]y[/link]"
@@ -276,7 +276,7 @@ READERS: Mapping[Format, Callable[[Path], list[dict[str, Any]]]] = {
 def test_an_export_has_every_row_and_column(run: RunFolder, tmp_path: Path, form: Format) -> None:
     write(run.path, 7, [row(7, 1, rollout_logprobs=[math.nan, -1.0], response='"quoted",\nline')])
     path = tmp_path / "out" / f"samples.{form}"
-    export_samples(select_samples(run, SampleQuery(), SAMPLES.names), form, path)
+    assert export_samples(stream_samples(run, SampleQuery(), SAMPLES.names), form, path) == 8
     rows = READERS[form](path)
     assert len(rows) == 8 and list(rows[0]) == SAMPLES.names
     assert [str(one["step"]) for one in rows] == ["1"] * 4 + ["2"] * 3 + ["7"]
@@ -285,6 +285,40 @@ def test_an_export_has_every_row_and_column(run: RunFolder, tmp_path: Path, form
     logprobs = json.loads(logprobs) if form is Format.csv else logprobs
     assert len(logprobs) == 2 and logprobs[1] == -1.0 and (logprobs[0] is None or math.isnan(logprobs[0]))
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_export_is_read_while_it_is_written(run: RunFolder, tmp_path: Path) -> None:
+    """A file that appears whole only after the first part was written shows that not all is read at first."""
+    for step in range(3, 40):
+        write(run.path, step, [row(step, number % 4) for number in range(200)])
+    damaged = run.path / "trajectories" / "step-000039.parquet"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(b"PAR1 not a file")
+    with pytest.raises(DataError, match="cannot be read"):
+        export_samples(stream_samples(run, SampleQuery(), ["step"]), Format.jsonl, tmp_path / "out" / "samples.jsonl")
+    assert not list((tmp_path / "out").iterdir())
+    samples = stream_samples(run, SampleQuery(), ["step"])
+    assert samples.read_next_batch()["step"].to_pylist() == [1] * 4
+    damaged.write_bytes(whole)
+    assert samples.read_all().num_rows == 3 + 37 * 200
+
+
+@pytest.mark.parametrize("form", list(Format))
+def test_an_export_is_written_in_parts(run: RunFolder, tmp_path: Path, form: Format) -> None:
+    for step in range(3, 11):
+        write(run.path, step, [row(step, number % 4) for number in range(500)])
+    rows = export_samples(stream_samples(run, SampleQuery(), ["step", "response_ids"]), form, tmp_path / "samples")
+    steps = [int(one["step"]) for one in READERS[form](tmp_path / "samples")]
+    assert len(steps) == rows == 7 + 8 * 500 and steps == sorted(steps)
+    if form is Format.parquet:
+        assert pq.ParquetFile(tmp_path / "samples").num_row_groups == 3
+
+
+@pytest.mark.parametrize("form", list(Format))
+def test_an_export_of_no_rows_is_a_file(run: RunFolder, tmp_path: Path, form: Format) -> None:
+    none = stream_samples(run, SampleQuery(where="reward > 99"), ["step", "response_ids"])
+    assert export_samples(none, form, tmp_path / "samples") == 0
+    assert READERS[form](tmp_path / "samples") == []
 
 
 def test_the_command_shows_exports_and_refuses(run: RunFolder, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -18,8 +20,9 @@ from typer.testing import CliRunner
 from orchestrator.cli import app
 from orchestrator.errors import UsageError
 from orchestrator.reporting.busy import busy_roles, covered, step_bounds, step_windows
+from orchestrator.reporting.run_folder import RunFolder
 from orchestrator.reporting.timeline import DRIVER, Span, timeline_table
-from orchestrator.reporting.trace import cut_steps, trace_events
+from orchestrator.reporting.trace import trace_events
 
 T0 = 1_700_000_000.0
 
@@ -111,13 +114,46 @@ def test_any_timeline_gives_a_valid_trace(calls: list[tuple[int, int, int]]) -> 
     assert sum(event["ph"] in "Xb" for event in events) == len(calls)
 
 
-def test_a_steps_window_begins_where_the_step_before_ended() -> None:
-    windows = step_windows(timeline())
+def later(table: pa.Table, seconds: float) -> pa.Table:
+    """The spans, so many seconds later."""
+    rows = [row | {"start": row["start"] + seconds, "end": row["end"] + seconds} for row in table.to_pylist()]
+    return pa.Table.from_pylist(rows, schema=table.schema)
+
+
+def of_step(table: pa.Table, step: int) -> pa.Table:
+    return table.filter(pc.field("step") == step)
+
+
+def test_a_steps_window_is_that_of_its_phases() -> None:
+    saved = timeline_table(2, [span(DRIVER, "checkpoint", 7.0, 7.5)])
+    windows = step_windows(pa.concat_tables([timeline(), saved]))
     assert {step: (start - T0, end - T0) for step, (start, end) in windows.items()} == {1: (0.0, 7.0), 2: (7.0, 14.0)}
+    assert step_windows(saved) == {}
+
+
+def test_the_hours_before_a_run_was_resumed_belong_to_no_step() -> None:
+    table = timeline()
+    resumed = pa.concat_tables([of_step(table, 1), later(of_step(table, 2), 3600.0)])
+    assert [(one.wall_s, one.rollout_s) for one in step_bounds(resumed)] == [
+        (pytest.approx(one.wall_s), pytest.approx(one.rollout_s)) for one in step_bounds(table)
+    ]
+    shares = [one.share for one in busy_roles(resumed, list(step_windows(resumed).values()))]
+    assert shares == pytest.approx([one.share for one in busy_roles(table, [(T0, T0 + 14.0)])])
+
+
+def test_many_steps_take_linear_time() -> None:
+    calls = [(step, worker) for step in range(1, 2001) for worker in range(4)]
+    spans = [span(f"rollout-{worker}", "generate", step, step + 1.0) for step, worker in calls]
+    tables = [timeline_table(step, [span(DRIVER, "generate", step, step + 1.0)]) for step in range(1, 2001)]
+    table = pa.concat_tables([timeline_table(1, spans), *tables])
+    begun = time.process_time()
+    assert sum(one.rollout_s for one in step_bounds(table)) == pytest.approx(2000.0)
+    assert sum(one.busy_s for one in busy_roles(table, list(step_windows(table).values()))) == pytest.approx(4000.0)
+    assert time.process_time() - begun < 2.0
 
 
 def test_busy_time_counts_calls_that_are_open_at_once_once() -> None:
-    found = {one.role: one for one in busy_roles(timeline(), (T0, T0 + 14.0))}
+    found = {one.role: one for one in busy_roles(timeline(), [(T0, T0 + 7.0), (T0 + 7.0, T0 + 14.0)])}
     engines = found["rollout"]
     assert (engines.workers, engines.wall_s) == (2, 14.0)
     assert (engines.busy_s, engines.longest_s) == (pytest.approx(6.5), pytest.approx(9.0))
@@ -143,18 +179,36 @@ def test_covered_time_is_that_of_the_seconds_in_any_span(spans: list[tuple[int, 
     assert covered([(start, start + length) for start, length in spans], window) == len(seconds)
 
 
-def test_steps_are_cut_on_both_sides() -> None:
-    assert set(cut_steps(timeline(), 1, 1)["step"].to_pylist()) == {1}
-    assert set(cut_steps(timeline(), None, 1)["step"].to_pylist()) == {0, 1}
-    assert set(cut_steps(timeline(), 2, None)["step"].to_pylist()) == {2}
+def write_run(folder: Path) -> None:
+    """A run folder with the timeline."""
+    (folder / "spec.yaml").write_text("name: tiny\n")
+    (folder / "timeline").mkdir()
+    for step in (0, 1, 2):
+        pq.write_table(of_step(timeline(), step), folder / "timeline" / f"step-{step:06d}.parquet")
+
+
+def test_only_files_of_the_steps_are_read(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    run = RunFolder(tmp_path)
+    for steps, expected in (((1, 1), {1}), ((None, 1), {0, 1}), ((2, None), {2}), ((None, None), {0, 1, 2})):
+        assert set(run.timeline_of(*steps)["step"].to_pylist()) == expected
+    (tmp_path / "timeline" / "step-000002.parquet").write_bytes(b"PAR1 not a file")
+    result = CliRunner().invoke(app, ["trace", str(tmp_path), "-o", str(tmp_path / "trace.json"), "--steps", "1"])
+    assert result.exit_code == 0, result.output
+
+
+def test_calls_across_the_end_of_the_last_step_count(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    table = pa.concat_tables([of_step(timeline(), 2), timeline_table(2, [span("rollout-0", "generate", 6.5, 7.5)])])
+    pq.write_table(table, tmp_path / "timeline" / "step-000002.parquet")
+    result = CliRunner().invoke(app, ["trace", str(tmp_path), "-o", str(tmp_path / "trace.json"), "--steps", "1"])
+    lines = [line.split() for line in result.output.splitlines()]
+    assert ["1", "7.00", "5.00", "2.00", "5.00", "71%", "(engines)"] in lines
+    assert ": 9 calls" in result.output  # the file holds the calls of step 1 alone
 
 
 def test_the_command_writes_the_file_and_prints_what_bounds_each_step(tmp_path: Path) -> None:
-    (tmp_path / "spec.yaml").write_text("name: tiny\n")
-    (tmp_path / "timeline").mkdir()
-    table = timeline()
-    for step in (0, 1, 2):
-        pq.write_table(cut_steps(table, step, step), tmp_path / "timeline" / f"step-{step:06d}.parquet")
+    write_run(tmp_path)
     runner, out = CliRunner(), tmp_path / "out" / "trace.json"
     result = runner.invoke(app, ["trace", str(tmp_path), "-o", str(out), "--steps", "1:"])
     assert result.exit_code == 0, result.output

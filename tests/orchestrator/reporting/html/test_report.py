@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli import app
 from orchestrator.errors import UsageError
+from orchestrator.reporting.busy import step_bounds
 from orchestrator.reporting.html.budget import fitting, spread
 from orchestrator.reporting.html.overview import MOST_POINTS, overview, resumes, sections, spec_differences
 from orchestrator.reporting.html.page import as_json, render
@@ -23,6 +25,8 @@ from orchestrator.reporting.html.report import Budget, page_data, samples_data, 
 from orchestrator.reporting.html.timeline import Span, step_times
 from orchestrator.reporting.html.token_texts import TokenTexts
 from orchestrator.reporting.run_folder import RunFolder
+from orchestrator.reporting.timeline import Span as Call
+from orchestrator.reporting.timeline import timeline_table
 
 from .folders import GROUP, write_run
 
@@ -144,6 +148,27 @@ def test_the_timeline_sums_every_step(run: RunFolder) -> None:
     assert data["times"][0]["roles"]["rollout"]["idle"] == pytest.approx(1.7)
     lanes = [worker for _, worker in data["blocks"][0]["lanes"]]
     assert lanes == ["driver-0", "rollout-0", "reward-0", "policy-0", "critic-0"]
+
+
+def test_calls_across_the_end_of_a_step_count_in_both(tmp_path: Path) -> None:
+    """An engine that is always busy, whose calls begin in the middle of a step and end in the middle of the next."""
+    folder = tmp_path / "run"
+    (folder / "timeline").mkdir(parents=True)
+    (folder / "spec.yaml").write_text("name: tiny\n")
+    for step in (1, 2, 3):
+        start = 1000.0 + 10 * step
+        spans = [
+            Call("driver-0", "generate", start, start + 10, "ok", ""),
+            Call("rollout-0", "generate", start - 5, start + 5, "ok", ""),
+        ]
+        pq.write_table(timeline_table(step, spans), folder / "timeline" / f"step-{step:06d}.parquet")
+    run = RunFolder(folder)
+    first, second, last = timeline_data(run, 2**22)["times"]
+    assert (first["R"], second["R"], last["R"]) == (10.0, 10.0, 5.0)
+    assert second["roles"]["rollout"]["idle"] == 0.0
+    assert second["R"] == step_bounds(run.timeline())[1].rollout_s
+    (folder / "timeline" / "step-000003.parquet").write_bytes(b"PAR1 not a file")
+    assert [one["R"] for one in timeline_data(run, 2**22)["times"]] == [10.0, 5.0]
 
 
 def test_long_curves_keep_their_spikes(tmp_path: Path) -> None:
