@@ -35,7 +35,7 @@ class LiveData:
         """Raises UsageError where a folder holds no run."""
         self._runs = [RunFolder(folder) for folder in folders]
         self._texts = [TokenTexts(run.spec.get("model") or {}, _RETRY_S) for run in self._runs]
-        self._times: dict[tuple[int, int, int], Json | None] = {}
+        self._times: dict[tuple[int, int], tuple[tuple[int, ...], Json | None]] = {}
 
     def mark(self) -> str:
         """Changes whenever the runs' records change."""
@@ -112,18 +112,27 @@ class LiveData:
         return _store(steps) | {"blocks": [found] if found else []}
 
     def _all_times(self, number: int, run: RunFolder) -> list[Json]:
-        """Busy and idle time of every step, of many steps evenly spread; a step's file is read once."""
+        """Busy and idle time of every step, of many steps evenly spread; a step is read again when its files change."""
         found: list[Json] = []
         files = run.timeline_files()
         for step in spread(list(files), MOST_POINTS):
-            file = files[step]
-            key = (number, step, file.stat().st_mtime_ns if file.exists() else 0)
-            if key not in self._times:
+            # Calls that cross the end of a step are in the next one's file.
+            written = tuple(_written(files[one]) for one in (step, step + 1) if one in files)
+            known = self._times.get((number, step))
+            if known is None or known[0] != written:
                 block = span_block(run, step)
-                self._times[key] = block and {"step": step, **block["times"]}
-            if step > 0 and (times := self._times[key]):
-                found.append(times)
+                known = self._times[number, step] = (written, block and {"step": step, **block["times"]})
+            if step > 0 and known[1]:
+                found.append(known[1])
         return found
+
+
+def _written(file: Path) -> int:
+    """When a file was written, in nanoseconds; 0 where it is gone."""
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _lines(run: RunFolder) -> dict[int, str]:

