@@ -2,8 +2,9 @@
 
 Starts a head and three nodes with room for one engine each, submits deploy/specs/tiny-grpo.yaml as a job, scales its
 engines from 1 to 3 while it trains, kills one of the nodes with its engine, and scales the remaining two back to 1.
-Training continues throughout. Then it stops the job, which saves a checkpoint, and prints the ledger: how every sample
-ended. No process is left running.
+Training continues throughout. Then it kills the head, and with it the run; submitted again to a new cluster, the spec
+resumes from the last checkpoint. Last it stops the job, which saves a checkpoint, and prints the ledger: how every
+sample ended. No process is left running.
 """
 
 from __future__ import annotations
@@ -60,32 +61,46 @@ def main() -> None:
 def demonstrate(runs: Path, name: str) -> None:
     """Run all steps of the demo. Raises Stuck."""
     out = runs / name
-    with ExitStack() as nodes:
-        say("starting a Ray head and three nodes")
-        port, dashboard = free_port(), free_port()
-        url = f"http://127.0.0.1:{dashboard}"
-        head = ("--head", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2")
-        nodes.enter_context(node("keep", *head))
-        until(lambda: answers(url), "the head's job server")
-        further = (f"--address=127.0.0.1:{port}", "--num-cpus=1")
-        started = [nodes.enter_context(node("engine", *further)) for _ in range(3)]
-        submit(url, runs, name)
+    with cluster(3) as (url, head, *engines):
+        submit(url, runs, name, name)
         until(lambda: len(lines(out)) >= STEPS_BETWEEN, "the first steps")
         tell(out)
         scale(out, 3)
         say("killing a node with the engine on it")
-        end(started[-1])
+        end(engines[-1])
         until(lambda: lines(out)[-1]["workers/rollout"] == 2, "the run to notice the loss")
         train_on(out)
         scale(out, 1)
-        say(troupe("stop", name, "--address", url))
+        say("killing the head, with the driver and the policy on it")
+        end(head)
+    reached = lines(out)[-1]["step"]
+    with cluster(1) as (url, *_):
+        job = f"{name}-again"
+        submit(url, runs, name, job)
+        until(lambda: lines(out)[-1]["step"] > reached, "the steps after the loss")
+        tell(out)
+        say(troupe("stop", job, "--address", url))
     last = lines(out)[-1]
     if last["ledger/dispatched"] != last["ledger/trained"] + last["ledger/dropped"] + last["ledger/in_flight"]:
         raise Stuck(f"the ledger does not balance: {ledger(last)}")
     say(f"{len(lines(out))} steps, {ledger(last)}; the run is in {out}")
 
 
-def submit(url: str, runs: Path, name: str) -> None:
+@contextmanager
+def cluster(engines: int) -> Iterator[tuple[str, psutil.Process, *tuple[psutil.Process, ...]]]:
+    """A Ray cluster: URL of its job server, the head, and so many nodes for engines. All end with the block."""
+    with ExitStack() as nodes:
+        say(f"starting a Ray head and {engines} node(s)")
+        port, dashboard = free_port(), free_port()
+        url = f"http://127.0.0.1:{dashboard}"
+        first = ("--head", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2")
+        head = nodes.enter_context(node("keep", *first))
+        until(lambda: answers(url), "the head's job server")
+        further = (f"--address=127.0.0.1:{port}", "--num-cpus=1")
+        yield url, head, *(nodes.enter_context(node("engine", *further)) for _ in range(engines))
+
+
+def submit(url: str, runs: Path, name: str, job: str) -> None:
     """Submit the spec as a job; engines run on nodes of their own, the other workers on the head node."""
     overrides = (
         f"name={name}",
@@ -100,7 +115,7 @@ def submit(url: str, runs: Path, name: str) -> None:
         "failures.health_interval_s=5",
     )
     sets = [part for override in overrides for part in ("--set", override)]
-    say(troupe("submit", str(SPEC), "--address", url, "--submission-id", name, *sets).splitlines()[0])
+    say(troupe("submit", str(SPEC), "--address", url, "--submission-id", job, *sets).splitlines()[0])
 
 
 def scale(out: Path, engines: int) -> None:

@@ -1,4 +1,4 @@
-"""`make cluster-demo`: a run scales on a cluster of several Ray nodes and survives the death of a node."""
+"""`make cluster-demo`: a run scales on several Ray nodes and survives the loss of a node and of the head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.real.commands import Command, running, trajectories
 pytestmark = pytest.mark.long
 
 
-def test_a_run_scales_and_survives_a_node_death(tmp_path: Path) -> None:
+def test_a_run_scales_and_survives_the_loss_of_a_node_and_of_the_head(tmp_path: Path) -> None:
     demo = [sys.executable, str(ROOT / "deploy" / "demo" / "cluster.py"), "--runs", str(tmp_path / "runs")]
     with running(Command(tmp_path, demo)) as command:
         assert command.wait(900.0) == 0, command.output
