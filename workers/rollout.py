@@ -56,7 +56,7 @@ T = TypeVar("T")
 INITIAL_VERSION = 0
 _PROCESS_FAILED = "Engine core initialization failed"
 """Beginning of the error with which vLLM's client refers to one in the engine's process."""
-_TURN_S = 0.1
+_TURN_S = 0.5
 _LIVENESS_S = 0.5
 _SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
 
@@ -105,10 +105,10 @@ class RolloutWorker:
             Exception: vLLM cannot load the model.
         """
         announce("import of vLLM")
-        # Blocked from here on, the event loop would hold back the answer to the call before this one, by which the
-        # node's watch finds this process.
-        await asyncio.sleep(_TURN_S)
         set_environment(self._config)
+        # Blocked from here on, the event loop would hold back the answer to the call before this one, by which the
+        # node's watch finds this process. Another process imports vLLM meanwhile.
+        await asyncio.sleep(_TURN_S)
         from vllm.v1.engine.async_llm import AsyncLLM
 
         check_structured(self._config.sampling.structured)

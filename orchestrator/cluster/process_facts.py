@@ -138,7 +138,9 @@ def look_at(look: Look) -> NodeReport:
     """Looks at the processes of this node for about a second; blocks meanwhile."""
     began = time.monotonic()
     found = [*_trees(look.roots), *_services(look.session)]
-    asked = request_stacks(look.stacks, [pid for pid, _ in found])
+    # Not of this process, which can read its own stacks: the signal's handler walks the frames of threads that run
+    # meanwhile, and can crash it.
+    asked = request_stacks(look.stacks, [pid for pid, _ in found if pid != os.getpid()])
     before = {pid: _cpu_seconds(pid) for pid, _ in found}
     time.sleep(_SETTLE_S)
     calls = {pid: _file_calls(pid) for pid, _ in found}

@@ -11,7 +11,6 @@ import io
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,8 +84,6 @@ class SharedWorkers:
     workers: Workers
     policy: ActorWorker[ReusablePolicy]
     critic: ActorWorker[ReusableCritic]
-    waited_for: list[str]
-    """What the launcher said while engine and reward worker started."""
 
     async def run(self, spec: RolloutSpec, out: Path) -> RunOutcome:
         """Run a spec."""
@@ -123,9 +120,7 @@ async def shared() -> AsyncIterator[SharedWorkers]:
     try:
         launcher = WorkerLauncher(spec, cluster, replace(worker_classes(), reward=ReusableReward))
         cluster.watch(TIMEOUT_S)
-        waited_for: list[str] = []
-        progress = partial(_note, waited_for)
-        workers = await launcher.open(frozenset({"rollout", "reward"}), progress)
+        workers = await launcher.open(frozenset({"rollout", "reward"}))
         await cluster.reserve([SEATS], TIMEOUT_S)
         environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         actors = (
@@ -137,15 +132,10 @@ async def shared() -> AsyncIterator[SharedWorkers]:
         )
         await PolicyGroup("policy", [policy], 1).start(TIMEOUT_S)
         await CriticGroup("critic", [critic], 1).start(TIMEOUT_S)
-        yield SharedWorkers(cluster, launcher, workers, policy, critic, waited_for)
+        yield SharedWorkers(cluster, launcher, workers, policy, critic)
     finally:
         await cluster.close(10.0)
         cluster.abandon()
-
-
-def _note(names: list[str], done: int, total: int, waiting_for: str) -> None:
-    """Keeps which workers a start waits for."""
-    names.append(waiting_for)
 
 
 def shipped(name: str, *overrides: str) -> RolloutSpec:
@@ -155,7 +145,6 @@ def shipped(name: str, *overrides: str) -> RolloutSpec:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_workers_say_what_they_do_while_they_start(shared: SharedWorkers) -> None:
-    assert any("rollout-0 (import of vLLM)" in names for names in shared.waited_for), shared.waited_for
     names = ("rollout-0", "policy-0", "critic-0")
     last = await shared.cluster.stages(names)  # the last stage that each has announced
     assert last == {"rollout-0": "engine warm-up", "policy-0": "DeepSpeed", "critic-0": "DeepSpeed"}

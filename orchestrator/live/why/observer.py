@@ -242,7 +242,8 @@ class RunObserver:
         now, progress = time.time(), self._console.progress()
         usual = self._usual_step(progress.steps)
         late: list[object] = []
-        if usual and progress.step_s > max(_LEAST_S, _TIMES * usual):
+        started = progress.steps > 0  # a resumed run knows the usual step before it has started its workers
+        if started and usual and progress.step_s > max(_LEAST_S, _TIMES * usual):
             late.append(("step", progress.steps))
         if time.monotonic() - self._beat > _LEAST_S:
             late.append(("blocked", self._beat))
@@ -325,7 +326,7 @@ def _unexamined(problem: Exception, error: str = "") -> Report:
 
 
 def _with_own_stacks(process: ProcessFacts) -> ProcessFacts:
-    """The driver's process with its stacks also where its main thread cannot write them: on a disk that hangs."""
+    """The driver's process with its stacks, which it reads itself: it sends itself no signal."""
     if process.pid != os.getpid() or process.threads or process.worker != DRIVER:
         return process
     main = threading.main_thread().ident

@@ -54,3 +54,18 @@ def test_a_command_line_that_is_not_utf8_can_be_written(tmp_path: Path) -> None:
         process.kill()
     assert found.title == "sh -c read line \ufffd"
     assert TypeAdapter(ProcessFacts).dump_json(found)
+
+
+def test_a_process_that_looks_sends_itself_no_signal(tmp_path: Path) -> None:
+    """The handler can crash a process whose threads run Python meanwhile."""
+    code = f"""
+import os, pathlib
+from orchestrator.cluster.process_facts import Look, look_at
+from workers.contract.stacks import stack_file, write_stacks_on_signal
+folder = pathlib.Path({str(tmp_path)!r})
+write_stacks_on_signal(folder)
+(process,) = look_at(Look({{os.getpid(): "driver-0"}}, folder)).processes
+print(process.worker, process.threads, stack_file(folder, os.getpid()).stat().st_size)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["driver-0", "()", "0"]
