@@ -59,7 +59,7 @@ class MeasuringConsole(Console):
 def measure(settings: Settings, turns: int) -> Report:
     """Train `turns` steps after the warm-up. Raises NotCorrect, TroupeError."""
     # Imported here because engine processes import this module, and they do not need Ray.
-    from benchmarks.support.recording_timers import TimedPolicy, TimedReward, folder_of, of_workers, timed_driver
+    from benchmarks.support.recording_timers import TimedPolicy, TimedReward, folder_of, of_workers, time_driver
     from benchmarks.support.rollout_setup import CLASSES
     from orchestrator.run import RunRequest, run
 
@@ -69,9 +69,9 @@ def measure(settings: Settings, turns: int) -> Report:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = without_eos(settings.model, folder / "model")
         spec = grpo_spec(settings, model, steps, settings.groups * steps).model_copy(update={"name": name})
-        watch = stack.enter_context(timed_driver())
+        driver = time_driver()
         console = MeasuringConsole(
-            settings.sequences * settings.max_tokens, lambda: {**watch.seconds, **of_workers(name)}
+            settings.sequences * settings.max_tokens, lambda: {**driver.so_far, **of_workers(name)}
         )
         request = RunRequest(spec, folder / name, False, None)
         run(request, lambda: replace(CLASSES, policy=TimedPolicy, reward=TimedReward), console)

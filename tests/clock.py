@@ -1,4 +1,4 @@
-"""An event loop on virtual time: waits take no real time, and the order of events is deterministic."""
+"""Virtual time: a clock that a test sets, and an event loop whose waits take no real time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ import selectors
 from collections.abc import Coroutine
 from contextvars import Context
 from typing import Any
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class _Selector(selectors.DefaultSelector):

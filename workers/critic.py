@@ -10,7 +10,7 @@ import torch
 from workers.algorithms.policy_loss import LossOutput, token_weights, value_loss
 from workers.contract.config import CriticConfig, Rendezvous
 from workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
-from workers.contract.stages import MODEL, TRAINER, announce
+from workers.contract.stages import Stage, announce
 from workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
 from workers.models.token_batch import TokenBatch, TokenTable
 from workers.training.deepspeed_engine import Forward, TrainEngine
@@ -32,10 +32,10 @@ class CriticWorker(TrainingRank):
     def build(self) -> WorkerHealth:
         """Load the model into DeepSpeed; the process must have joined its group."""
         config = self._config
-        announce(MODEL)
+        announce(Stage.MODEL)
         model = load_value(config.model)
         dtype = torch_dtype(config.model.dtype)
-        announce(TRAINER)
+        announce(Stage.TRAINER)
         self._engine = TrainEngine(
             TokenValues(model), model, config.trainer, config.total_updates, config.device, dtype
         )

@@ -25,7 +25,7 @@ from workers.contract.offline_messages import (
     add_tallies,
     tally_means,
 )
-from workers.contract.stages import MODEL, TRAINER, announce
+from workers.contract.stages import Stage, announce
 from workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, pack, tokenize
 from workers.data.tokenizer import load_chat_tokenizer
 from workers.models.modeling import (
@@ -164,12 +164,12 @@ class ExamplePolicyWorker(ExampleTrainer):
     def build(self) -> WorkerHealth:
         """Load the policy and, where it is colocated, the reference."""
         config = self._config
-        announce(MODEL)
+        announce(Stage.MODEL)
         model = load_causal(config.model)
         module = CausalLogprobs(model, temperature=1.0, chunks=self._chunks(model))
         if config.packing and not packs(module):
             raise ValueError(f"{type(model).__name__} does not isolate packed sequences: set algorithm.packing: false")
-        announce(TRAINER)
+        announce(Stage.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
             reference = load_causal(config.reference_model)
@@ -193,14 +193,14 @@ class RewardTrainer(ExampleTrainer):
     def build(self) -> WorkerHealth:
         """Load the backbone with a head that starts at zero, or with the head it was saved with."""
         config = self._config
-        announce(MODEL)
+        announce(Stage.MODEL)
         model = load_value(config.model)
         _keep_last_token(model.config.get_text_config(), self._tokens())
         keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
         language = share_backbone(model, config.model, self._chunks(model)) if keeps_language else None
         dtype = torch_dtype(config.model.dtype)
         module = RewardScores(model, language)
-        announce(TRAINER)
+        announce(Stage.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, dtype)
         return self.health()
 

@@ -27,7 +27,7 @@ from workers.contract.messages import (
     WorkerHealth,
 )
 from workers.contract.roles import EngineLink
-from workers.contract.stages import MODEL, TRAINER, announce
+from workers.contract.stages import Stage, announce
 from workers.data.texts import cut_texts, text_batches
 from workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from workers.models.token_batch import TokenBatch, TokenTable
@@ -76,11 +76,11 @@ class PolicyWorker(TrainingRank):
     def build(self) -> WorkerHealth:
         """Load the models, the policy into DeepSpeed; the process must have joined its group."""
         config = self._config
-        announce(MODEL)
+        announce(Stage.MODEL)
         model = load_causal(config.model)
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
         self._shares_prompts = config.share_prompts and shares_prompts(module)
-        announce(TRAINER)
+        announce(Stage.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
             reference = self._logprobs(load_causal(config.reference_model), entropy_grad=False)

@@ -7,7 +7,7 @@ import pyarrow as pa
 from workers.contract.arrow import pickle_tables
 from workers.contract.config import ReferenceConfig
 from workers.contract.messages import RankPlan, ScoreSummary, WorkerHealth
-from workers.contract.stages import MODEL, announce
+from workers.contract.stages import Stage, announce
 from workers.models.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
 from workers.training.rank import own_peak, prepare_torch, worker_health
 
@@ -24,7 +24,7 @@ class ReferenceWorker:
     def start(self) -> WorkerHealth:
         """Load the model. Raises OSError if it is missing."""
         prepare_torch(self._config.threads)
-        announce(MODEL)
+        announce(Stage.MODEL)
         model = load_causal(self._config.model)
         chunks = head_chunks(model.config.get_text_config().vocab_size, self._config.micro_batch_tokens)
         module = CausalLogprobs(model, self._config.temperature, chunks)

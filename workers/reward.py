@@ -28,7 +28,7 @@ from workers.contract.environments import OK, cause_of
 from workers.contract.judges import Judge
 from workers.contract.memory import resident_peak
 from workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
-from workers.contract.stages import MODEL, announce
+from workers.contract.stages import Stage, announce
 from workers.data.trajectories import write_evaluation, write_trajectories
 from workers.rewards.environment import EnvironmentReward
 from workers.rewards.judge import JudgeReward
@@ -182,7 +182,7 @@ class RewardWorker:
         try:
             if self._splits_text:
                 self._tokenizer = _load_tokenizer(self.policy)
-            announce("reward functions")
+            announce(Stage.FUNCTIONS)
             for process in (*self._processes, *self._judges):
                 process.start()
             if self.config.model is not None and self._model is None:
@@ -192,7 +192,7 @@ class RewardWorker:
 
                 if self.config.threads:
                     torch.set_num_threads(self.config.threads)
-                announce(MODEL)
+                announce(Stage.MODEL)
                 self._model = RewardModel(self.config.model, self.config.micro_batch_tokens, self.device)
         except BaseException:
             self.close()

@@ -32,7 +32,7 @@ from workers.contract.messages import (
     WorkerHealth,
 )
 from workers.contract.roles import EnvironmentLink
-from workers.contract.stages import announce
+from workers.contract.stages import Stage, announce
 from workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
 from workers.data.tokenizer import load_chat_tokenizer
 from workers.engine.errors import EngineClosed, EngineDead, engine_dead
@@ -57,6 +57,7 @@ INITIAL_VERSION = 0
 _PROCESS_FAILED = "Engine core initialization failed"
 """Beginning of the error with which vLLM's client refers to one in the engine's process."""
 _TURN_S = 0.5
+"""Time for the event loop to send what it has answered."""
 _LIVENESS_S = 0.5
 _SHUTDOWN_S = 30.0  # vLLM needs 5 s on two cores; a process that it has to kill leaves its shared memory behind
 
@@ -104,7 +105,7 @@ class RolloutWorker:
             EngineDead: the engine's process failed.
             Exception: vLLM cannot load the model.
         """
-        announce("import of vLLM")
+        announce(Stage.IMPORT)
         set_environment(self._config)
         # Blocked from here on, the event loop would hold back the answer to the call before this one, by which the
         # node's watch finds this process. Another process imports vLLM meanwhile.

@@ -162,10 +162,13 @@ class ProcessWatch:
                 on_node.setdefault(process.node, {})[process.pid] = name
         here = on_node.pop(self.node, {})
         found = {here[pid]: stage for pid, stage in read_stages(self._logs / STACKS, here).items()}
-        for node, workers in on_node.items():
+
+        async def ask(node: str, workers: Mapping[int, str]) -> None:
             with contextlib.suppress(RayError, TimeoutError, KeyError):
                 there = await within(_FETCH_S, self._actors[node].stages.remote(tuple(workers)))
-                found |= {workers[pid]: stage for pid, stage in there.items()}
+                found.update({workers[pid]: stage for pid, stage in there.items()})
+
+        await asyncio.gather(*(ask(node, workers) for node, workers in on_node.items()))
         return found
 
     def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:

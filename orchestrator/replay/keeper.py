@@ -20,6 +20,7 @@ from orchestrator.doctor.versions import versions
 from orchestrator.errors import WorkerError
 from orchestrator.private_files import write_private
 from orchestrator.replay.kept import REPLAY, STEP, KeptStep, folder_of, kept_steps, packed_texts, size_of
+from orchestrator.reporting.metrics import GIB
 from orchestrator.spec.base import RunSpec
 from orchestrator.spec.preflight import RESOLVED_SPEC
 from orchestrator.training.batch import Batch
@@ -28,7 +29,6 @@ from orchestrator.training.state import ControllerState
 logger = logging.getLogger(__name__)
 
 _UNFINISHED = ".unfinished-"
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class KeeperSettings:
         """The settings of a spec of either kind; None: it keeps no steps."""
         if not spec.output.replay_steps:
             return None
-        bounds = spec.output.replay_steps, int(spec.output.replay_gib * _GIB), spec.schedule.train_timeout_s
+        bounds = spec.output.replay_steps, int(spec.output.replay_gib * GIB), spec.schedule.train_timeout_s
         return cls(out / REPLAY, *bounds, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
 
 
@@ -153,8 +153,8 @@ class StepKeeper:
             self._failed = False
             if nbytes > settings.nbytes:
                 self._settings = None
-                words = f"step {step} alone has {nbytes / _GIB:.3g} GiB, more than output.replay_gib"
-                logger.warning("%s (%.3g): no more steps are kept for `troupe replay`", words, settings.nbytes / _GIB)
+                words = f"step {step} alone has {nbytes / GIB:.3g} GiB, more than output.replay_gib"
+                logger.warning("%s (%.3g): no more steps are kept for `troupe replay`", words, settings.nbytes / GIB)
         except (OSError, WorkerError) as error:
             self._warn(step, error)
             await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)

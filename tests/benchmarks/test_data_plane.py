@@ -5,9 +5,11 @@ from __future__ import annotations
 import pyarrow as pa
 
 from benchmarks import data_plane
+from workers.contract.arrow import pickle_tables
 
 
 def test_pickled_bytes_are_copied_twice() -> None:
+    pickle_tables()  # as every process of a run does
     small, large = data_plane.rollouts_table(8, 2000, 1), data_plane.train_table(64, 5000, 1)
     assert 2.0 <= data_plane.Copies.of(small, small).put < 2.1  # into one stream, and its pickle counts
     assert 1.0 <= data_plane.Copies.of(large, large).put < 1.01

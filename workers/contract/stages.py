@@ -8,16 +8,27 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 
 from workers.contract.stacks import stacks_folder
 
-MODEL = "model load"
-TRAINER = "DeepSpeed"
 _LONGEST = 80
+"""Characters of a stage that are read."""
 
 
-def announce(stage: str, pid: int | None = None) -> None:
+class Stage(StrEnum):
+    """What a worker does before it serves, as the console shows it."""
+
+    GROUP = "process group"
+    MODEL = "model load"
+    TRAINER = "DeepSpeed"
+    FUNCTIONS = "reward functions"
+    IMPORT = "import of vLLM"
+    WARM_UP = "engine warm-up"
+
+
+def announce(stage: Stage, pid: int | None = None) -> None:
     """Records the stage of this process, or of the worker `pid` that started it. Without a folder, does nothing."""
     if folder := stacks_folder():
         path = _file(Path(folder), pid or os.getpid())

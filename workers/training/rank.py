@@ -15,7 +15,7 @@ from workers.contract.arrow import pickle_tables
 from workers.contract.config import Device, ModelConfig, Rendezvous
 from workers.contract.memory import resident_peak
 from workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, Peak, UpdateMetrics, WorkerHealth
-from workers.contract.stages import announce
+from workers.contract.stages import Stage, announce
 from workers.data.kept import picked, write_tables
 from workers.training.deepspeed_engine import StepResult, TrainEngine
 from workers.training.group import all_reduce, join_group, leave_group, own_address, rendezvous_store
@@ -54,7 +54,7 @@ class TrainingRank:
             raise RuntimeError(f"{self._name} has already been started")
         prepare_torch(self._threads)
         torch.manual_seed(self._seed)
-        announce("process group")
+        announce(Stage.GROUP)
         join_group(rendezvous, self._device, self._store)
 
     def save(self, directory: str) -> None:

@@ -39,7 +39,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from workers.contract.messages import TensorSpec, WeightUpdate
 from workers.contract.stacks import write_stacks_on_signal
-from workers.contract.stages import MODEL, announce
+from workers.contract.stages import Stage, announce
 from workers.engine.settings import OWNER_VARIABLE, SHM_BACKEND
 from workers.weights.file import WeightDigestMismatch, open_weights
 from workers.weights.shared_memory import FileMapping
@@ -272,12 +272,12 @@ def _announce_stages() -> None:
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if owner in (0, os.getpid()):
         return
-    announce(MODEL, owner)
+    announce(Stage.MODEL, owner)
     create = WeightTransferEngineFactory.create_engine
 
     def create_engine(*args: Any, **kwargs: Any) -> WeightTransferEngine[Any, Any]:
         # vLLM creates it between loading the model and its warm-up: it profiles, and compiles or captures graphs.
-        announce("engine warm-up", owner)
+        announce(Stage.WARM_UP, owner)
         return create(*args, **kwargs)
 
     WeightTransferEngineFactory.create_engine = create_engine

@@ -20,7 +20,6 @@ from orchestrator.reporting.html.timeline import (
     phases_from_metrics,
     spans_of,
     step_bounds,
-    step_times,
     timeline_block,
 )
 from orchestrator.reporting.html.token_texts import TokenTexts
@@ -185,10 +184,8 @@ def span_block(run: RunFolder, step: int) -> Json | None:
     except (TroupeError, KeyError) as error:
         logger.warning("the timeline of step %d is left out: %s", step, error)
         return None
-    block, bounds = timeline_block(step, spans), step_bounds(spans)
-    if block is None or bounds is None:
-        return None
-    return block | {"times": step_times([*spans, *spans_of(run.crossing(step, bounds[1]))], *bounds)}
+    bounds = step_bounds(spans)
+    return bounds and timeline_block(step, spans, bounds, spans_of(run.crossing(step, bounds[1])))
 
 
 def _distinct_ids(run: RunFolder, steps: Sequence[int]) -> set[int]:

@@ -97,18 +97,18 @@ def step_bounds(spans: Sequence[Span]) -> tuple[float, float] | None:
     return (min(span.start for span in own), max(span.end for span in own)) if own else None
 
 
-def timeline_block(step: int, spans: Sequence[Span]) -> Json | None:
-    """One step's spans for the page, times in milliseconds from the start of the step; None where there are none."""
-    bounds = step_bounds(spans)
-    if bounds is None:
-        return None
+def timeline_block(step: int, spans: Sequence[Span], bounds: tuple[float, float], crossing: Sequence[Span]) -> Json:
+    """One step's spans for the page, times in milliseconds from the start of the step.
+
+    `crossing`: calls that were open at its end, which count in the times of the step and are drawn in the next one.
+    """
     start, end = bounds
     workers = sorted({(span.role, span.worker) for span in spans}, key=_lane)
     lanes = {worker: number for number, (_, worker) in enumerate(workers)}
     return {
         "step": step,
         "start": round(start, 3),
-        "times": step_times(spans, start, end),
+        "times": step_times([*spans, *crossing], start, end),
         "lanes": [[role, worker] for role, worker in workers],
         "spans": [
             [

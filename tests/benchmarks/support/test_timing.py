@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from benchmarks.support import timing
 from benchmarks.support.timing import Parts
+from tests.clock import Clock
 
 
 class Worker:
@@ -20,10 +22,9 @@ class Worker:
         raise ValueError("no")
 
 
-def test_parts_are_noted_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_noted_until_they_are_read() -> None:
     clock = iter([0.0, 1.0, 10.0, 12.0, 20.0, 24.0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-    parts, worker = Parts(), Worker()
+    parts, worker = Parts(lambda: next(clock)), Worker()
     parts.watch(worker, "work", "work")
     parts.watch(worker, "fail", "failure")
     assert (worker.work(1), worker.work(2)) == (1, 2)
@@ -31,3 +32,40 @@ def test_parts_are_noted_until_they_are_read(monkeypatch: pytest.MonkeyPatch) ->
         worker.fail()
     assert parts.read() == {"work": 3.0, "failure": 4.0}
     assert parts.read() == {}
+
+
+class Loop:
+    """Work on an event loop that spends the clock's time itself, and waits for others that do."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    async def _other(self) -> None:
+        self.clock.now += 100.0
+
+    async def work(self, fails: bool) -> str:
+        self.clock.now += 1.0
+        await asyncio.gather(self._other(), self._other())
+        self.clock.now += 2.0
+        if fails:
+            raise ValueError("as planned")
+        return "done"
+
+    async def wait(self) -> None:
+        await asyncio.sleep(1000)
+
+
+async def test_a_coroutine_is_timed_without_its_waits_and_passes_results_and_errors() -> None:
+    clock = Clock()
+    parts, loop = Parts(clock), Loop(clock)
+    parts.watch_coroutine(loop, "work", "work")
+    parts.watch_coroutine(loop, "wait", "wait")
+    assert await loop.work(False) == "done"
+    with pytest.raises(ValueError, match="as planned"):
+        await loop.work(True)
+    waiting = asyncio.ensure_future(loop.wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert parts.so_far == {"work": 6.0, "wait": 0.0}

@@ -6,15 +6,7 @@ import pytest
 
 from orchestrator.cluster.pace import Pace
 from orchestrator.errors import WorkerTimeout
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 def call(of: Pace, clock: Clock, seconds: float, method: str = "update", timeout_s: float = 1800.0) -> float:

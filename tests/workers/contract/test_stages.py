@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from workers.contract.stacks import VARIABLE
-from workers.contract.stages import announce, read_stages
+from workers.contract.stages import Stage, announce, read_stages
 
 
 def test_the_last_announced_stage_of_each_process_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    announce("process group")
-    announce("model load")
-    announce("engine warm-up", 7)
+    announce(Stage.GROUP)
+    announce(Stage.MODEL)
+    announce(Stage.WARM_UP, 7)
     assert read_stages(tmp_path, [os.getpid(), 7, 8]) == {os.getpid(): "model load", 7: "engine warm-up"}
 
 
 def test_without_a_folder_nothing_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    announce("model load")
+    announce(Stage.MODEL)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "gone"))
-    announce("model load")
+    announce(Stage.MODEL)
     assert read_stages(tmp_path / "gone", [os.getpid()]) == {} and not list(tmp_path.iterdir())
 
 
@@ -32,7 +32,7 @@ def test_a_link_is_not_followed_and_a_long_stage_is_cut(tmp_path: Path, monkeypa
     victim = tmp_path / "victim"
     victim.write_text("as it was")
     (tmp_path / "stage-7.txt").symlink_to(victim)
-    announce("model load", 7)
+    announce(Stage.MODEL, 7)
     assert victim.read_text() == "as it was"
-    announce("x" * 1000, 8)
+    (tmp_path / "stage-8.txt").write_text("x" * 1000)
     assert len(read_stages(tmp_path, [8])[8]) == 80
