@@ -36,14 +36,14 @@ from workers.contract.stages import Stage, announce
 from workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
 from workers.data.tokenizer import load_chat_tokenizer
 from workers.engine.errors import EngineClosed, EngineDead, engine_dead
-from workers.engine.process import forked_engines
+from workers.engine.process import engine_processes
 from workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
 from workers.engine.settings import check_structured, engine_args, set_environment, structured_outputs
 from workers.engine.tool_calls import tool_parser
 from workers.episodes.episode import EpisodeRunner, Played
 from workers.episodes.reader import TurnReader, read_row
 from workers.episodes.turns import Turn, TurnLimits
-from workers.weights.shared_memory import remove_at_death, retire
+from workers.isolation.removal import remove_at_death, retire
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,7 +117,7 @@ class RolloutWorker:
         if self._config.episode is not None:
             self._reader = TurnReader(self._tokenizer, tool_parser(self._config.episode.tool_parser, self._tokenizer))
         try:
-            with forked_engines(self._config.device):
+            with engine_processes(self._config.device):
                 self._engine = AsyncLLM.from_engine_args(engine_args(self._config))
         except RuntimeError as error:
             if _PROCESS_FAILED not in str(error):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.support.workload import Group
 from workers.contract.config import RolloutConfig
 from workers.contract.messages import GroupRequest
-from workers.engine.process import forked_engines
+from workers.engine.process import engine_processes
 from workers.engine.settings import engine_args, set_environment
 from workers.rollout import RolloutWorker
 
@@ -72,7 +72,7 @@ class BareLLM:
         from vllm import LLM
 
         self._worker = worker(config, "bare")
-        with forked_engines(config.device):
+        with engine_processes(config.device):
             self._llm = LLM(**arguments)
 
     def ready(self) -> None:
@@ -100,7 +100,7 @@ class BareAsyncLLM:
         asyncio.set_event_loop(self._loop)
 
         async def build() -> AsyncLLM:
-            with forked_engines(config.device):
+            with engine_processes(config.device):
                 return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, enable_log_requests=False))
 
         self._engine = self._loop.run_until_complete(build())

@@ -24,7 +24,7 @@ from benchmarks.support.bare_engines import engine_arguments, generate_all
 from benchmarks.support.workload import TASKS, Group, TaskName
 from orchestrator.training.micro_batches import cut_micro_batches
 from workers.contract.config import PolicyConfig, RolloutConfig
-from workers.engine.process import forked_engines
+from workers.engine.process import engine_processes
 from workers.models.cpu import use_onednn
 from workers.rollout import RolloutWorker
 
@@ -183,7 +183,7 @@ class BareLoop:
 
         self._sampler = RolloutWorker(rollout, "bare")
         self._reward = TASKS[task].reward
-        with forked_engines(rollout.device):
+        with engine_processes(rollout.device):
             self._llm = LLM(**arguments, worker_extension_cls=_EXTENSION)
         self._tokenizer = AutoTokenizer.from_pretrained(rollout.model.path)
         self._trainer = BareTrainer(policy)

@@ -1,13 +1,15 @@
-"""After SIGKILL of a rollout worker, none of its processes and shared-memory files remain."""
+"""After SIGKILL of a rollout worker, none of its processes, sockets and shared-memory files remain."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -55,13 +57,27 @@ def shared_memory_files(processes: list[psutil.Process]) -> set[str]:
 
 
 CHILD = """
-import asyncio, sys
+import asyncio, sys, time
+from importlib import import_module
 from pathlib import Path
 from tests.real.rollout_helpers import chat, prompt_table, rollout_config
+from workers import rollout
 from workers.contract.messages import GroupRequest
 from workers.rollout import RolloutWorker
 
+def never_answer():
+    # vLLM's engine waits for the answer of this process, for up to five minutes, before it loads anything.
+    def wait(*_):
+        print("silent", flush=True)
+        time.sleep(600)
+    def engine_args(config):
+        import_module("vllm.v1.engine.utils").wait_for_engine_startup = wait
+        return arguments(config)
+    arguments, rollout.engine_args = rollout.engine_args, engine_args
+
 async def main():
+    if sys.argv[2] == "connecting":
+        never_answer()
     worker = RolloutWorker(rollout_config(Path(sys.argv[1]), max_tokens=900), "rollout-0")
     await worker.start()
     print("started", flush=True)
@@ -73,16 +89,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("phase", ["starting", "generating"])
+@pytest.mark.parametrize("phase", ["connecting", "starting", "generating"])
 async def test_no_process_and_no_file_remains_of_a_killed_worker(tiny_model: Path, tmp_path: Path, phase: str) -> None:
-    """SIGKILL of the worker while its engine loads or generates: all its descendants exit on their own."""
+    """SIGKILL of the worker while its engine connects, loads or generates: all its descendants exit on their own."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
+    temporary = tempfile.mkdtemp()  # a socket's path is limited to some hundred characters
     descendants: list[psutil.Process] = []
     parent = subprocess.Popen(
-        [sys.executable, str(script), str(tiny_model)],
+        [sys.executable, str(script), str(tiny_model), phase],
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": temporary, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
         cwd=ROOT,
         text=True,
     )
@@ -92,25 +109,28 @@ async def test_no_process_and_no_file_remains_of_a_killed_worker(tiny_model: Pat
             assert any(line.strip() == "started" for line in parent.stdout)
             await asyncio.sleep(0.3)
         else:
+            if phase == "connecting":
+                assert any(line.strip() == "silent" for line in parent.stdout)
             while not engines(parent.pid):
                 await asyncio.sleep(0.2)
                 assert parent.poll() is None
         descendants = psutil.Process(parent.pid).children(recursive=True)
         assert len(descendants) >= 2
         held = shared_memory_files([psutil.Process(parent.pid), *descendants])
-        assert held or phase == "starting"  # an engine that is loading may not have created any
+        assert held or phase != "generating"  # an engine that is loading may not have created any
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        # An engine that is still importing notices only afterwards.
-        deadline = time.monotonic() + (60 if phase == "starting" else 10)
+        deadline = time.monotonic() + 10
         while (alive := running(descendants)) and time.monotonic() < deadline:
             held |= shared_memory_files(alive)
             await asyncio.sleep(0.02)
         assert alive == []
         await asyncio.sleep(1)
         assert held & set(os.listdir("/dev/shm")) == set()
+        assert os.listdir(temporary) == []
     finally:
         parent.kill()
         for process in descendants:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+        shutil.rmtree(temporary)

@@ -1,21 +1,24 @@
-"""The process of a vLLM engine on the CPU, forked from a process that imports vLLM in parallel with this one.
+"""The process of a vLLM engine: it ends with its worker, and on the CPU it starts sooner.
 
-By default vLLM spawns it: two imports of some fifteen seconds each, one after the other. Here a fork server (a process
-without engine, event loop or model) imports vLLM at the same time as this process, and the engine is forked from it.
+By default vLLM spawns it: two imports of some fifteen seconds each, one after the other. On the CPU a fork server (a
+process without engine, event loop or model) imports vLLM at the same time as this process, and the engine is forked
+from it.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any
 
 from workers.contract.config import Device
+from workers.engine.lifeline import FOLDER_VARIABLE, die_with_owner, temporary_folder
 
 _IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 
@@ -23,10 +26,11 @@ _IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 def import_ahead() -> None:
     """Start importing vLLM in the fork server. Set the environment variables that vLLM reads first."""
     multiprocessing.set_forkserver_preload(_IMPORTED_AHEAD)
-    forkserver.ensure_running()
+    with _temporary_files_in(temporary_folder()):  # its socket
+        forkserver.ensure_running()
 
 
-class _EngineProcess(ForkServerProcess):
+class _ForkedProcess(ForkServerProcess):
     """A process with the environment of the process that starts it, not that of the fork server."""
 
     def start(self) -> None:
@@ -38,23 +42,49 @@ class _EngineProcess(ForkServerProcess):
         """Set the environment in the new process and run its target."""
         # Only what differs: resetting a variable hides the memory that holds the process title.
         os.environ |= dict(self._environment.items() - os.environ.items())
-        super().run()
+        _run(super().run)
 
 
-class _Context(ForkServerContext):
-    Process = _EngineProcess
+class _SpawnedProcess(SpawnProcess):
+    def run(self) -> None:
+        """Run the target in the new process."""
+        _run(super().run)
+
+
+class _ForkedContext(ForkServerContext):
+    Process = _ForkedProcess
+
+
+class _SpawnContext(SpawnContext):
+    Process = _SpawnedProcess
 
 
 @contextmanager
-def forked_engines(device: Device) -> Iterator[None]:
-    """Inside the block, vLLM forks CPU engines from the fork server; other engines are spawned."""
-    if device != "cpu":
-        yield
-        return
+def engine_processes(device: Device) -> Iterator[None]:
+    """Inside the block, engines of vLLM end with this process, and CPU engines are forked from the fork server."""
     utils: Any = import_module("vllm.v1.engine.utils")
-    spawned = utils.get_mp_context
-    utils.get_mp_context = _Context  # vLLM itself offers only fork and spawn
+    original = utils.get_mp_context
+    utils.get_mp_context = _ForkedContext if device == "cpu" else _SpawnContext
     try:
         yield
     finally:
-        utils.get_mp_context = spawned
+        utils.get_mp_context = original
+
+
+def _run(target: Callable[[], None]) -> None:
+    """Run an engine so that no process and no temporary file of it outlives the worker."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # not before: it imports torch
+
+    die_with_owner()  # vLLM waits minutes for a worker that has ended, before it imports anything of ours
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # later runs use what this one compiles
+    with _temporary_files_in(os.environ[FOLDER_VARIABLE]):
+        target()
+
+
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    original, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = original

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from workers.contract.config import RolloutConfig, StructuredConfig, TransferBackend
+from workers.engine.lifeline import FOLDER_VARIABLE, OWNER_VARIABLE, temporary_folder
 from workers.engine.process import import_ahead
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
 SHM_BACKEND = "troupe_shm"
 """vLLM's name for the shared-memory transfer engine of `workers.weights.vllm_transfer`."""
-OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
-"""Environment variable with the process id of the rollout worker that owns the engine's processes."""
 
 _TRANSFER_BACKENDS: dict[TransferBackend, str] = {"shm": SHM_BACKEND, "ipc": "ipc", "nccl": "nccl"}
 _EXTENSION = "workers.weights.vllm_transfer.EngineExtension"
@@ -36,6 +35,7 @@ def set_environment(config: RolloutConfig) -> None:
         # A fork of a process with threads and an event loop can deadlock.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         OWNER_VARIABLE: str(os.getpid()),
+        FOLDER_VARIABLE: temporary_folder(),
     }
     for name, value in {
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -1,1 +1,1 @@
-"""Bounds on processes that run user code: their output, their environment and their descendants."""
+"""Bounds on processes of user code: output, environment and descendants. Files that end with their process."""

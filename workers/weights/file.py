@@ -29,6 +29,7 @@ import torch
 import xxhash
 
 from workers.contract.messages import TensorSpec, WeightsDamaged, WeightUpdate
+from workers.isolation.removal import remove_at_death, retire
 from workers.weights.shared_memory import (
     NOTHING,
     Bytes,
@@ -38,9 +39,7 @@ from workers.weights.shared_memory import (
     new_path,
     open_for_reading,
     open_for_writing,
-    remove_at_death,
     remove_stale,
-    retire,
 )
 
 ALIGNMENT = 64

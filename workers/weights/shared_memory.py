@@ -12,12 +12,10 @@ import mmap
 import os
 import re
 import stat
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +24,6 @@ Bytes = npt.NDArray[np.uint8]
 NOTHING: Bytes = np.empty(0, np.uint8)
 _NAME = re.compile(r"troupe-(?P<run_id>[A-Za-z0-9_.-]+)-(?P<pid>\d+)-\d+\.weights")
 _serial = itertools.count()
-_lifelines: dict[str, IO[bytes]] = {}
-"""Our end of the pipe of `remove_at_death`, by file; when it closes, the file is removed."""
 
 
 class WeightFileRefused(RuntimeError):
@@ -129,27 +125,6 @@ class FileMapping:
 def remove(path: str | Path) -> None:
     """Remove a weight file, if it exists."""
     Path(path).unlink(missing_ok=True)
-
-
-def remove_at_death(path: str | Path) -> None:
-    """Remove a file as soon as this process ends, even by kill -9.
-
-    A separate process waits for this process's end of a pipe to close, and then removes the file. It is no child of
-    this process, so that it is not ended along with it.
-    """
-    script = 'exec 3<&0; (while read -r _ <&3; do :; done; rm -f -- "$0") >/dev/null 2>&1 &'
-    guard = subprocess.Popen(["/bin/sh", "-c", script, str(path)], stdin=subprocess.PIPE, start_new_session=True)
-    guard.wait()
-    if guard.stdin is not None:
-        _lifelines[str(path)] = guard.stdin
-
-
-def retire(path: str | Path) -> None:
-    """Remove a weight file whose name will not be used again, and end the process that guards it."""
-    remove(path)
-    lifeline = _lifelines.pop(str(path), None)
-    if lifeline is not None:
-        lifeline.close()
 
 
 def remove_stale(directory: Path, run_id: str) -> list[Path]:

@@ -10,9 +10,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import select
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -40,7 +37,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from workers.contract.messages import TensorSpec, WeightUpdate
 from workers.contract.stacks import write_stacks_on_signal
 from workers.contract.stages import Stage, announce
-from workers.engine.settings import OWNER_VARIABLE, SHM_BACKEND
+from workers.engine.lifeline import OWNER_VARIABLE, die_with_owner
+from workers.engine.settings import SHM_BACKEND
 from workers.weights.file import WeightDigestMismatch, open_weights
 from workers.weights.shared_memory import FileMapping
 
@@ -281,48 +279,6 @@ def _announce_stages() -> None:
         return create(*args, **kwargs)
 
     WeightTransferEngineFactory.create_engine = create_engine
-
-
-def die_with_owner() -> None:
-    """Exit, together with the engine core in between, when the rollout worker named in the environment ends.
-
-    vLLM's engine core outlives a killed parent and keeps its memory and cores. A pidfd becomes readable when its
-    process ends, and never refers to another process that reuses the id.
-    """
-    owner = int(os.environ.get(OWNER_VARIABLE, "0"))
-    if owner in (0, os.getpid()):
-        return
-    try:
-        owner_fd = os.pidfd_open(owner)
-        between = [os.pidfd_open(pid) for pid in _ancestors_below(owner)]
-    except ProcessLookupError:
-        os._exit(1)
-    threading.Thread(target=_exit_after, args=(owner_fd, between), name="die-with-owner", daemon=True).start()
-
-
-def _ancestors_below(owner: int) -> list[int]:
-    """Processes between this one and its ancestor `owner`; empty if `owner` is no ancestor."""
-    between: list[int] = []
-    pid = os.getppid()
-    while pid > 1:
-        if pid == owner:
-            return between
-        between.append(pid)
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            pid = int(stat.read().rpartition(b")")[2].split()[1])
-    return []
-
-
-def _exit_after(owner_fd: int, between: list[int]) -> None:
-    waiting = select.poll()
-    waiting.register(owner_fd, select.POLLIN)
-    waiting.poll()
-    for fd in between:
-        try:
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    os._exit(1)
 
 
 # vLLM warns of every module that is tied or has only buffers. Weights that are really missing raise IncompleteUpdate.

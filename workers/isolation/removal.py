@@ -1,0 +1,31 @@
+"""Files and folders that are removed when this process ends, also by kill -9."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import IO
+
+_lifelines: dict[str, IO[bytes]] = {}
+"""Our end of the pipe of `remove_at_death`, by path; when it closes, the file or folder is removed."""
+
+
+def remove_at_death(path: str | Path) -> None:
+    """Remove a file or folder as soon as this process ends, even by kill -9.
+
+    A separate process waits for this process's end of a pipe to close, and then removes it. It is no child of this
+    process, so that it is not ended along with it.
+    """
+    script = 'exec 3<&0; (while read -r _ <&3; do :; done; rm -rf -- "$0") >/dev/null 2>&1 &'
+    guard = subprocess.Popen(["/bin/sh", "-c", script, str(path)], stdin=subprocess.PIPE, start_new_session=True)
+    guard.wait()
+    if guard.stdin is not None:
+        _lifelines[str(path)] = guard.stdin
+
+
+def retire(path: str | Path) -> None:
+    """Remove a file whose name will not be used again, and end the process that guards it."""
+    Path(path).unlink(missing_ok=True)
+    lifeline = _lifelines.pop(str(path), None)
+    if lifeline is not None:
+        lifeline.close()
