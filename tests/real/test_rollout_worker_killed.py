@@ -120,14 +120,16 @@ async def test_no_process_and_no_file_remains_of_a_killed_worker(tiny_model: Pat
         assert held or phase != "generating"  # an engine that is loading may not have created any
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        deadline = time.monotonic() + 10
+        # A process notices in its next moment with the interpreter's lock, which loading a model holds for seconds.
+        deadline = time.monotonic() + (10 if phase == "generating" else 30)
         while (alive := running(descendants)) and time.monotonic() < deadline:
             held |= shared_memory_files(alive)
             await asyncio.sleep(0.02)
         assert alive == []
-        await asyncio.sleep(1)
-        assert held & set(os.listdir("/dev/shm")) == set()
-        assert os.listdir(temporary) == []
+        deadline = time.monotonic() + 10
+        while (left := held & set(os.listdir("/dev/shm")) or os.listdir(temporary)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        assert not left
     finally:
         parent.kill()
         for process in descendants:

@@ -73,9 +73,9 @@ def engine_processes(device: Device) -> Iterator[None]:
 
 def _run(target: Callable[[], None]) -> None:
     """Run an engine so that no process and no temporary file of it outlives the worker."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # not before: it imports torch
-
     die_with_owner()  # vLLM waits minutes for a worker that has ended, before it imports anything of ours
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # imports torch, which the worker does not
+
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # later runs use what this one compiles
     with _temporary_files_in(os.environ[FOLDER_VARIABLE]):
         target()

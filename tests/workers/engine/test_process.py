@@ -77,6 +77,7 @@ def test_an_engine_and_its_temporary_files_end_with_the_process_that_starts_it(h
     command = [sys.executable, str(script), how]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": temporary, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     owner = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    engine = None
     try:
         assert owner.stdout is not None
         pid, path = owner.stdout.readline().split()
@@ -92,4 +93,6 @@ def test_an_engine_and_its_temporary_files_end_with_the_process_that_starts_it(h
     finally:
         owner.kill()
         owner.wait()
+        if engine is not None and engine.is_running():
+            engine.kill()
         shutil.rmtree(temporary)
