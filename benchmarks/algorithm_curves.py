@@ -25,9 +25,9 @@ from typing import Any
 
 from benchmarks.reward_curves import METRIC, curve
 from benchmarks.support.harness import command_parser, machine, versions, where
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from orchestrator.algorithms.reference import Curves, spec_of
-from orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.reference import Curves, spec_of
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 RECORDED = Path(__file__).parent / "recorded" / "algorithm_curves.json"
@@ -92,7 +92,7 @@ def measure(name: str, steps: int) -> Run:
         if name == "distill":
             settings += ["--set", f"model.path={noisy_copy(ROOT / SMOLLM2, Path(folder) / 'student')}"]
             given += (f"model.path=<noisy copy of {SMOLLM2.name}>",)
-        command = [sys.executable, "-m", "orchestrator.cli", "run", str(spec_of(name).path), "--out", str(out)]
+        command = [sys.executable, "-m", "troupe", "run", str(spec_of(name).path), "--out", str(out)]
         subprocess.run([*command, *settings], cwd=ROOT, timeout=LONGEST_S, check=True)
         values = {str(step): round(value, 5) for step, value in curve(out, metric).items()}
     return Run(metric, given, values, where(machine(), versions(), f"{datetime.now(UTC):%Y-%m-%d}"))

@@ -25,10 +25,10 @@ import ray
 from benchmarks.support.harness import SEQUENCES, NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter, stopped
 from benchmarks.support.simulated import Shape, SimPolicy, SimulatedWorkers, Simulation, check
-from orchestrator.cluster.call_log import CallLog
-from orchestrator.cluster.ray_cluster import ActorWorker, Cluster
-from orchestrator.reporting.metrics import PeakMemory
 from tests.fakes import FakeEngine, FakeReward
+from troupe.orchestrator.cluster.ray_cluster import ActorWorker, Cluster
+from troupe.orchestrator.reporting.metrics import PeakMemory
+from troupe.orchestrator.telemetry.call_log import CallLog
 
 BASELINE = "ray.get per sequence"
 WARM_STEPS = 2

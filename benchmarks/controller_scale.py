@@ -27,9 +27,9 @@ import numpy as np
 from benchmarks.support.harness import SEQUENCES, NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
 from benchmarks.support.simulated import Clock, Shape, SimPolicy, SimulatedWorkers, Simulation, check
-from orchestrator.data.prompts import PromptPick
 from tests.fakes import FakeEngine, LocalWorker
-from workers.contract.messages import GroupRequest, WorkerGone
+from troupe.orchestrator.data.prompts import PromptPick
+from troupe.workers.contract.messages import GroupRequest, WorkerGone
 
 WARM_STEPS = 1
 

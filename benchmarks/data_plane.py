@@ -29,9 +29,9 @@ import torch
 
 from benchmarks.support.harness import GIGABYTES, NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
-from orchestrator.cluster.ray_cluster import Cluster
-from workers.contract.messages import ROLLOUTS, TRAIN
-from workers.models.token_batch import Ragged, list_column, ragged
+from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.workers.contract.messages import ROLLOUTS, TRAIN
+from troupe.workers.models.token_batch import Ragged, list_column, ragged
 
 MEMCPY, PUT, GET, TORCH = "memcpy", "troupe put", "troupe get, then read", "ray.put of torch tensors"
 BUFFER = "ray.put of one buffer"

@@ -26,10 +26,10 @@ from typing import Any
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Settings, add_settings, encode_prompts, grpo_spec, without_eos
-from workers.contract.environments import OK, Message, Observation, Row
-from workers.contract.messages import GroupRequest, GroupSummary
-from workers.environments.base import Environment
-from workers.rollout import RolloutWorker
+from troupe.workers.contract.environments import OK, Message, Observation, Row
+from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.environments.base import Environment
+from troupe.workers.rollout import RolloutWorker
 
 OBSERVATION = "Go on, please."
 TIMEOUT_S = 600.0
@@ -172,12 +172,12 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         NotCorrect: A contender did not do the same work.
     """
     from benchmarks.support.rollout_setup import CLASSES, CLOSE_TIMEOUT_S
-    from orchestrator.capacity.placement import demand, place, role_sizes
-    from orchestrator.cluster.ray_cluster import Cluster
-    from orchestrator.data.prompts import load_pools
-    from orchestrator.launcher import WorkerLauncher
-    from orchestrator.live.diff import changed
-    from workers.data.tokenizer import load_chat_tokenizer, token_ids
+    from troupe.orchestrator.capacity.placement import demand, place, role_sizes
+    from troupe.orchestrator.cluster.ray_cluster import Cluster
+    from troupe.orchestrator.data.prompts import load_pools
+    from troupe.orchestrator.launcher import WorkerLauncher
+    from troupe.orchestrator.live.diff import changed
+    from troupe.workers.data.tokenizer import load_chat_tokenizer, token_ids
 
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

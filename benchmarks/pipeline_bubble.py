@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
 from benchmarks.support.processes import Meter
 from benchmarks.support.simulated import Shape, SimPolicy, SimulatedWorkers, Simulation, check
-from workers.contract.messages import GroupRequest
+from troupe.workers.contract.messages import GroupRequest
 
 BOUND = "bound"
 UNIT = Unit("max(R, T) seconds", "second", digits=3)

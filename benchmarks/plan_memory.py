@@ -6,7 +6,7 @@
 
 Each case starts `PolicyWorker`s in processes of their own, without Ray, and runs two updates of two micro-batches at
 the full token budget. It measures the peak resident memory (VmHWM, reset before the model is built) and compares it
-with `orchestrator.capacity.worker_memory.training`. `--processes` measures processes without a model; the constants of
+with `training`. `--processes` measures processes without a model; the constants of
 `orchestrator/capacity/spec_memory.py` come from there. Linux only.
 """
 
@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.harness import command_parser
-from orchestrator.capacity.spec_memory import TRAINER_PROCESS
-from orchestrator.capacity.worker_memory import MIB, Training, WorkerMemory, training
-from orchestrator.models.model_size import read_size
-from workers.contract.config import Dtype, TrainerConfig
-from workers.contract.memory import resident_peak
+from troupe.orchestrator.capacity.spec_memory import TRAINER_PROCESS
+from troupe.orchestrator.capacity.worker_memory import MIB, Training, WorkerMemory, training
+from troupe.orchestrator.model_facts.model_size import read_size
+from troupe.workers.contract.config import Dtype, TrainerConfig
+from troupe.workers.telemetry.peak_memory import resident_peak
 
 MODELS = Path(".cache/models")
 TIMEOUT_S = 1800.0
@@ -188,7 +188,7 @@ def _rank(case: Case, folder: str, rank: int, meeting: Queue[Any], results: Queu
 
 def _updates(case: Case, folder: str, rank: int, meeting: Queue[Any]) -> tuple[int, int, int]:
     """Build a worker and run its updates; returns (process, built, peak) in bytes."""
-    from workers.contract.config import (
+    from troupe.workers.contract.config import (
         AdvantageConfig,
         ModelConfig,
         PolicyConfig,
@@ -196,8 +196,8 @@ def _updates(case: Case, folder: str, rank: int, meeting: Queue[Any]) -> tuple[i
         Rendezvous,
         SamplingConfig,
     )
-    from workers.contract.messages import RankPlan
-    from workers.policy import PolicyWorker
+    from troupe.workers.contract.messages import RankPlan
+    from troupe.workers.policy import PolicyWorker
 
     config = PolicyConfig(
         model=ModelConfig(path=folder, dtype=case.dtype),
@@ -236,7 +236,7 @@ def batch(rows: int) -> Any:
     """A TRAIN table; every second row is one token shorter, so that micro-batches have padding as real ones do."""
     import pyarrow as pa
 
-    from workers.contract.messages import TRAIN
+    from troupe.workers.contract.messages import TRAIN
 
     def row(number: int) -> dict[str, Any]:
         response = ROW_TOKENS - PROMPT_TOKENS - number % 2
@@ -276,9 +276,9 @@ def _folders(models: Path, made: Path) -> dict[str, Path]:
 def processes(models: Path) -> dict[str, int]:
     """Peak memory of processes without a model, in bytes."""
     imports = {
-        "scorer": "import workers.reference, workers.rewards.model",
-        "reward": "import workers.reward",
-        "function": "import workers.rewards.child",
+        "scorer": "import troupe.workers.reference, troupe.workers.rewards.model",
+        "reward": "import troupe.workers.reward",
+        "function": "import troupe.workers.rewards.child",
     }
     found = {name: _peak_of(code) for name, code in imports.items()}
     case = Case("tiny-llama", 1, "float32", 1, 256)
@@ -299,8 +299,8 @@ async def _engine(folder: Path) -> int:
     """Peak memory of an engine's processes, less its weights and its KV cache."""
     import psutil
 
-    from workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
-    from workers.rollout import RolloutWorker
+    from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+    from troupe.workers.rollout import RolloutWorker
 
     cache = 0.0625
     config = RolloutConfig(

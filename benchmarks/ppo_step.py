@@ -21,10 +21,10 @@ from pathlib import Path
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
 from benchmarks.support.workload import MAX_GAP, Settings, add_settings, grpo_spec, without_eos
-from orchestrator.spec.errors import Source
-from orchestrator.spec.load import parse_rollout_spec
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.yaml_reader import Document
+from troupe.orchestrator.spec.errors import Source
+from troupe.orchestrator.spec.load import parse_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.yaml_reader import Document
 
 STAGES, PRODUCT = "stages alone", "troupe"
 PHASES = ("generate", "prepare", "update", "sync")

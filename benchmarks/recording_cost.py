@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Settings, add_settings, grpo_spec, without_eos
-from orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.console import Console
 
 PRODUCT, SHARE = "troupe", "recording, % of the step's CPU time"
 WARM_UP = 2
@@ -61,7 +61,7 @@ def measure(settings: Settings, turns: int) -> Report:
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.recording_timers import TimedPolicy, TimedReward, folder_of, of_workers, time_driver
     from benchmarks.support.rollout_setup import CLASSES
-    from orchestrator.run import RunRequest, run
+    from troupe.orchestrator.run import RunRequest, run
 
     steps, name = turns + WARM_UP, f"recording-{os.getpid()}"
     with ExitStack() as stack:

@@ -37,9 +37,9 @@ from benchmarks.support.workload import (
     grpo_spec,
     without_eos,
 )
-from orchestrator.data.prompts import load_pools
-from workers.contract.config import RolloutConfig
-from workers.rollout import RolloutWorker
+from troupe.orchestrator.data.prompts import load_pools
+from troupe.workers.contract.config import RolloutConfig
+from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from benchmarks.support.recovery_setup import Recovered

@@ -37,8 +37,8 @@ from benchmarks.support.workload import (
     response_lengths,
     without_eos,
 )
-from orchestrator.data.prompts import load_pools
-from workers.rollout import RolloutWorker
+from troupe.orchestrator.data.prompts import load_pools
+from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from benchmarks.support.rollout_setup import RolloutSetup

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 import yaml
 
-from orchestrator.commands import audit, jobs, live, replay, why
-from orchestrator.commands import samples as samples_command
-from orchestrator.commands import trace as trace_command
-from orchestrator.commands.environment import env_app
-from orchestrator.commands.messages import os_error, typer_error
-from orchestrator.commands.options import (
+from troupe.orchestrator.commands import audit, jobs, live, replay, why
+from troupe.orchestrator.commands import samples as samples_command
+from troupe.orchestrator.commands import trace as trace_command
+from troupe.orchestrator.commands.environment import env_app
+from troupe.orchestrator.commands.messages import os_error, typer_error
+from troupe.orchestrator.commands.options import (
     FAILURE,
     STOPPED,
     USER_ERROR,
@@ -32,16 +32,16 @@ from orchestrator.commands.options import (
     SpecArgument,
     exit_with,
 )
-from orchestrator.commands.report import report
-from orchestrator.commands.watch import watch
-from orchestrator.errors import StopRequested, TroupeError, UsageError
-from orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.examples import MODELS_VARIABLE, models_folder
-from orchestrator.spec.hub import uses_hub
-from orchestrator.spec.load import spec_schema
-from orchestrator.spec.stages import PlannedRun, plan_runs, read_document
-from orchestrator.starter.demo import (
+from troupe.orchestrator.commands.report import report
+from troupe.orchestrator.commands.watch import watch
+from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
+from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.examples import MODELS_VARIABLE, models_folder
+from troupe.orchestrator.spec.hub import uses_hub
+from troupe.orchestrator.spec.load import spec_schema
+from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
+from troupe.orchestrator.starter.demo import (
     DEFAULT,
     demo_folder,
     demo_spec,
@@ -52,8 +52,8 @@ from orchestrator.starter.demo import (
 )
 
 if TYPE_CHECKING:
-    from orchestrator.capacity.placement import Node
-    from orchestrator.run import RunRequest
+    from troupe.orchestrator.capacity.placement import Node
+    from troupe.orchestrator.run import RunRequest
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -99,7 +99,7 @@ def main() -> NoReturn:
 
 def _show_versions(asked: bool) -> None:
     if asked:
-        from orchestrator.doctor.versions import versions
+        from troupe.orchestrator.versions import versions
 
         typer.echo(versions())
         raise typer.Exit
@@ -172,12 +172,12 @@ def demo(
 
 def _supervise(runs: Sequence[PlannedRun]) -> int:
     """Run this command without `--supervise` in a process of its own, again after an unexpected end."""
-    from orchestrator.supervisor import supervise
+    from troupe.orchestrator.supervisor import supervise
 
     arguments = [argument for argument in sys.argv[1:] if argument != "--supervise"]
     restarts = max(planned.spec.failures.run_restarts for planned in runs)
     return supervise(
-        [sys.executable, "-m", "orchestrator.cli", *arguments],
+        [sys.executable, "-m", "troupe", *arguments],
         lambda: sum(_saved_steps(planned.out) for planned in runs),
         restarts,
         lambda line: typer.echo(line, err=True),
@@ -186,16 +186,16 @@ def _supervise(runs: Sequence[PlannedRun]) -> int:
 
 def _saved_steps(out: Path) -> int:
     """Step of the newest checkpoint of a run, 0 where it has none."""
-    from orchestrator.training.checkpoint import CheckpointStore
+    from troupe.orchestrator.training.checkpoint import CheckpointStore
 
     return max(CheckpointStore(out / "checkpoints", keep=1).steps(), default=0)
 
 
 def _train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
     """Train every run of a file that is not complete yet."""
-    from orchestrator.reporting.console import Console
-    from orchestrator.run import run as run_spec
-    from orchestrator.worker_classes import worker_classes
+    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.run import run as run_spec
+    from troupe.orchestrator.worker_classes import worker_classes
 
     requests = [(planned, _request(planned, resume, address)) for planned in runs]
     _read_data([planned for planned, request in requests if request is not None][1:])  # the first run reads its own
@@ -232,10 +232,10 @@ def evaluate(
         exit_with(f"{spec}: cannot evaluate a file with stages; use the spec.yaml in a stage's run folder", USER_ERROR)
     overrides = set_ if model is None else [*set_, *runs[0].spec.with_model(model)]
     loaded = _ready(spec, overrides)[0].spec
-    from orchestrator.reporting.console import Console
-    from orchestrator.run import RunRequest
-    from orchestrator.run import evaluate as evaluate_spec
-    from orchestrator.worker_classes import worker_classes
+    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.run import evaluate as evaluate_spec
+    from troupe.orchestrator.worker_classes import worker_classes
 
     console = Console(sys.stderr)  # standard output holds the result only
     metrics = evaluate_spec(RunRequest(loaded, loaded.run_folder, False, address), worker_classes, console)
@@ -259,7 +259,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing."""
-    from orchestrator.starter.command import Flags, complete, copy_of, text_of, write
+    from troupe.orchestrator.starter.command import Flags, complete, copy_of, text_of, write
 
     if output.exists() and not force:
         exit_with(f"error: {output} exists; --force overwrites it, --output names another file", USER_ERROR)
@@ -314,9 +314,9 @@ def plan(
     runs = plan_runs(read_document(spec, set_))
     _create_models(runs)
     runs = _with_model_configs(runs)
-    from orchestrator.capacity.plan import as_json as plan_json
-    from orchestrator.capacity.stages import plan_stages
-    from orchestrator.reporting.plan_table import show, unknown_sizes
+    from troupe.orchestrator.capacity.plan import as_json as plan_json
+    from troupe.orchestrator.capacity.stages import plan_stages
+    from troupe.orchestrator.reporting.plan_table import show, unknown_sizes
 
     plans = list(plan_stages(runs, _nodes(cluster, address, cpus_per_node, gib_per_node), advise=True))
     if as_json:
@@ -344,9 +344,9 @@ def doctor(
 ) -> None:
     """Check this machine: packages, GPUs, memory, disks, limits, network. Each finding names its remedy."""
     runs = None if spec is None else plan_runs(read_document(spec, set_))
-    from orchestrator.doctor import checks
-    from orchestrator.doctor.facts import gather
-    from orchestrator.doctor.needs import needs_of
+    from troupe.orchestrator.doctor import checks
+    from troupe.orchestrator.doctor.facts import gather
+    from troupe.orchestrator.doctor.needs import needs_of
 
     findings = checks.examine(gather(Path.cwd()), None if runs is None else needs_of(runs))
     typer.echo(checks.as_json(findings) if as_json else checks.as_text(findings))
@@ -374,10 +374,10 @@ def algorithms_(
     args: Annotated[str, typer.Option(help="Its arguments, as a YAML mapping.")] = "{}",
 ) -> None:
     """List the algorithms, or describe one with its formula, source and defaults."""
-    from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-    from orchestrator.algorithms.reference import description, listing
-    from orchestrator.algorithms.section import is_custom, unknown_algorithm
-    from orchestrator.algorithms.table import ALGORITHMS
+    from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+    from troupe.orchestrator.algorithms.reference import description, listing
+    from troupe.orchestrator.algorithms.section import is_custom, unknown_algorithm
+    from troupe.orchestrator.algorithms.table import ALGORITHMS
 
     if name is not None and is_custom(name):
         _own_algorithm(name, args, check)
@@ -410,7 +410,7 @@ def export(
     yes: Annotated[bool, typer.Option("--yes", help="With --push: do not ask before uploading.")] = False,
 ) -> None:
     """Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."""
-    from orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model, write_model
+    from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model, write_model
 
     if target is None and push is None:
         exit_with("error: export where? Name a FOLDER, or --push ORG/NAME", USER_ERROR)
@@ -444,7 +444,7 @@ def deploy(
     slurm: Annotated[bool, typer.Option("--slurm", help="Write an sbatch script instead of a manifest.")] = False,
 ) -> None:
     """Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."""
-    from orchestrator.platforms.manifest import Request, deployment, write
+    from troupe.orchestrator.platforms.manifest import Request, deployment, write
 
     text, notes = deployment(Request(spec, set_, name, out), slurm, node_size, kubernetes, for_slurm)
     if output is not None:
@@ -469,14 +469,14 @@ def _ready(
         raise SpecError(problems)
     if not any(uses_hub(planned.spec) for planned in runs):
         return runs
-    from orchestrator.hub.resolve import pin_run
+    from troupe.orchestrator.hub.resolve import pin_run
 
     return tuple(pin_run(planned, resume=resume) for planned in runs)
 
 
 def _create_models(runs: Sequence[PlannedRun] | None) -> None:
     """Create the models of the examples that runs name, or all of them, where this machine does not have them yet."""
-    from workers.models.demo import MODELS, DemoModelError, make_models
+    from troupe.orchestrator.starter.demo_models import MODELS, DemoModelError, make_models
 
     folder = models_folder()
     names = MODELS if runs is None else [name for name in named_models(runs, folder) if name in MODELS]
@@ -490,7 +490,7 @@ def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:
     """The runs with folders that hold `config.json` in the place of models on the hub, to plan with."""
     if not any(uses_hub(planned.spec) for planned in runs):
         return runs
-    from orchestrator.hub.resolve import pin_configs
+    from troupe.orchestrator.hub.resolve import pin_configs
 
     planned_runs = []
     for planned in runs:
@@ -503,7 +503,7 @@ def _with_model_configs(runs: tuple[PlannedRun, ...]) -> tuple[PlannedRun, ...]:
 
 def _push(folder: Path, name: str, *, private: bool, ask: bool) -> None:
     """Upload a model's folder to the hub, after listing what it holds."""
-    from orchestrator.hub.push import contents, push_model
+    from troupe.orchestrator.hub.push import contents, push_model
 
     for line in contents(folder, name, private=private):
         typer.echo(line)
@@ -514,15 +514,15 @@ def _push(folder: Path, name: str, *, private: bool, ask: bool) -> None:
 
 def _read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
     """Read all data of several runs; a description of the data of each. Raises SpecError where data cannot be used."""
-    from orchestrator.data.prompt_check import check_prompts
-    from orchestrator.data.readers import DataError
-    from orchestrator.data.survey import describe, read_pools
+    from troupe.orchestrator.data.prompt_check import check_prompts
+    from troupe.orchestrator.data.readers import DataError
+    from troupe.orchestrator.data.summary import describe, read_pools
 
     problems = []
     described = []
     for planned in runs:
         if uses_hub(planned.spec):
-            from orchestrator.hub.resolve import describe as describe_hub
+            from troupe.orchestrator.hub.resolve import describe as describe_hub
 
             described.append(describe_hub(planned.spec))  # nothing is downloaded before the run
             continue
@@ -541,11 +541,11 @@ def _read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
 
 def _own_algorithm(name: str, args: str, check: bool) -> None:
     """Describe or check an algorithm of the user's own."""
-    from orchestrator.algorithms.custom import report
-    from orchestrator.algorithms.reference import describe_row
-    from orchestrator.algorithms.section import custom_row
-    from workers.algorithms.custom_checks import check_custom
-    from workers.contract.config import CustomConfig
+    from troupe.orchestrator.algorithms.custom import report
+    from troupe.orchestrator.algorithms.reference import describe_row
+    from troupe.orchestrator.algorithms.section import custom_row
+    from troupe.workers.algorithms.custom_checks import check_custom
+    from troupe.workers.contract.config import CustomConfig
 
     try:
         values = yaml.safe_load(args)
@@ -573,7 +573,7 @@ def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunReque
     `--resume` resumes a plain spec; in a chain it skips complete stages, resumes the interrupted one and starts the
     rest.
     """
-    from orchestrator.run import RunRequest, saved_step
+    from troupe.orchestrator.run import RunRequest, saved_step
 
     request = RunRequest(planned.spec, planned.out, resume, address)
     if not resume:
@@ -587,12 +587,12 @@ def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunReque
 def _nodes(cluster: str | None, address: str | None, cpus: int, gib: float) -> list[Node] | None:
     """Nodes of the cluster that --cluster or --address names; None: this machine."""
     if cluster is not None and cluster != "auto":
-        from orchestrator.capacity.plan import described_nodes
+        from troupe.orchestrator.capacity.plan import described_nodes
 
         return described_nodes(cluster, cpus, gib)
     if cluster is None and address is None:
         return None
-    from orchestrator.cluster.ray_cluster import Cluster
+    from troupe.orchestrator.cluster.ray_cluster import Cluster
 
     return Cluster.list_nodes(address or "auto")
 

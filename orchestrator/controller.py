@@ -9,25 +9,25 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from orchestrator.cluster.call_log import CallLog
-from orchestrator.cluster.event_loop import rare_collections
-from orchestrator.cluster.restart_budget import RestartBudget
-from orchestrator.errors import StopRequested, TroupeError, WorkerError, WorkerRaised
-from orchestrator.live.scaling import WorkerScaler
-from orchestrator.replay.keeper import StepKeeper
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import PeakMemory, PhaseTimers, mean_of
-from orchestrator.reporting.recorder import EventLog, RunRecorder
-from orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from orchestrator.rollouts.weight_sync import SyncReport, WeightSync
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.sections import AlarmConfig
-from orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_stopped
-from orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, TrainerLayout, trainer_layouts
-from orchestrator.training.ledger import Ledger
-from orchestrator.training.recovery import TrainerRecovery
-from orchestrator.training.state import ControllerState
-from orchestrator.training.updates import Updates
+from troupe.orchestrator.cluster.event_loop import rare_collections
+from troupe.orchestrator.errors import StopRequested, TroupeError, WorkerError, WorkerRaised
+from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.metrics import PeakMemory, PhaseTimers, mean_of
+from troupe.orchestrator.reporting.recorder import EventLog, RunRecorder
+from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.rollouts.weight_sync import SyncReport, WeightSync
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.sections import AlarmConfig
+from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_stopped
+from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, TrainerLayout, trainer_layouts
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.recovery import TrainerRecovery
+from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.updates import Updates
 
 logger = logging.getLogger(__name__)
 

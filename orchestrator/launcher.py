@@ -8,20 +8,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from orchestrator.capacity.placement import Placement, Seat, place, place_one, role_sizes
-from orchestrator.cluster.event_loop import gather_all
-from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
-from orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, ReferenceGroup, TrainerGroup
-from orchestrator.hub.client import Snapshot, download_all
-from orchestrator.live.why.observer import RunObserver
-from orchestrator.reporting.console import Console
-from orchestrator.rollouts.engine_pool import Engine
-from orchestrator.spec.base import RunSpec, WorkerKind
-from orchestrator.spec.sections import RoleName
-from workers.contract import roles
-from workers.contract.audit import Judgement, JudgeRequest
-from workers.contract.config import CPU_THREADS
-from workers.contract.messages import WorkerHealth
+from troupe.orchestrator.capacity.placement import Placement, Seat, place, place_one, role_sizes
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
+from troupe.orchestrator.cluster.worker_group import (
+    CriticGroup,
+    ExampleGroup,
+    PolicyGroup,
+    ReferenceGroup,
+    TrainerGroup,
+)
+from troupe.orchestrator.hub.client import Snapshot, download_all
+from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.spec.base import RunSpec, WorkerKind
+from troupe.orchestrator.spec.sections import RoleName
+from troupe.orchestrator.why.observer import RunObserver
+from troupe.workers.contract import roles
+from troupe.workers.contract.audit import Judgement, JudgeRequest
+from troupe.workers.contract.config import CPU_THREADS
+from troupe.workers.contract.messages import WorkerHealth
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
 

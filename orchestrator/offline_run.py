@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator.controller import Controller, RunComponents, TrainSettings
-from orchestrator.data.examples import ExamplePool
-from orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
-from orchestrator.data.survey import data_metrics, named
-from orchestrator.errors import TroupeError
-from orchestrator.launcher import RunContext
-from orchestrator.replay.keeper import KeeperSettings, StepKeeper
-from orchestrator.reporting.recorder import RunRecorder
-from orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
-from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
-from orchestrator.training.ledger import Ledger
-from orchestrator.training.offline_source import (
+from troupe.orchestrator.controller import Controller, RunComponents, TrainSettings
+from troupe.orchestrator.data.examples import ExamplePool
+from troupe.orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
+from troupe.orchestrator.data.summary import data_metrics, named
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.launcher import RunContext
+from troupe.orchestrator.replay.step_recorder import KeeperSettings, StepKeeper
+from troupe.orchestrator.reporting.recorder import RunRecorder
+from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
+from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.offline_source import (
     BatchMaker,
     ExampleEvaluator,
     OfflineComponents,
@@ -25,9 +25,9 @@ from orchestrator.training.offline_source import (
     ReferenceScorer,
     Tokenized,
 )
-from orchestrator.training.recovery import RecoverySettings, TrainerRecovery
-from orchestrator.training.updates import OfflineUpdates, UpdateSettings
-from workers.contract.roles import TableRef
+from troupe.orchestrator.training.recovery import RecoverySettings, TrainerRecovery
+from troupe.orchestrator.training.updates import OfflineUpdates, UpdateSettings
+from troupe.workers.contract.roles import TableRef
 
 Pools = tuple[ExamplePool, ExamplePool | None]
 

@@ -9,19 +9,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from orchestrator.errors import TroupeError
-from orchestrator.hub.resolve import fetch
-from orchestrator.launcher import Workers
-from orchestrator.replay.against import Difference, TensorDifference, difference, replay_there, tensor_differences
-from orchestrator.replay.keeper import software
-from orchestrator.replay.plan import TRAINERS, ReplayPlan, steps_of
-from orchestrator.replay.repeat import Repeated, Replayer, software_changes, start_problem
-from orchestrator.reporting.console import Console
-from orchestrator.run import Classes, RunRequest, open_run
-from orchestrator.spec.base import RunSpec
-from orchestrator.training.batch import unless_stopped
-from orchestrator.training.checkpoint import load_checkpoint
-from orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates, UpdateSettings
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.hub.resolve import fetch
+from troupe.orchestrator.launcher import Workers
+from troupe.orchestrator.replay.against import (
+    Difference,
+    TensorDifference,
+    difference,
+    replay_there,
+    tensor_differences,
+)
+from troupe.orchestrator.replay.plan import TRAINERS, ReplayPlan, steps_of
+from troupe.orchestrator.replay.repeat import Repeated, Replayer, software_changes, start_problem
+from troupe.orchestrator.replay.step_recorder import software
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.run import Classes, RunRequest, open_run
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.training.batch import unless_stopped
+from troupe.orchestrator.training.checkpoint import load_checkpoint
+from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates, UpdateSettings
 
 GroupT = TypeVar("GroupT")
 

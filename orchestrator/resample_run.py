@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from orchestrator.errors import TroupeError
-from orchestrator.hub.resolve import fetch
-from orchestrator.launcher import RunContext
-from orchestrator.replay.plan import TRAINERS
-from orchestrator.replay.repeat import Replayer
-from orchestrator.replay.resample import Resampled, ResamplePlan, compare_samples
-from orchestrator.replay_run import updates_of
-from orchestrator.reporting.console import Console
-from orchestrator.rollout_run import load_data, pool_bounds, weight_sync
-from orchestrator.rollouts.engine_pool import EnginePool
-from orchestrator.rollouts.scheduler import sampling_seed
-from orchestrator.run import Classes, RunRequest, open_run
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.training.batch import GroupOrigin, unless_stopped
-from orchestrator.training.checkpoint import load_checkpoint
-from workers.contract.messages import GroupRequest
-from workers.contract.roles import TableRef
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.hub.resolve import fetch
+from troupe.orchestrator.launcher import RunContext
+from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.replay.plan import TRAINERS
+from troupe.orchestrator.replay.repeat import Replayer
+from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare_samples
+from troupe.orchestrator.replay_run import updates_of
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.rollout_run import load_data, pool_bounds, weight_sync
+from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.run import Classes, RunRequest, open_run
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.batch import GroupOrigin, unless_stopped
+from troupe.orchestrator.training.checkpoint import load_checkpoint
+from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.contract.roles import TableRef
 
 
 def resample(run: Path, plan: ResamplePlan, address: str | None, classes: Classes, console: Console) -> Resampled:

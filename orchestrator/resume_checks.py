@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.data.prompts import DataError
-from orchestrator.errors import UsageError
-from orchestrator.live.diff import Difference, field_changes
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.stages import plan_runs, read_document
-from orchestrator.training.checkpoint import Checkpoint, stage_problem, trainer_layouts
+from troupe.orchestrator.data.prompts import DataError
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.live.diff import Difference, field_changes
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.training.checkpoint import Checkpoint, stage_problem, trainer_layouts
 
 _REFUSED = {
     r"seed": "the order of the data and of sampling follows from it",

@@ -9,22 +9,21 @@ from typing import Any
 
 import yaml
 
-from orchestrator.algorithms import section as algorithms
-from orchestrator.algorithms.custom import group_filter
-from orchestrator.audit.auditor import AuditedWeights, Auditor
-from orchestrator.audit.report import AuditReport
-from orchestrator.cluster.ray_cluster import Cluster
-from orchestrator.cluster.restart_budget import RestartBudget
-from orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
-from orchestrator.controller import Controller, RunComponents, TrainSettings
-from orchestrator.data.curriculum import Curriculum
-from orchestrator.data.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
-from orchestrator.data.survey import Pools, data_metrics, named
-from orchestrator.data.texts import Pieces, TextOrder, TextPool, load_texts
-from orchestrator.errors import TroupeError
-from orchestrator.launcher import RunContext
-from orchestrator.live.control import ControlServer
-from orchestrator.live.scaling import (
+from troupe.orchestrator.algorithms import section as algorithms
+from troupe.orchestrator.algorithms.custom import group_filter
+from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
+from troupe.orchestrator.audit.report import AuditReport
+from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
+from troupe.orchestrator.controller import Controller, RunComponents, TrainSettings
+from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
+from troupe.orchestrator.data.summary import Pools, data_metrics, named
+from troupe.orchestrator.data.texts import Pieces, TextOrder, TextPool, load_texts
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.launcher import RunContext
+from troupe.orchestrator.live.control import ControlServer
+from troupe.orchestrator.live.scaling import (
     RemovalTimeouts,
     ScaledEngines,
     ScaledLinked,
@@ -33,31 +32,32 @@ from orchestrator.live.scaling import (
     ScaledWorkers,
     WorkerScaler,
 )
-from orchestrator.live.why.facts import EngineQueue, Queues
-from orchestrator.private_files import write_private
-from orchestrator.replay.keeper import KeeperSettings, StepKeeper
-from orchestrator.reporting.recorder import RunRecorder
-from orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
-from orchestrator.rollouts.evaluation import EvalSettings, Evaluator
-from orchestrator.rollouts.linked_pool import Callers, LinkedPool, PoolLimits
-from orchestrator.rollouts.replacement import Replacer
-from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
-from orchestrator.rollouts.scoring import RewardPool, Scorer, SignalTest, TokenScorer
-from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
-from orchestrator.rollouts.weight_sync import DeviceSync, FileSync, WeightSync
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.preflight import RESOLVED_SPEC
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.sections import RoleName
-from orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
-from orchestrator.training.ledger import Ledger
-from orchestrator.training.recovery import RecoverySettings, TrainerRecovery
-from orchestrator.training.state import ControllerState
-from orchestrator.training.updates import RolloutUpdates, UpdateSettings
-from workers.contract import roles
-from workers.contract.advantage_state import AdvantageState
-from workers.contract.judges import Judge
+from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
+from troupe.orchestrator.pools.linked import Callers, LinkedPool, PoolLimits
+from troupe.orchestrator.pools.replacement import Replacer
+from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.private_files import write_private
+from troupe.orchestrator.replay.step_recorder import KeeperSettings, StepKeeper
+from troupe.orchestrator.reporting.recorder import RunRecorder
+from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.rollouts.evaluation import EvalSettings, Evaluator
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
+from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, SignalTest, TokenScorer
+from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
+from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, WeightSync
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import RoleName
+from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.recovery import RecoverySettings, TrainerRecovery
+from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
+from troupe.orchestrator.why.facts import EngineQueue, Queues
+from troupe.workers.contract import roles
+from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.judges import Judge
 
 CLOSE_TIMEOUT_S = 10.0
 """Timeout for closing one worker."""

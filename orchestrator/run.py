@@ -13,31 +13,31 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.audit.auditor import one_engine
-from orchestrator.audit.report import AuditReport
-from orchestrator.capacity.placement import role_sizes, room
-from orchestrator.cluster.ray_cluster import Cluster
-from orchestrator.controller import RunOutcome
-from orchestrator.data.examples import load_examples
-from orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
-from orchestrator.data.survey import Pools, describe, named
-from orchestrator.doctor.versions import versions as describe_versions
-from orchestrator.errors import TroupeError, UsageError, WorkerError
-from orchestrator.hub.resolve import LocalFiles, fetch
-from orchestrator.launcher import RunContext, WorkerClasses, WorkerLauncher
-from orchestrator.live.resume import require_same_rows, resumption
-from orchestrator.live.why.observer import RunObserver
-from orchestrator.offline_run import OfflineRun
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.recorder import recorded_failure
-from orchestrator.rollout_run import CLOSE_TIMEOUT_S, RolloutRun, load_data, write_spec
-from orchestrator.run_lock import locked
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.offline import OfflineSpec
-from orchestrator.spec.preflight import RESOLVED_SPEC
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.training.batch import unless_stopped
-from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from troupe.orchestrator.audit.auditor import one_engine
+from troupe.orchestrator.audit.report import AuditReport
+from troupe.orchestrator.capacity.placement import role_sizes, room
+from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.controller import RunOutcome
+from troupe.orchestrator.data.examples import load_examples
+from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck, check_prompts
+from troupe.orchestrator.data.summary import Pools, describe, named
+from troupe.orchestrator.errors import TroupeError, UsageError, WorkerError
+from troupe.orchestrator.hub.resolve import LocalFiles, fetch
+from troupe.orchestrator.launcher import RunContext, WorkerClasses, WorkerLauncher
+from troupe.orchestrator.offline_run import OfflineRun
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.recorder import recorded_failure
+from troupe.orchestrator.resume_checks import require_same_rows, resumption
+from troupe.orchestrator.rollout_run import CLOSE_TIMEOUT_S, RolloutRun, load_data, write_spec
+from troupe.orchestrator.run_lock import locked
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.batch import unless_stopped
+from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from troupe.orchestrator.versions import versions as describe_versions
+from troupe.orchestrator.why.observer import RunObserver
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from orchestrator.errors import UsageError
+from troupe.orchestrator.errors import UsageError
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 
-from orchestrator.doctor.facts import installed_versions
-from orchestrator.doctor.software import ENGINES, TROUPE
+from troupe.orchestrator.doctor.facts import installed_versions
+from troupe.orchestrator.doctor.software import ENGINES, TROUPE
 
 
 def versions() -> str:

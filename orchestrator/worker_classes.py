@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from orchestrator.launcher import WorkerClasses
+from troupe.orchestrator.launcher import WorkerClasses
 
 
 def worker_classes() -> WorkerClasses:
     """The worker class of each role, imported on the first call because torch takes seconds to import."""
-    from workers.audit.judge import judge
-    from workers.critic import CriticWorker
-    from workers.environment import EnvironmentWorker
-    from workers.judge import JudgeWorker
-    from workers.offline import ExamplePolicyWorker, RewardTrainer
-    from workers.policy import PolicyWorker
-    from workers.reference import ReferenceWorker
-    from workers.reward import RewardWorker
-    from workers.rollout import RolloutWorker
+    from troupe.workers.audit.scorer import judge
+    from troupe.workers.critic import CriticWorker
+    from troupe.workers.environment import EnvironmentWorker
+    from troupe.workers.judge import JudgeWorker
+    from troupe.workers.offline import ExamplePolicyWorker, RewardTrainer
+    from troupe.workers.policy import PolicyWorker
+    from troupe.workers.reference import ReferenceWorker
+    from troupe.workers.reward import RewardWorker
+    from troupe.workers.rollout import RolloutWorker
 
     return WorkerClasses(
         RolloutWorker,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from workers.contract.config import CPU_THREADS
+from troupe.workers.contract.config import CPU_THREADS
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"

@@ -22,21 +22,21 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 
 import pyarrow as pa
 
-from orchestrator.cluster.event_loop import within
-from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
-from orchestrator.controller import Controller, RunOutcome, TrainSettings
-from orchestrator.errors import WorkerDied, WorkerTimeout
-from orchestrator.replay.keeper import KeeperSettings
-from orchestrator.reporting.console import Console
-from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
-from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
-from orchestrator.training.ledger import Ledger
-from orchestrator.training.recovery import Push, RecoverySettings, TrainerRecovery
-from orchestrator.training.updates import Updates, UpdateSettings
-from workers.contract import roles
-from workers.contract.config import Rendezvous
-from workers.contract.judges import Judge
-from workers.contract.messages import (
+from troupe.orchestrator.cluster.event_loop import within
+from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
+from troupe.orchestrator.controller import Controller, RunOutcome, TrainSettings
+from troupe.orchestrator.errors import WorkerDied, WorkerTimeout
+from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
+from troupe.orchestrator.replay.step_recorder import KeeperSettings
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.recovery import Push, RecoverySettings, TrainerRecovery
+from troupe.orchestrator.training.updates import Updates, UpdateSettings
+from troupe.workers.contract import roles
+from troupe.workers.contract.config import Rendezvous
+from troupe.workers.contract.judges import Judge
+from troupe.workers.contract.messages import (
     KEPT_BATCH,
     GroupRequest,
     GroupSummary,
@@ -54,8 +54,8 @@ from workers.contract.messages import (
     WorkerGone,
     WorkerHealth,
 )
-from workers.contract.roles import EngineLink, EnvironmentLink, Reply
-from workers.data.kept import write_tables
+from troupe.workers.contract.roles import EngineLink, EnvironmentLink, Reply
+from troupe.workers.data.step_record import write_tables
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -31,30 +31,30 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
-from orchestrator.data.prompts import PromptSource, load_pool
-from orchestrator.errors import DataError, TroupeError, UsageError
-from orchestrator.live.control import FOLDER, ControlServer, ask
-from orchestrator.models.model_size import SizeUnknown, read_size
-from orchestrator.reporting.run_folder import RunFolder
-from orchestrator.reporting.sample_filter import parse_filter
-from orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
-from orchestrator.reporting.sinks.jsonl import JsonlSink
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.preflight import model_folder, too_long
-from orchestrator.spec.preflight_models import unsupported_head_size, wrong_kinds
-from orchestrator.spec.sections import DataSource
-from orchestrator.spec.stages import plan_runs, read_document
-from orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
-from orchestrator.training.ledger import Ledger
-from orchestrator.training.state import ControllerState
 from tests.conftest import ROOT
-from workers.contract.advantage_state import AdvantageState
-from workers.contract.config import ModelConfig, RewardFunctionConfig
-from workers.contract.samples import SAMPLES
-from workers.environments.agent import read_request
-from workers.rewards.runner import RewardProcess, Sample
-from workers.training.resharding import opened
-from workers.training.shards import read_shard
+from troupe.orchestrator.data.prompts import PromptSource, load_pool
+from troupe.orchestrator.errors import DataError, TroupeError, UsageError
+from troupe.orchestrator.live.control import FOLDER, ControlServer, ask
+from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
+from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.reporting.sample_filter import parse_filter
+from troupe.orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
+from troupe.orchestrator.reporting.sinks.jsonl import JsonlSink
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.preflight import model_folder, too_long
+from troupe.orchestrator.spec.preflight_models import unsupported_head_size, wrong_kinds
+from troupe.orchestrator.spec.sections import DataSource
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.state import ControllerState
+from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
+from troupe.workers.contract.samples import SAMPLES
+from troupe.workers.environments.agent import read_request
+from troupe.workers.rewards.runner import RewardProcess, Sample
+from troupe.workers.training.resharding import opened
+from troupe.workers.training.shards import read_shard
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import pyarrow as pa
 import torch
 
-from workers.algorithms.policy_loss import LossOutput, token_weights, value_loss
-from workers.contract.config import CriticConfig, Rendezvous
-from workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
-from workers.contract.stages import Stage, announce
-from workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
-from workers.models.token_batch import TokenBatch, TokenTable
-from workers.training.deepspeed_engine import Forward, TrainEngine
-from workers.training.rank import TrainingRank, update_metrics
+from troupe.workers.algorithms.policy_loss import LossOutput, token_weights, value_loss
+from troupe.workers.contract.config import CriticConfig, Rendezvous
+from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
+from troupe.workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
+from troupe.workers.models.token_batch import TokenBatch, TokenTable
+from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
+from troupe.workers.training.rank import TrainingRank, update_metrics
 
 
 class CriticWorker(TrainingRank):

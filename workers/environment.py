@@ -8,11 +8,11 @@ import socket
 import time
 from collections.abc import Awaitable
 
-from workers.contract.config import EnvironmentConfig
-from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
-from workers.contract.memory import resident_peak
-from workers.contract.messages import Peak, WorkerGone, WorkerHealth
-from workers.environments.processes import EnvironmentProcesses, SeatFailed, SeatProcess
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row
+from troupe.workers.contract.messages import Peak, WorkerGone, WorkerHealth
+from troupe.workers.environments.processes import EnvironmentProcesses, SeatFailed, SeatProcess
+from troupe.workers.telemetry.peak_memory import resident_peak
 
 _CLOSE_TIMEOUT_S = 2.0
 _WATCH_S = 0.5

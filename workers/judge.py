@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from workers.contract.config import MIN_TEMPERATURE, JudgeConfig, RolloutConfig, SamplingConfig
-from workers.contract.environments import Message
-from workers.contract.judges import JudgeAnswer
-from workers.contract.messages import PROMPTS, GroupRequest, WorkerGone, WorkerHealth
-from workers.engine.errors import EngineClosed, EngineDead
-from workers.rollout import RolloutWorker
+from troupe.workers.contract.config import MIN_TEMPERATURE, JudgeConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.environments import Message
+from troupe.workers.contract.judges import JudgeAnswer
+from troupe.workers.contract.messages import PROMPTS, GroupRequest, WorkerGone, WorkerHealth
+from troupe.workers.engine.errors import EngineClosed, EngineDead
+from troupe.workers.rollout import RolloutWorker
 
 _WATCH_S = 1.0
 

@@ -1,7 +1,7 @@
 """Offline trainers: the policy (SFT and preferences) and the reward model.
 
 They are training ranks like the policy and the critic: they join, save, load, export and update in the same way. The
-algorithms differ in their objective (`workers.algorithms.offline_objectives`), selected by the loss configuration.
+algorithms differ in their objective (`workers/algorithms/offline_objectives.py`), selected by the loss configuration.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import torch
 
-from workers.algorithms.offline_objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
-from workers.algorithms.preference_losses import kto_reference_point
-from workers.contract.config import Rendezvous
-from workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
-from workers.contract.offline_config import OfflineConfig, RewardLossConfig
-from workers.contract.offline_messages import (
+from troupe.workers.algorithms.offline_objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
+from troupe.workers.algorithms.preference_losses import kto_reference_point
+from troupe.workers.contract.config import Rendezvous
+from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
+from troupe.workers.contract.offline_config import OfflineConfig, RewardLossConfig
+from troupe.workers.contract.offline_messages import (
     EvaluationPart,
     ExampleBatchSummary,
     ExampleSummary,
     add_tallies,
     tally_means,
 )
-from workers.contract.stages import Stage, announce
-from workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, pack, tokenize
-from workers.data.tokenizer import load_chat_tokenizer
-from workers.models.modeling import (
+from troupe.workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, pack, tokenize
+from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.models.capabilities import packs
+from troupe.workers.models.modeling import (
     CausalLogprobs,
     RewardScores,
     evaluating,
@@ -39,10 +39,10 @@ from workers.models.modeling import (
     share_backbone,
     torch_dtype,
 )
-from workers.models.trials import packs
-from workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
-from workers.training.group import all_reduce
-from workers.training.rank import TrainingRank, own_peak
+from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
+from troupe.workers.training.group import all_reduce
+from troupe.workers.training.rank import TrainingRank, own_peak
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,11 +68,11 @@ class ExampleTrainer(TrainingRank):
         raise NotImplementedError
 
     def tokenize(self, texts: pa.Table) -> tuple[ExampleSummary, pa.Table]:
-        """See `workers.data.examples.tokenize`. Not collective: one rank tokenizes for all."""
+        """See `troupe.workers.data.examples.tokenize`. Not collective: one rank tokenizes for all."""
         return tokenize(self._tokens(), texts, self._config.examples)
 
     def assemble(self, picks: Picks, examples: pa.Table) -> tuple[ExampleBatchSummary, pa.Table]:
-        """See `workers.data.examples.assemble`. Not collective."""
+        """See `troupe.workers.data.examples.assemble`. Not collective."""
         return assemble(picks, examples, self._config.examples)
 
     def attach(self, batch: pa.Table, *scores: pa.Table) -> tuple[int, pa.Table]:

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from workers.algorithms.policy_loss import LossOutput, PolicyTokens, exact_kl, policy_loss, token_weights
-from workers.algorithms.train_batch import prepare
-from workers.contract.config import PolicyConfig, Rendezvous
-from workers.contract.messages import (
+from troupe.workers.algorithms.policy_loss import LossOutput, PolicyTokens, exact_kl, policy_loss, token_weights
+from troupe.workers.algorithms.train_batch import prepare
+from troupe.workers.contract.config import PolicyConfig, Rendezvous
+from troupe.workers.contract.messages import (
     TOKEN_RECORDS,
     PrepareRequest,
     RankPlan,
@@ -26,19 +26,19 @@ from workers.contract.messages import (
     WeightUpdate,
     WorkerHealth,
 )
-from workers.contract.roles import EngineLink
-from workers.contract.stages import Stage, announce
-from workers.data.texts import cut_texts, text_batches
-from workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
-from workers.models.token_batch import TokenBatch, TokenTable
-from workers.models.trials import shares_prompts
-from workers.training.deepspeed_engine import Forward, TrainEngine
-from workers.training.group import free_port, own_address
-from workers.training.rank import TrainingRank, update_metrics
-from workers.training.step_length import HeldStep
-from workers.training.token_records import TokenRecorder
-from workers.weights.file import WeightPublisher, read_payload, weight_bytes
-from workers.weights.shared_memory import shared_directory
+from troupe.workers.contract.roles import EngineLink
+from troupe.workers.data.texts import cut_texts, text_batches
+from troupe.workers.models.capabilities import shares_prompts
+from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
+from troupe.workers.models.token_batch import TokenBatch, TokenTable
+from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
+from troupe.workers.training.group import free_port, own_address
+from troupe.workers.training.rank import TrainingRank, update_metrics
+from troupe.workers.training.step_length import HeldStep
+from troupe.workers.training.token_records import TokenRecorder
+from troupe.workers.weights.file import WeightPublisher, read_payload, weight_bytes
+from troupe.workers.weights.shared_memory import shared_directory
 
 
 class Sender(Protocol):
@@ -109,11 +109,11 @@ class PolicyWorker(TrainingRank):
         return self._shares_prompts
 
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
-        """See `workers.algorithms.train_batch.prepare`. Not collective: one rank prepares the batch for all."""
+        """See `troupe.workers.algorithms.train_batch.prepare`. Not collective: one rank prepares the batch for all."""
         return prepare(self._config.advantage, request, tables)
 
     def cut_texts(self, texts: pa.Table, max_tokens: int) -> tuple[TextSummary, pa.Table]:
-        """See `workers.data.texts.cut_texts`. Not collective: one rank cuts the texts for all."""
+        """See `troupe.workers.data.texts.cut_texts`. Not collective: one rank cuts the texts for all."""
         from transformers import AutoTokenizer
 
         model = self._config.model
@@ -219,7 +219,7 @@ class PolicyWorker(TrainingRank):
 
     def connect_engines(self, link: EngineLink) -> None:
         """Join the rollout engines for transfers from GPU to GPU (nccl, ipc). Collective. Untested on GPU."""
-        from workers.weights.vllm_transfer import IterableSource, ipc_sender, nccl_sender
+        from troupe.workers.weights.vllm_transfer import IterableSource, ipc_sender, nccl_sender
 
         if self._sender is not None:
             self._sender.shutdown()

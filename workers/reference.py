@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from workers.contract.arrow import pickle_tables
-from workers.contract.config import ReferenceConfig
-from workers.contract.messages import RankPlan, ScoreSummary, WorkerHealth
-from workers.contract.stages import Stage, announce
-from workers.models.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
-from workers.training.rank import own_peak, prepare_torch, worker_health
+from troupe.workers.contract.arrow import pickle_tables
+from troupe.workers.contract.config import ReferenceConfig
+from troupe.workers.contract.messages import RankPlan, ScoreSummary, WorkerHealth
+from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
+from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.training.rank import own_peak, prepare_torch, worker_health
 
 
 class ReferenceWorker:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from workers.contract.arrow import pickle_tables
-from workers.contract.config import (
+from troupe.workers.contract.arrow import pickle_tables
+from troupe.workers.contract.config import (
     ENVIRONMENT_REWARD,
     JUDGE_REWARD,
     Device,
@@ -24,19 +24,19 @@ from workers.contract.config import (
     RewardConfig,
     RewardFunctionConfig,
 )
-from workers.contract.environments import OK, cause_of
-from workers.contract.judges import Judge
-from workers.contract.memory import resident_peak
-from workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
-from workers.contract.stages import Stage, announce
-from workers.data.trajectories import write_evaluation, write_trajectories
-from workers.rewards.environment import EnvironmentReward
-from workers.rewards.judge import JudgeReward
-from workers.rewards.runner import Outcome, RewardProcess, Sample
-from workers.rewards.steps import Step, token_counts
+from troupe.workers.contract.environments import OK, cause_of
+from troupe.workers.contract.judges import Judge
+from troupe.workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
+from troupe.workers.data.trajectories import write_evaluation, write_trajectories
+from troupe.workers.rewards.environment import EnvironmentReward
+from troupe.workers.rewards.judge import JudgeReward
+from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
+from troupe.workers.rewards.steps import Step, token_counts
+from troupe.workers.telemetry.peak_memory import resident_peak
+from troupe.workers.telemetry.start_stages import Stage, announce
 
 if TYPE_CHECKING:
-    from workers.rewards.model import RewardModel
+    from troupe.workers.rewards.model import RewardModel
 
 MODEL_LABEL = "reward_model"
 
@@ -188,7 +188,7 @@ class RewardWorker:
             if self.config.model is not None and self._model is None:
                 import torch
 
-                from workers.rewards.model import RewardModel
+                from troupe.workers.rewards.model import RewardModel
 
                 if self.config.threads:
                     torch.set_num_threads(self.config.threads)
@@ -245,7 +245,7 @@ class RewardWorker:
         return summary, _rewards_table(identities, self.labels, rewards, per_sample)
 
     def write_trajectories(self, path: str, step: int, *tables: pa.Table) -> int:
-        """Join the tables of a step into one Parquet file; returns its rows. See `workers.data.trajectories`."""
+        """Join the tables of a step into one Parquet file; returns its rows. See `troupe.workers.data.trajectories`."""
         return write_trajectories(path, step, tables)
 
     def write_evaluation(self, path: str, step: int, *tables: pa.Table) -> int:

@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from workers.contract.arrow import pickle_tables
-from workers.contract.config import EpisodeConfig, RolloutConfig
-from workers.contract.environments import EnvironmentGone
-from workers.contract.memory import resident_peak
-from workers.contract.messages import (
+from troupe.workers.contract.arrow import pickle_tables
+from troupe.workers.contract.config import EpisodeConfig, RolloutConfig
+from troupe.workers.contract.environments import EnvironmentGone
+from troupe.workers.contract.messages import (
     ROLLOUTS,
     GroupRequest,
     GroupSummary,
@@ -31,19 +30,20 @@ from workers.contract.messages import (
     WeightUpdate,
     WorkerHealth,
 )
-from workers.contract.roles import EnvironmentLink
-from workers.contract.stages import Stage, announce
-from workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
-from workers.data.tokenizer import load_chat_tokenizer
-from workers.engine.errors import EngineClosed, EngineDead, engine_dead
-from workers.engine.process import engine_processes
-from workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
-from workers.engine.settings import check_structured, engine_args, set_environment, structured_outputs
-from workers.engine.tool_calls import tool_parser
-from workers.episodes.episode import EpisodeRunner, Played
-from workers.episodes.reader import TurnReader, read_row
-from workers.episodes.turns import Turn, TurnLimits
-from workers.isolation.removal import remove_at_death, retire
+from troupe.workers.contract.roles import EnvironmentLink
+from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
+from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.engine.errors import EngineClosed, EngineDead, engine_dead
+from troupe.workers.engine.process import engine_processes
+from troupe.workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
+from troupe.workers.engine.settings import check_structured, engine_args, set_environment, structured_outputs
+from troupe.workers.engine.tool_calls import tool_parser
+from troupe.workers.episodes.episode import EpisodeRunner, Played
+from troupe.workers.episodes.reader import TurnReader, read_row
+from troupe.workers.episodes.turns import Turn, TurnLimits
+from troupe.workers.isolation.removal import remove_at_death, retire
+from troupe.workers.telemetry.peak_memory import resident_peak
+from troupe.workers.telemetry.start_stages import Stage, announce
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -248,7 +248,7 @@ class RolloutWorker:
             update: The published version.
             payload: uint8 [update.nbytes], the bytes of the file.
         """
-        from workers.weights.file import write_payload
+        from troupe.workers.weights.file import write_payload
 
         if update.path not in self._files_written:
             remove_at_death(update.path)
@@ -399,7 +399,7 @@ class RolloutWorker:
 
     async def _update_failure(self, update: WeightUpdate, error: Exception) -> Exception:
         """The exception to raise. vLLM forwards the message of a worker's error but not its type: ask the workers."""
-        from workers.weights.file import WeightDigestMismatch
+        from troupe.workers.weights.file import WeightDigestMismatch
 
         ranks: list[dict[str, Any]] = await self._call(self._live_engine().collective_rpc("troupe_loaded_weights"))
         wrong = [rank["mismatch"] for rank in ranks if rank["mismatch"]]
@@ -423,7 +423,7 @@ class RolloutWorker:
         texts = prompt["candidates"]
         if not texts:
             return []
-        from workers.data.candidates import encode_candidates
+        from troupe.workers.data.candidates import encode_candidates
 
         arguments = (self._live_tokenizer(), prompt["messages"], prompt_ids, texts, self._config.sampling.max_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode_candidates, *arguments)

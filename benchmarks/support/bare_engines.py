@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.support.workload import Group
-from workers.contract.config import RolloutConfig
-from workers.contract.messages import GroupRequest
-from workers.engine.process import engine_processes
-from workers.engine.settings import engine_args, set_environment
-from workers.rollout import RolloutWorker
+from troupe.workers.contract.config import RolloutConfig
+from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.engine.process import engine_processes
+from troupe.workers.engine.settings import engine_args, set_environment
+from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams

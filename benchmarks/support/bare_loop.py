@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.support.bare_engines import engine_arguments, generate_all
 from benchmarks.support.workload import TASKS, Group, TaskName
-from orchestrator.training.micro_batches import cut_micro_batches
-from workers.contract.config import PolicyConfig, RolloutConfig
-from workers.engine.process import engine_processes
-from workers.models.cpu import use_onednn
-from workers.rollout import RolloutWorker
+from troupe.orchestrator.training.micro_batches import cut_micro_batches
+from troupe.workers.contract.config import PolicyConfig, RolloutConfig
+from troupe.workers.engine.process import engine_processes
+from troupe.workers.models.cpu import use_onednn
+from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

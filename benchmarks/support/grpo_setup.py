@@ -30,9 +30,9 @@ from benchmarks.support.workload import (
     on_device,
     without_eos,
 )
-from orchestrator.data.prompts import PromptPool, PromptSource, load_pools
-from orchestrator.reporting.console import Console
-from orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.data.prompts import PromptPool, PromptSource, load_pools
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.spec.rollout import RolloutSpec
 
 BARE, TRL, PRODUCT = "bare loop", "TRL", "troupe"
 PHASES = ("generate", "prepare", "update", "sync")
@@ -128,7 +128,7 @@ def take_steps(
     """
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.rollout_setup import CLASSES
-    from orchestrator.run import RunRequest, run
+    from troupe.orchestrator.run import RunRequest, run
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from benchmarks.support.workload import tail_length
-from workers.contract.messages import GroupRequest
-from workers.episodes.turns import TurnLimits
-from workers.rollout import RolloutWorker
+from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.episodes.turns import TurnLimits
+from troupe.workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

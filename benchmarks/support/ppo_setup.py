@@ -16,23 +16,23 @@ from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.processes import Meter
 from benchmarks.support.rollout_setup import CLASSES, Unscored
 from benchmarks.support.timing import Parts
-from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
-from orchestrator.controller import Controller
-from orchestrator.data.prompts import PromptSource
-from orchestrator.hub.resolve import LocalFiles
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import PhaseTimers
-from orchestrator.rollout_run import RolloutRun, load_data
-from orchestrator.rollouts.scheduler import RolloutScheduler
-from orchestrator.rollouts.scoring import ScoredGroup, TokenScorer
-from orchestrator.rollouts.source import RolloutSource
-from orchestrator.rollouts.weight_sync import WeightSync
-from orchestrator.run import RunRequest, open_run
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.training.batch import Batch, BatchSource
-from orchestrator.training.checkpoint import CheckpointStore
-from orchestrator.training.ledger import Ledger
-from orchestrator.training.updates import RolloutUpdates
+from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
+from troupe.orchestrator.controller import Controller
+from troupe.orchestrator.data.prompts import PromptSource
+from troupe.orchestrator.hub.resolve import LocalFiles
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.metrics import PhaseTimers
+from troupe.orchestrator.rollout_run import RolloutRun, load_data
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
+from troupe.orchestrator.rollouts.scoring import ScoredGroup, TokenScorer
+from troupe.orchestrator.rollouts.source import RolloutSource
+from troupe.orchestrator.rollouts.weight_sync import WeightSync
+from troupe.orchestrator.run import RunRequest, open_run
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.batch import Batch, BatchSource
+from troupe.orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.updates import RolloutUpdates
 
 _ALONE = 1
 """Added to the run's seed, so that the isolated stages draw prompts in another order than the steps."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from workers.contract.config import CPU_THREADS
+from troupe.workers.contract.config import CPU_THREADS
 
 RAY_NICENESS = int(os.environ.get("RAY_worker_niceness", "0"))  # noqa: SIM112 (Ray spells it so)
 """Niceness of the product's Ray workers (`orchestrator/cluster/ray_nodes.py`).

@@ -12,17 +12,17 @@ from typing import Any
 import pyarrow as pa
 
 from benchmarks.support.timing import Parts
-from orchestrator.cluster.call_log import CallLog
-from orchestrator.replay import keeper
-from orchestrator.replay.keeper import StepKeeper
-from orchestrator.reporting.recorder import EventLog, RunRecorder
-from orchestrator.rollouts.source import RolloutSource
-from workers.contract.config import Device, ModelConfig, PolicyConfig, RewardConfig
-from workers.contract.messages import KeptFile
-from workers.models.token_batch import TokenBatch
-from workers.policy import PolicyWorker
-from workers.reward import RewardWorker
-from workers.training.token_records import TokenRecorder
+from troupe.orchestrator.replay import step_recorder as keeper
+from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.reporting.recorder import EventLog, RunRecorder
+from troupe.orchestrator.rollouts.source import RolloutSource
+from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.workers.contract.config import Device, ModelConfig, PolicyConfig, RewardConfig
+from troupe.workers.contract.messages import KeptFile
+from troupe.workers.models.token_batch import TokenBatch
+from troupe.workers.policy import PolicyWorker
+from troupe.workers.reward import RewardWorker
+from troupe.workers.training.token_records import TokenRecorder
 
 
 def time_driver() -> Parts:

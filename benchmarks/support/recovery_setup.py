@@ -25,17 +25,17 @@ from benchmarks.support.rollout_setup import (
 from benchmarks.support.weight_sync_setup import call_policy, logprob_gap
 from benchmarks.support.weight_sync_workers import MeasuredPolicy
 from benchmarks.support.workload import Group
-from orchestrator.capacity.placement import demand, place, role_sizes
-from orchestrator.cluster.ray_cluster import Cluster
-from orchestrator.cluster.worker_group import PolicyGroup
-from orchestrator.launcher import WorkerLauncher
-from orchestrator.rollout_run import pool_bounds, weight_sync
-from orchestrator.rollouts.engine_pool import EnginePool
-from orchestrator.rollouts.scheduler import RolloutScheduler
-from orchestrator.rollouts.scoring import TokenScorer
-from orchestrator.rollouts.weight_sync import WeightSync
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.training.ledger import Ledger
+from troupe.orchestrator.capacity.placement import demand, place, role_sizes
+from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.rollout_run import pool_bounds, weight_sync
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
+from troupe.orchestrator.rollouts.scoring import TokenScorer
+from troupe.orchestrator.rollouts.weight_sync import WeightSync
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.ledger import Ledger
 
 _ATTEMPTS = 2
 """Attempts per group: the one that is lost with the engine, and the next."""

@@ -14,20 +14,20 @@ import ray
 from benchmarks.support.harness import Turn
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Group
-from orchestrator.capacity.placement import demand, place, role_sizes
-from orchestrator.cluster.ray_cluster import Cluster
-from orchestrator.cluster.worker_group import TableRef
-from orchestrator.data.prompts import PromptPick
-from orchestrator.launcher import WorkerLauncher
-from orchestrator.rollout_run import pool_bounds
-from orchestrator.rollouts.engine_pool import EnginePool
-from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
-from orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.training.ledger import Ledger
-from orchestrator.worker_classes import worker_classes
-from workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
-from workers.rollout import RolloutWorker
+from troupe.orchestrator.capacity.placement import demand, place, role_sizes
+from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.cluster.worker_group import TableRef
+from troupe.orchestrator.data.prompts import PromptPick
+from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.rollout_run import pool_bounds
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
+from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.worker_classes import worker_classes
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
+from troupe.workers.rollout import RolloutWorker
 
 CLASSES = worker_classes()
 CLOSE_TIMEOUT_S = 10.0

@@ -19,21 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.harness import NotCorrect
-from orchestrator.cluster.worker_group import PolicyGroup, TrainerGroup, WorkerHandle
-from orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
-from orchestrator.data.prompts import PromptPick, PromptSource
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.sinks.base import LoggedRun
-from orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from orchestrator.rollouts.engine_pool import Engine, EnginePool, PoolBounds
-from orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler, ScheduleSettings
-from orchestrator.rollouts.scoring import RewardPool, Scorer
-from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
-from orchestrator.rollouts.weight_sync import FileSync
-from orchestrator.training.checkpoint import CheckpointStore
-from orchestrator.training.ledger import Ledger
-from orchestrator.training.recovery import RecoverySettings, TrainerRecovery
-from orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from tests.fakes import (
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
@@ -44,8 +29,23 @@ from tests.fakes import (
     Seconds,
     no_work,
 )
-from workers.contract import roles
-from workers.contract.messages import (
+from troupe.orchestrator.cluster.worker_group import PolicyGroup, TrainerGroup, WorkerHandle
+from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
+from troupe.orchestrator.data.prompts import PromptPick, PromptSource
+from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.sinks.base import LoggedRun
+from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler, ScheduleSettings
+from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer
+from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
+from troupe.orchestrator.rollouts.weight_sync import FileSync
+from troupe.orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.recovery import RecoverySettings, TrainerRecovery
+from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
+from troupe.workers.contract import roles
+from troupe.workers.contract.messages import (
     PrepareRequest,
     TrainRow,
 )

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from benchmarks.support.harness import Turn
 from benchmarks.support.processes import Child
-from workers.contract.config import PolicyConfig
+from troupe.workers.contract.config import PolicyConfig
 
 Ids = TypeVar("Ids")
 

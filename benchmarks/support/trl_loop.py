@@ -21,7 +21,7 @@ from benchmarks.support.bare_loop import BareStep
 from benchmarks.support.harness import NotCorrect
 from benchmarks.support.timing import Parts
 from benchmarks.support.workload import GPU_SHARE, TASKS, Group, Settings, TaskName, check_lengths
-from workers.contract.config import PolicyConfig
+from troupe.workers.contract.config import PolicyConfig
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback

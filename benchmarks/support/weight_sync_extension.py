@@ -16,10 +16,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from benchmarks.support.timing import Parts
-from workers.contract.messages import WeightUpdate
-from workers.weights import file as weight_file
-from workers.weights import vllm_transfer as weight_transfer
-from workers.weights.shared_memory import FileMapping
+from troupe.workers.contract.messages import WeightUpdate
+from troupe.workers.weights import file as weight_file
+from troupe.workers.weights import vllm_transfer as weight_transfer
+from troupe.workers.weights.shared_memory import FileMapping
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -14,19 +14,19 @@ import ray
 
 from benchmarks.support.rollout_setup import CLOSE_TIMEOUT_S
 from benchmarks.support.weight_sync_workers import MeasuredPolicy, MeasuredRollout
-from orchestrator.capacity.placement import demand, place, role_sizes
-from orchestrator.cluster.ray_cluster import Cluster
-from orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
-from orchestrator.data.prompts import load_pools
-from orchestrator.launcher import WorkerLauncher
-from orchestrator.rollout_run import pool_bounds, weight_sync
-from orchestrator.rollouts.engine_pool import EnginePool
-from orchestrator.rollouts.scoring import TokenScorer
-from orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.worker_classes import worker_classes
-from workers.contract.messages import GroupRequest, GroupSummary
-from workers.contract.roles import Reply, TableRef
+from troupe.orchestrator.capacity.placement import demand, place, role_sizes
+from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
+from troupe.orchestrator.data.prompts import load_pools
+from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.rollout_run import pool_bounds, weight_sync
+from troupe.orchestrator.rollouts.scoring import TokenScorer
+from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.worker_classes import worker_classes
+from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.contract.roles import Reply, TableRef
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.support.timing import Parts
-from workers.contract.config import PolicyConfig, Rendezvous, RolloutConfig
-from workers.contract.messages import WeightUpdate, WorkerHealth
-from workers.engine import settings
-from workers.policy import PolicyWorker
-from workers.rollout import RolloutWorker
-from workers.weights import file as weight_file
+from troupe.workers.contract.config import PolicyConfig, Rendezvous, RolloutConfig
+from troupe.workers.contract.messages import WeightUpdate, WorkerHealth
+from troupe.workers.engine import settings
+from troupe.workers.policy import PolicyWorker
+from troupe.workers.rollout import RolloutWorker
+from troupe.workers.weights import file as weight_file
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

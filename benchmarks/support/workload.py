@@ -14,13 +14,13 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from benchmarks.support.harness import NotCorrect
-from orchestrator.rollouts.scheduler import sampling_seed
-from orchestrator.spec.errors import Source
-from orchestrator.spec.load import parse_rollout_spec
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.yaml_reader import Document
-from workers.data.chat import encode_prompt
-from workers.rewards.functions import last_number, letter_share
+from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.spec.errors import Source
+from troupe.orchestrator.spec.load import parse_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.yaml_reader import Document
+from troupe.workers.data.chat import encode_prompt
+from troupe.workers.rewards.functions import last_number, letter_share
 
 Lengths = Literal["fixed", "long-tail", "natural"]
 TaskName = Literal["vowels", "sums"]

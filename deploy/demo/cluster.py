@@ -208,7 +208,7 @@ def end(node: psutil.Process) -> None:
 
 def troupe(*arguments: str) -> str:
     """Run a troupe command and return what it prints. Raises Stuck where it fails."""
-    command = [sys.executable, "-m", "orchestrator.cli", *arguments]
+    command = [sys.executable, "-m", "troupe", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     if done.returncode:
         raise Stuck(done.stderr.strip())

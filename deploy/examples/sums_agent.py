@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from openai import OpenAI
 
-    from workers.environments import Row
+    from troupe.environments import Row
 
 
 def solve(row: Row, client: OpenAI, attempts: int = 2) -> float:

@@ -41,7 +41,7 @@ class Piece:
 
 def _run(spec: str, *overrides: str) -> Command:
     sets = (part for override in overrides for part in ("--set", override))
-    return ("-m", "orchestrator.cli", "run", f"deploy/specs/{spec}.yaml", "--out", f"{{folder}}/{RUN}", *sets)
+    return ("-m", "troupe", "run", f"deploy/specs/{spec}.yaml", "--out", f"{{folder}}/{RUN}", *sets)
 
 
 def _benchmark(module: str, *arguments: str) -> Command:
@@ -50,7 +50,7 @@ def _benchmark(module: str, *arguments: str) -> Command:
 
 def _install(device: str) -> tuple[Command, ...]:
     probe = ("-m", "deploy.gpu_check.probe", "--device", device, "--json", f"{{folder}}/{FIGURES}")
-    return (("-m", "orchestrator.cli", "doctor"), probe)
+    return (("-m", "troupe", "doctor"), probe)
 
 
 def _sync(backend: str, turns: int) -> tuple[Command, ...]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
-from workers.engine.settings import engine_args, set_environment
+from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.engine.settings import engine_args, set_environment
 
 LEAST_SHARE = 0.5
 """Share of the engine's memory that has to be free while it sleeps: its weights and its KV cache."""

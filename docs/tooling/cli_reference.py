@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import typer.main
 
-from orchestrator.cli import app
+from troupe.orchestrator.cli import app
 
 _HEAD = """\
 # Command line

@@ -12,9 +12,9 @@ import tempfile
 import threading
 from pathlib import Path
 
-from orchestrator.reporting.html.report import write_report
-from orchestrator.reporting.watch import WatchServer
 from tests.browser import Page, browser_page
+from troupe.orchestrator.reporting.html.report import write_report
+from troupe.orchestrator.reporting.watch import WatchServer
 
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 

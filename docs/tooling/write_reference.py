@@ -8,9 +8,9 @@ from pathlib import Path
 
 from benchmarks.algorithm_curves import curves
 from docs.tooling.cli_reference import cli_reference
-from orchestrator.algorithms.reference import algorithm_reference
-from orchestrator.reporting.reference import metric_reference
-from orchestrator.spec.reference import spec_reference
+from troupe.orchestrator.algorithms.reference import algorithm_reference
+from troupe.orchestrator.reporting.reference import metric_reference
+from troupe.orchestrator.spec.reference import spec_reference
 
 
 def _algorithms() -> str:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.algorithms.section import AlgorithmConfig, is_custom
-from orchestrator.errors import TroupeError
-from workers.contract.config import CustomConfig
+from troupe.orchestrator.algorithms.section import AlgorithmConfig, is_custom
+from troupe.orchestrator.errors import TroupeError
+from troupe.workers.contract.config import CustomConfig
 
 if TYPE_CHECKING:
-    from workers.algorithms.custom_checks import Check
-    from workers.contract.messages import RewardSummary
+    from troupe.workers.algorithms.custom_checks import Check
+    from troupe.workers.contract.messages import RewardSummary
 
 
 def check(name: str, args: dict[str, Any], *, old_logprobs: bool, ref_logprobs: bool, values: bool) -> list[str]:
     """What the checks find wrong with an algorithm, given what its run computes; one message each."""
-    from workers.algorithms.custom_checks import Available, check_custom
+    from troupe.workers.algorithms.custom_checks import Available, check_custom
 
     available = Available(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values)
     found = check_custom(CustomConfig(name=name, args=args), seeds=1, available=available)
@@ -30,7 +30,7 @@ def group_filter(config: AlgorithmConfig) -> Callable[[RewardSummary], bool] | N
     """
     if not is_custom(config.name):
         return None
-    from workers.algorithms.custom import group_rewards, load_custom
+    from troupe.workers.algorithms.custom import group_rewards, load_custom
 
     keep = load_custom(CustomConfig(name=config.name, args=config.args)).keep_group
     if keep is None:

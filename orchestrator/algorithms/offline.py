@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from orchestrator.errors import nearest
-from workers.contract.config import Frozen
-from workers.contract.offline_config import (
+from troupe.orchestrator.errors import nearest
+from troupe.workers.contract.config import Frozen
+from troupe.workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
     KtoLossConfig,

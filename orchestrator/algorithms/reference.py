@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from orchestrator.algorithms.advice import ADVICE
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithm
-from orchestrator.algorithms.section import ESTIMATOR_OPTIONS, OBJECTIVE_OPTIONS
-from orchestrator.algorithms.table import ALGORITHMS, Algorithm
-from workers.contract.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
+from troupe.orchestrator.algorithms.advice import ADVICE
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithm
+from troupe.orchestrator.algorithms.section import ESTIMATOR_OPTIONS, OBJECTIVE_OPTIONS
+from troupe.orchestrator.algorithms.table import ALGORITHMS, Algorithm
+from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
 
 _HEAD = """\
 # Algorithms

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from orchestrator.algorithms.table import ALGORITHMS, Algorithm, KlPenalty, TrustRegion
-from orchestrator.errors import nearest
-from workers.contract.config import (
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS, Algorithm, KlPenalty, TrustRegion
+from troupe.orchestrator.errors import nearest
+from troupe.workers.contract.config import (
     AdvantageConfig,
     Aggregation,
     CriticLossConfig,
@@ -211,7 +211,7 @@ def custom_row(config: CustomConfig) -> Algorithm:
     Raises:
         ValueError: The user's algorithm cannot be used.
     """
-    from workers.algorithms.custom import load_custom  # imports torch, which a spec without one does not need
+    from troupe.workers.algorithms.custom import load_custom  # imports torch, which a spec without one does not need
 
     custom = load_custom(config)
     base = ALGORITHMS.get(custom.base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
 
 OptionalRole = Literal["critic", "reference"]
 KlPlacement = Literal["loss", "reward"]

@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, Floats, Judgement
+from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, Floats, Judgement
 
 Side = Literal["sampler", "trainer"]
 

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.audit.attribution import attribute, distance, of_engine
-from orchestrator.audit.report import AuditReport
-from orchestrator.cluster.worker_group import PolicyGroup
-from orchestrator.data.prompts import PromptPool, PromptSource
-from orchestrator.errors import TroupeError
-from orchestrator.rollouts.engine_pool import EnginePool
-from orchestrator.rollouts.scheduler import sampling_seed
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.training.micro_batches import plan_ranks
-from workers.contract.audit import Judgement, JudgeRequest
-from workers.contract.messages import GroupRequest, GroupSummary
-from workers.contract.roles import TableRef
+from troupe.orchestrator.audit.attribution import attribute, distance, of_engine
+from troupe.orchestrator.audit.report import AuditReport
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.data.prompts import PromptPool, PromptSource
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.micro_batches import plan_ranks
+from troupe.workers.contract.audit import Judgement, JudgeRequest
+from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.contract.roles import TableRef
 
 _SAMPLES = 2
 """Responses to a prompt: the second reads the prompt from the engine's cache."""

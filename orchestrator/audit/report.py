@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.audit.attribution import Cause, Gap
-from orchestrator.errors import TroupeError
-from workers.contract.audit import PromptDifference
+from troupe.orchestrator.audit.attribution import Cause, Gap
+from troupe.orchestrator.errors import TroupeError
+from troupe.workers.contract.audit import PromptDifference
 
 _WEIGHTS = "the update did not reach all weights that are used"
 _REMEDIES = {

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.capacity.placement import Node
-from orchestrator.capacity.remedies import Misfit
-from orchestrator.capacity.spec_memory import Seated, Sizes, step_batch, worker_memory
-from orchestrator.capacity.worker_memory import GIB, MIB, WIDTHS, Cache, Part, WorkerMemory
-from orchestrator.models.families import undivided
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.rollout import RolloutSpec
-from workers.contract.config import ModelConfig
+from troupe.orchestrator.capacity.placement import Node
+from troupe.orchestrator.capacity.remedies import Misfit
+from troupe.orchestrator.capacity.spec_memory import Seated, Sizes, step_batch, worker_memory
+from troupe.orchestrator.capacity.worker_memory import GIB, MIB, WIDTHS, Cache, Part, WorkerMemory
+from troupe.orchestrator.model_facts.families import undivided
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.config import ModelConfig
 
 HEADROOM = 0.1
 """Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""

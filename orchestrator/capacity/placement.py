@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from orchestrator.spec.load import RunSpec
-from orchestrator.spec.sections import RoleName, RoleResources, ScaledRole, TrainerRole
+from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.sections import RoleName, RoleResources, ScaledRole, TrainerRole
 
 Strategy = Literal["PACK", "SPREAD"]
 ACCELERATOR = "ray.io/accelerator-type"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.errors import Source, SpecError
-from orchestrator.spec.load import parse_spec
-from orchestrator.spec.yaml_reader import Document
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.errors import Source, SpecError
+from troupe.orchestrator.spec.load import parse_spec
+from troupe.orchestrator.spec.yaml_reader import Document
 
 Changes = Mapping[str, Any]
 """New values by the dotted path of their field."""

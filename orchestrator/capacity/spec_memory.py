@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.capacity.worker_memory import (
+from troupe.orchestrator.capacity.worker_memory import (
     MIB,
     TRANSFER_BUFFER,
     Cache,
@@ -19,12 +19,12 @@ from orchestrator.capacity.worker_memory import (
     scoring,
     training,
 )
-from orchestrator.models.model_size import ModelSize, SizeUnknown, read_size
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.offline import OfflineSpec
-from orchestrator.spec.rollout import RolloutSpec
-from workers.contract.config import ModelConfig
-from workers.contract.offline_config import RewardLossConfig
+from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.offline_config import RewardLossConfig
 
 TRAINER_PROCESS = 700 * MIB
 """Host memory of a training rank without a model. `benchmarks.plan_memory` measures 461 MiB after the imports and the

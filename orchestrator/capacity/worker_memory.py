@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestrator.models.model_size import ModelSize
-from workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, TrainerConfig
+from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, TrainerConfig
 
 Where = Literal["gpu", "host"]
 Phase = Literal["always", "pass", "step"]
@@ -243,7 +243,7 @@ def head(size: ModelSize, width: int, tokens: int) -> int:
 
 
 def _chunks(size: ModelSize, tokens: int) -> int:
-    """Chunks of the output head (`workers.models.modeling.head_chunks`)."""
+    """Chunks of the output head (`troupe.workers.models.modeling.head_chunks`)."""
     return max(1, math.ceil(size.vocabulary * tokens / CHUNK_LOGITS))
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from orchestrator.errors import WorkerTimeout
+from troupe.orchestrator.errors import WorkerTimeout
 
 FACTOR = 10
 """Times the longest call before that a call may take."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from orchestrator.cluster.event_loop import within
-from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row, failed
-from workers.contract.roles import Environment
+from troupe.orchestrator.cluster.event_loop import within
+from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row, failed
+from troupe.workers.contract.roles import Environment
 
 
 class ActorEnvironments:

@@ -9,10 +9,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from workers.contract.environments import Message
-from workers.contract.judges import JudgeAnswer, JudgeGone
-from workers.contract.messages import WorkerGone
-from workers.contract.roles import JudgeEngine
+from troupe.workers.contract.environments import Message
+from troupe.workers.contract.judges import JudgeAnswer, JudgeGone
+from troupe.workers.contract.messages import WorkerGone
+from troupe.workers.contract.roles import JudgeEngine
 
 
 class ActorJudges:

@@ -24,12 +24,12 @@ from ray._private import worker as ray_worker
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.cluster.event_loop import within
-from orchestrator.cluster.process_facts import Look, NodeFacts, NodeReport, look_at
-from orchestrator.cluster.processes import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
-from workers.contract.stacks import FOLDER as STACKS
-from workers.contract.stacks import write_stacks_on_signal
-from workers.contract.stages import read_stages
+from troupe.orchestrator.cluster.event_loop import within
+from troupe.orchestrator.processes.inspection import Look, NodeFacts, NodeReport, look_at
+from troupe.orchestrator.processes.proc import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
+from troupe.workers.telemetry.stacks import FOLDER as STACKS
+from troupe.workers.telemetry.stacks import write_stacks_on_signal
+from troupe.workers.telemetry.start_stages import read_stages
 
 logger = logging.getLogger(__name__)
 

@@ -17,16 +17,14 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from orchestrator.capacity.placement import Node, Placement, Seat, fit, misfit
-from orchestrator.cluster import ray_nodes
-from orchestrator.cluster.call_log import CallLog, OpenCall
-from orchestrator.cluster.environment_link import ActorEnvironments
-from orchestrator.cluster.event_loop import within
-from orchestrator.cluster.judge_link import ActorJudges
-from orchestrator.cluster.process_facts import NodeReport
-from orchestrator.cluster.process_watch import Process, ProcessWatch
-from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import (
+from troupe.orchestrator.capacity.placement import Node, Placement, Seat, fit, misfit
+from troupe.orchestrator.cluster import ray_nodes
+from troupe.orchestrator.cluster.environment_link import ActorEnvironments
+from troupe.orchestrator.cluster.event_loop import within
+from troupe.orchestrator.cluster.judge_link import ActorJudges
+from troupe.orchestrator.cluster.process_watch import Process, ProcessWatch
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.errors import (
     DataLost,
     DoesNotFit,
     JudgeLost,
@@ -36,10 +34,12 @@ from orchestrator.errors import (
     WorkerRaised,
     WorkerTimeout,
 )
-from orchestrator.reporting.metrics import PeakMemory
-from orchestrator.reporting.recorder import EventLog
-from workers.contract.judges import JudgeGone
-from workers.contract.messages import (
+from troupe.orchestrator.processes.inspection import NodeReport
+from troupe.orchestrator.reporting.metrics import PeakMemory
+from troupe.orchestrator.reporting.recorder import EventLog
+from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
+from troupe.workers.contract.judges import JudgeGone
+from troupe.workers.contract.messages import (
     GroupRequest,
     GroupSummary,
     RewardSummary,
@@ -47,7 +47,7 @@ from workers.contract.messages import (
     WeightUpdate,
     WorkerGone,
 )
-from workers.contract.roles import Engine, Environment, JudgeEngine, Reply, TableRef, Worker
+from troupe.workers.contract.roles import Engine, Environment, JudgeEngine, Reply, TableRef, Worker
 
 logger = logging.getLogger(__name__)
 

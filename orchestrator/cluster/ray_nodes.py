@@ -18,16 +18,16 @@ from ray._private import services, worker
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
-from orchestrator.capacity.placement import GPU_GIB, Node
-from orchestrator.errors import ClusterUnreachable
-from orchestrator.private_files import write_private
-from workers.contract.arrow import pickle_tables
+from troupe.orchestrator.capacity.placement import GPU_GIB, Node
+from troupe.orchestrator.errors import ClusterUnreachable
+from troupe.orchestrator.private_files import write_private
+from troupe.workers.contract.arrow import pickle_tables
 
 logger = logging.getLogger(__name__)
 
 _INIT: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "troupe"}
 TABLE_SETTINGS = {"RAY_DISABLE_CUSTOM_ARROW_DATA_SERIALIZATION": "1"}
-"""Environment of every process of the run: `workers.contract.arrow` defines how tables are pickled, not Ray."""
+"""Environment of every process of the run: `troupe.workers.contract.arrow` defines how tables are pickled, not Ray."""
 _CONNECT_TIMEOUT_S = 10.0
 _SLOW_START = "timed out during startup"
 """Part of Ray's error when a process needs more than 30 s to start; this limit cannot be configured."""

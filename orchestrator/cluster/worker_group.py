@@ -3,7 +3,7 @@
 A `WorkerHandle` reaches one worker, whether a Ray actor (`orchestrator/cluster/ray_cluster.py`) or an object in this
 process (`tests/fakes.py`). It takes the method as a function of the role's protocol (`workers/contract/roles.py`),
 which carries parameter and return types from the worker to the caller. A group calls the ranks of one role together.
-Engines and reward workers serve independently of each other: their pools (`orchestrator/rollouts/engine_pool.py`,
+Engines and reward workers serve independently of each other: their pools (`orchestrator/pools/engines.py`,
 `orchestrator/rollouts/scoring.py`) hold the handles.
 """
 
@@ -16,11 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from orchestrator.cluster.event_loop import gather_all
-from orchestrator.cluster.pace import Pace
-from orchestrator.errors import WorkerDied
-from workers.contract.config import Rendezvous
-from workers.contract.messages import (
+from troupe.orchestrator.cluster.adaptive_timeout import Pace
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.errors import WorkerDied
+from troupe.workers.contract.config import Rendezvous
+from troupe.workers.contract.messages import (
     KeptFile,
     PrepareRequest,
     RankPlan,
@@ -29,8 +29,8 @@ from workers.contract.messages import (
     UpdateMetrics,
     WeightUpdate,
 )
-from workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
-from workers.contract.roles import (
+from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
+from troupe.workers.contract.roles import (
     Critic,
     Engine,
     EngineLink,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.commands.options import FAILURE, USER_ERROR, AddressOption, SetOption, exit_with
+from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, AddressOption, SetOption, exit_with
 
 
 def audit(
@@ -28,14 +28,14 @@ def audit(
     Starts one engine and the policy with the run's own settings. Of a run folder, the newest checkpoint is pushed to
     the engine as the run pushes it. Exit code 1: rounding does not explain a gap.
     """
-    from orchestrator.reporting.console import Console
-    from orchestrator.run import RunRequest
-    from orchestrator.run import audit as audit_run
-    from orchestrator.spec.errors import SpecError
-    from orchestrator.spec.hub import uses_hub
-    from orchestrator.spec.preflight import RESOLVED_SPEC
-    from orchestrator.spec.stages import plan_runs, read_document
-    from orchestrator.worker_classes import worker_classes
+    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.run import audit as audit_run
+    from troupe.orchestrator.spec.errors import SpecError
+    from troupe.orchestrator.spec.hub import uses_hub
+    from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+    from troupe.orchestrator.spec.stages import plan_runs, read_document
+    from troupe.orchestrator.worker_classes import worker_classes
 
     is_run = target.is_dir()
     runs = plan_runs(read_document(target / RESOLVED_SPEC if is_run else target, set_), target if is_run else None)
@@ -45,7 +45,7 @@ def audit(
     if problems := planned.missing():
         raise SpecError(problems)
     if uses_hub(planned.spec):
-        from orchestrator.hub.resolve import pin_run
+        from troupe.orchestrator.hub.resolve import pin_run
 
         planned = pin_run(planned, resume=is_run)
     console = Console(sys.stderr)  # standard output holds the report only

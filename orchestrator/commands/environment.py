@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.errors import UsageError
+from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.spec.rollout import RolloutSpec
-    from workers.contract.config import ModelConfig
+    from troupe.orchestrator.spec.rollout import RolloutSpec
+    from troupe.workers.contract.config import ModelConfig
 
 _START_S = 120.0
 env_app = typer.Typer(no_args_is_help=True, help="Check environments.")
@@ -28,7 +28,7 @@ def check(
 
     With --say the policy's turns are these texts, and the last one is repeated; then it is played with random tokens.
     """
-    from orchestrator.spec.stages import plan_runs, read_document
+    from troupe.orchestrator.spec.stages import plan_runs, read_document
 
     planned = [run.spec for run in plan_runs(read_document(spec, set_))]
     for one in planned:
@@ -44,8 +44,8 @@ def _check(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int)
     config = spec.environment_config()
     if config is None:
         return
-    from orchestrator.data.prompts import load_pools
-    from orchestrator.spec.probe import ProbeFailed, ask
+    from troupe.orchestrator.data.prompts import load_pools
+    from troupe.workers.isolation.probe import ProbeFailed, ask
 
     pool, _ = load_pools(spec.data, spec.failures.on_bad_row, plain=spec.model.plain)
     request = {
@@ -59,7 +59,7 @@ def _check(spec: RolloutSpec, model: ModelConfig, say: list[str], episodes: int)
     }
     try:
         for text in ask(
-            "workers.engine.episode_check:report", request, _START_S + episodes * 2 * config.episode_timeout_s
+            "troupe.workers.engine.episode_check:report", request, _START_S + episodes * 2 * config.episode_timeout_s
         ):
             typer.echo(text)
     except ProbeFailed as error:

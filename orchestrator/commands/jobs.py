@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.commands.options import FAILURE, JobArgument, JobServerOption, SetOption, SpecArgument
-from orchestrator.spec.stages import plan_runs, read_document, to_send
+from troupe.orchestrator.commands.options import FAILURE, JobArgument, JobServerOption, SetOption, SpecArgument
+from troupe.orchestrator.spec.stages import plan_runs, read_document, to_send
 
 
 def submit(
@@ -28,7 +28,7 @@ def submit(
     """Submit a spec to a cluster as a Ray job."""
     document = read_document(spec, set_)
     loaded = to_send(document, plan_runs(document))
-    from orchestrator.platforms.ray_jobs import JobServer, Submission
+    from troupe.orchestrator.platforms.ray_jobs import JobServer, Submission
 
     submission = Submission(job, working_dir, requirements)
     server = JobServer(address)
@@ -42,7 +42,7 @@ def submit(
 
 def jobs(address: JobServerOption) -> None:
     """List a cluster's jobs, newest first."""
-    from orchestrator.platforms.ray_jobs import JobServer
+    from troupe.orchestrator.platforms.ray_jobs import JobServer
 
     for state in JobServer(address).jobs():
         typer.echo(state.line())
@@ -50,7 +50,7 @@ def jobs(address: JobServerOption) -> None:
 
 def status(job: JobArgument, address: JobServerOption) -> None:
     """Show the state of a job."""
-    from orchestrator.platforms.ray_jobs import JobServer
+    from troupe.orchestrator.platforms.ray_jobs import JobServer
 
     typer.echo(JobServer(address).state(job).line())
 
@@ -61,7 +61,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", help="Keep printing until the job ends.")] = False,
 ) -> None:
     """Print a job's log."""
-    from orchestrator.platforms.ray_jobs import JobServer
+    from troupe.orchestrator.platforms.ray_jobs import JobServer
 
     server = JobServer(address)
     if not follow:
@@ -76,6 +76,6 @@ def stop(
     timeout_s: Annotated[float, typer.Option(min=0, help="Timeout for the job to end, in seconds.")] = 600.0,
 ) -> None:
     """Stop a job: it saves and exits. Submitting the spec again resumes it."""
-    from orchestrator.platforms.ray_jobs import JobServer
+    from troupe.orchestrator.platforms.ray_jobs import JobServer
 
     typer.echo(JobServer(address).stop(job, timeout_s).line())

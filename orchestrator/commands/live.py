@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.commands.options import (
+from troupe.orchestrator.commands.options import (
     USER_ERROR,
     AnswerOption,
     OutOption,
@@ -15,10 +15,10 @@ from orchestrator.commands.options import (
     SpecArgument,
     exit_with,
 )
-from orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 if TYPE_CHECKING:
-    from orchestrator.spec.rollout import RolloutSpec
+    from troupe.orchestrator.spec.rollout import RolloutSpec
 
 
 def scale(
@@ -29,8 +29,8 @@ def scale(
     timeout_s: AnswerOption = 30.0,
 ) -> None:
     """Add or remove workers of an active run. Without ROLE=WORKERS, show the state of its roles."""
-    from orchestrator.live.control import ask
-    from orchestrator.live.diff import worker_changes
+    from troupe.orchestrator.live.control import ask
+    from troupe.orchestrator.live.diff import worker_changes
 
     for state in ask(run_folder, worker_changes(workers or []), timeout_s):
         typer.echo(state)
@@ -45,8 +45,8 @@ def apply(
 ) -> None:
     """Apply a changed spec to an active run: show the differences, change what can change, refuse the rest."""
     runs = plan_runs(read_document(spec, set_), out)
-    from orchestrator.live.control import ask
-    from orchestrator.live.diff import compare
+    from troupe.orchestrator.live.control import ask
+    from troupe.orchestrator.live.diff import compare
 
     wanted: RolloutSpec | None = runs[0].spec.dispatch(lambda rollout: rollout, lambda offline: None)
     if runs[0].stage or wanted is None:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.commands.options import FAILURE, AddressOption, RunArgument
-from orchestrator.errors import UsageError
+from troupe.orchestrator.commands.options import FAILURE, AddressOption, RunArgument
+from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.replay.repeat import Repeated
-    from orchestrator.replay_run import Comparison, ReplayOutcome, ReplayRequest
+    from troupe.orchestrator.replay.repeat import Repeated
+    from troupe.orchestrator.replay_run import Comparison, ReplayOutcome, ReplayRequest
 
 _SHOWN_METRICS = 8
 
@@ -53,9 +53,9 @@ def replay(
 
 
 def _replay(run: Path, step: int, address: str | None) -> None:
-    from orchestrator.replay_run import replay as replay_run
-    from orchestrator.reporting.console import Console
-    from orchestrator.worker_classes import worker_classes
+    from troupe.orchestrator.replay_run import replay as replay_run
+    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.worker_classes import worker_classes
 
     outcome = replay_run(_request(run, step, address), worker_classes, Console(sys.stderr), _show)
     if not outcome.equal:
@@ -65,10 +65,10 @@ def _replay(run: Path, step: int, address: str | None) -> None:
 
 
 def _compare(run: Path, step: int, against: Path, address: str | None) -> None:
-    from orchestrator.replay.against import require_checkout
-    from orchestrator.replay_run import compare
-    from orchestrator.reporting.console import Console
-    from orchestrator.worker_classes import worker_classes
+    from troupe.orchestrator.replay.against import require_checkout
+    from troupe.orchestrator.replay_run import compare
+    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.worker_classes import worker_classes
 
     for given, remedy in ((address, "drop --address"), (os.environ.get("RAY_ADDRESS"), "unset RAY_ADDRESS")):
         if given:
@@ -86,10 +86,10 @@ def _for_another(run: Path, step: int, result: Path, weights: Path | None) -> No
     """Repeats steps for another version of the code, which reads `result` and the files in `weights`."""
     from dataclasses import replace
 
-    from orchestrator.replay.against import write_result
-    from orchestrator.replay_run import replay as replay_run
-    from orchestrator.reporting.console import Console
-    from orchestrator.worker_classes import worker_classes
+    from troupe.orchestrator.replay.against import write_result
+    from troupe.orchestrator.replay_run import replay as replay_run
+    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.worker_classes import worker_classes
 
     request = replace(_request(run, step, None), whole=True, weights=weights)
     outcome = replay_run(request, worker_classes, Console(sys.stderr), lambda repeated: repeated.step < step)
@@ -97,10 +97,10 @@ def _for_another(run: Path, step: int, result: Path, weights: Path | None) -> No
 
 
 def _resample(run: Path, step: int, address: str | None) -> None:
-    from orchestrator.replay.resample import plan_resample
-    from orchestrator.reporting.console import Console
-    from orchestrator.resample_run import resample as resample_run
-    from orchestrator.worker_classes import worker_classes
+    from troupe.orchestrator.replay.resample import plan_resample
+    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.resample_run import resample as resample_run
+    from troupe.orchestrator.worker_classes import worker_classes
 
     plan = plan_resample(run, step)
     found = resample_run(run, plan, address, worker_classes, Console(sys.stderr))
@@ -111,8 +111,8 @@ def _resample(run: Path, step: int, address: str | None) -> None:
 
 
 def _request(run: Path, step: int, address: str | None) -> ReplayRequest:
-    from orchestrator.replay.plan import plan_replay
-    from orchestrator.replay_run import ReplayRequest
+    from troupe.orchestrator.replay.plan import plan_replay
+    from troupe.orchestrator.replay_run import ReplayRequest
 
     return ReplayRequest(run, plan_replay(run, step), address)
 

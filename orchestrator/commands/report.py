@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.errors import UsageError
+from troupe.orchestrator.errors import UsageError
 
 RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
 
@@ -31,10 +31,10 @@ def report(
 
     The file needs no network and no server. Several runs are drawn over each other.
     """
-    from orchestrator.reporting.html.report import MIB, REPORT, Budget, write_report
-    from orchestrator.reporting.run_folder import RunFolder
-    from orchestrator.reporting.verdicts.history import History
-    from orchestrator.reporting.verdicts.judge import judge
+    from troupe.orchestrator.reporting.html.report import MIB, REPORT, Budget, write_report
+    from troupe.orchestrator.reporting.run_folder import RunFolder
+    from troupe.orchestrator.reporting.verdicts.history import History
+    from troupe.orchestrator.reporting.verdicts.judge import judge
 
     if output is not None and output.is_dir():
         raise UsageError(f"--output {output} is a folder; name a file in it")

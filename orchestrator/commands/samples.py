@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.commands.options import RunArgument
-from orchestrator.errors import UsageError
+from troupe.orchestrator.commands.options import RunArgument
+from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.reporting.run_folder import RunFolder
-    from orchestrator.reporting.samples import SampleQuery
+    from troupe.orchestrator.reporting.run_folder import RunFolder
+    from troupe.orchestrator.reporting.samples import SampleQuery
 
 _SHOWN = 10
 """Samples that are shown unless the command line says otherwise."""
@@ -43,8 +43,8 @@ def samples(
     ] = None,
 ) -> None:
     """Show or export what a run sampled, with rewards and what was trained."""
-    from orchestrator.reporting.run_folder import RunFolder
-    from orchestrator.reporting.samples import SampleQuery, split_columns
+    from troupe.orchestrator.reporting.run_folder import RunFolder
+    from troupe.orchestrator.reporting.samples import SampleQuery, split_columns
 
     run, chosen = RunFolder(run_folder), None if columns is None else split_columns(columns)
     if export is not None:
@@ -54,9 +54,9 @@ def samples(
 
 
 def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, form: str, path: Path) -> None:
-    from orchestrator.reporting.sample_export import Format, export_samples
-    from orchestrator.reporting.samples import stream_samples
-    from workers.contract.samples import SAMPLES
+    from troupe.orchestrator.reporting.sample_export import Format, export_samples
+    from troupe.orchestrator.reporting.samples import stream_samples
+    from troupe.workers.contract.samples import SAMPLES
 
     if form not in list(Format):
         raise UsageError(f"--export: {form!r} is no format: use {', '.join(Format)}")
@@ -67,8 +67,8 @@ def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, f
 def _show(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None) -> None:
     from rich.console import Console
 
-    from orchestrator.reporting.sample_view import CONVERSATION_COLUMNS, show_samples, show_table
-    from orchestrator.reporting.samples import count_samples, select_samples
+    from troupe.orchestrator.reporting.sample_view import CONVERSATION_COLUMNS, show_samples, show_table
+    from troupe.orchestrator.reporting.samples import count_samples, select_samples
 
     console = Console(markup=False, emoji=False, highlight=False)
     table = select_samples(run, query, columns or CONVERSATION_COLUMNS)

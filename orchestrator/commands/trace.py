@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.commands.options import RunArgument
-from orchestrator.errors import UsageError
+from troupe.orchestrator.commands.options import RunArgument
+from troupe.orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from orchestrator.reporting.run_folder import RunFolder
+    from troupe.orchestrator.reporting.run_folder import RunFolder
 
 _STEPS = re.compile(r"(\d*)(:?)(\d*)")
 _MOST_STEPS = 20
@@ -29,8 +29,8 @@ def trace(
     ] = None,
 ) -> None:
     """Write the timeline of a run as a trace file for ui.perfetto.dev."""
-    from orchestrator.reporting.run_folder import RunFolder
-    from orchestrator.reporting.trace import trace_events, write_trace
+    from troupe.orchestrator.reporting.run_folder import RunFolder
+    from troupe.orchestrator.reporting.trace import trace_events, write_trace
 
     run, (first, last) = RunFolder(run_folder), _range(steps)
     timeline = run.timeline_of(first, last)
@@ -63,7 +63,7 @@ def _summarize(run: RunFolder, timeline: pa.Table) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from orchestrator.reporting.busy import busy_roles, step_bounds, step_windows
+    from troupe.orchestrator.reporting.utilization import busy_roles, step_bounds, step_windows
 
     steps = step_windows(timeline)
     if not steps:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.commands.options import RunArgument
+from troupe.orchestrator.commands.options import RunArgument
 
 
 def why(
@@ -21,8 +21,8 @@ def why(
     ] = False,
 ) -> None:
     """Say why a run is slow, stuck or dead: what it waits for, since when, and what that does. Also when it hangs."""
-    from orchestrator.live.why.asking import text_of
-    from orchestrator.live.why.asking import why as ask
+    from troupe.orchestrator.why.client import text_of
+    from troupe.orchestrator.why.client import why as ask
 
     report = ask(run_folder, timeout_s)
     if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.errors import DataError, nearest
+from troupe.orchestrator.errors import DataError, nearest
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.data.readers import DataError
-from orchestrator.spec.sections import CurriculumConfig
-from workers.contract.messages import RewardSummary
+from troupe.orchestrator.data.readers import DataError
+from troupe.orchestrator.spec.sections import CurriculumConfig
+from troupe.workers.contract.messages import RewardSummary
 
 
 @dataclass(frozen=True)

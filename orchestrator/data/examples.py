@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from orchestrator.algorithms.offline import DataFormat
-from orchestrator.data.conversations import (
+from troupe.orchestrator.algorithms.offline import DataFormat
+from troupe.orchestrator.data.conversations import (
     BadRow,
     Message,
     characters,
@@ -24,14 +24,14 @@ from orchestrator.data.conversations import (
     split_answers,
     split_conversation,
 )
-from orchestrator.data.prompts import MAX_REPORTED, DataError, Pool
-from orchestrator.data.readers import read_table
-from orchestrator.spec.offline import ExampleSource, OfflineSpec, columns, data_format
-from workers.contract.offline_messages import EXAMPLE_TEXTS
+from troupe.orchestrator.data.prompts import MAX_REPORTED, DataError, Pool
+from troupe.orchestrator.data.readers import read_table
+from troupe.orchestrator.spec.offline import ExampleSource, OfflineSpec, columns, data_format
+from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
 
 
 class ExamplePool(Pool):
-    """Examples; schema `workers.contract.offline_messages.EXAMPLE_TEXTS`."""
+    """Examples; schema `troupe.workers.contract.offline_messages.EXAMPLE_TEXTS`."""
 
 
 @dataclass(frozen=True)

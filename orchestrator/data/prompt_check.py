@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 
-from orchestrator.data.prompts import Pool
-from orchestrator.data.survey import Pools
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.offline import OfflineSpec
-from orchestrator.spec.preflight import Finding
-from orchestrator.spec.probe import ProbeFailed, ask
-from orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.data.prompts import Pool
+from troupe.orchestrator.data.summary import Pools
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS = 100
 """Prompts of a section that are rendered to see whether any can be used: the first ones."""
@@ -21,7 +21,7 @@ COUNTED = 20_000
 """Prompts of a section that are rendered at most to count those that cannot be used."""
 _COUNT_S = 20.0
 """Time for rendering prompts."""
-_ENTRY = "workers.data.prompt_probe:measure"
+_ENTRY = "troupe.workers.data.prompt_probe:measure"
 _TIMEOUT_S = 120.0
 _LONGEST = 1 << 31
 

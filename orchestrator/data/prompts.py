@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pyarrow as pa
 
-from orchestrator.data.conversations import BadRow, chat_messages, require_whole
-from orchestrator.data.curriculum import Curriculum
-from orchestrator.data.readers import DataError, RawRow, json_safe, read_rows
-from orchestrator.spec.sections import DataConfig, DataSource
-from workers.contract.messages import PROMPTS
+from troupe.orchestrator.data.conversations import BadRow, chat_messages, require_whole
+from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.readers import DataError, RawRow, json_safe, read_rows
+from troupe.orchestrator.spec.sections import DataConfig, DataSource
+from troupe.workers.contract.messages import PROMPTS
 
 __all__ = ["DataError", "PromptPick", "PromptPool", "PromptSource", "evaluation_picks", "load_pool", "load_pools"]
 
@@ -44,7 +44,7 @@ class Pool:
 
 
 class PromptPool(Pool):
-    """Prompts; schema `workers.contract.messages.PROMPTS`, column `row` counts from 0."""
+    """Prompts; schema `troupe.workers.contract.messages.PROMPTS`, column `row` counts from 0."""
 
 
 @dataclass(frozen=True)

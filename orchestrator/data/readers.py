@@ -15,9 +15,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from orchestrator.data.columns import Tree, arrow_columns, find_column, require_columns
-from orchestrator.errors import DataError, nearest
-from orchestrator.spec.sections import (
+from troupe.orchestrator.data.columns import Tree, arrow_columns, find_column, require_columns
+from troupe.orchestrator.errors import DataError, nearest
+from troupe.orchestrator.spec.sections import (
     CsvFile,
     CsvSource,
     DatasetsFolder,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orchestrator.data.examples import load_examples
-from orchestrator.data.prompts import Pool, load_pools
-from orchestrator.data.texts import load_texts
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.offline import OfflineSpec
-from orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.data.examples import load_examples
+from troupe.orchestrator.data.prompts import Pool, load_pools
+from troupe.orchestrator.data.texts import load_texts
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
 
 _SHOWN = 3
 """Bad rows that are shown."""

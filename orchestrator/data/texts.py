@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from orchestrator.data.conversations import BadRow, require_whole
-from orchestrator.data.prompts import MAX_REPORTED, DataError, Pool, PromptSource
-from orchestrator.data.readers import read_table
-from orchestrator.spec.sections import TextSource
-from workers.contract.roles import TableRef
+from troupe.orchestrator.data.conversations import BadRow, require_whole
+from troupe.orchestrator.data.prompts import MAX_REPORTED, DataError, Pool, PromptSource
+from troupe.orchestrator.data.readers import read_table
+from troupe.orchestrator.spec.sections import TextSource
+from troupe.workers.contract.roles import TableRef
 
 _SCHEMA = pa.schema([pa.field("text", pa.string(), nullable=False), pa.field("origin", pa.string(), nullable=False)])
 

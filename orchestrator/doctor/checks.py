@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
-from orchestrator.doctor.graphics import check_driver, check_gpus, check_links
-from orchestrator.doctor.machine import Finding, Machine, Needs
-from orchestrator.doctor.resources import check_cpus, check_disk, check_limits, check_memory, check_shm
-from orchestrator.doctor.software import (
+from troupe.orchestrator.doctor.graphics import check_driver, check_gpus, check_links
+from troupe.orchestrator.doctor.machine import Finding, Machine, Needs
+from troupe.orchestrator.doctor.network import check_clock, check_container, check_hub, check_network
+from troupe.orchestrator.doctor.resources import check_cpus, check_disk, check_limits, check_memory, check_shm
+from troupe.orchestrator.doctor.software import (
     check_compiler,
     check_encoding,
     check_engine,
@@ -17,7 +18,6 @@ from orchestrator.doctor.software import (
     check_platform,
     check_python,
 )
-from orchestrator.doctor.surroundings import check_clock, check_container, check_hub, check_network
 
 CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (
     check_python,

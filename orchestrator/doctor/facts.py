@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from orchestrator.doctor import nvidia
-from orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software, Surroundings
-from orchestrator.doctor.software import BUILT_ON
+from troupe.orchestrator.doctor import nvidia
+from troupe.orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software, Surroundings
+from troupe.orchestrator.doctor.software import BUILT_ON
 
 _CGROUP = Path("/sys/fs/cgroup")
 _RAY_PORT = 6379

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.doctor.machine import GIB, MIB, UNLIMITED, Finding, Machine, Needs, gib, version
+from troupe.orchestrator.doctor.machine import GIB, MIB, UNLIMITED, Finding, Machine, Needs, gib, version
 
 _LEAST_CAPABILITY = (7, 0)
 """vLLM runs on GPUs from Volta on."""

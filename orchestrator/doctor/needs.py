@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator.capacity.placement import Node
-from orchestrator.capacity.spec_memory import Sizes
-from orchestrator.capacity.stages import plan_stages
-from orchestrator.capacity.worker_memory import WIDTHS
-from orchestrator.doctor.machine import Needs
-from orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.capacity.placement import Node
+from troupe.orchestrator.capacity.spec_memory import Sizes
+from troupe.orchestrator.capacity.stages import plan_stages
+from troupe.orchestrator.capacity.worker_memory import WIDTHS
+from troupe.orchestrator.doctor.machine import Needs
+from troupe.orchestrator.spec.stages import PlannedRun
 
 _ONE_NODE = Node("this machine", 1e6, 1e6)
 """Has room for everything: the checks compare with the real machine."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.doctor.machine import Finding, Machine, Needs
+from troupe.orchestrator.doctor.machine import Finding, Machine, Needs
 
 _OLDEST_YEAR, _NEWEST_YEAR = 2025, 2100
 _DRIFT_S = 1.0

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.doctor.machine import MIB, Gpu, Graphics
+from troupe.orchestrator.doctor.machine import MIB, Gpu, Graphics
 
 _TIMEOUT_S = 20.0
 _QUERY = "name,memory.total,memory.used,compute_cap,driver_version,index,uuid"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.doctor.graphics import shm_remedy
-from orchestrator.doctor.machine import GIB, UNLIMITED, Finding, Folder, Machine, Needs, gib
+from troupe.orchestrator.doctor.graphics import shm_remedy
+from troupe.orchestrator.doctor.machine import GIB, UNLIMITED, Finding, Folder, Machine, Needs, gib
 
 _LEAST_MEMORY = 4 * GIB
 """An engine and a trainer without a model take 2.3 GiB."""

@@ -8,7 +8,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from orchestrator.doctor.machine import Finding, Machine, Needs, version
+from troupe.orchestrator.doctor.machine import Finding, Machine, Needs, version
 
 TROUPE = "troupe-rl"
 OLDEST, NEWEST = (3, 11), (3, 14)

@@ -30,7 +30,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import logging as hub_logging
 
-from orchestrator.errors import TroupeError
+from troupe.orchestrator.errors import TroupeError
 
 hub_logging.disable_propagation()  # it prints its messages itself
 

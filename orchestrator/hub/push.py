@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.errors import UsageError
-from orchestrator.hub import client
-from orchestrator.spec.hub_names import is_name
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.hub import client
+from troupe.orchestrator.spec.hub_names import is_name
 
 _MIB = 2**20
 

@@ -14,20 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Generic, TypeVar
 
-from orchestrator.data.readers import file_format
-from orchestrator.hub import client
-from orchestrator.hub.client import HubError, Repo, Snapshot
-from orchestrator.reporting.console import Console
-from orchestrator.spec import preflight
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.hub import hub_data, hub_models, uses_hub, with_pins, with_sections
-from orchestrator.spec.load import parse_spec
-from orchestrator.spec.preflight import RESOLVED_SPEC, Finding
-from orchestrator.spec.sections import HubFiles
-from orchestrator.spec.stages import PlannedRun
-from orchestrator.spec.yaml_reader import read_file
-from workers.contract.config import Frozen, ModelConfig
+from troupe.orchestrator.data.readers import file_format
+from troupe.orchestrator.hub import client
+from troupe.orchestrator.hub.client import HubError, Repo, Snapshot
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.spec import preflight
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.hub import hub_data, hub_models, uses_hub, with_pins, with_sections
+from troupe.orchestrator.spec.load import parse_spec
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC, Finding
+from troupe.orchestrator.spec.sections import HubFiles
+from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.spec.yaml_reader import read_file
+from troupe.workers.contract.config import Frozen, ModelConfig
 
 SpecT = TypeVar("SpecT", bound=RunSpec)
 SpecT_co = TypeVar("SpecT_co", bound=RunSpec, covariant=True)

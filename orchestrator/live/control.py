@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from orchestrator.errors import TroupeError, UsageError
-from orchestrator.live.scaling import RoleState, WorkerScaler
-from orchestrator.private_files import write_private
-from orchestrator.spec.errors import SpecError
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
+from troupe.orchestrator.private_files import write_private
+from troupe.orchestrator.spec.errors import SpecError
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import UsageError
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.errors import Place, Source, parse_path
-from orchestrator.spec.hub import with_pins
-from orchestrator.spec.load import load_rollout_spec, parse_rollout_spec
-from orchestrator.spec.paths import absolute_paths
-from orchestrator.spec.preflight import RESOLVED_SPEC
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.yaml_reader import Document
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.errors import Place, Source, parse_path
+from troupe.orchestrator.spec.hub import with_pins
+from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec
+from troupe.orchestrator.spec.paths import absolute_paths
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.yaml_reader import Document
 
 _AUTOSCALE = "roles.rollout.autoscale"
 _READ_AT_START = "it is read only when a run starts; stop this run, which saves it, and resume with --resume"

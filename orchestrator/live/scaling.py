@@ -15,16 +15,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import TroupeError, UsageError
-from orchestrator.live.diff import changed, differences
-from orchestrator.reporting.console import Console
-from orchestrator.rollouts.engine_pool import EnginePool
-from orchestrator.rollouts.linked_pool import LinkedPool
-from orchestrator.rollouts.scoring import RewardPool, TokenScorer
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.sections import AutoscaleConfig, RoleName
-from workers.contract.roles import Reward
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.live.diff import changed, differences
+from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.linked import LinkedPool
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import AutoscaleConfig, RoleName
+from troupe.workers.contract.roles import Reward
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _FAILURES = (TroupeError, TimeoutError)
 
 
 class ReplicaLauncher(Protocol):
-    """Starts and stops single workers (implemented by `orchestrator.launcher.WorkerLauncher`)."""
+    """Starts and stops single workers (implemented by `troupe.orchestrator.launcher.WorkerLauncher`)."""
 
     async def make_room(self, name: str) -> None:
         """Reserve the resources of a worker. Raises DoesNotFit."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from orchestrator.errors import UsageError
+from troupe.orchestrator.errors import UsageError
 
 _nodes = partial(typer.Option, rich_help_panel="Nodes")
 _kubernetes = partial(typer.Option, rich_help_panel="Kubernetes")

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.errors import UsageError
+from troupe.orchestrator.errors import UsageError
 
 MOST_BYTES = 256 << 20
 MOST_FILES = 20_000

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import UsageError
-from orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags
-from orchestrator.platforms.kubernetes.documents import manifests, notes, run_folder, to_yaml, unmounted
-from orchestrator.platforms.kubernetes.options import Options
-from orchestrator.platforms.kubernetes.patch import read_patches
-from orchestrator.platforms.kubernetes.pods import Limits
-from orchestrator.platforms.kubernetes.values import (
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags
+from troupe.orchestrator.platforms.kubernetes.documents import manifests, notes, run_folder, to_yaml, unmounted
+from troupe.orchestrator.platforms.kubernetes.options import Options
+from troupe.orchestrator.platforms.kubernetes.patch import read_patches
+from troupe.orchestrator.platforms.kubernetes.pods import Limits
+from troupe.orchestrator.platforms.kubernetes.values import (
     parse_annotation,
     parse_claim,
     parse_label,
@@ -25,10 +25,10 @@ from orchestrator.platforms.kubernetes.values import (
     parse_toleration,
     parse_variable,
 )
-from orchestrator.platforms.slurm import Options as SlurmOptions
-from orchestrator.platforms.slurm import script
-from orchestrator.spec.paths import absolute_paths, path_fields
-from orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
+from troupe.orchestrator.platforms.slurm import Options as SlurmOptions
+from troupe.orchestrator.platforms.slurm import script
+from troupe.orchestrator.spec.paths import absolute_paths, path_fields
+from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import Any, Literal, Protocol
 
 import yaml
 
-from orchestrator.errors import TroupeError, UsageError
-from orchestrator.platforms.job_files import copy_folder
-from orchestrator.spec.paths import absolute_paths
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.platforms.job_files import copy_folder
+from troupe.orchestrator.spec.paths import absolute_paths
 
 _CREDENTIALS = re.compile(r"://[^/\s@]+@")
 """A user name or a token in a URL."""
@@ -222,7 +222,7 @@ def entrypoint(spec_file: str) -> str:
     It uses this interpreter if the cluster has it, else the one on the cluster's PATH.
     """
     python = f'"$(command -v {shlex.quote(sys.executable)} || command -v python || echo python3)"'
-    return f"{python} -m orchestrator.cli run {shlex.quote(spec_file)} --resume --supervise"
+    return f"{python} -m troupe run {shlex.quote(spec_file)} --resume --supervise"
 
 
 def job_environment() -> dict[str, str]:

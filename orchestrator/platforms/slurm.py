@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.capacity.placement import Node
-from orchestrator.capacity.plan import Plan, plan
-from orchestrator.capacity.spec_memory import Sizes
-from orchestrator.capacity.worker_memory import GIB
-from orchestrator.errors import UsageError
-from orchestrator.spec.load import RunSpec
-from orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.capacity.placement import Node
+from troupe.orchestrator.capacity.plan import Plan, plan
+from troupe.orchestrator.capacity.spec_memory import Sizes
+from troupe.orchestrator.capacity.worker_memory import GIB
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.stages import PlannedRun
 
 _LARGEST = 100_000
 """Upper limit of every resource number: a larger one is a typing error."""

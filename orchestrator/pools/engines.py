@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from orchestrator.cluster.event_loop import gather_all
-from orchestrator.cluster.restart_budget import RestartBudget
-from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import EnginesLost, WorkerDied, WorkerError
-from workers.contract import roles
-from workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate, WorkerHealth
-from workers.contract.roles import TableRef
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerError
+from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.workers.contract import roles
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate, WorkerHealth
+from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from orchestrator.cluster.event_loop import gather_all
-from orchestrator.cluster.restart_budget import RestartBudget
-from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import WorkerError
-from workers.contract.roles import Watched
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.errors import WorkerError
+from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.workers.contract.roles import Watched
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from orchestrator.cluster.restart_budget import RestartBudget
-from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import WorkerError
-from workers.contract.roles import Replica
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.errors import WorkerError
+from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.workers.contract.roles import Replica
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from orchestrator.cluster.processes import out_of_memory_kills, stat_fields
-from orchestrator.cluster.stack_dumps import Thread, read_stacks, read_stopped, request_stacks
+from troupe.orchestrator.processes.proc import out_of_memory_kills, stat_fields
+from troupe.orchestrator.processes.stack_dumps import Thread, read_stacks, read_stopped, request_stacks
 
 SHARED_MEMORY = Path("/dev/shm")
 _SAMPLE_S = 1.0

@@ -1,4 +1,4 @@
-"""Requests the stacks of processes of this node, and reads them (`workers/contract/stacks.py`)."""
+"""Requests the stacks of processes of this node, and reads them (`workers/telemetry/stacks.py`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from workers.contract.stacks import LARGEST, SIGNAL, stack_file
+from troupe.workers.telemetry.stacks import LARGEST, SIGNAL, stack_file
 
 Origin = Literal["user", "troupe", "library"]
-_ROOT = str(Path(__file__).resolve().parents[2])
+_PACKAGE = f"{Path(__file__).absolute().parents[2]}/"
+"""The folder `troupe`, as in the paths of its frames."""
 _LIBRARIES = tuple(
     {f"{path}/" for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))}
 )
@@ -45,9 +46,10 @@ class Frame:
     @property
     def origin(self) -> Origin:
         """Whose code it is."""
-        if self.file.startswith("<") or "site-packages/" in self.file or self.file.startswith(_LIBRARIES):
-            return "library"
-        return "troupe" if self.file.startswith((f"{_ROOT}/orchestrator/", f"{_ROOT}/workers/")) else "user"
+        if self.file.startswith(_PACKAGE):
+            return "troupe"
+        is_library = self.file.startswith(("<", *_LIBRARIES)) or "site-packages/" in self.file
+        return "library" if is_library else "user"
 
     def __str__(self) -> str:
         where = f"{self.function} ({self.file}:{self.line})"

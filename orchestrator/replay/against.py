@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-import orchestrator
-from orchestrator.errors import TroupeError, UsageError
-from orchestrator.replay.repeat import Repeated, different_metrics
-from workers.contract.config import first_problem
+import troupe
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.replay.repeat import Repeated, different_metrics
+from troupe.workers.contract.config import first_problem
 
 _COMMAND = Path("orchestrator") / "commands" / "replay.py"
 _TAIL_LINES = 5
@@ -94,7 +94,8 @@ def replay_there(root: Path, run: Path, step: int, folder: Path, timeout_s: floa
     """
     result = folder / "result.json"
     result.unlink(missing_ok=True)  # of an earlier replay: it must not stand for one that fails
-    command = [sys.executable, "-m", "orchestrator.cli", "replay", str(run), "--step", str(step)]
+    module = "troupe" if (root / "troupe").is_dir() else "orchestrator.cli"  # versions before the package `troupe`
+    command = [sys.executable, "-m", module, "replay", str(run), "--step", str(step)]
     command += ["--result", str(result), *(["--weights", str(folder)] if weights else [])]
     log = folder / "log"
     with log.open("wb") as output:
@@ -132,7 +133,7 @@ def write_result(file: Path, steps: Sequence[Repeated]) -> None:
 
 def own_root() -> Path:
     """Folder of the code that runs."""
-    return Path(orchestrator.__file__).resolve().parent.parent
+    return Path(troupe.__file__).resolve().parent.parent
 
 
 def difference(here: Repeated, there: StepThere) -> Difference | None:

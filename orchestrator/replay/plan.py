@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from orchestrator.errors import UsageError
-from orchestrator.live.diff import field_changes
-from orchestrator.replay.kept import REPLAY, KeptFolder, read_step, read_steps
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.preflight import Located
-from orchestrator.spec.sections import RoleName
-from orchestrator.spec.stages import plan_runs, read_document
-from orchestrator.training.checkpoint import Checkpoint, CheckpointStore
-from orchestrator.training.updates import UpdateSettings
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.live.diff import field_changes
+from troupe.orchestrator.replay.step_record import REPLAY, KeptFolder, read_step, read_steps
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.preflight import Located
+from troupe.orchestrator.spec.sections import RoleName
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
+from troupe.orchestrator.training.updates import UpdateSettings
 
 TRAINERS: tuple[RoleName, ...] = ("policy", "critic")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from orchestrator.replay.kept import KeptFolder
-from orchestrator.training.updates import Updates
-from workers.contract.roles import TableRef
+from troupe.orchestrator.replay.step_record import KeptFolder
+from troupe.orchestrator.training.updates import Updates
+from troupe.workers.contract.roles import TableRef
 
 Digests = Mapping[str, str]
 """Digest of the weights, by role."""

@@ -22,13 +22,13 @@ import pyarrow as pa
 import xxhash
 from pydantic import ConfigDict, ValidationError
 
-from orchestrator.data.texts import TextPicks
-from orchestrator.errors import UsageError
-from orchestrator.spec.preflight import RESOLVED_SPEC
-from orchestrator.training.batch import Batch, GroupOrigin
-from orchestrator.training.state import ControllerState
-from workers.contract.config import Frozen, first_problem
-from workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, TrainRow, TrainSummary
+from troupe.orchestrator.data.texts import TextPicks
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.training.batch import Batch, GroupOrigin
+from troupe.orchestrator.training.state import ControllerState
+from troupe.workers.contract.config import Frozen, first_problem
+from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, TrainRow, TrainSummary
 
 REPLAY = "replay"
 """Folder of the kept steps in the folder of a run."""

@@ -15,16 +15,16 @@ from typing import Any
 
 import yaml
 
-from orchestrator.cluster.worker_group import TrainerGroup
-from orchestrator.doctor.versions import versions
-from orchestrator.errors import WorkerError
-from orchestrator.private_files import write_private
-from orchestrator.replay.kept import REPLAY, STEP, KeptStep, folder_of, kept_steps, packed_texts, size_of
-from orchestrator.reporting.metrics import GIB
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.preflight import RESOLVED_SPEC
-from orchestrator.training.batch import Batch
-from orchestrator.training.state import ControllerState
+from troupe.orchestrator.cluster.worker_group import TrainerGroup
+from troupe.orchestrator.errors import WorkerError
+from troupe.orchestrator.private_files import write_private
+from troupe.orchestrator.replay.step_record import REPLAY, STEP, KeptStep, folder_of, kept_steps, packed_texts, size_of
+from troupe.orchestrator.reporting.metrics import GIB
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.training.batch import Batch
+from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.versions import versions
 
 logger = logging.getLogger(__name__)
 

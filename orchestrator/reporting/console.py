@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.reporting.glance import Glance, duration
+from troupe.orchestrator.reporting.run_summary import Glance, duration
 
 SHOWN_STEPS = 8
 """Rows of the live table."""

@@ -12,8 +12,8 @@ from statistics import fmean
 
 import numpy as np
 
-from workers.contract.memory import resident_peak
-from workers.contract.messages import Answer, Peak, UpdateMetrics
+from troupe.workers.contract.messages import Answer, Peak, UpdateMetrics
+from troupe.workers.telemetry.peak_memory import resident_peak
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.capacity.fit import HEADROOM, MemoryPlan, UnknownModel, gib
-from orchestrator.capacity.plan import Plan
-from orchestrator.capacity.worker_memory import Part, Where, WorkerMemory
+from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, UnknownModel, gib
+from troupe.orchestrator.capacity.plan import Plan
+from troupe.orchestrator.capacity.worker_memory import Part, Where, WorkerMemory
 
 COLUMNS = {
     "weights": ("weights",),

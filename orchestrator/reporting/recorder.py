@@ -17,11 +17,11 @@ from typing import Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from orchestrator.errors import StopRequested
-from orchestrator.reporting.metrics import GIB
-from orchestrator.reporting.run_folder import EVENTS, TIMELINES, TRAJECTORIES, step_files
-from orchestrator.reporting.sinks.jsonl import JsonlSink
-from orchestrator.reporting.timeline import DRIVER, Span, timeline_table
+from troupe.orchestrator.errors import StopRequested
+from troupe.orchestrator.reporting.metrics import GIB
+from troupe.orchestrator.reporting.run_folder import EVENTS, TIMELINES, TRAJECTORIES, step_files
+from troupe.orchestrator.reporting.sinks.jsonl import JsonlSink
+from troupe.orchestrator.telemetry.timeline import DRIVER, Span, timeline_table
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def recorded_failure(events: EventLog) -> Iterator[None]:
 
 
 class Calls(Protocol):
-    """The log of calls to workers (`orchestrator/cluster/call_log.py`)."""
+    """The log of calls to workers (`orchestrator/telemetry/call_log.py`)."""
 
     def during(self, worker: str, method: str, timeout_s: float, detail: str = "") -> AbstractContextManager[None]:
         """Records the block as a call."""

@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from orchestrator.errors import DataError, UsageError
-from orchestrator.reporting.timeline import DRIVER, TIMELINE
-from workers.contract.samples import SAMPLES, conform
+from troupe.orchestrator.errors import DataError, UsageError
+from troupe.orchestrator.telemetry.timeline import DRIVER, TIMELINE
+from troupe.workers.contract.samples import SAMPLES, conform
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow.compute import Expression
 
-from orchestrator.errors import UsageError, nearest
+from troupe.orchestrator.errors import UsageError, nearest
 
 _LONGEST = 2000
 """Characters of a condition."""

@@ -10,10 +10,10 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from orchestrator.errors import DataError, UsageError, nearest
-from orchestrator.reporting.run_folder import RunFolder
-from orchestrator.reporting.sample_filter import parse_filter
-from workers.contract.samples import SAMPLES
+from troupe.orchestrator.errors import DataError, UsageError, nearest
+from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.reporting.sample_filter import parse_filter
+from troupe.workers.contract.samples import SAMPLES
 
 _BATCH = 1024
 """Most rows of a batch."""

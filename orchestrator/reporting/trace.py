@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from orchestrator.reporting.busy import step_windows
-from orchestrator.reporting.timeline import OK
+from troupe.orchestrator.reporting.utilization import step_windows
+from troupe.orchestrator.telemetry.timeline import OK
 
 Event = dict[str, Any]
 Row = Mapping[str, Any]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from orchestrator.reporting.timeline import DRIVER
+from troupe.orchestrator.telemetry.timeline import DRIVER
 
 ENGINES = ("rollout",)
 """Roles whose time is R: they generate."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from threading import Lock
 from urllib.parse import parse_qs, urlsplit
 
-from orchestrator.errors import UsageError
-from orchestrator.reporting.html.live import LiveData
-from orchestrator.reporting.html.page import as_json
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.reporting.html.live import LiveData
+from troupe.orchestrator.reporting.html.page import as_json
 
 logger = logging.getLogger(__name__)
 

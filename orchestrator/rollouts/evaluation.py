@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from orchestrator.data.prompts import PromptPick
-from orchestrator.errors import DataLost, WorkerError
-from orchestrator.reporting.metrics import pass_at_k
-from orchestrator.rollouts.engine_pool import EnginePool
-from orchestrator.rollouts.scheduler import sampling_seed
-from orchestrator.rollouts.scoring import RewardPool
-from workers.contract.config import EvalSampling
-from workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
-from workers.contract.roles import TableRef
+from troupe.orchestrator.data.prompts import PromptPick
+from troupe.orchestrator.errors import DataLost, WorkerError
+from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.reporting.metrics import pass_at_k
+from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.rollouts.scoring import RewardPool
+from troupe.workers.contract.config import EvalSampling
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
+from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
 

@@ -16,15 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrator.cluster.event_loop import gather_all
-from orchestrator.data.prompts import PromptPick
-from orchestrator.errors import BatchFailed, DataLost, WorkerError
-from orchestrator.rollouts.engine_pool import EnginePool, EngineState
-from orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
-from orchestrator.training.ledger import Ledger, OpenGroup
-from workers.contract.environments import OK
-from workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
-from workers.contract.roles import TableRef
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.data.prompts import PromptPick
+from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError
+from troupe.orchestrator.pools.engines import EnginePool, EngineState
+from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
+from troupe.orchestrator.training.ledger import Ledger, OpenGroup
+from troupe.workers.contract.environments import OK
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
+from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from orchestrator.cluster.event_loop import gather_all
-from orchestrator.cluster.worker_group import Scores, ScoreTokens, WorkerGroup, WorkerHandle
-from orchestrator.errors import JudgeLost, WorkerDied, WorkerError, WorkerTimeout
-from orchestrator.rollouts.fault_log import FaultLog
-from orchestrator.rollouts.replacement import Replacer
-from orchestrator.training.micro_batches import plan_ranks
-from workers.contract.messages import GroupSummary, RankPlan, RewardSummary
-from workers.contract.roles import Reward, TableRef
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.worker_group import Scores, ScoreTokens, WorkerGroup, WorkerHandle
+from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError, WorkerTimeout
+from troupe.orchestrator.pools.replacement import Replacer
+from troupe.orchestrator.rollouts.fault_log import FaultLog
+from troupe.orchestrator.training.micro_batches import plan_ranks
+from troupe.workers.contract.messages import GroupSummary, RankPlan, RewardSummary
+from troupe.workers.contract.roles import Reward, TableRef
 
 logger = logging.getLogger(__name__)
 

@@ -11,23 +11,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from orchestrator.cluster.worker_group import PolicyGroup
-from orchestrator.data.curriculum import Curriculum
-from orchestrator.data.prompts import PromptSource
-from orchestrator.data.texts import TextOrder
-from orchestrator.errors import DataLost, TroupeError, WorkerError
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import PhaseTimers, std
-from orchestrator.rollouts.engine_pool import EnginePool
-from orchestrator.rollouts.scheduler import RolloutScheduler
-from orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
-from orchestrator.training.batch import Batch, GroupOrigin, unless_stopped
-from orchestrator.training.ledger import Ledger
-from orchestrator.training.micro_batches import plan_ranks
-from workers.contract.advantage_state import AdvantageState
-from workers.contract.environments import OK
-from workers.contract.messages import PrepareRequest
-from workers.contract.roles import TableRef
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.prompts import PromptSource
+from troupe.orchestrator.data.texts import TextOrder
+from troupe.orchestrator.errors import DataLost, TroupeError, WorkerError
+from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.metrics import PhaseTimers, std
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
+from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
+from troupe.orchestrator.training.batch import Batch, GroupOrigin, unless_stopped
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.micro_batches import plan_ranks
+from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.environments import OK
+from troupe.workers.contract.messages import PrepareRequest
+from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
 

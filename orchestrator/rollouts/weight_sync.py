@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from orchestrator.cluster.worker_group import Link, PolicyGroup
-from orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified, WorkerDied, WorkerTimeout
-from orchestrator.rollouts.engine_pool import Engine, EnginePool
-from workers.contract.messages import WeightAck, WeightUpdate
+from troupe.orchestrator.cluster.worker_group import Link, PolicyGroup
+from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified, WorkerDied, WorkerTimeout
+from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.workers.contract.messages import WeightAck, WeightUpdate
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pydantic import Field
 
-from orchestrator.algorithms.offline import Trains
-from orchestrator.spec import preflight, preflight_models
-from orchestrator.spec.preflight import Finding
-from orchestrator.spec.sections import (
+from troupe.orchestrator.algorithms.offline import Trains
+from troupe.orchestrator.spec import preflight, preflight_models
+from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.sections import (
     BaseEvaluation,
     BaseFailures,
     BaseOutput,
@@ -25,7 +25,7 @@ from orchestrator.spec.sections import (
     RoleResources,
     TrainerRole,
 )
-from workers.contract.config import Device, Frozen, ModelConfig, ReferenceConfig
+from troupe.workers.contract.config import Device, Frozen, ModelConfig, ReferenceConfig
 
 WorkerKind = Literal[
     "rollout", "policy", "critic", "reference", "reward", "environment", "judge", "example_policy", "reward_trainer"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from orchestrator.spec.preflight import Finding
-from orchestrator.spec.sections import BaseEvaluation, PromptText, RoleName, TrainerRole
-from workers.contract.config import Frozen, ModelConfig
+from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.sections import BaseEvaluation, PromptText, RoleName, TrainerRole
+from troupe.workers.contract.config import Frozen, ModelConfig
 
 INSIDE_ANOTHER = (
     *("workers", "min_workers", "max_workers", "cpus", "gpus", "accelerator", "node_labels", "strategy"),

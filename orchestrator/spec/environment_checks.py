@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from orchestrator.algorithms import section as algorithms
-from orchestrator.errors import nearest
-from orchestrator.spec.preflight import Finding
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.sections import EnvironmentRole, ReasoningGymSource
-from workers.contract.config import ENVIRONMENT_REWARD, ENVIRONMENTS
+from troupe.orchestrator.algorithms import section as algorithms
+from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import EnvironmentRole, ReasoningGymSource
+from troupe.workers.contract.config import ENVIRONMENT_REWARD, ENVIRONMENTS
 
 _IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from orchestrator.errors import TroupeError, nearest, nearest_word
+from troupe.orchestrator.errors import TroupeError, nearest, nearest_word
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the spec."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.errors import UsageError, nearest
+from troupe.orchestrator.errors import UsageError, nearest
 
 PREFIX = "examples:"
 MODELS_VARIABLE = "TROUPE_MODELS"

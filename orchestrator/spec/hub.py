@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from orchestrator.spec.hub_names import is_commit, is_hub_name
-from orchestrator.spec.sections import HubFiles
-from workers.contract.config import Frozen, ModelConfig
+from troupe.orchestrator.spec.hub_names import is_commit, is_hub_name
+from troupe.orchestrator.spec.sections import HubFiles
+from troupe.workers.contract.config import Frozen, ModelConfig
 
 if TYPE_CHECKING:
-    from orchestrator.spec.base import RunSpec
+    from troupe.orchestrator.spec.base import RunSpec
 
 FrozenT = TypeVar("FrozenT", bound=Frozen)
 SpecT = TypeVar("SpecT", bound="RunSpec")

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from orchestrator.algorithms.section import ALGORITHMS, is_custom, unknown_algorithm
-from orchestrator.errors import nearest
-from orchestrator.spec import offline_checks, rollout_checks, yaml_reader
-from orchestrator.spec.base import RunSpec as RunSpec
-from orchestrator.spec.errors import SpecError, from_validation
-from orchestrator.spec.offline import OfflineSpec
-from orchestrator.spec.preflight import Finding
-from orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.section import ALGORITHMS, is_custom, unknown_algorithm
+from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec import offline_checks, rollout_checks, yaml_reader
+from troupe.orchestrator.spec.base import RunSpec as RunSpec
+from troupe.orchestrator.spec.errors import SpecError, from_validation
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.rollout import RolloutSpec
 
 SpecT = TypeVar("SpecT", bound=RunSpec)
 

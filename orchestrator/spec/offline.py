@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig, Trains
-from orchestrator.spec.base import RunSpec, WorkerSettings
-from orchestrator.spec.preflight import DataSource
-from orchestrator.spec.sections import (
+from troupe.orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig, Trains
+from troupe.orchestrator.spec.base import RunSpec, WorkerSettings
+from troupe.orchestrator.spec.preflight import DataSource
+from troupe.orchestrator.spec.sections import (
     BaseEvaluation,
     BaseFailures,
     BaseOutput,
@@ -29,8 +29,8 @@ from orchestrator.spec.sections import (
     RoleResources,
     TrainerRole,
 )
-from workers.contract.config import Device, Frozen, ModelConfig, TrainerConfig
-from workers.contract.offline_config import ExampleConfig, OfflineConfig
+from troupe.workers.contract.config import Device, Frozen, ModelConfig, TrainerConfig
+from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
 
 T = TypeVar("T")
 

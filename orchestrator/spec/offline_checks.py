@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.spec.checks import INSIDE_ANOTHER, changed, evaluation_problems, template_problems, trainer_problems
-from orchestrator.spec.offline import OfflineSpec, columns, data_format
-from orchestrator.spec.preflight import Finding
-from orchestrator.spec.sections import ReferenceRole
+from troupe.orchestrator.spec.checks import (
+    INSIDE_ANOTHER,
+    changed,
+    evaluation_problems,
+    template_problems,
+    trainer_problems,
+)
+from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
+from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.sections import ReferenceRole
 
 
 def find_problems(spec: OfflineSpec) -> list[Finding]:

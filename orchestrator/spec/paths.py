@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orchestrator.spec.hub_names import is_hub_name
-from orchestrator.spec.stages import STAGE
-from workers.contract.config import NO_TEMPLATE
+from troupe.orchestrator.spec.hub_names import is_hub_name
+from troupe.orchestrator.spec.stages import STAGE
+from troupe.workers.contract.config import NO_TEMPLATE
 
 _PATH_FIELDS = frozenset({"path", "folder", "chat_template"})
 """Names of the spec's fields that hold a path."""

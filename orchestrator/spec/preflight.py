@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from orchestrator.errors import nearest
-from orchestrator.spec.hub_names import is_hub_name
-from workers.contract.config import NO_TEMPLATE, ModelConfig
+from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec.hub_names import is_hub_name
+from troupe.workers.contract.config import NO_TEMPLATE, ModelConfig
 
 RESOLVED_SPEC = "spec.yaml"
 """File in a run's folder that holds its spec as it is now, with every default written out."""

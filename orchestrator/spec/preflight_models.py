@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.algorithms.offline import Trains
-from orchestrator.models.families import FieldUnknown, shape_of, undivided
-from orchestrator.models.model_size import SizeUnknown, check_weights, quantization, read_config
-from orchestrator.spec.preflight import Finding, model_folder
-from workers.contract.config import ModelConfig
+from troupe.orchestrator.algorithms.offline import Trains
+from troupe.orchestrator.model_facts.families import FieldUnknown, shape_of, undivided
+from troupe.orchestrator.model_facts.model_size import SizeUnknown, check_weights, quantization, read_config
+from troupe.orchestrator.spec.preflight import Finding, model_folder
+from troupe.workers.contract.config import ModelConfig
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from orchestrator.spec.preflight import Finding
-from orchestrator.spec.probe import ProbeFailed, ask
-from workers.contract.config import EnvironmentConfig, RewardFunctionConfig
+from troupe.orchestrator.spec.preflight import Finding
+from troupe.workers.contract.config import EnvironmentConfig, RewardFunctionConfig
+from troupe.workers.isolation.probe import ProbeFailed, ask
 
 LOAD_TIMEOUT_S = 120.0
 """Longest import of the modules of all reward functions."""
-_ENVIRONMENT = "workers.environments.loading:find_problem"
-_ENTRY = "workers.rewards.loading:find_problems"
+_ENVIRONMENT = "troupe.workers.environments.loading:find_problem"
+_ENTRY = "troupe.workers.rewards.loading:find_problems"
 
 
 def unusable_environment(environment: EnvironmentConfig | None) -> Iterator[Finding]:

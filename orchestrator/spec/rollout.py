@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from orchestrator.algorithms import custom, section
-from orchestrator.algorithms.section import AlgorithmConfig
-from orchestrator.spec import preflight_models, preflight_rewards
-from orchestrator.spec.base import RunSpec, WorkerSettings
-from orchestrator.spec.preflight import DataSource, Finding
-from orchestrator.spec.sections import (
+from troupe.orchestrator.algorithms import custom, section
+from troupe.orchestrator.algorithms.section import AlgorithmConfig
+from troupe.orchestrator.spec import preflight_models, preflight_rewards
+from troupe.orchestrator.spec.base import RunSpec, WorkerSettings
+from troupe.orchestrator.spec.preflight import DataSource, Finding
+from troupe.orchestrator.spec.sections import (
     AuditConfig,
     CheckpointConfig,
     DataConfig,
@@ -27,7 +27,7 @@ from orchestrator.spec.sections import (
     ScheduleConfig,
     WeightSyncConfig,
 )
-from workers.contract.config import (
+from troupe.workers.contract.config import (
     RIGHT_OR_WRONG,
     CriticConfig,
     Device,

@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from orchestrator.algorithms import section as algorithms
-from orchestrator.errors import nearest
-from orchestrator.spec.checks import INSIDE_ANOTHER, changed, evaluation_problems, template_problems, trainer_problems
-from orchestrator.spec.environment_checks import environment_problems
-from orchestrator.spec.preflight import Finding
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.sections import JudgeRole, ReasoningGymSource, RolloutRole
-from workers.contract.config import (
+from troupe.orchestrator.algorithms import section as algorithms
+from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec.checks import (
+    INSIDE_ANOTHER,
+    changed,
+    evaluation_problems,
+    template_problems,
+    trainer_problems,
+)
+from troupe.orchestrator.spec.environment_checks import environment_problems
+from troupe.orchestrator.spec.preflight import Finding
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import JudgeRole, ReasoningGymSource, RolloutRole
+from troupe.workers.contract.config import (
     JUDGE_REWARD,
     REWARD_FUNCTIONS,
     STEP_ESTIMATORS,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from workers.contract.config import (
+from troupe.workers.contract.config import (
     Device,
     EngineConfig,
     EnvironmentConfig,

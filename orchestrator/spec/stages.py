@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from orchestrator.algorithms.section import ALGORITHMS
-from orchestrator.errors import nearest
-from orchestrator.spec import yaml_reader
-from orchestrator.spec.errors import Path as FieldPath
-from orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
-from orchestrator.spec.examples import example_name, example_text
-from orchestrator.spec.load import RunSpec, parse_spec
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.section import ALGORITHMS
+from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.errors import Path as FieldPath
+from troupe.orchestrator.spec.errors import Place, Problem, Source, SpecError, format_path
+from troupe.orchestrator.spec.examples import example_name, example_text
+from troupe.orchestrator.spec.load import RunSpec, parse_spec
 
 STAGE = "stage:"
 _STAGES = "stages"

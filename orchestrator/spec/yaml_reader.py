@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.spec.errors import Path, Place, Problem, Source, SpecError, format_path, parse_path
+from troupe.orchestrator.spec.errors import Path, Place, Problem, Source, SpecError, format_path, parse_path
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000

@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataFormat
-from orchestrator.algorithms.section import unknown_algorithm
-from orchestrator.algorithms.table import ALGORITHMS
-from orchestrator.errors import UsageError
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, DataFormat
+from troupe.orchestrator.algorithms.section import unknown_algorithm
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.errors import UsageError
 
 GYM = "reasoning_gym:"
 _ROWS = 1000

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.capacity.placement import GPU_GIB
-from orchestrator.doctor.nvidia import graphics
-from orchestrator.errors import UsageError, nearest
-from orchestrator.spec.examples import PREFIX, example_text
-from orchestrator.spec.offline import OfflineSpec
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.starter.choices import GYM, Choices, check_algorithm, read_data
-from orchestrator.starter.commented import commented
-from orchestrator.starter.sizing import cluster, fitting_document
+from troupe.orchestrator.capacity.placement import GPU_GIB
+from troupe.orchestrator.doctor.nvidia import graphics
+from troupe.orchestrator.errors import UsageError, nearest
+from troupe.orchestrator.spec.examples import PREFIX, example_text
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.starter.choices import GYM, Choices, check_algorithm, read_data
+from troupe.orchestrator.starter.commented import commented
+from troupe.orchestrator.starter.sizing import cluster, fitting_document
 
 Ask = Callable[[str, str], str]
 """Asks a question with a default answer (empty: none) and returns the answer."""

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel
 
-from orchestrator.spec.errors import models_in
+from troupe.orchestrator.spec.errors import models_in
 
 _WIDTH = 110
 _SENTENCE_END = re.compile(r"(?<=[.])\s+(?=[A-Z`0-9])")

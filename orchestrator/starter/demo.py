@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import TroupeError
-from orchestrator.spec.examples import PREFIX, examples
-from orchestrator.spec.paths import path_fields
-from orchestrator.spec.stages import PlannedRun, is_chain, read_document
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.spec.examples import PREFIX, examples
+from troupe.orchestrator.spec.paths import path_fields
+from troupe.orchestrator.spec.stages import PlannedRun, is_chain, read_document
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def named_models(runs: Iterable[PlannedRun], folder: Path) -> list[str]:
 
 def write_demo_report(runs: Sequence[PlannedRun]) -> Path | None:
     """The report of all runs, beside their results; None, with a warning, where it cannot be written."""
-    from orchestrator.reporting.html.report import REPORT, write_report
+    from troupe.orchestrator.reporting.html.report import REPORT, write_report
 
     folder = runs[-1].out.parent if runs[-1].stage else runs[-1].out
     try:

@@ -8,17 +8,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from orchestrator.algorithms.table import ALGORITHMS
-from orchestrator.capacity.placement import Node
-from orchestrator.capacity.plan import Plan, described_nodes
-from orchestrator.capacity.stages import plan_stages
-from orchestrator.errors import DoesNotFit, UsageError
-from orchestrator.models.model_size import SizeUnknown, read_size
-from orchestrator.spec.errors import Place, Source, SpecError
-from orchestrator.spec.stages import plan_runs
-from orchestrator.spec.yaml_reader import Document
-from orchestrator.starter.choices import Choices, Data
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.capacity.placement import Node
+from troupe.orchestrator.capacity.plan import Plan, described_nodes
+from troupe.orchestrator.capacity.stages import plan_stages
+from troupe.orchestrator.errors import DoesNotFit, UsageError
+from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
+from troupe.orchestrator.spec.errors import Place, Source, SpecError
+from troupe.orchestrator.spec.stages import plan_runs
+from troupe.orchestrator.spec.yaml_reader import Document
+from troupe.orchestrator.starter.choices import Choices, Data
 
 _SMALL = 500_000_000
 """Parameters below which a model takes ten times the learning rate."""

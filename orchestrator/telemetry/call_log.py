@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from orchestrator.reporting.timeline import OK, Span
-from workers.contract.roles import Watched, Worker
+from troupe.orchestrator.telemetry.timeline import OK, Span
+from troupe.workers.contract.roles import Watched, Worker
 
 _MOST_SPANS = 200_000
 """Ended calls that are kept until `drain`."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from workers.contract import roles
+from troupe.workers.contract import roles
 
 DRIVER = "driver-0"
 """The name under which the controller's own phases are recorded."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from orchestrator.data.texts import TextPicks
-from orchestrator.errors import StopRequested
-from orchestrator.reporting.metrics import PhaseTimers
-from workers.contract.messages import TrainSummary
-from workers.contract.roles import TableRef
+from troupe.orchestrator.data.texts import TextPicks
+from troupe.orchestrator.errors import StopRequested
+from troupe.orchestrator.reporting.metrics import PhaseTimers
+from troupe.workers.contract.messages import TrainSummary
+from troupe.workers.contract.roles import TableRef
 
 T = TypeVar("T")
 

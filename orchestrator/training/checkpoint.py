@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cluster.worker_group import TrainerGroup
-from orchestrator.errors import TroupeError
-from orchestrator.spec.base import RunSpec
+from troupe.orchestrator.cluster.worker_group import TrainerGroup
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.spec.base import RunSpec
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from itertools import chain
 
 import numpy as np
 
-from workers.contract.messages import RankPlan, TrainRow
+from troupe.workers.contract.messages import RankPlan, TrainRow
 
 SHARED_TOKENS = 1024
 """Maximum tokens of a prompt with its responses in one row; the cost of attention grows with the square of this."""

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from orchestrator.cluster.worker_group import ExampleGroup, ScoreTokens, WorkerGroup
-from orchestrator.data.prompts import PromptPick, PromptSource
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import PhaseTimers
-from orchestrator.training.batch import Batch, unless_stopped
-from orchestrator.training.ledger import Ledger
-from orchestrator.training.micro_batches import plan_ranks, plan_units
-from workers.contract.messages import TrainSummary
-from workers.contract.offline_messages import add_tallies, tally_means
-from workers.contract.roles import TableRef
+from troupe.orchestrator.cluster.worker_group import ExampleGroup, ScoreTokens, WorkerGroup
+from troupe.orchestrator.data.prompts import PromptPick, PromptSource
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.metrics import PhaseTimers
+from troupe.orchestrator.training.batch import Batch, unless_stopped
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.micro_batches import plan_ranks, plan_units
+from troupe.workers.contract.messages import TrainSummary
+from troupe.workers.contract.offline_messages import add_tallies, tally_means
+from troupe.workers.contract.roles import TableRef
 
 
 @dataclass(frozen=True)

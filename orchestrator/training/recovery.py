@@ -14,15 +14,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from orchestrator.cluster.restart_budget import RestartBudget
-from orchestrator.cluster.worker_group import TrainerGroup
-from orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
-from orchestrator.reporting.console import Console
-from orchestrator.spec.base import RunSpec
-from orchestrator.training.batch import Batch
-from orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
-from orchestrator.training.state import ControllerState
-from orchestrator.training.updates import Metrics, Updates
+from troupe.orchestrator.cluster.worker_group import TrainerGroup
+from troupe.orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
+from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.training.batch import Batch
+from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
+from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.updates import Metrics, Updates
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from orchestrator.algorithms.table import KlPenalty
-from orchestrator.spec.sections import AlarmConfig
-from workers.contract.advantage_state import Moments
-from workers.contract.config import Frozen
+from troupe.orchestrator.algorithms.table import KlPenalty
+from troupe.orchestrator.spec.sections import AlarmConfig
+from troupe.workers.contract.advantage_state import Moments
+from troupe.workers.contract.config import Frozen
 
 _TOO_FAR, _STEP = 1.5, 2.0
 """The penalty's coefficient doubles above 1.5 times the target and halves below the target / 1.5."""

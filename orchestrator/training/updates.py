@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from orchestrator.algorithms import section as algorithms
-from orchestrator.algorithms.table import KlPenalty, TrustRegion
-from orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, TrainerGroup
-from orchestrator.errors import TrainingDiverged, WorkerError
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.metrics import merge_update_metrics
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.training.batch import Batch
-from orchestrator.training.micro_batches import minibatches, pick_states, plan_texts, plan_units, plan_update
-from orchestrator.training.state import ControllerState
-from workers.contract.messages import RankPlan, UpdateMetrics
+from troupe.orchestrator.algorithms import section as algorithms
+from troupe.orchestrator.algorithms.table import KlPenalty, TrustRegion
+from troupe.orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, TrainerGroup
+from troupe.orchestrator.errors import TrainingDiverged, WorkerError
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.metrics import merge_update_metrics
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.batch import Batch
+from troupe.orchestrator.training.micro_batches import minibatches, pick_states, plan_texts, plan_units, plan_update
+from troupe.orchestrator.training.state import ControllerState
+from troupe.workers.contract.messages import RankPlan, UpdateMetrics
 
 Metrics = dict[str, float]
 

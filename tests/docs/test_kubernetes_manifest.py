@@ -10,9 +10,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
 from tests.conftest import ROOT
 from tests.orchestrator.platforms.kubernetes.manifests import NODE, SIZES, check, write_model
+from troupe.orchestrator.cli import app
 
 PAGE = ROOT / "docs" / "explanation" / "kubernetes-manifest.md"
 

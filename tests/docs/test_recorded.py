@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from orchestrator.reporting.timeline import PHASES, TIMELINE
-from workers.contract.samples import SAMPLES
+from troupe.orchestrator.telemetry.timeline import PHASES, TIMELINE
+from troupe.workers.contract.samples import SAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GUIDES = ROOT / "docs" / "guides"

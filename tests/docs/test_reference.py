@@ -6,7 +6,7 @@ import pytest
 
 from docs.tooling.cli_reference import cli_reference
 from docs.tooling.write_reference import FOLDER, PAGES
-from orchestrator.cli import app
+from troupe.orchestrator.cli import app
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -18,8 +18,8 @@ import pytest
 import typer.main
 
 from docs.tooling.hooks import outside_code, resolved
-from orchestrator.cli import app
 from tests.conftest import ROOT
+from troupe.orchestrator.cli import app
 
 PAGES = (*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md")))
 """The Markdown sources: pages of the site, and the files that GitHub shows."""

@@ -67,7 +67,7 @@ def tree(tmp_path: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "results")
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, target / name, ignore=ignore)
+            shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=ignore)
         else:
             shutil.copy(ROOT / name, target / name)
     (target / MODEL).parent.mkdir(parents=True)
@@ -100,7 +100,7 @@ def test_a_walkthrough_works(title: str, tree: Path) -> None:
     for command, wanted in commands(text):
         program, *arguments = shlex.split(command)
         assert program in ("troupe", "python"), command
-        start = [sys.executable, "-m", "orchestrator.cli"] if program == "troupe" else [sys.executable]
+        start = [sys.executable, "-m", "troupe"] if program == "troupe" else [sys.executable]
         shown = run(tree, [*start, *arguments]).splitlines()
         assert all(found(line, shown) for line in wanted), f"{command}: {shown}"
 

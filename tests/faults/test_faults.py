@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.training.checkpoint import CheckpointStore
 from tests.faults.injected import Outcome, Signalled, left_behind, seconds_until, stop_group
 from tests.faults.stalls import planted_environment
 from tests.faults.table import record
 from tests.real.commands import ENDLESS, GRPO, PPO, Run, ledger_balances, running
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -117,7 +117,7 @@ def test_the_supervisor_resumes_after_the_driver_is_killed(tmp_path: Path) -> No
     with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="supervised", supervise=True)) as run:
         run.wait_for_step(2)
         (driver,) = [
-            child for child in psutil.Process(run.process.pid).children() if "orchestrator.cli" in str(child.cmdline())
+            child for child in psutil.Process(run.process.pid).children() if child.cmdline()[1:3] == ["-m", "troupe"]
         ]
         last = run.steps()[-1]
         driver.kill()

@@ -104,7 +104,7 @@ def test_reward_function(grpo: Run, bug: str, stall: str, cause: str, function: 
             wait_for_stall(grpo)
             answer = why(grpo)
         if bug == "deadlock":  # it would stay until the timeout of the function
-            for process in workers(grpo, "workers.rewards.child"):
+            for process in workers(grpo, "troupe.workers.rewards.child"):
                 process.kill()
     outcome = record(stall, answer, cause=cause, words=("reward-0 (score", function))
     assert outcome.named and answer.seconds < LIMIT_S

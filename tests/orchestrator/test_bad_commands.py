@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.cli import main
 from tests.conftest import ROOT
 from tests.orchestrator.spec.test_bad_specs import CPU, CPU_CASES, GPU, GPU_CASES, Case
+from troupe.orchestrator.cli import main
 
 USAGE, FAILED = 2, 1
 SERVER = "--address http://127.0.0.1:1"
@@ -223,7 +223,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Pat
 
 def save_checkpoint(run: Path) -> None:
     """A run folder with one valid checkpoint."""
-    from orchestrator.training.checkpoint import CheckpointStore
+    from troupe.orchestrator.training.checkpoint import CheckpointStore
 
     store = CheckpointStore(run / "checkpoints", keep=1)
     path = store.begin(1)
@@ -299,7 +299,7 @@ def test_a_machine_without_memory_gives_one_line(
     def exhausted(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("orchestrator.cli.read_document", exhausted)
+    monkeypatch.setattr("troupe.orchestrator.cli.read_document", exhausted)
     assert ended_with(["plan", "good.yaml"], capsys, monkeypatch) == (
         FAILED,
         ["error: this machine has no memory left for the command"],
@@ -338,7 +338,7 @@ def test_a_disk_that_cannot_be_written_gives_one_line(
 
 
 def shell(line: str) -> str:
-    return f"exec {shlex.quote(sys.executable)} -m orchestrator.cli {line}"
+    return f"exec {shlex.quote(sys.executable)} -m troupe {line}"
 
 
 def assert_one_line(command: list[str], workspace: Path, folder: Path, code: int, words: str) -> None:

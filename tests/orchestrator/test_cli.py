@@ -17,12 +17,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
-from orchestrator.run import RunRequest
-from orchestrator.spec.load import load_rollout_spec
-from orchestrator.spec.offline import OfflineSpec
-from orchestrator.training.checkpoint import CheckpointStore
 from tests.conftest import NO_WEIGHTS, ROOT
+from troupe.orchestrator.cli import app
+from troupe.orchestrator.run import RunRequest
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"
@@ -30,7 +30,7 @@ DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
 
 PROBE = """
 import sys
-from orchestrator.cli import main
+from troupe.orchestrator.cli import main
 sys.argv = ["troupe", *sys.argv[1:]]
 try:
     main()
@@ -275,7 +275,7 @@ def test_evaluating_another_model_keeps_the_reference_of_its_training(
         asked.append(request)
         return {"eval/loss": 0.5}
 
-    monkeypatch.setattr("orchestrator.run.evaluate", evaluated)
+    monkeypatch.setattr("troupe.orchestrator.run.evaluate", evaluated)
     monkeypatch.chdir(ROOT)
     (base := spec.parent / "base").symlink_to(trained := spec.parent / "model")
     arguments = ["eval", str(DPO), "--set", f"model.path={base}", "--model", str(trained)]
@@ -303,7 +303,7 @@ def test_the_versions_are_printed_without_importing_the_packages() -> None:
 
 def test_the_shell_completes_commands() -> None:
     environment = {"_TROUPE_COMPLETE": "complete_bash", "COMP_WORDS": "troupe va", "COMP_CWORD": "1"}
-    code = "import sys; sys.argv = ['troupe']; from orchestrator.cli import app; app(prog_name='troupe')"
+    code = "import sys; sys.argv = ['troupe']; from troupe.orchestrator.cli import app; app(prog_name='troupe')"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60
     )

@@ -13,27 +13,6 @@ from unittest import mock
 
 import pytest
 
-from orchestrator.algorithms.table import KlPenalty, TrustRegion
-from orchestrator.cluster.call_log import CallLog
-from orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
-from orchestrator.data.curriculum import Curriculum
-from orchestrator.data.prompts import PromptPick, PromptSource
-from orchestrator.data.texts import Pieces, TextOrder
-from orchestrator.errors import TrainingDiverged, TroupeError, WorkerError, WorkerRaised
-from orchestrator.live.scaling import WorkerScaler
-from orchestrator.replay.keeper import StepKeeper
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.recorder import EventLog, RunRecorder
-from orchestrator.reporting.run_folder import RunFolder
-from orchestrator.reporting.sinks.base import LoggedRun
-from orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
-from orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
-from orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
-from orchestrator.rollouts.weight_sync import FileSync
-from orchestrator.spec.sections import AlarmConfig, CurriculumConfig
-from orchestrator.training.checkpoint import CheckpointStore
-from orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from tests.fakes import (
     SETTINGS,
     UPDATES,
@@ -49,7 +28,28 @@ from tests.fakes import (
     policy_group,
 )
 from tests.orchestrator.data.test_prompts import pool_of
-from workers.contract.messages import GroupRequest, GroupSummary, WeightUpdate
+from troupe.orchestrator.algorithms.table import KlPenalty, TrustRegion
+from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
+from troupe.orchestrator.data.curriculum import Curriculum
+from troupe.orchestrator.data.prompts import PromptPick, PromptSource
+from troupe.orchestrator.data.texts import Pieces, TextOrder
+from troupe.orchestrator.errors import TrainingDiverged, TroupeError, WorkerError, WorkerRaised
+from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.replay.step_recorder import StepKeeper
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.recorder import EventLog, RunRecorder
+from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.reporting.sinks.base import LoggedRun
+from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
+from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
+from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
+from troupe.orchestrator.rollouts.weight_sync import FileSync
+from troupe.orchestrator.spec.sections import AlarmConfig, CurriculumConfig
+from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightUpdate
 
 ROLLOUTS = RolloutSettings(old_logprobs_at_batch=False, max_staleness=0, train_timeout_s=5.0, trajectories=None)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.spec.sections import CurriculumConfig
 from tests.fakes import SETTINGS, FakeTable, FaultyReward
 from tests.orchestrator.test_controller import RolloutRun
-from workers.contract.messages import RewardSummary
+from troupe.orchestrator.spec.sections import CurriculumConfig
+from troupe.workers.contract.messages import RewardSummary
 
 STEPS = 8
 EASY, HARD = frozenset(range(4)), frozenset(range(4, 8))

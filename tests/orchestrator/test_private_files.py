@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster import ray_nodes
-from orchestrator.live.control import FOLDER, ControlServer
-from orchestrator.private_files import write_private
-from orchestrator.rollout_run import write_spec
-from orchestrator.run_lock import LOCK_FILE, locked
-from orchestrator.spec.load import load_rollout_spec
 from tests.conftest import ROOT
-from workers.rewards.judge_cache import AnswerCache
+from troupe.orchestrator.cluster import ray_nodes
+from troupe.orchestrator.live.control import FOLDER, ControlServer
+from troupe.orchestrator.private_files import write_private
+from troupe.orchestrator.rollout_run import write_spec
+from troupe.orchestrator.run_lock import LOCK_FILE, locked
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.rewards.judge_cache import AnswerCache
 
 
 @pytest.fixture(autouse=True)

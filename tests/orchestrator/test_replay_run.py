@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator import replay_run
-from orchestrator.commands.replay import replay as command
-from orchestrator.errors import TroupeError, UsageError
-from orchestrator.replay.against import ReplayThere, StepThere
-from orchestrator.replay.kept import KeptFolder
-from orchestrator.replay.plan import ReplayPlan
-from orchestrator.replay.repeat import Repeated
-from orchestrator.replay_run import ReplayOutcome, ReplayRequest, compare
-from orchestrator.reporting.console import Console
-from orchestrator.spec.load import load_rollout_spec
 from tests.conftest import ROOT
 from tests.orchestrator.replay.test_replay import kept_step
-from workers.training import masters
+from troupe.orchestrator import replay_run
+from troupe.orchestrator.commands.replay import replay as command
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.replay.against import ReplayThere, StepThere
+from troupe.orchestrator.replay.plan import ReplayPlan
+from troupe.orchestrator.replay.repeat import Repeated
+from troupe.orchestrator.replay.step_record import KeptFolder
+from troupe.orchestrator.replay_run import ReplayOutcome, ReplayRequest, compare
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.training import masters
 
 Each = Callable[[Repeated], bool]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator.data.prompts import DataError
-from orchestrator.errors import UsageError
-from orchestrator.live.resume import require_same_rows, resumption
-from orchestrator.rollout_run import write_spec
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.stages import plan_runs, read_document
-from orchestrator.training.checkpoint import Checkpoint, TrainerLayout, stage_problem, trainer_layouts
 from tests.conftest import ROOT
+from troupe.orchestrator.data.prompts import DataError
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.resume_checks import require_same_rows, resumption
+from troupe.orchestrator.rollout_run import write_spec
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.training.checkpoint import Checkpoint, TrainerLayout, stage_problem, trainer_layouts
 
 
 def shipped(name: str, *overrides: str) -> RunSpec:

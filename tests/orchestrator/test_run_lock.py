@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import UsageError
-from orchestrator.run_lock import LOCK_FILE, locked
 from tests.conftest import ROOT
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.run_lock import LOCK_FILE, locked
 
 HOLD = """
 import sys
 from pathlib import Path
-from orchestrator.run_lock import locked
+from troupe.orchestrator.run_lock import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     {then}

@@ -15,22 +15,22 @@ import pyarrow as pa
 import torch
 from torch.nn import functional
 
-from orchestrator.audit.auditor import AuditedWeights, Auditor
-from orchestrator.audit.report import AuditReport
-from orchestrator.cluster.worker_group import PolicyGroup
-from orchestrator.rollout_run import load_data, pool_bounds
-from orchestrator.rollouts.engine_pool import Engine, EnginePool
-from orchestrator.rollouts.weight_sync import FileSync
-from orchestrator.spec.load import load_rollout_spec
-from orchestrator.spec.rollout import RolloutSpec
 from tests.conftest import ROOT
 from tests.fakes import FaultyWorker
-from workers.audit.judge import judge
-from workers.contract.audit import Judgement
-from workers.contract.messages import GroupRequest, RankPlan
-from workers.models.modeling import CausalLogprobs
-from workers.policy import PolicyWorker
-from workers.rollout import RolloutWorker
+from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
+from troupe.orchestrator.audit.report import AuditReport
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.orchestrator.rollout_run import load_data, pool_bounds
+from troupe.orchestrator.rollouts.weight_sync import FileSync
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.audit.scorer import judge
+from troupe.workers.contract.audit import Judgement
+from troupe.workers.contract.messages import GroupRequest, RankPlan
+from troupe.workers.models.modeling import CausalLogprobs
+from troupe.workers.policy import PolicyWorker
+from troupe.workers.rollout import RolloutWorker
 
 EXTENSION = "tests.real.engine_faults.FaultyExtension"
 LEFT_OUT = "model.layers.1."

@@ -186,7 +186,7 @@ class Run(Command):
 
 def troupe_command(*arguments: str) -> list[str]:
     """Command line of `troupe` with these arguments."""
-    return [sys.executable, "-m", "orchestrator.cli", *arguments]
+    return [sys.executable, "-m", "troupe", *arguments]
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from workers.weights import vllm_transfer
-from workers.weights.vllm_transfer import EngineExtension, ShmWeightTransferEngine
+from troupe.workers.weights import vllm_transfer
+from troupe.workers.weights.vllm_transfer import EngineExtension, ShmWeightTransferEngine
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
-from workers.contract.messages import PROMPTS
-from workers.rollout import RolloutWorker
+from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.messages import PROMPTS
+from troupe.workers.rollout import RolloutWorker
 
 MAX_TOKENS = 24
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.real.models import save_llama
-from workers.contract.config import ModelConfig, Rendezvous, TrainerConfig
-from workers.models.modeling import ModelModule, load_causal
-from workers.training.deepspeed_engine import TrainEngine
-from workers.training.group import join_group, leave_group, rendezvous_store
+from troupe.workers.contract.config import ModelConfig, Rendezvous, TrainerConfig
+from troupe.workers.models.modeling import ModelModule, load_causal
+from troupe.workers.training.deepspeed_engine import TrainEngine
+from troupe.workers.training.group import join_group, leave_group, rendezvous_store
 
 pytestmark = pytest.mark.real
 

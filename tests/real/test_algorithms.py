@@ -18,24 +18,24 @@ import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 
-from orchestrator.algorithms.table import ALGORITHMS
-from orchestrator.capacity.placement import Placement, Seat
-from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
-from orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
-from orchestrator.controller import RunOutcome
-from orchestrator.launcher import RunContext, WorkerLauncher, Workers
-from orchestrator.reporting.console import Console
-from orchestrator.rollout_run import RolloutRun, load_data
-from orchestrator.rollouts.engine_pool import Engine
-from orchestrator.spec.load import load_rollout_spec
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.training.checkpoint import CheckpointStore
-from orchestrator.worker_classes import worker_classes
 from tests.conftest import ROOT
-from workers.contract.config import CriticConfig, PolicyConfig, RewardConfig
-from workers.critic import CriticWorker
-from workers.policy import PolicyWorker
-from workers.reward import RewardWorker
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.capacity.placement import Placement, Seat
+from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
+from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
+from troupe.orchestrator.controller import RunOutcome
+from troupe.orchestrator.launcher import RunContext, WorkerLauncher, Workers
+from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.rollout_run import RolloutRun, load_data
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.worker_classes import worker_classes
+from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig
+from troupe.workers.critic import CriticWorker
+from troupe.workers.policy import PolicyWorker
+from troupe.workers.reward import RewardWorker
 
 TIMEOUT_S = 240.0
 SEATS = Placement("reusable", ({"CPU": 1.0},), "PACK", (Seat("policy", 0, 0, 0.5, 0.0), Seat("critic", 0, 0, 0.5, 0.0)))

@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from orchestrator.audit.report import AuditReport
 from tests.real.audit_faults import EXTENSION, LEFT_OUT, OTHER_TEMPLATE, Stack, audit_spec
-from workers.engine import settings
+from troupe.orchestrator.audit.report import AuditReport
+from troupe.workers.engine import settings
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.training.checkpoint import CheckpointStore
 from tests.conftest import ROOT
 from tests.real.commands import Command, running, trajectories
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.long
 

@@ -15,7 +15,7 @@ SPEC = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
 
 def env_check(tiny_model: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command on the tiny model."""
-    command = [sys.executable, "-m", "orchestrator.cli", "env", "check", str(SPEC), *arguments]
+    command = [sys.executable, "-m", "troupe", "env", "check", str(SPEC), *arguments]
     command += ["--set", f"model.path={tiny_model}"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
@@ -47,7 +47,7 @@ def test_an_environment_that_cannot_be_loaded_is_one_line(tiny_model: Path) -> N
 @pytest.mark.real
 def test_a_spec_without_an_environment_has_nothing_to_check(tiny_model: Path) -> None:
     spec = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
-    command = [sys.executable, "-m", "orchestrator.cli", "env", "check", str(spec), "--set", f"model.path={tiny_model}"]
+    command = [sys.executable, "-m", "troupe", "env", "check", str(spec), "--set", f"model.path={tiny_model}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines() == [f"error: {spec}: there is no roles.environment to check"]

@@ -26,12 +26,12 @@ from tests.real.rollout_helpers import (
     rollout_config,
     sampling_config,
 )
-from workers.contract.config import EnvironmentConfig, EpisodeConfig
-from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Observation, Row
-from workers.contract.messages import ROLLOUTS, GroupRequest
-from workers.environment import EnvironmentWorker
-from workers.rollout import RolloutWorker
-from workers.weights.file import WeightPublisher
+from troupe.workers.contract.config import EnvironmentConfig, EpisodeConfig
+from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Observation, Row
+from troupe.workers.contract.messages import ROLLOUTS, GroupRequest
+from troupe.workers.environment import EnvironmentWorker
+from troupe.workers.rollout import RolloutWorker
+from troupe.workers.weights.file import WeightPublisher
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

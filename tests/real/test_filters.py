@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestrator.spec.load import load_rollout_spec
 from tests.conftest import ROOT
 from tests.real.commands import Run, checkpoint_weights, running, trajectories
+from troupe.orchestrator.spec.load import load_rollout_spec
 
 SPEC = ROOT / "deploy" / "specs" / "tiny-dapo.yaml"
 LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "masked_samples", "ledger/trained", "ledger/dropped")

@@ -16,9 +16,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.reporting.run_folder import RunFolder
-from orchestrator.spec.load import load_rollout_spec
-from orchestrator.training.checkpoint import verify
 from tests.conftest import ROOT
 from tests.real.commands import (
     GRPO,
@@ -36,6 +33,9 @@ from tests.real.commands import (
     trajectories,
     troupe_command,
 )
+from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.training.checkpoint import verify
 
 LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "response_tokens/mean", "policy/entropy")
 """Metrics that are equal in every run of the same spec and seed."""

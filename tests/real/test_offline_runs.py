@@ -23,28 +23,28 @@ import pytest_asyncio
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from orchestrator.capacity.placement import Placement, Seat
-from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
-from orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
-from orchestrator.data.conversations import chat_messages
-from orchestrator.data.examples import load_examples
-from orchestrator.launcher import RunContext, WorkerLauncher, Workers
-from orchestrator.offline_run import OfflineRun
-from orchestrator.reporting.console import Console
-from orchestrator.spec.offline import OfflineSpec
-from orchestrator.spec.stages import plan_runs, read_document
-from orchestrator.training.checkpoint import CheckpointStore, verify
-from orchestrator.worker_classes import worker_classes
 from tests.conftest import ROOT
 from tests.real.commands import Command, Run, checkpoint_weights, interrupt, running, troupe_command
-from workers.contract.config import ModelConfig
-from workers.contract.offline_config import OfflineConfig
-from workers.data.chat import encode_prompt
-from workers.data.examples import encode_response
-from workers.models.modeling import load_causal, load_value
-from workers.offline import ExamplePolicyWorker, RewardTrainer
-from workers.reference import ReferenceWorker
-from workers.rewards.model import RewardModel
+from troupe.orchestrator.capacity.placement import Placement, Seat
+from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
+from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
+from troupe.orchestrator.data.conversations import chat_messages
+from troupe.orchestrator.data.examples import load_examples
+from troupe.orchestrator.launcher import RunContext, WorkerLauncher, Workers
+from troupe.orchestrator.offline_run import OfflineRun
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
+from troupe.orchestrator.worker_classes import worker_classes
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.offline_config import OfflineConfig
+from troupe.workers.data.chat import encode_prompt
+from troupe.workers.data.examples import encode_response
+from troupe.workers.models.modeling import load_causal, load_value
+from troupe.workers.offline import ExamplePolicyWorker, RewardTrainer
+from troupe.workers.reference import ReferenceWorker
+from troupe.workers.rewards.model import RewardModel
 
 DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
 LEARNING = ("policy/loss", "policy/grad_norm", "policy/accuracy", "policy/margin", "policy/learning_rate")

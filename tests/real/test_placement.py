@@ -12,9 +12,9 @@ import pytest
 from ray.util.placement_group import placement_group_table
 
 from deploy.demo.cluster import free_port, node
-from orchestrator.capacity.placement import RoleSize, fit, place, place_one
-from orchestrator.cluster import ray_nodes
-from orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.capacity.placement import RoleSize, fit, place, place_one
+from troupe.orchestrator.cluster import ray_nodes
+from troupe.orchestrator.cluster.ray_cluster import Cluster
 
 pytestmark = pytest.mark.real
 

@@ -19,15 +19,15 @@ from ray.job_submission import JobSubmissionClient
 from ray.util import get_node_ip_address
 
 from deploy.demo.cluster import answers, free_port
-from orchestrator.platforms.flags import NodeFlags, SlurmFlags
-from orchestrator.platforms.kubernetes.documents import entrypoint
-from orchestrator.platforms.kubernetes.pre_stop import has_actors, stop_jobs, wait_for_actors
-from orchestrator.platforms.manifest import Request, batch_script
-from orchestrator.platforms.ray_jobs import JobServer, token_header
-from orchestrator.training.checkpoint import CheckpointStore
 from tests.conftest import ROOT
 from tests.orchestrator.platforms.kubernetes.manifests import documents
 from tests.real.commands import ENDLESS, GRPO, Command, running
+from troupe.orchestrator.platforms.flags import NodeFlags, SlurmFlags
+from troupe.orchestrator.platforms.kubernetes.documents import entrypoint
+from troupe.orchestrator.platforms.kubernetes.pre_stop import has_actors, stop_jobs, wait_for_actors
+from troupe.orchestrator.platforms.manifest import Request, batch_script
+from troupe.orchestrator.platforms.ray_jobs import JobServer, token_header
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.long
 SAVE_S = 300.0

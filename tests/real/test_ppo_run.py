@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from orchestrator.spec.load import load_rollout_spec
-from orchestrator.training.checkpoint import verify
 from tests.real.commands import (
     POLICY_METRICS,
     PPO,
@@ -17,6 +15,8 @@ from tests.real.commands import (
     running,
     trajectories,
 )
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.training.checkpoint import verify
 
 CRITIC_METRICS = ("critic/loss", "critic/grad_norm", "critic/learning_rate", "critic/skipped_updates")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.spec.load import load_rollout_spec
 from tests.conftest import ROOT
 from tests.real.commands import Run, running, trajectories
+from troupe.orchestrator.spec.load import load_rollout_spec
 
 SPEC = ROOT / "deploy" / "specs" / "tiny-raft.yaml"
 STEPS = 2

@@ -15,8 +15,8 @@ from tests.conftest import ROOT
 SCRIPT = """
 import json, sys
 from tests.real.test_trainer import policy_config
-from workers.contract.config import Rendezvous
-from workers.policy import PolicyWorker
+from troupe.workers.contract.config import Rendezvous
+from troupe.workers.policy import PolicyWorker
 
 model, folder, stage, dtype = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 config = policy_config(model, stage, dtype)

@@ -28,14 +28,14 @@ from tests.real.rollout_helpers import (
     rollout_config,
     sampling_config,
 )
-from workers.contract.config import RewardConfig, RewardFunctionConfig, StructuredConfig
-from workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary
-from workers.data.chat import sample_seed
-from workers.engine import rows as rows_module
-from workers.engine.errors import EngineClosed, EngineDead
-from workers.episodes.turns import TurnLimits
-from workers.reward import RewardWorker
-from workers.rollout import RolloutWorker
+from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig, StructuredConfig
+from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary
+from troupe.workers.data.chat import sample_seed
+from troupe.workers.engine import rows as rows_module
+from troupe.workers.engine.errors import EngineClosed, EngineDead
+from troupe.workers.episodes.turns import TurnLimits
+from troupe.workers.reward import RewardWorker
+from troupe.workers.rollout import RolloutWorker
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

@@ -61,9 +61,9 @@ import asyncio, sys, time
 from importlib import import_module
 from pathlib import Path
 from tests.real.rollout_helpers import chat, prompt_table, rollout_config
-from workers import rollout
-from workers.contract.messages import GroupRequest
-from workers.rollout import RolloutWorker
+from troupe.workers import rollout
+from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.rollout import RolloutWorker
 
 def never_answer():
     # vLLM's engine waits for the answer of this process, for up to five minutes, before it loads anything.

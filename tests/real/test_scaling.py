@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.spec.load import load_rollout_spec
-from orchestrator.training.checkpoint import CheckpointStore
 from tests.real.commands import (
     GRPO,
     SAMPLES_PER_STEP,
@@ -18,6 +16,8 @@ from tests.real.commands import (
     running,
     trajectories,
 )
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.long
 

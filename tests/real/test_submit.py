@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from deploy.demo.cluster import answers, free_port
-from orchestrator.training.checkpoint import CheckpointStore
 from tests.conftest import ROOT
 from tests.real.commands import GRPO, Command, run_troupe, running, troupe_command
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
 HEAD_TIMEOUT_S = 90.0

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.real.models import save_llama
 from tests.workers.models.test_token_batch import train_table
-from workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
-from workers.contract.config import (
+from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
+from troupe.workers.contract.config import (
     AdvantageConfig,
     CriticConfig,
     CriticLossConfig,
@@ -38,14 +38,14 @@ from workers.contract.config import (
     SamplingConfig,
     TrainerConfig,
 )
-from workers.contract.messages import TEXTS, RankPlan, UpdateMetrics
-from workers.critic import CriticWorker
-from workers.models.modeling import CHUNK_LOGITS, CausalLogprobs, load_causal, score
-from workers.models.token_batch import TokenTable, ragged
-from workers.policy import PolicyWorker
-from workers.reference import ReferenceConfig, ReferenceWorker
-from workers.training.optimizer import learning_rate
-from workers.weights.file import read_weights
+from troupe.workers.contract.messages import TEXTS, RankPlan, UpdateMetrics
+from troupe.workers.critic import CriticWorker
+from troupe.workers.models.modeling import CHUNK_LOGITS, CausalLogprobs, load_causal, score
+from troupe.workers.models.token_batch import TokenTable, ragged
+from troupe.workers.policy import PolicyWorker
+from troupe.workers.reference import ReferenceConfig, ReferenceWorker
+from troupe.workers.training.optimizer import learning_rate
+from troupe.workers.weights.file import read_weights
 
 pytestmark = pytest.mark.real
 

@@ -17,7 +17,7 @@ import torch
 
 from tests.conftest import ROOT
 from tests.real.commands import GRPO, Run, running
-from workers.training.shards import read_shard
+from troupe.workers.training.shards import read_shard
 
 STAGES = [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")]
 SCRIPT = """
@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from tests.real import test_untrusted_checkpoint as planted
 from tests.real.test_trainer import policy_config
-from workers.contract.config import Rendezvous
-from workers.policy import PolicyWorker
+from troupe.workers.contract.config import Rendezvous
+from troupe.workers.policy import PolicyWorker
 
 model, folder, canary = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 started = None

@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from orchestrator.training.micro_batches import plan_update
 from tests.real.models import save_llama
 from tests.workers.models.test_token_batch import train_table
-from workers.contract.config import (
+from troupe.orchestrator.training.micro_batches import plan_update
+from troupe.workers.contract.config import (
     AdvantageConfig,
     ModelConfig,
     PolicyConfig,
@@ -31,8 +31,8 @@ from workers.contract.config import (
     SamplingConfig,
     TrainerConfig,
 )
-from workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
-from workers.policy import PolicyWorker
+from troupe.workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
+from troupe.workers.policy import PolicyWorker
 
 MIB = 2**20
 PROMPT, GROUP = 64, 8

@@ -27,10 +27,10 @@ from tests.real.rollout_helpers import (
     sampling_config,
     save_model,
 )
-from workers.contract.messages import GroupRequest, WeightUpdate
-from workers.engine.errors import EngineClosed
-from workers.rollout import RolloutWorker
-from workers.weights.file import WeightDigestMismatch, WeightPublisher, read_payload
+from troupe.workers.contract.messages import GroupRequest, WeightUpdate
+from troupe.workers.engine.errors import EngineClosed
+from troupe.workers.rollout import RolloutWorker
+from troupe.workers.weights.file import WeightDigestMismatch, WeightPublisher, read_payload
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.real.commands import Command, running
 
-PROBE = "import orchestrator, workers; print(orchestrator.__file__, workers.__file__)"
+PROBE = "import troupe.orchestrator, troupe.workers; print(troupe.orchestrator.__file__, troupe.workers.__file__)"
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source, venv = folder / "source", folder / "venv"
     source.mkdir()
-    for name in ("orchestrator", "workers", "deploy"):  # a copy, because building leaves files
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("troupe", "orchestrator", "workers", "deploy"):  # a copy, because building leaves files
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

@@ -9,7 +9,6 @@ import psutil
 import pytest
 import torch
 
-from orchestrator.training.checkpoint import CheckpointStore
 from tests.real.commands import (
     ENDLESS,
     ENDLESS_SAMPLES_PER_STEP,
@@ -20,6 +19,7 @@ from tests.real.commands import (
     ledger_balances,
     running,
 )
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.long
 

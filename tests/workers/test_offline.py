@@ -12,14 +12,14 @@ import pyarrow as pa
 import pytest
 import torch
 
-from workers import offline
-from workers.contract.config import ModelConfig
-from workers.contract.messages import RankPlan
-from workers.contract.offline_config import ExampleConfig, RewardLossConfig
-from workers.contract.offline_messages import EXAMPLE_BATCH
-from workers.data.examples import ExampleTable
-from workers.models.modeling import RewardScores, load_value
-from workers.offline import ExamplePolicyWorker, RewardTrainer
+from troupe.workers import offline
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.messages import RankPlan
+from troupe.workers.contract.offline_config import ExampleConfig, RewardLossConfig
+from troupe.workers.contract.offline_messages import EXAMPLE_BATCH
+from troupe.workers.data.examples import ExampleTable
+from troupe.workers.models.modeling import RewardScores, load_value
+from troupe.workers.offline import ExamplePolicyWorker, RewardTrainer
 
 TOKENS = 700
 

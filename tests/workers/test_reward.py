@@ -16,15 +16,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig
-from workers.contract.memory import resident_peak
-from workers.contract.messages import REWARDS, ROLLOUTS
-from workers.contract.samples import SAMPLES
-from workers.data.trajectories import join_rewards, write_trajectories
-from workers.reward import RewardWorker, combine, component_labels
-from workers.rewards.loading import RewardFunctionError
-from workers.rewards.model import RewardModel, budget_batches
-from workers.rewards.runner import Outcome
+from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS
+from troupe.workers.contract.samples import SAMPLES
+from troupe.workers.data.trajectories import join_rewards, write_trajectories
+from troupe.workers.reward import RewardWorker, combine, component_labels
+from troupe.workers.rewards.loading import RewardFunctionError
+from troupe.workers.rewards.model import RewardModel, budget_batches
+from troupe.workers.rewards.runner import Outcome
+from troupe.workers.telemetry.peak_memory import resident_peak
 
 WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", "one", "two", "three", "four", "five"]
 TEMPLATE = (

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from workers.algorithms.sampled_tokens import SampledTokens
-from workers.contract.config import CustomConfig
+from troupe.workers.algorithms.sampled_tokens import SampledTokens
+from troupe.workers.contract.config import CustomConfig
 
 __all__ = ["CustomAlgorithm", "GroupRewards", "LossTokens", "SampledTokens", "TokenLoss"]
 
@@ -115,7 +115,7 @@ def _load(name: str, args: str) -> CustomAlgorithm:
         raise CustomAlgorithmError(f"{name} takes no arguments: algorithm.args is for a function that returns one")
     if not isinstance(found, CustomAlgorithm):
         raise CustomAlgorithmError(
-            f"{name} is a {type(found).__name__}, not a workers.algorithms.custom.CustomAlgorithm"
+            f"{name} is a {type(found).__name__}, not a troupe.workers.algorithms.custom.CustomAlgorithm"
         )
     if found.advantage is None and found.loss is None and found.keep_group is None:
         raise CustomAlgorithmError(f"{name} is {found.base}: it has neither advantage nor loss nor keep_group")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from workers.algorithms.custom import (
+from troupe.workers.algorithms.custom import (
     CustomAlgorithm,
     GroupRewards,
     LossTokens,
@@ -17,7 +17,7 @@ from workers.algorithms.custom import (
     custom_loss,
     load_custom,
 )
-from workers.contract.config import CustomConfig
+from troupe.workers.contract.config import CustomConfig
 
 _LENGTHS = (3, 5, 1, 4, 2, 6)
 _GROUPS = (0, 0, 0, 1, 1, 1)

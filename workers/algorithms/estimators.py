@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from workers.algorithms.advantages import (
+from troupe.workers.algorithms.advantages import (
     best_of_group,
     explained_variance,
     gae,
@@ -25,10 +25,10 @@ from workers.algorithms.advantages import (
     step_rewards,
     whiten,
 )
-from workers.algorithms.custom import custom_advantages
-from workers.algorithms.sampled_tokens import SampledTokens
-from workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
-from workers.contract.config import STEP_ESTIMATORS, AdvantageConfig
+from troupe.workers.algorithms.custom import custom_advantages
+from troupe.workers.algorithms.sampled_tokens import SampledTokens
+from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
+from troupe.workers.contract.config import STEP_ESTIMATORS, AdvantageConfig
 
 SCALE_EPS = 1e-4
 """Added to the standard deviation that scales rewards, so that equal rewards scale to 0 and not to noise."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from workers.algorithms.preference_losses import (
+from troupe.workers.algorithms.preference_losses import (
     PREFERENCE_LOSSES,
     Groups,
     accuracy,
@@ -28,7 +28,7 @@ from workers.algorithms.preference_losses import (
     rrhf_ranking,
     sequence_logprobs,
 )
-from workers.contract.offline_config import (
+from troupe.workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
     KtoLossConfig,

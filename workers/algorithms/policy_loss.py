@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from workers.algorithms.custom import LossTokens, TokenLoss, custom_loss
-from workers.contract.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.algorithms.custom import LossTokens, TokenLoss, custom_loss
+from troupe.workers.contract.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
 
 MAX_LOG_RATIO = 20.0
 """Above this `exp` continues as its tangent: an outlier gives a large number instead of infinity, and a gradient of the

@@ -1,6 +1,6 @@
 """Pure loss functions of offline training: likelihood, reward models, preferences.
 
-Per-token tensors are 1-D over the response tokens of one micro-batch, as in `workers.algorithms.policy_loss`;
+Per-token tensors are 1-D over the response tokens of one micro-batch, as in `troupe.workers.algorithms.policy_loss`;
 per-response tensors are 1-D over its B rows; responses that are compared have the shape [G, K]: G examples with up to K
 responses each. Every function returns one loss per example; the caller averages them.
 
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from workers.contract.offline_config import Preference
-from workers.contract.offline_messages import CALIBRATION_BINS, calibration_bin
+from troupe.workers.contract.offline_config import Preference
+from troupe.workers.contract.offline_messages import CALIBRATION_BINS, calibration_bin
 
 _NOTHING = -1e30
 """Logarithm of the weight of a response that is not compared: finite, so that its gradient is 0 and not NaN."""

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from workers.algorithms.estimators import SampledTokens, estimate
-from workers.algorithms.policy_loss import kl_penalty
-from workers.contract.advantage_state import AdvantageState
-from workers.contract.config import AdvantageConfig
-from workers.contract.messages import TRAIN, PrepareRequest, TrainRow, TrainSummary, identities
-from workers.models.token_batch import Ragged, list_column, prompt_numbers, ragged
+from troupe.workers.algorithms.estimators import SampledTokens, estimate
+from troupe.workers.algorithms.policy_loss import kl_penalty
+from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.messages import TRAIN, PrepareRequest, TrainRow, TrainSummary, identities
+from troupe.workers.models.token_batch import Ragged, list_column, prompt_numbers, ragged
 
 SCORES = ("old_logprobs", "ref_logprobs", "values")
 Keep = Sequence[tuple[str, int]]

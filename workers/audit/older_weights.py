@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL
+from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,9 +16,9 @@ import pyarrow as pa
 import torch
 from torch.nn import functional
 
-from workers.audit.older_weights import OlderWeights
-from workers.contract.audit import Floats, Judgement, JudgeRequest, PromptDifference
-from workers.data.tokenizer import load_chat_tokenizer, render, token_ids
+from troupe.workers.audit.older_weights import OlderWeights
+from troupe.workers.contract.audit import Floats, Judgement, JudgeRequest, PromptDifference
+from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import Field
 
-from workers.contract.config import Frozen
+from troupe.workers.contract.config import Frozen
 
 
 class Moments(Frozen):

@@ -1,4 +1,4 @@
-"""What the judge of an audit is asked, and what it answers (`workers/audit/judge.py`).
+"""What the judge of an audit is asked, and what it answers (`workers/audit/scorer.py`).
 
 A hypothesis is a way in which log-probs may have been computed, under a key such as `head:bfloat16` or
 `positions:response+1`: the kind of cause, and what it is about.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from workers.contract.config import ModelConfig
+from troupe.workers.contract.config import ModelConfig
 
 Floats = npt.NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from workers.contract.environments import Message
+from troupe.workers.contract.environments import Message
 
 
 class JudgeGone(RuntimeError):

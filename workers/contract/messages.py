@@ -16,8 +16,8 @@ from typing import Literal
 
 import pyarrow as pa
 
-from workers.contract.advantage_state import AdvantageState
-from workers.contract.environments import OK
+from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.environments import OK
 
 SCHEMA_VERSION = "2"
 SCHEMA_METADATA: dict[bytes | str, bytes | str] = {"troupe_schema": SCHEMA_VERSION}

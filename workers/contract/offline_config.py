@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from workers.contract.config import Device, Frozen, ModelConfig, TrainerConfig
+from troupe.workers.contract.config import Device, Frozen, ModelConfig, TrainerConfig
 
 Preference = Literal["logistic", "fidelity"]
 """Loss of a preference, of how far the model puts the better response ahead."""

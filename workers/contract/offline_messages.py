@@ -1,4 +1,4 @@
-"""Tables and summaries of offline training; schemas are versioned as in `workers.contract.messages`."""
+"""Tables and summaries of offline training; schemas are versioned as in `troupe.workers.contract.messages`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from workers.contract.messages import IDENTITY, SCHEMA_METADATA, TrainSummary
+from troupe.workers.contract.messages import IDENTITY, SCHEMA_METADATA, TrainSummary
 
 EXAMPLE_TEXTS = pa.schema(
     [

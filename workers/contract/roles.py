@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from workers.contract.config import Rendezvous
-from workers.contract.environments import EpisodeReply, Message, Row
-from workers.contract.judges import Judge, JudgeAnswer
-from workers.contract.messages import (
+from troupe.workers.contract.config import Rendezvous
+from troupe.workers.contract.environments import EpisodeReply, Message, Row
+from troupe.workers.contract.judges import Judge, JudgeAnswer
+from troupe.workers.contract.messages import (
     GroupRequest,
     GroupSummary,
     KeptFile,
@@ -30,7 +30,7 @@ from workers.contract.messages import (
     WeightUpdate,
     WorkerHealth,
 )
-from workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
+from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from workers.contract.messages import IDENTITY_NAMES, REWARDS, ROLLOUTS, SCHEMA_METADATA
+from troupe.workers.contract.messages import IDENTITY_NAMES, REWARDS, ROLLOUTS, SCHEMA_METADATA
 
 _FLOATS = pa.list_(pa.float32())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from workers.data.chat import PromptRefused
-from workers.data.examples import ExampleRefused, encode_response
+from troupe.workers.data.chat import PromptRefused
+from troupe.workers.data.examples import ExampleRefused, encode_response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

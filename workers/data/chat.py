@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from workers.data.tokenizer import render, token_ids
+from troupe.workers.data.tokenizer import render, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

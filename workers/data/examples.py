@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from workers.algorithms.preference_losses import Groups, divergence_masks
-from workers.contract.messages import TrainRow, identities
-from workers.contract.offline_config import ExampleConfig
-from workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
-from workers.data.chat import PromptRefused, encode_prompt
-from workers.data.tokenizer import render, token_ids
-from workers.models.token_batch import TokenBatch, TokenTable, ragged
+from troupe.workers.algorithms.preference_losses import Groups, divergence_masks
+from troupe.workers.contract.messages import TrainRow, identities
+from troupe.workers.contract.offline_config import ExampleConfig
+from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
+from troupe.workers.data.chat import PromptRefused, encode_prompt
+from troupe.workers.data.tokenizer import render, token_ids
+from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -274,7 +274,7 @@ def attach(batch: pa.Table, scores: Sequence[pa.Table]) -> pa.Table:
 
 @dataclass(frozen=True)
 class ExampleMicroBatch:
-    """Rows of a batch as tensors; for the fields see `workers.algorithms.offline_objectives.Scored`."""
+    """Rows of a batch as tensors; for the fields see `troupe.workers.algorithms.offline_objectives.Scored`."""
 
     tokens: TokenBatch
     groups: Groups

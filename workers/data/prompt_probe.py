@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from workers.contract.config import ModelConfig
-from workers.data.chat import PromptRefused, encode_prompt
-from workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.data.chat import PromptRefused, encode_prompt
+from troupe.workers.data.tokenizer import load_chat_tokenizer
 
 
 def measure(request: Mapping[str, Any]) -> Iterator[int | str]:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import xxhash
 
-from workers.contract.messages import KeptFile
+from troupe.workers.contract.messages import KeptFile
 
 
 def write_tables(folder: str | Path, tables: Mapping[str, pa.Table]) -> dict[str, KeptFile]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from workers.contract.messages import TEXTS, RankPlan, TextSummary
-from workers.models.token_batch import TokenBatch, TokenTable
+from troupe.workers.contract.messages import TEXTS, RankPlan, TextSummary
+from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

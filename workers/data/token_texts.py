@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from workers.contract.config import ModelConfig
-from workers.data.tokenizer import load_tokenizer
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.data.tokenizer import load_tokenizer
 
 _SPACE = "\u2581"
 """What SentencePiece writes for a space before a word."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from workers.contract.messages import (
+from troupe.workers.contract.messages import (
     IDENTITY_NAMES,
     REWARDS,
     ROLLOUTS,
@@ -19,7 +19,7 @@ from workers.contract.messages import (
     Identity,
     identities,
 )
-from workers.contract.samples import SAMPLES, TRAINED, conform
+from troupe.workers.contract.samples import SAMPLES, TRAINED, conform
 
 _RECORDED = TOKEN_RECORDS.names[-2:]
 _JUDGEMENT = tuple(name for name in REWARDS.names if name not in IDENTITY_NAMES)

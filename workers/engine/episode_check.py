@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from workers.contract.config import EnvironmentConfig, ModelConfig
-from workers.data.chat import sample_seed
-from workers.data.tokenizer import load_chat_tokenizer
-from workers.engine.tool_calls import tool_parser
-from workers.episodes.check import Rehearsal, describe, rehearse
-from workers.episodes.reader import read_row
+from troupe.workers.contract.config import EnvironmentConfig, ModelConfig
+from troupe.workers.data.chat import sample_seed
+from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.engine.tool_calls import tool_parser
+from troupe.workers.episodes.check import Rehearsal, describe, rehearse
+from troupe.workers.episodes.reader import read_row
 
 
 def report(request: Mapping[str, Any]) -> Iterator[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from workers.contract.messages import WorkerGone
-from workers.engine.log import last_error, own_logs
+from troupe.workers.contract.messages import WorkerGone
+from troupe.workers.engine.log import last_error, own_logs
 
 
 class EngineClosed(RuntimeError):

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from functools import cache
 
-from workers.isolation.removal import remove_at_death
+from troupe.workers.isolation.removal import remove_at_death
 
 OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
 """Environment variable with the process id of the rollout worker that owns the engine's processes."""

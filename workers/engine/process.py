@@ -17,8 +17,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any
 
-from workers.contract.config import Device
-from workers.engine.lifeline import FOLDER_VARIABLE, die_with_owner, temporary_folder
+from troupe.workers.contract.config import Device
+from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, die_with_owner, temporary_folder
 
 _IMPORTED_AHEAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 

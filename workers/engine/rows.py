@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from workers.contract.environments import OK
-from workers.contract.messages import EpisodeSummary, GroupRequest, SampleSummary
-from workers.episodes.episode import Played
-from workers.episodes.turns import Segment, Turn
+from troupe.workers.contract.environments import OK
+from troupe.workers.contract.messages import EpisodeSummary, GroupRequest, SampleSummary
+from troupe.workers.episodes.episode import Played
+from troupe.workers.episodes.turns import Segment, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

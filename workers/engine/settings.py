@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from workers.contract.config import RolloutConfig, StructuredConfig, TransferBackend
-from workers.engine.lifeline import FOLDER_VARIABLE, OWNER_VARIABLE, temporary_folder
-from workers.engine.process import import_ahead
+from troupe.workers.contract.config import RolloutConfig, StructuredConfig, TransferBackend
+from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, temporary_folder
+from troupe.workers.engine.process import import_ahead
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import StructuredOutputsParams
 
 SHM_BACKEND = "troupe_shm"
-"""vLLM's name for the shared-memory transfer engine of `workers.weights.vllm_transfer`."""
+"""vLLM's name for the shared-memory transfer engine of `troupe.workers.weights.vllm_transfer`."""
 
 _TRANSFER_BACKENDS: dict[TransferBackend, str] = {"shm": SHM_BACKEND, "ipc": "ipc", "nccl": "nccl"}
-_EXTENSION = "workers.weights.vllm_transfer.EngineExtension"
+_EXTENSION = "troupe.workers.weights.vllm_transfer.EngineExtension"
 _CPU_PREFILL_TOKENS = 4096
 _CPU_BLOCK_TOKENS = 32
 """Tokens in one block of the KV cache. Samples of a group share the full blocks of their prompt. The default of vLLM's

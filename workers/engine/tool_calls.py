@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workers.episodes.reader import ParseCalls
+from troupe.workers.episodes.reader import ParseCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

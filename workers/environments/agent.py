@@ -23,10 +23,10 @@ from typing import Any
 
 from aiohttp import web
 
-from workers.contract.environments import Message, Observation, Row
-from workers.contract.naming import import_attribute, locate
-from workers.environments.base import Environment
-from workers.rewards.scalars import as_number
+from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.contract.naming import import_attribute, locate
+from troupe.workers.environments.base import Environment
+from troupe.workers.rewards.scalars import as_number
 
 HOST = "127.0.0.1"
 BASE_URL, API_KEY, MODEL = "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"

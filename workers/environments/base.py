@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 
-from workers.contract.environments import Message, Observation, Row
+from troupe.workers.contract.environments import Message, Observation, Row
 
 
 class Environment(ABC):

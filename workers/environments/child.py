@@ -1,4 +1,4 @@
-"""The processes that environments run in, controlled by `workers.environments.processes`.
+"""The processes that environments run in, controlled by `troupe.workers.environments.processes`.
 
 The first process loads the environment's class and then only forks: one process for each seat, in which one episode
 runs at a time. A seat that hangs or dies is killed alone, and its successor needs no import.
@@ -26,14 +26,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from workers.contract.environments import Row, read_observation
-from workers.contract.stacks import write_stacks_on_signal
-from workers.environments.base import Environment
-from workers.environments.loading import EnvironmentLoadError, load
-from workers.isolation.descendants import guard
-from workers.isolation.environment import MARK
-from workers.rewards.child import die_with, limit_memory
-from workers.rewards.results import describe, user_traceback
+from troupe.workers.contract.environments import Row, read_observation
+from troupe.workers.environments.base import Environment
+from troupe.workers.environments.loading import EnvironmentLoadError, load
+from troupe.workers.isolation.descendants import guard
+from troupe.workers.isolation.environment import MARK
+from troupe.workers.rewards.child import die_with, limit_memory
+from troupe.workers.rewards.results import describe, user_traceback
+from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 _PR_SET_PDEATHSIG = 1
 

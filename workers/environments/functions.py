@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
-from workers.contract.config import first_problem
-from workers.contract.naming import import_attribute, locate
-from workers.sandbox.run import SandboxError, check_sandbox
+from troupe.workers.contract.config import first_problem
+from troupe.workers.contract.naming import import_attribute, locate
+from troupe.workers.sandbox.run import SandboxError, check_sandbox
 
 SHIPPED = {
-    "calculator": "workers.environments.calculator:calculator",
-    "python": "workers.environments.python_tool:python",
+    "calculator": "troupe.workers.environments.calculator:calculator",
+    "python": "troupe.workers.environments.python_tool:python",
 }
 RUN_MODEL_CODE = ("python",)
 """Built-in tools that run code that a model wrote, in a sandbox."""

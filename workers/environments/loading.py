@@ -6,17 +6,17 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from workers.contract import naming
-from workers.environments.base import Environment
+from troupe.workers.contract import naming
+from troupe.workers.environments.base import Environment
 
 SHIPPED = {
-    "agent": "workers.environments.agent:Agent",
-    "guess_number": "workers.environments.guess_number:GuessNumber",
-    "openenv": "workers.environments.openenv:OpenEnv",
-    "retry": "workers.environments.retry:Retry",
-    "single_turn": "workers.environments.single_turn:SingleTurn",
-    "tools": "workers.environments.tools:Tools",
-    "verifiers": "workers.environments.verifiers:Verifiers",
+    "agent": "troupe.workers.environments.agent:Agent",
+    "guess_number": "troupe.workers.environments.guess_number:GuessNumber",
+    "openenv": "troupe.workers.environments.openenv:OpenEnv",
+    "retry": "troupe.workers.environments.retry:Retry",
+    "single_turn": "troupe.workers.environments.single_turn:SingleTurn",
+    "tools": "troupe.workers.environments.tools:Tools",
+    "verifiers": "troupe.workers.environments.verifiers:Verifiers",
 }
 METHODS = ("start", "step", "close")
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from workers.contract.config import Frozen, first_problem
-from workers.environments.functions import Tool, ToolCallError
+from troupe.workers.contract.config import Frozen, first_problem
+from troupe.workers.environments.functions import Tool, ToolCallError
 
 if TYPE_CHECKING:
     from mcp import Client

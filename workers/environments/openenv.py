@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workers.contract.environments import Message, Observation, Row
-from workers.environments.base import Environment
-from workers.environments.tools import MALFORMED, MARKERS
+from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.environments.base import Environment
+from troupe.workers.environments.tools import MALFORMED, MARKERS
 
 NEEDS = "the environment openenv needs the package openenv-core: pip install openenv-core"
 _REFUSED = "(code: VALIDATION_ERROR)"

@@ -17,10 +17,10 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
-from workers.isolation.descendants import end_marked, new_mark
-from workers.isolation.environment import child_environment
-from workers.isolation.output import BoundedOutput
+from troupe.workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
+from troupe.workers.isolation.descendants import end_marked, new_mark
+from troupe.workers.isolation.environment import child_environment
+from troupe.workers.isolation.output import BoundedOutput
 
 LOAD_TIMEOUT_S = 120.0
 """Longest import of an environment's module."""
@@ -28,7 +28,8 @@ MAX_REPLY = 2**24
 """Longest reply of an environment, in bytes."""
 _SEAT_TIMEOUT_S = 30.0
 _BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from workers.environments.child import main; main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from troupe.workers.environments.child import main; main()"
 )
 
 

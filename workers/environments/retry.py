@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from workers.contract.environments import Message, Observation, Row
-from workers.environments.base import Environment
-from workers.environments.judging import Judge
+from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.environments.base import Environment
+from troupe.workers.environments.reward_environment import Judge
 
 
 class Retry(Environment):

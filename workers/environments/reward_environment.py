@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from workers.contract.environments import Row
-from workers.rewards.loading import load
-from workers.rewards.results import judge
+from troupe.workers.contract.environments import Row
+from troupe.workers.rewards.loading import load
+from troupe.workers.rewards.results import judge
 
 
 class Judge:

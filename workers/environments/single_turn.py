@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workers.contract.environments import Message, Observation, Row
-from workers.environments.base import Environment
+from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.environments.base import Environment
 
 
 class SingleTurn(Environment):

@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workers.contract.environments import Message, Observation, Row, cut
-from workers.environments.base import Environment
-from workers.environments.functions import Tool, ToolCallError, load_tools
-from workers.environments.judging import Judge
-from workers.environments.mcp_servers import McpServer, read_config, server_of
+from troupe.workers.contract.environments import Message, Observation, Row, cut
+from troupe.workers.environments.base import Environment
+from troupe.workers.environments.functions import Tool, ToolCallError, load_tools
+from troupe.workers.environments.mcp_servers import McpServer, read_config, server_of
+from troupe.workers.environments.reward_environment import Judge
 
 MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
 """Text with which models begin a call. A turn with one of them and no call that the parser could read is malformed."""

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from workers.contract.config import EnvironmentConfig
-from workers.contract.environments import EpisodeReply, Message, Row
-from workers.environments.processes import EnvironmentProcesses, SeatProcess
-from workers.episodes.episode import EpisodeRunner, Played, SampleTurn
-from workers.episodes.reader import ParseCalls, TurnReader
-from workers.episodes.turns import Turn
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.environments import EpisodeReply, Message, Row
+from troupe.workers.environments.processes import EnvironmentProcesses, SeatProcess
+from troupe.workers.episodes.episode import EpisodeRunner, Played, SampleTurn
+from troupe.workers.episodes.reader import ParseCalls, TurnReader
+from troupe.workers.episodes.turns import Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

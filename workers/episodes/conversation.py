@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from workers.contract.environments import Message
-from workers.data.tokenizer import render, token_ids
+from troupe.workers.contract.environments import Message
+from troupe.workers.data.tokenizer import render, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,8 +9,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from workers.contract.config import EpisodeConfig
-from workers.contract.environments import (
+from troupe.workers.contract.config import EpisodeConfig
+from troupe.workers.contract.environments import (
     OK,
     EnvironmentGone,
     EpisodeReply,
@@ -20,9 +20,9 @@ from workers.contract.environments import (
     cut,
     failed_status,
 )
-from workers.contract.roles import EnvironmentLink
-from workers.episodes.conversation import Conversation, ConversationError
-from workers.episodes.turns import Segment, Turn
+from troupe.workers.contract.roles import EnvironmentLink
+from troupe.workers.episodes.conversation import Conversation, ConversationError
+from troupe.workers.episodes.turns import Segment, Turn
 
 RESTARTS = 3
 """How often an episode starts again because its environment worker died."""

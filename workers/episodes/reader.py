@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from workers.contract.environments import Message, Row
-from workers.episodes.conversation import Conversation, without_end
+from troupe.workers.contract.environments import Message, Row
+from troupe.workers.episodes.conversation import Conversation, without_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ import secrets
 import signal
 from collections.abc import Iterator
 
-from workers.isolation.environment import MARK
+from troupe.workers.isolation.environment import MARK
 
 _ROUNDS = 20
 """A process that forks while it is being ended is found in the next round."""
@@ -50,7 +50,7 @@ def resident_bytes(mark: str) -> tuple[int, int]:
 def guard(lifeline: int, mark: str) -> None:
     """Fork a process that ends all processes with this mark when the other end of a pipe closes, and then itself.
 
-    The kernel ends the process group of the caller then (`workers.rewards.child.die_with`); this finds the rest. Called
+    The kernel ends the process group of the caller then (`die_with`); this finds the rest. Called
     before user code is imported, while the process is small and has one thread.
     """
     if os.fork():

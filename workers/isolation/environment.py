@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 
-from workers.contract.stacks import VARIABLE, stacks_folder
+from troupe.workers.telemetry.stacks import VARIABLE, stacks_folder
 
 MARK = "TROUPE_CHILD"
 """Variable by which all descendants of a process are found, whatever session and parent they have given themselves."""

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import deque
 
-from workers.isolation.text import one_line
+from troupe.workers.isolation.text import one_line
 
 logger = logging.getLogger(__name__)
 

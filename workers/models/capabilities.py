@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import torch
 
-from workers.models.modeling import CausalLogprobs, ModelModule, evaluating, score
-from workers.models.token_batch import TokenBatch, TokenTable
+from troupe.workers.models.modeling import CausalLogprobs, ModelModule, evaluating, score
+from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from workers.models.cpu import onednn_is_faster, product
+from troupe.workers.models.cpu import onednn_is_faster, product
 
 _BLOCK_NUMBERS = 2**22
 """Numbers of the weight that are held in float32 at a time: 16 MiB. Smaller and larger blocks are not faster."""

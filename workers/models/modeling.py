@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from workers.contract.config import CHUNK_LOGITS, Dtype, ModelConfig
-from workers.contract.messages import RankPlan
-from workers.models.cpu import use_onednn
-from workers.models.heads import Float32Head, Float32Logits
-from workers.models.token_batch import TokenBatch, TokenTable, score_table
+from troupe.workers.contract.config import CHUNK_LOGITS, Dtype, ModelConfig
+from troupe.workers.contract.messages import RankPlan
+from troupe.workers.models.cpu import use_onednn
+from troupe.workers.models.heads import Float32Head, Float32Logits
+from troupe.workers.models.token_batch import TokenBatch, TokenTable, score_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -137,7 +137,7 @@ class ModelModule(nn.Module):
 
     Dropout, router jitter and sampled experts would let the log-probs of an update differ from those of the sampler and
     of the update before. Gradients do not need training mode. Only layers that recompute their activations have it,
-    because transformers recomputes in no other mode; `workers.models.trials.check_deterministic` tries the result.
+    because transformers recomputes in no other mode; `check_deterministic` tries the result.
     """
 
     def train(self, mode: bool = True) -> Self:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from workers.contract.messages import IDENTITY, SCHEMA_METADATA, SEGMENT, TRAIN
+from troupe.workers.contract.messages import IDENTITY, SCHEMA_METADATA, SEGMENT, TRAIN
 
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 _PROMPT, _PADDING = -1, -2

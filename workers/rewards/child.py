@@ -1,10 +1,10 @@
-"""The process of a reward function, controlled by `workers.rewards.runner`.
+"""The process of a reward function, controlled by `troupe.workers.rewards.runner`.
 
 Requests and replies are JSON, one per line, over a socket that user code does not see. The first request is
 ``{"function", "args", "batched", "timeout_s", "memory_limit_mib"}``, answered by
 ``{"ready": true, "concurrent": bool}`` or ``{"failure": why}``. Samples follow as
 ``{"id", "samples": [{"response", "answer", "metadata", "sample"}, ...]}``, each answered by ``{"id", "results"}`` with
-one reply per sample (`workers.rewards.results`), or by ``{"failure", "last": true}`` before the process ends.
+one reply per sample (`troupe.workers.rewards.results`), or by ``{"failure", "last": true}`` before the process ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from workers.contract.stacks import write_stacks_on_signal
-from workers.isolation.descendants import guard
-from workers.isolation.environment import MARK
-from workers.rewards.loading import RewardFunctionError, check_machine, load
-from workers.rewards.results import Reply, describe, judge, judge_batch, user_traceback
+from troupe.workers.isolation.descendants import guard
+from troupe.workers.isolation.environment import MARK
+from troupe.workers.rewards.loading import RewardFunctionError, check_machine, load
+from troupe.workers.rewards.results import Reply, describe, judge, judge_batch, user_traceback
+from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 if TYPE_CHECKING:
     import asyncio

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.contract.config import RewardFunctionConfig
-from workers.rewards.runner import Outcome, Sample
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.rewards.runner import Outcome, Sample
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import re
 from decimal import Decimal
 from typing import Any, Literal, overload
 
-from workers.rewards.steps import Steps
+from troupe.workers.rewards.steps import Steps
 
 # A minus directly after a digit is a subtraction ("7-5"), not a sign; commas count only between groups of three.
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")

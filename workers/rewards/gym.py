@@ -11,7 +11,7 @@ from typing import Any
 
 from reasoning_gym.factory import get_score_answer_fn
 
-from workers.rewards.functions import find_last_number, parse_number
+from troupe.workers.rewards.functions import find_last_number, parse_number
 
 Entry = dict[str, Any]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workers.contract.config import RewardFunctionConfig
-from workers.contract.judges import Judge, JudgeAnswer
-from workers.rewards.judge_cache import AnswerCache, question_key
-from workers.rewards.judge_http import HttpJudge
-from workers.rewards.judge_rubric import JudgeError, read_args
-from workers.rewards.runner import Outcome, Sample
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.judges import Judge, JudgeAnswer
+from troupe.workers.rewards.judge_cache import AnswerCache, question_key
+from troupe.workers.rewards.judge_http import HttpJudge
+from troupe.workers.rewards.judge_rubric import JudgeError, read_args
+from troupe.workers.rewards.runner import Outcome, Sample
 
 
 class JudgeReward:

@@ -8,7 +8,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 
-from workers.contract.environments import Message
+from troupe.workers.contract.environments import Message
 
 _BUSY_S = 30.0
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from workers.contract.environments import Message
-from workers.contract.judges import JudgeAnswer
-from workers.rewards.judge_rubric import HttpJudgeConfig, JudgeError
+from troupe.workers.contract.environments import Message
+from troupe.workers.contract.judges import JudgeAnswer
+from troupe.workers.rewards.judge_rubric import HttpJudgeConfig, JudgeError
 
 
 class HttpJudge:

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from workers.contract.config import Frozen, first_problem
-from workers.contract.environments import Message
+from troupe.workers.contract.config import Frozen, first_problem
+from troupe.workers.contract.environments import Message
 
 FIELDS = ("prompt", "response", "answer")
 """What a template can contain."""

@@ -6,21 +6,21 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from workers.contract import naming
-from workers.contract.config import ENVIRONMENT_REWARD, JUDGE_REWARD
-from workers.rewards.judge_rubric import JudgeError, read_args
+from troupe.workers.contract import naming
+from troupe.workers.contract.config import ENVIRONMENT_REWARD, JUDGE_REWARD
+from troupe.workers.rewards.judge_rubric import JudgeError, read_args
 
 SHIPPED = {
-    "equations": "workers.rewards.equations:equations",
-    "exact_match": "workers.rewards.functions:exact_match",
-    "last_number": "workers.rewards.functions:last_number",
-    "length": "workers.rewards.functions:length",
-    "letter_share": "workers.rewards.functions:letter_share",
-    "numeric": "workers.rewards.numeric:numeric",
-    "overlong": "workers.rewards.functions:overlong",
-    "python_tests": "workers.rewards.python_tests:python_tests",
-    "reasoning_gym": "workers.rewards.gym:reasoning_gym",
-    "regex": "workers.rewards.functions:regex",
+    "equations": "troupe.workers.rewards.equations:equations",
+    "exact_match": "troupe.workers.rewards.functions:exact_match",
+    "last_number": "troupe.workers.rewards.functions:last_number",
+    "length": "troupe.workers.rewards.functions:length",
+    "letter_share": "troupe.workers.rewards.functions:letter_share",
+    "numeric": "troupe.workers.rewards.numeric:numeric",
+    "overlong": "troupe.workers.rewards.functions:overlong",
+    "python_tests": "troupe.workers.rewards.python_tests:python_tests",
+    "reasoning_gym": "troupe.workers.rewards.gym:reasoning_gym",
+    "regex": "troupe.workers.rewards.functions:regex",
 }
 
 RUN_MODEL_CODE = ("python_tests",)
@@ -89,7 +89,7 @@ def check_machine(name: str) -> None:
     """
     if name not in RUN_MODEL_CODE:
         return
-    from workers.sandbox.run import SandboxError, check_sandbox
+    from troupe.workers.sandbox.run import SandboxError, check_sandbox
 
     try:
         check_sandbox()

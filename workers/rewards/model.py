@@ -11,11 +11,11 @@ import pyarrow as pa
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from workers.contract.config import Device, ModelConfig
-from workers.data.tokenizer import load_tokenizer, render, token_ids
-from workers.models.cpu import use_onednn
-from workers.models.modeling import torch_dtype
-from workers.rewards.runner import Outcome
+from troupe.workers.contract.config import Device, ModelConfig
+from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
+from troupe.workers.models.cpu import use_onednn
+from troupe.workers.models.modeling import torch_dtype
+from troupe.workers.rewards.runner import Outcome
 
 
 class RewardModel:

@@ -7,7 +7,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from workers.rewards.functions import right_answers
+from troupe.workers.rewards.functions import right_answers
 
 # math-verify warns that its own timeout is disabled. It is disabled because a timeout must give a failed sample, as the
 # timeout of the process does, whereas math-verify would return a wrong answer.

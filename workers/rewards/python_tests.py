@@ -1,6 +1,6 @@
 """Reward for Python programs: the share of test cases that they pass, or whether they pass all.
 
-The program runs in a sandbox (`workers.sandbox`). Expected results never enter it: the sandbox gets inputs and returns
+The program runs in a sandbox (`workers/sandbox/`). Expected results never enter it: the sandbox gets inputs and returns
 results, and the comparison happens here. A program that prints a verdict, exits early or replaces `print` or `__eq__`
 changes its own results, and nothing else.
 """
@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from workers.rewards.assertions import Assertions, parse_assertions
-from workers.sandbox.limits import SandboxLimits
-from workers.sandbox.run import run_python
+from troupe.workers.rewards.assertions import Assertions, parse_assertions
+from troupe.workers.sandbox.limits import SandboxLimits
+from troupe.workers.sandbox.run import run_python
 
 Style = Literal["auto", "stdin", "function"]
 

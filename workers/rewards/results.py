@@ -12,9 +12,9 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any
 
-from workers.isolation.text import one_line
-from workers.rewards.scalars import as_number
-from workers.rewards.steps import Steps, checked_steps
+from troupe.workers.isolation.text import one_line
+from troupe.workers.rewards.scalars import as_number
+from troupe.workers.rewards.steps import Steps, checked_steps
 
 Reply = dict[str, Any]
 """``{"value"}``, for process rewards with ``"steps": [[end, reward], ...]``; or ``{"failure", "cause"}``: why there is

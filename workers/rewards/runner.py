@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.contract.config import RewardFunctionConfig
-from workers.isolation.descendants import end_marked, new_mark, resident_bytes
-from workers.isolation.environment import child_environment
-from workers.isolation.output import BoundedOutput
-from workers.rewards.loading import RewardFunctionError
-from workers.rewards.steps import Step, checked_steps
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.isolation.descendants import end_marked, new_mark, resident_bytes
+from troupe.workers.isolation.environment import child_environment
+from troupe.workers.isolation.output import BoundedOutput
+from troupe.workers.rewards.loading import RewardFunctionError
+from troupe.workers.rewards.steps import Step, checked_steps
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ _GRACE_S = 1.0
 """Seconds that a child gets beyond the timeout to reply for the samples that were in time."""
 _MEMORY_S = 0.5
 """Seconds of a call between two looks at the memory of the child and its descendants."""
-_BOOTSTRAP = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from workers.rewards.child import main; main()"
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from troupe.workers.rewards.child import main; main()"
+)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
-from workers.rewards.scalars import as_number
+from troupe.workers.rewards.scalars import as_number
 
 Step = tuple[int, float]
 """(end of the step, its reward)"""

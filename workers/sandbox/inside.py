@@ -6,7 +6,7 @@
    When it ends, the kernel kills every process in the namespace. It watches the memory of all of them.
 3. The *program* gives up every right and becomes the interpreter that runs the code.
 
-The request is JSON in a file descriptor (see `workers.sandbox.run`). The answer is one line of JSON:
+The request is JSON in a file descriptor (see `troupe.workers.sandbox.run`). The answer is one line of JSON:
 ``{"wait_status", "out_of_memory"}``, or ``{"failure", "step", "errno"}`` where the sandbox could not be made. This
 module imports only what it needs, because its start is part of every call.
 """
@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from workers.sandbox.seccomp import build_filter
+from troupe.workers.sandbox.seccomp import build_filter
 
 INSIDE_ID = 1000
 """User and group of the program, inside."""

@@ -1,6 +1,6 @@
 """Runs Python code that a model wrote, isolated from the machine.
 
-`workers.sandbox.inside` makes the isolation. This module starts it, feeds it and bounds what it returns.
+`troupe.workers.sandbox.inside` makes the isolation. This module starts it, feeds it and bounds what it returns.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from workers.sandbox.limits import SandboxLimits, SandboxResult
-from workers.sandbox.seccomp import is_supported
+from troupe.workers.sandbox.limits import SandboxLimits, SandboxResult
+from troupe.workers.sandbox.seccomp import is_supported
 
 _OLDEST_KERNEL = (5, 14)
 """The first Linux that counts the processes of a user namespace by themselves."""
 _GRACE_S = 5.0
 """Seconds that the sandbox's own processes get to end after the program was killed."""
 _CHUNK = 2**16
-_ROOT = str(Path(__file__).resolve().parents[2])
-_BOOTSTRAP = f"import sys; sys.path.insert(0, {_ROOT!r}); from workers.sandbox.inside import main; main()"
+_ROOT = str(Path(__file__).absolute().parents[3])
+_BOOTSTRAP = f"import sys; sys.path.insert(0, {_ROOT!r}); from troupe.workers.sandbox.inside import main; main()"
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -185,7 +185,7 @@ def _interpreter(packages: bool) -> tuple[str, tuple[str, ...], tuple[str, ...]]
 
 
 def _request(sources: Mapping[str, str], limits: SandboxLimits) -> dict[str, Any]:
-    """What `workers.sandbox.inside` is told."""
+    """What `troupe.workers.sandbox.inside` is told."""
     executable, folders, libraries = _interpreter(limits.packages)
     path = os.pathsep.join(["/program", *libraries])
     return {

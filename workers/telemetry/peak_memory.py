@@ -1,4 +1,4 @@
-"""Peak memory of processes, reported in `workers.contract.messages.Answer`."""
+"""Peak memory of processes, reported in `troupe.workers.contract.messages.Answer`."""
 
 from __future__ import annotations
 

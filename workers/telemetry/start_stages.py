@@ -1,6 +1,6 @@
 """Stages of a start: a worker's process says what it is doing, in a file that its node's watch reads.
 
-A worker that loads a model answers no call. The file is beside those of the stacks (`workers/contract/stacks.py`).
+A worker that loads a model answers no call. The file is beside those of the stacks (`workers/telemetry/stacks.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 
-from workers.contract.stacks import stacks_folder
+from troupe.workers.telemetry.stacks import stacks_folder
 
 _LONGEST = 80
 """Characters of a stage that are read."""

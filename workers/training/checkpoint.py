@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from workers.training.resharding import (
+from troupe.workers.training.resharding import (
     ZERO_1_2,
     ZERO_3,
     Shapes,
@@ -26,7 +26,7 @@ from workers.training.resharding import (
     share,
     unflattened,
 )
-from workers.training.shards import read_shard
+from troupe.workers.training.shards import read_shard
 
 
 class ReshardingLoader:

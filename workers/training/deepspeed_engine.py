@@ -16,18 +16,18 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from workers.contract.config import Device, ModelConfig, TrainerConfig
-from workers.data.tokenizer import copy_tokenizer
-from workers.models.cpu import return_freed
-from workers.models.modeling import ModelModule
-from workers.models.trials import check_deterministic
-from workers.training import masters
-from workers.training.checkpoint import ReshardingLoader, reshard_average
-from workers.training.group import import_deepspeed
-from workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
-from workers.training.resharding import opened, rank_file, rank_files
-from workers.training.shards import restrict_loading
-from workers.training.step_length import HeldStep
+from troupe.workers.contract.config import Device, ModelConfig, TrainerConfig
+from troupe.workers.data.tokenizer import copy_tokenizer
+from troupe.workers.models.capabilities import check_deterministic
+from troupe.workers.models.cpu import return_freed
+from troupe.workers.models.modeling import ModelModule
+from troupe.workers.training import masters
+from troupe.workers.training.checkpoint import ReshardingLoader, reshard_average
+from troupe.workers.training.group import import_deepspeed
+from troupe.workers.training.optimizer import adamw, deepspeed_config, engine_clips, gradient_norm, learning_rate
+from troupe.workers.training.resharding import opened, rank_file, rank_files
+from troupe.workers.training.shards import restrict_loading
+from troupe.workers.training.step_length import HeldStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -246,7 +246,7 @@ class TrainEngine:
         """Resume from what `save` wrote with the same ZeRO stage.
 
         With the same number of ranks the resume is bitwise. A checkpoint of another number of ranks is resharded: every
-        rank reads its part from all files. No code is run from the files (`workers.training.shards`).
+        rank reads its part from all files. No code is run from the files (`troupe.workers.training.shards`).
 
         Args:
             directory: Folder of the checkpoint.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
-from workers.contract.config import Device, Rendezvous
+from troupe.workers.contract.config import Device, Rendezvous
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longest wait of one rank for another; a collective that takes longer fails."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workers.contract.config import REDUCE_BUCKET, OptimizerConfig, TrainerConfig
+from troupe.workers.contract.config import REDUCE_BUCKET, OptimizerConfig, TrainerConfig
 
 _NORM_PIECE = 2**18
 """Elements of a gradient whose squares are summed at a time."""

@@ -10,15 +10,15 @@ import pyarrow as pa
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
-from workers.algorithms.policy_loss import LossOutput
-from workers.contract.arrow import pickle_tables
-from workers.contract.config import Device, ModelConfig, Rendezvous
-from workers.contract.memory import resident_peak
-from workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, Peak, UpdateMetrics, WorkerHealth
-from workers.contract.stages import Stage, announce
-from workers.data.kept import picked, write_tables
-from workers.training.deepspeed_engine import StepResult, TrainEngine
-from workers.training.group import all_reduce, join_group, leave_group, own_address, rendezvous_store
+from troupe.workers.algorithms.policy_loss import LossOutput
+from troupe.workers.contract.arrow import pickle_tables
+from troupe.workers.contract.config import Device, ModelConfig, Rendezvous
+from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, Peak, UpdateMetrics, WorkerHealth
+from troupe.workers.data.step_record import picked, write_tables
+from troupe.workers.telemetry.peak_memory import resident_peak
+from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.training.deepspeed_engine import StepResult, TrainEngine
+from troupe.workers.training.group import all_reduce, join_group, leave_group, own_address, rendezvous_store
 
 
 class TrainingRank:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from workers.training.masters import masters
+from troupe.workers.training.masters import masters
 
 
 class HeldStep:

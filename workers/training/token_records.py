@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 import torch
 
-from workers.contract.messages import TOKEN_RECORDS
-from workers.models.token_batch import TokenBatch, list_column
+from troupe.workers.contract.messages import TOKEN_RECORDS
+from troupe.workers.models.token_batch import TokenBatch, list_column
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ pieces followed by names, types and shapes. One file is reused for all versions:
 new shared memory takes several times as long.
 
 If a reader still uses the previous version, the publisher leaves that file to it and writes a new one of the same name
-(`workers.weights.shared_memory`).
+(`troupe.workers.weights.shared_memory`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import numpy as np
 import torch
 import xxhash
 
-from workers.contract.messages import TensorSpec, WeightsDamaged, WeightUpdate
-from workers.isolation.removal import remove_at_death, retire
-from workers.weights.shared_memory import (
+from troupe.workers.contract.messages import TensorSpec, WeightsDamaged, WeightUpdate
+from troupe.workers.isolation.removal import remove_at_death, retire
+from troupe.workers.weights.shared_memory import (
     NOTHING,
     Bytes,
     FileMapping,

@@ -34,13 +34,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from workers.contract.messages import TensorSpec, WeightUpdate
-from workers.contract.stacks import write_stacks_on_signal
-from workers.contract.stages import Stage, announce
-from workers.engine.lifeline import OWNER_VARIABLE, die_with_owner
-from workers.engine.settings import SHM_BACKEND
-from workers.weights.file import WeightDigestMismatch, open_weights
-from workers.weights.shared_memory import FileMapping
+from troupe.workers.contract.messages import TensorSpec, WeightUpdate
+from troupe.workers.engine.owner_watch import OWNER_VARIABLE, die_with_owner
+from troupe.workers.engine.settings import SHM_BACKEND
+from troupe.workers.telemetry.stacks import write_stacks_on_signal
+from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.weights.file import WeightDigestMismatch, open_weights
+from troupe.workers.weights.shared_memory import FileMapping
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,7 +68,7 @@ class ShmInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """A :class:`~workers.contract.messages.WeightUpdate` as it arrives through vLLM's msgpack (as `asdict`)."""
+    """A :class:`~troupe.workers.contract.messages.WeightUpdate` as it arrives through vLLM's msgpack (as `asdict`)."""
 
     version: int
     digest: str

@@ -10,16 +10,16 @@ from typing import Any
 
 import yaml
 
-from orchestrator.capacity.placement import ACCELERATOR
-from orchestrator.errors import UsageError
-from orchestrator.platforms.kubernetes import templates
-from orchestrator.platforms.kubernetes.accelerators import node_affinity
-from orchestrator.platforms.kubernetes.memory import HEAD, PodMemory, memory, unplanned
-from orchestrator.platforms.kubernetes.options import LONGEST_S, SPEC_FOLDER, Options
-from orchestrator.platforms.kubernetes.patch import apply_patches
-from orchestrator.platforms.kubernetes.pods import PodGroup, pod_groups
-from orchestrator.spec.load import RunSpec
-from orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.capacity.placement import ACCELERATOR
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms.kubernetes import templates
+from troupe.orchestrator.platforms.kubernetes.accelerators import node_affinity
+from troupe.orchestrator.platforms.kubernetes.memory import HEAD, PodMemory, memory, unplanned
+from troupe.orchestrator.platforms.kubernetes.options import LONGEST_S, SPEC_FOLDER, Options
+from troupe.orchestrator.platforms.kubernetes.patch import apply_patches
+from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, pod_groups
+from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.stages import PlannedRun
 
 SPEC_FILE = "spec.yaml"
 

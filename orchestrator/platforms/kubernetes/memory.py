@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.capacity.fit import MemoryPlan, memory_plan
-from orchestrator.capacity.placement import Node
-from orchestrator.capacity.spec_memory import Seated, Sizes
-from orchestrator.capacity.worker_memory import GIB
-from orchestrator.errors import UsageError
-from orchestrator.platforms.kubernetes.options import Options
-from orchestrator.platforms.kubernetes.pods import PodGroup, Share, shares
-from orchestrator.spec.stages import PlannedRun
+from troupe.orchestrator.capacity.fit import MemoryPlan, memory_plan
+from troupe.orchestrator.capacity.placement import Node
+from troupe.orchestrator.capacity.spec_memory import Seated, Sizes
+from troupe.orchestrator.capacity.worker_memory import GIB
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms.kubernetes.options import Options
+from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, Share, shares
+from troupe.orchestrator.spec.stages import PlannedRun
 
 HEAD = "head"
 HEAD_CPUS = 4

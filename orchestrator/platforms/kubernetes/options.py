@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from orchestrator.errors import UsageError
-from orchestrator.platforms.kubernetes.pods import Limits
-from orchestrator.platforms.kubernetes.values import (
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms.kubernetes.pods import Limits
+from troupe.orchestrator.platforms.kubernetes.values import (
     SUBDOMAIN,
     Claim,
     Rdma,

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.errors import UsageError
+from troupe.orchestrator.errors import UsageError
 
 _KEYS = {
     "workerGroupSpecs": "groupName",

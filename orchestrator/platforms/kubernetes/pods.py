@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrator.capacity.placement import Node, Placement, fit, place, role_sizes
-from orchestrator.errors import UsageError
-from orchestrator.spec.load import RunSpec
-from orchestrator.spec.sections import ScaledRole
+from troupe.orchestrator.capacity.placement import Node, Placement, fit, place, role_sizes
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.sections import ScaledRole
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import psutil
 
-from orchestrator.errors import TroupeError
-from orchestrator.platforms.ray_jobs import JobServer, JobState
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.platforms.ray_jobs import JobServer, JobState
 
 logger = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.capacity.placement import ACCELERATOR
-from orchestrator.platforms.kubernetes.accelerators import node_affinity
-from orchestrator.platforms.kubernetes.memory import HEAD_CPUS, PodMemory
-from orchestrator.platforms.kubernetes.options import API_TOKEN_FOLDER, SPEC_FOLDER, Options
-from orchestrator.platforms.kubernetes.pods import PodGroup
-from orchestrator.platforms.kubernetes.values import Toleration
+from troupe.orchestrator.capacity.placement import ACCELERATOR
+from troupe.orchestrator.platforms.kubernetes.accelerators import node_affinity
+from troupe.orchestrator.platforms.kubernetes.memory import HEAD_CPUS, PodMemory
+from troupe.orchestrator.platforms.kubernetes.options import API_TOKEN_FOLDER, SPEC_FOLDER, Options
+from troupe.orchestrator.platforms.kubernetes.pods import PodGroup
+from troupe.orchestrator.platforms.kubernetes.values import Toleration
 
 USER = 1000
 """The images' user; also the group that owns mounted volumes."""
@@ -149,7 +149,7 @@ def _ray_pod(container: str, options: Options, shm_gib: int, resources: dict[str
 
 def _pre_stop(options: Options, *arguments: str) -> Document:
     """Delays the end of a pod until the run has saved (`orchestrator/platforms/kubernetes/pre_stop.py`)."""
-    command = ["python", "-m", "orchestrator.platforms.kubernetes.pre_stop", *arguments]
+    command = ["python", "-m", "troupe.orchestrator.platforms.kubernetes.pre_stop", *arguments]
     return {"preStop": {"exec": {"command": [*command, "--timeout-s", str(options.stop_s)]}}}
 
 

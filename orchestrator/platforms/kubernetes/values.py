@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.errors import UsageError
+from troupe.orchestrator.errors import UsageError
 
 SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")

@@ -17,7 +17,7 @@ SCRIPTS = (
     *("samples.js", "tables.js", "main.js"),
 )
 """The page's code, in the order in which it is joined."""
-_ASSETS = files("orchestrator.reporting.html") / "assets"
+_ASSETS = files("troupe.orchestrator.reporting.html") / "assets"
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 """Within JSON these characters stand in strings only. Escaped, no text of a model can end the block that holds it."""
 

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import TroupeError
-from orchestrator.reporting.html.budget import fitting, spread
-from orchestrator.reporting.html.overview import MOST_POINTS, overview, sections, spec_differences
-from orchestrator.reporting.html.page import render
-from orchestrator.reporting.html.samples import step_block
-from orchestrator.reporting.html.timeline import (
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.reporting.html.budget import fitting, spread
+from troupe.orchestrator.reporting.html.overview import MOST_POINTS, overview, sections, spec_differences
+from troupe.orchestrator.reporting.html.page import render
+from troupe.orchestrator.reporting.html.samples import step_block
+from troupe.orchestrator.reporting.html.timeline import (
     phases_from_metrics,
     spans_of,
     step_bounds,
     timeline_block,
 )
-from orchestrator.reporting.html.token_texts import TokenTexts
-from orchestrator.reporting.run_folder import RunFolder
-from orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.reporting.html.token_texts import TokenTexts
+from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.reporting.verdicts.history import History
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from orchestrator.reporting.html.token_texts import TokenTexts
+from troupe.orchestrator.reporting.html.token_texts import TokenTexts
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt or response that the page keeps; the store has the rest."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from orchestrator.reporting.busy import ENGINES, TRAINERS, covered
-from orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.reporting.utilization import ENGINES, TRAINERS, covered
+from troupe.orchestrator.reporting.verdicts.history import History
 
 Json = dict[str, Any]
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from orchestrator.spec.probe import ProbeFailed, ask
+from troupe.workers.isolation.probe import ProbeFailed, ask
 
 _TIMEOUT_S = 60.0
 
@@ -36,7 +36,7 @@ class TokenTexts:
         if not wanted or time.monotonic() < self._ask_at:
             return
         try:
-            texts = ask("workers.data.token_texts:decode", {"model": self._model, "ids": wanted}, _TIMEOUT_S)[0]
+            texts = ask("troupe.workers.data.token_texts:decode", {"model": self._model, "ids": wanted}, _TIMEOUT_S)[0]
         except (ProbeFailed, IndexError, OSError) as error:
             self.problem = getattr(error, "raised", "") or str(error)
             self._ask_at = time.monotonic() + self._retry_s

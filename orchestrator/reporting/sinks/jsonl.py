@@ -11,7 +11,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from orchestrator.reporting.sinks.base import Metrics
+from troupe.orchestrator.reporting.sinks.base import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.reporting.verdicts.history import History
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow, while_it_lasts
+from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow, while_it_lasts
 
 _SOME, _MANY = 0.02, 0.2
 _MOST_PASSES = 20

@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-from orchestrator.errors import TroupeError
-from orchestrator.reporting.verdicts import data, learning, pace, responses, updates
-from orchestrator.reporting.verdicts.history import History
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict
-from orchestrator.spec.errors import Source, SpecError
-from orchestrator.spec.load import parse_spec
-from orchestrator.spec.yaml_reader import Document
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.reporting.verdicts import data, learning, pace, responses, updates
+from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict
+from troupe.orchestrator.spec.errors import Source, SpecError
+from troupe.orchestrator.spec.load import parse_spec
+from troupe.orchestrator.spec.yaml_reader import Document
 
 logger = logging.getLogger(__name__)
 

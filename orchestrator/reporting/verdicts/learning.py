@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from orchestrator.reporting.verdicts.history import SHORTEST, History
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
+from troupe.orchestrator.reporting.verdicts.history import SHORTEST, History
+from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 
 _LOW_ENTROPY, _LOST_ENTROPY = 0.05, 0.15
 """Nats per token; share of the entropy at the start."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
-from orchestrator.reporting.verdicts.history import SHORTEST, History
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
+from troupe.orchestrator.reporting.verdicts.history import SHORTEST, History
+from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 
 _WAITS, _NEVER_WAITS = 0.3, 0.03
 """Share of a step that the trainer waits for samples: above it engines are short, below it the engines wait."""

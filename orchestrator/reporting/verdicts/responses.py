@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.reporting.verdicts.history import History
-from orchestrator.reporting.verdicts.learning import add_kl, lower_learning_rate
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow, while_it_lasts
+from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.reporting.verdicts.learning import add_kl, lower_learning_rate
+from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, flow, while_it_lasts
 
 _GROWTH, _SHRINKAGE = 2.0, 0.4
 _CUT = 0.3

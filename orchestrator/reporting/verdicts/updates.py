@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from orchestrator.reporting.verdicts.history import SHORTEST, History, Series, Stretch
-from orchestrator.reporting.verdicts.learning import add_kl, lower_learning_rate
-from orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
+from troupe.orchestrator.reporting.verdicts.history import SHORTEST, History, Series, Stretch
+from troupe.orchestrator.reporting.verdicts.learning import add_kl, lower_learning_rate
+from troupe.orchestrator.reporting.verdicts.verdict import Level, Remedy, Verdict, field, while_it_lasts
 
 _MOST_KL_REF, _MOST_KL_STEP = 1.0, 0.3
 _MOST_CLIPPED = 0.3

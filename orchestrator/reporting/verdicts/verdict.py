@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.reporting.verdicts.history import Stretch
+from troupe.orchestrator.reporting.verdicts.history import Stretch
 
 
 class Level(StrEnum):

@@ -11,13 +11,13 @@ import torch
 
 from benchmarks.support.bare_loop import BareTrainer, SampledSequence, group_advantages
 from benchmarks.support.workload import grpo_spec
-from orchestrator.training.micro_batches import plan_update
 from tests.benchmarks.settings import SETTINGS
-from workers.algorithms.advantages import group_advantages as product_advantages
-from workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
-from workers.contract.messages import ROLLOUTS, TrainRow
-from workers.models.modeling import CausalLogprobs, load_causal
-from workers.models.token_batch import TokenTable
+from troupe.orchestrator.training.micro_batches import plan_update
+from troupe.workers.algorithms.advantages import group_advantages as product_advantages
+from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
+from troupe.workers.contract.messages import ROLLOUTS, TrainRow
+from troupe.workers.models.modeling import CausalLogprobs, load_causal
+from troupe.workers.models.token_batch import TokenTable
 
 ROLLOUT_TOKENS = pa.schema(
     [ROLLOUTS.field(name) for name in ("prompt_ids", "response_ids", "rollout_logprobs", "loss_mask")]

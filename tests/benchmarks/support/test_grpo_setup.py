@@ -13,8 +13,8 @@ from benchmarks.support.harness import (
     NotCorrect,
 )
 from benchmarks.support.workload import Group, grpo_spec
-from orchestrator.data.prompts import PromptPool, load_pools
 from tests.benchmarks.settings import SETTINGS
+from troupe.orchestrator.data.prompts import PromptPool, load_pools
 
 
 def steps(length: int = 3, gap: float = 0.01, norm: float = 1.0):

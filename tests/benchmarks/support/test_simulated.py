@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.support.harness import NotCorrect
 from benchmarks.support.simulated import Shape, SimPolicy, SimulatedWorkers, Simulation, check
-from orchestrator.controller import RunOutcome
 from tests.fakes import FakeTable
-from workers.contract.messages import PrepareRequest, TrainSummary
+from troupe.orchestrator.controller import RunOutcome
+from troupe.workers.contract.messages import PrepareRequest, TrainSummary
 
 SHAPE = Shape(engines=3, slots=2, groups=6, samples=4, staleness=1, steps=5)
 

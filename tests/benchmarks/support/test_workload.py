@@ -22,10 +22,10 @@ from benchmarks.support.workload import (
     tail_length,
     without_eos,
 )
-from orchestrator.data.prompts import load_pools
-from orchestrator.rollouts.scheduler import sampling_seed
-from orchestrator.spec.errors import SpecError
 from tests.benchmarks.settings import SETTINGS
+from troupe.orchestrator.data.prompts import load_pools
+from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.spec.errors import SpecError
 
 
 def test_every_turn_has_prompts_of_its_own() -> None:

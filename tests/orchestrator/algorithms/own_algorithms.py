@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.algorithms.custom import CustomAlgorithm, GroupRewards, LossTokens, SampledTokens, TokenLoss
+from troupe.workers.algorithms.custom import CustomAlgorithm, GroupRewards, LossTokens, SampledTokens, TokenLoss
 
 NUMBER = 3
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.algorithms.advice import ADVICE, NONE
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
-from orchestrator.algorithms.reference import Curves, algorithm_reference, description
-from orchestrator.algorithms.section import AlgorithmConfig
-from orchestrator.algorithms.table import ALGORITHMS
-from orchestrator.reporting.reference import SECTIONS
-from orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.algorithms.advice import ADVICE, NONE
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
+from troupe.orchestrator.algorithms.reference import Curves, algorithm_reference, description
+from troupe.orchestrator.algorithms.section import AlgorithmConfig
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.reporting.reference import SECTIONS
+from troupe.orchestrator.spec.rollout import RolloutSpec
 
 ROWS = (*ALGORITHMS, *OFFLINE_ALGORITHMS)
 QUOTED = re.compile(r"`([^`]+)`")

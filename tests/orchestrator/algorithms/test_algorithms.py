@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from orchestrator.algorithms.reference import description, listing, row_defaults
-from orchestrator.algorithms.section import (
+from tests.conftest import ROOT
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.reference import description, listing, row_defaults
+from troupe.orchestrator.algorithms.section import (
     ALGORITHMS,
     CRITIC_OPTIONS,
     ESTIMATOR_OPTIONS,
@@ -23,9 +24,8 @@ from orchestrator.algorithms.section import (
     policy_loss,
     unused_options,
 )
-from orchestrator.spec.load import load_rollout_spec
-from tests.conftest import ROOT
-from workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -8,20 +8,20 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from orchestrator.algorithms.custom import group_filter
-from orchestrator.algorithms.section import AlgorithmConfig, advantage, dynamic_sampling, policy_loss, row_of
-from orchestrator.algorithms.table import ALGORITHMS
-from orchestrator.errors import TroupeError
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.load import load_rollout_spec
 from tests.conftest import ROOT
 from tests.workers.algorithms.test_policy_objectives import random_tokens
-from workers.algorithms import policy_loss as losses
-from workers.algorithms.custom_checks import Available, check_custom, random_batch
-from workers.algorithms.estimators import estimate
-from workers.contract.advantage_state import AdvantageState
-from workers.contract.config import CustomConfig
-from workers.contract.messages import RewardSummary
+from troupe.orchestrator.algorithms.custom import group_filter
+from troupe.orchestrator.algorithms.section import AlgorithmConfig, advantage, dynamic_sampling, policy_loss, row_of
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.algorithms import policy_loss as losses
+from troupe.workers.algorithms.custom_checks import Available, check_custom, random_batch
+from troupe.workers.algorithms.estimators import estimate
+from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.config import CustomConfig
+from troupe.workers.contract.messages import RewardSummary
 
 OWN = "tests.orchestrator.algorithms.own_algorithms"
 
@@ -98,7 +98,7 @@ def test_checks_give_what_the_run_gives() -> None:
     ("name", "args", "problem"),
     [
         (f"{OWN}:absent", {}, "module tests.orchestrator.algorithms.own_algorithms has no 'absent'"),
-        (f"{OWN}:NUMBER", {}, "is a int, not a workers.algorithms.custom.CustomAlgorithm"),
+        (f"{OWN}:NUMBER", {}, "is a int, not a troupe.workers.algorithms.custom.CustomAlgorithm"),
         (f"{OWN}:detached", {"scale": 1}, "takes no arguments"),
         (f"{OWN}:mean_baseline", {"scal": 1}, "unexpected keyword argument 'scal'"),
         (f"{OWN}:nothing", {}, "neither advantage nor loss nor keep_group"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orchestrator.audit.attribution import (
+from troupe.orchestrator.audit.attribution import (
     NEGLIGIBLE,
     attribute,
     distance,
@@ -15,7 +15,7 @@ from orchestrator.audit.attribution import (
     fit_temperature,
     of_engine,
 )
-from workers.contract.audit import WHOLE_MODEL, Floats, Judgement
+from troupe.workers.contract.audit import WHOLE_MODEL, Floats, Judgement
 
 TOKENS, VOCABULARY = 300, 200
 OWN = 0.7

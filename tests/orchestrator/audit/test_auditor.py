@@ -10,18 +10,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from orchestrator.audit.auditor import AuditedWeights, Auditor
-from orchestrator.cluster.worker_group import PolicyGroup
-from orchestrator.errors import TroupeError
-from orchestrator.rollout_run import load_data
-from orchestrator.rollouts.engine_pool import Engine, EnginePool
 from tests.fakes import BOUNDS, FakeEngine, FakePolicy, FaultyWorker
 from tests.real.audit_faults import audit_spec
-from workers.audit.judge import judge
-from workers.contract.audit import Judgement
-from workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan, SampleSummary
-from workers.data.chat import encode_prompt
-from workers.models.modeling import CausalLogprobs, score_plan
+from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.orchestrator.rollout_run import load_data
+from troupe.workers.audit.scorer import judge
+from troupe.workers.contract.audit import Judgement
+from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan, SampleSummary
+from troupe.workers.data.chat import encode_prompt
+from troupe.workers.models.modeling import CausalLogprobs, score_plan
 
 
 class ModelEngine(FakeEngine):

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.audit.attribution import Cause, Gap
-from orchestrator.audit.auditor import one_engine
-from orchestrator.audit.report import AuditFailed, AuditReport
-from orchestrator.errors import UsageError
-from orchestrator.launcher import WorkerClasses
-from orchestrator.reporting.console import Console
-from orchestrator.run import RunRequest, audit
-from orchestrator.spec.load import load_rollout_spec, parse_spec
-from orchestrator.spec.stages import read_document
 from tests.conftest import ROOT
-from workers.contract.audit import PromptDifference
+from troupe.orchestrator.audit.attribution import Cause, Gap
+from troupe.orchestrator.audit.auditor import one_engine
+from troupe.orchestrator.audit.report import AuditFailed, AuditReport
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.launcher import WorkerClasses
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.run import RunRequest, audit
+from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec
+from troupe.orchestrator.spec.stages import read_document
+from troupe.workers.contract.audit import PromptDifference
 
 SPECS = ROOT / "deploy" / "specs"
 GOOD = Gap("sampler", "rollout-0", 256, 0.024, 0.14, 0.021, ())

@@ -7,10 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.capacity.placement import ACCELERATOR, Node, RoleSize, demand, fit, place, place_one, role_sizes, room
-from orchestrator.capacity.plan import plan
-from orchestrator.spec.load import load_rollout_spec
 from tests.conftest import ROOT
+from troupe.orchestrator.capacity.placement import (
+    ACCELERATOR,
+    Node,
+    RoleSize,
+    demand,
+    fit,
+    place,
+    place_one,
+    role_sizes,
+    room,
+)
+from troupe.orchestrator.capacity.plan import plan
+from troupe.orchestrator.spec.load import load_rollout_spec
 
 
 def test_engines_are_placed_one_by_one_and_trainers_as_groups() -> None:

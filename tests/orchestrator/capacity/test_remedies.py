@@ -11,12 +11,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.capacity.plan import Plan, described_nodes, plan
-from orchestrator.capacity.remedies import Misfit
-from orchestrator.capacity.spec_memory import Sizes
-from orchestrator.models.model_size import ModelSize
-from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
+from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
+from troupe.orchestrator.capacity.remedies import Misfit
+from troupe.orchestrator.capacity.spec_memory import Sizes
+from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 NODE = ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"
 ONE_B = ModelSize(

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.capacity.placement import Node
-from orchestrator.capacity.plan import Plan, as_json, described_nodes, local_node, plan
-from orchestrator.capacity.spec_memory import Sizes
-from orchestrator.capacity.worker_memory import (
+from tests.conftest import ROOT
+from troupe.orchestrator.capacity.placement import Node
+from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, local_node, plan
+from troupe.orchestrator.capacity.spec_memory import Sizes
+from troupe.orchestrator.capacity.worker_memory import (
     CPU_BATCH_TOKENS,
     GIB,
     KV_BLOCK,
@@ -32,12 +33,11 @@ from orchestrator.capacity.worker_memory import (
     training,
     zero_states,
 )
-from orchestrator.models.model_size import ModelSize
-from orchestrator.reporting.plan_table import notes, unknown_sizes
-from orchestrator.spec.load import RunSpec
-from orchestrator.spec.stages import plan_runs, read_document
-from tests.conftest import ROOT
-from workers.contract.config import CHUNK_LOGITS, EngineConfig, TrainerConfig
+from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.reporting.plan_table import notes, unknown_sizes
+from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, TrainerConfig
 
 SMALL = ModelSize(
     backbone=1000,
@@ -235,7 +235,7 @@ def test_windows_keep_what_two_batches_may_add() -> None:
 
 
 def test_the_cpu_engine_is_as_its_settings_say() -> None:
-    from workers.engine import settings
+    from troupe.workers.engine import settings
 
     assert vars(settings)["_CPU_BLOCK_TOKENS"] == KV_BLOCK["host"]
     assert vars(settings)["_CPU_PREFILL_TOKENS"] == CPU_BATCH_TOKENS

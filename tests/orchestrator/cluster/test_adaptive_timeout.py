@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.cluster.pace import Pace
-from orchestrator.errors import WorkerTimeout
 from tests.clock import Clock
+from troupe.orchestrator.cluster.adaptive_timeout import Pace
+from troupe.orchestrator.errors import WorkerTimeout
 
 
 def call(of: Pace, clock: Clock, seconds: float, method: str = "update", timeout_s: float = 1800.0) -> float:

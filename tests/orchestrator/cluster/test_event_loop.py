@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.cluster import event_loop
-from orchestrator.cluster.event_loop import rare_collections, within
 from tests.clock import VirtualLoop, on_virtual_time
+from troupe.orchestrator.cluster import event_loop
+from troupe.orchestrator.cluster.event_loop import rare_collections, within
 
 
 async def _answer(after_s: float, value: int = 0) -> int:

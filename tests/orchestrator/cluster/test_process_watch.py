@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster import process_watch
-from orchestrator.cluster.process_watch import ProcessWatch
+from troupe.orchestrator.cluster import process_watch
+from troupe.orchestrator.cluster.process_watch import ProcessWatch
 
 
 def test_only_nodes_that_have_died_since_the_run_began_are_dead(

@@ -16,10 +16,17 @@ import pytest
 import pytest_asyncio
 import ray
 
-from orchestrator.capacity.placement import Placement, Seat
-from orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
-from orchestrator.errors import ClusterUnreachable, DoesNotFit, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
-from workers.contract.messages import WorkerGone, WorkerHealth
+from troupe.orchestrator.capacity.placement import Placement, Seat
+from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
+from troupe.orchestrator.errors import (
+    ClusterUnreachable,
+    DoesNotFit,
+    WorkerDied,
+    WorkerError,
+    WorkerRaised,
+    WorkerTimeout,
+)
+from troupe.workers.contract.messages import WorkerGone, WorkerHealth
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from orchestrator.cluster.worker_group import gather_all
+from troupe.orchestrator.cluster.worker_group import gather_all
 
 
 async def test_gather_all_yields_to_other_tasks_and_raises_the_first_error() -> None:

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from orchestrator.data.columns import arrow_columns, find_column
-from orchestrator.data.prompts import DataError, PromptPool, load_pool
-from orchestrator.spec.sections import DataSource
+from troupe.orchestrator.data.columns import arrow_columns, find_column
+from troupe.orchestrator.data.prompts import DataError, PromptPool, load_pool
+from troupe.orchestrator.spec.sections import DataSource
 
 VERL = [
     {

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.data.curriculum import Curriculum, Results, draw_probability
-from orchestrator.data.prompts import DataError, PromptPick, PromptSource
-from orchestrator.spec.sections import CurriculumConfig
 from tests.orchestrator.data.test_prompts import pool_of
-from workers.contract.messages import RewardSummary
+from troupe.orchestrator.data.curriculum import Curriculum, Results, draw_probability
+from troupe.orchestrator.data.prompts import DataError, PromptPick, PromptSource
+from troupe.orchestrator.spec.sections import CurriculumConfig
+from troupe.workers.contract.messages import RewardSummary
 
 DEFAULT = CurriculumConfig()
 

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
-from orchestrator.data.prompts import DataError, PromptPool, load_pool
-from orchestrator.data.readers import read_table
-from orchestrator.spec.sections import DataSource, JsonSource
+from troupe.orchestrator.data.prompts import DataError, PromptPool, load_pool
+from troupe.orchestrator.data.readers import read_table
+from troupe.orchestrator.spec.sections import DataSource, JsonSource
 
 
 def source(**fields: Any) -> DataSource:

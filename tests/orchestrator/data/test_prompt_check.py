@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.prompt_check import PROMPTS, PromptCheck, _Room, check_prompts, judge
-from orchestrator.data.survey import read_pools
-from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
-from workers.data.prompt_probe import measure
+from troupe.orchestrator.data.prompt_check import PROMPTS, PromptCheck, _Room, check_prompts, judge
+from troupe.orchestrator.data.summary import read_pools
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.workers.data.prompt_probe import measure
 
 
 @pytest.fixture

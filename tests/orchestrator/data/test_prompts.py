@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from orchestrator.data.prompts import (
+from troupe.orchestrator.data.prompts import (
     DataError,
     PromptPool,
     PromptSource,
@@ -24,9 +24,9 @@ from orchestrator.data.prompts import (
     load_pools,
     permutation,
 )
-from orchestrator.data.readers import json_safe, shares, task_seed
-from orchestrator.spec.sections import DataConfig, DataSource
-from workers.contract.messages import PROMPTS
+from troupe.orchestrator.data.readers import json_safe, shares, task_seed
+from troupe.orchestrator.spec.sections import DataConfig, DataSource
+from troupe.workers.contract.messages import PROMPTS
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -247,7 +247,7 @@ def test_a_bad_row_is_reported_and_the_others_stay(tmp_path: Path, row: Any, rea
 
 
 def test_a_line_too_long_to_hold_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.data.readers.MAX_LINE_BYTES", 64)
+    monkeypatch.setattr("troupe.orchestrator.data.readers.MAX_LINE_BYTES", 64)
     good = {"prompt": "fine", "answer": ""}
     pool = load_pool(jsonl(tmp_path, good, {"prompt": "x" * 1000, "answer": ""}, good))
     assert texts(pool, "origin") == ["rows.jsonl:1", "rows.jsonl:3"]

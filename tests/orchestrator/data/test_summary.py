@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli import app, main
-from orchestrator.data.readers import DataError
-from orchestrator.data.survey import data_metrics, describe, read_pools
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
+from troupe.orchestrator.cli import app, main
+from troupe.orchestrator.data.readers import DataError
+from troupe.orchestrator.data.summary import data_metrics, describe, read_pools
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from orchestrator.data.prompts import DataError
-from orchestrator.data.texts import Pieces, TextOrder, load_texts
-from orchestrator.spec.sections import JsonlTexts, ParquetTexts
-from workers.contract.messages import TEXTS, RankPlan
-from workers.data.texts import cut_texts, text_batches
+from troupe.orchestrator.data.prompts import DataError
+from troupe.orchestrator.data.texts import Pieces, TextOrder, load_texts
+from troupe.orchestrator.spec.sections import JsonlTexts, ParquetTexts
+from troupe.workers.contract.messages import TEXTS, RankPlan
+from troupe.workers.data.texts import cut_texts, text_batches
 
 
 def jsonl(path: Path, *rows: dict[str, Any]) -> JsonlTexts:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from deploy.install.lock import LEFT_OUT
-from orchestrator.doctor.checks import as_json, as_text, examine, healthy
-from orchestrator.doctor.machine import (
+from troupe.orchestrator.doctor.checks import as_json, as_text, examine, healthy
+from troupe.orchestrator.doctor.machine import (
     GIB,
     MIB,
     UNLIMITED,
@@ -24,7 +24,7 @@ from orchestrator.doctor.machine import (
     Software,
     Surroundings,
 )
-from orchestrator.doctor.software import UNUSED
+from troupe.orchestrator.doctor.software import UNUSED
 
 REQUIREMENTS = {
     "troupe-rl": ("torch>=2.10", "transformers<5.20,>=5.16", "vllm==0.32.0; extra == 'gpu'"),

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.doctor import facts
-from orchestrator.doctor.facts import gather, torch_cuda
-from orchestrator.doctor.machine import GIB, UNLIMITED
-from orchestrator.doctor.needs import needs_of
-from orchestrator.doctor.nvidia import is_visible, p2p_matrix
-from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
+from troupe.orchestrator.doctor import facts
+from troupe.orchestrator.doctor.facts import gather, torch_cuda
+from troupe.orchestrator.doctor.machine import GIB, UNLIMITED
+from troupe.orchestrator.doctor.needs import needs_of
+from troupe.orchestrator.doctor.nvidia import is_visible, p2p_matrix
+from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 TOPOLOGY = """ \tGPU0\tGPU1\tGPU2\t
  GPU0\tX\tOK\tCNS\t

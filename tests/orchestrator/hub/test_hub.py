@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.hub.resolve import NoFiles, choose_files
-from orchestrator.live.diff import compare
-from orchestrator.spec.hub import with_pins
-from orchestrator.spec.load import load_rollout_spec
-from orchestrator.spec.paths import absolute_paths, path_fields
-from orchestrator.spec.sections import HubFiles
-from orchestrator.training.checkpoint import CheckpointStore
 from tests.conftest import ROOT
 from tests.hub_server import HubServer
+from troupe.orchestrator.hub.resolve import NoFiles, choose_files
+from troupe.orchestrator.live.diff import compare
+from troupe.orchestrator.spec.hub import with_pins
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.paths import absolute_paths, path_fields
+from troupe.orchestrator.spec.sections import HubFiles
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 SPEC = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 TOKEN = "hf_test_token_of_the_reader"
@@ -40,8 +40,8 @@ WEIGHTS = bytes(range(256)) * 4096
 MODEL = {"config.json": CONFIG, "model.safetensors": WEIGHTS, "tokenizer.json": b"{}"}
 OTHERS = {"pytorch_model.bin": b"pickle", "onnx/model.onnx": b"onnx", "modeling.py": b"code"}
 DOWNLOAD = """
-from orchestrator.hub.client import Repo, Snapshot, download, resolve
-from orchestrator.hub.resolve import _MODEL_FILES, _NOT_LOADED
+from troupe.orchestrator.hub.client import Repo, Snapshot, download, resolve
+from troupe.orchestrator.hub.resolve import _MODEL_FILES, _NOT_LOADED
 repo = Repo("model", "acme/tiny")
 print(download(Snapshot(repo, resolve(repo, None), _MODEL_FILES, _NOT_LOADED)))
 """
@@ -77,7 +77,7 @@ class Hub:
     def troupe(self, command: str, *overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs a command on the tiny spec with its model on the hub."""
         sets = [part for one in ("model.path=acme/tiny", *overrides) for part in ("--set", one)]
-        return self.run("-m", "orchestrator.cli", command, str(SPEC), *sets, **env)
+        return self.run("-m", "troupe", command, str(SPEC), *sets, **env)
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def trained(tmp_path: Path) -> Path:
 
 
 def test_export_pushes_the_verified_model_to_a_private_repository(hub: Hub, trained: Path) -> None:
-    done = hub.run("-m", "orchestrator.cli", "export", str(trained), "--push", "acme/trained", "--yes")
+    done = hub.run("-m", "troupe", "export", str(trained), "--push", "acme/trained", "--yes")
     assert done.returncode == 0, done.stderr
     assert f"pushed {hub.server.url}/acme/trained" in done.stdout
     assert "model.safetensors  1.00 MiB" in done.stdout
@@ -258,7 +258,7 @@ def test_export_pushes_the_verified_model_to_a_private_repository(hub: Hub, trai
 
 
 def test_nothing_is_pushed_without_a_yes(hub: Hub, trained: Path) -> None:
-    done = hub.run("-m", "orchestrator.cli", "export", str(trained), "--push", "acme/trained", answer="n\n")
+    done = hub.run("-m", "troupe", "export", str(trained), "--push", "acme/trained", answer="n\n")
     assert done.returncode != 0
     assert "3 files, 1.0 MiB" in done.stdout
     assert hub.server.requests == []
@@ -269,6 +269,6 @@ def test_nothing_is_pushed_without_a_yes(hub: Hub, trained: Path) -> None:
     [([], "export where?"), (["--push", "trained"], "expected ORG/NAME"), (["--push", "a/b/c"], "expected ORG/NAME")],
 )
 def test_an_export_to_nowhere_is_a_usage_error(hub: Hub, trained: Path, arguments: list[str], words: str) -> None:
-    done = hub.run("-m", "orchestrator.cli", "export", str(trained), *arguments)
+    done = hub.run("-m", "troupe", "export", str(trained), *arguments)
     assert done.returncode == 2
     assert words in done.stderr

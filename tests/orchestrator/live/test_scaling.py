@@ -16,29 +16,6 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 
-from orchestrator.cluster.worker_group import PolicyGroup
-from orchestrator.controller import RunOutcome
-from orchestrator.errors import DataLost, DoesNotFit, TroupeError, UsageError, WorkerDied
-from orchestrator.live import control
-from orchestrator.live.control import ControlServer, ask
-from orchestrator.live.diff import changed, differences, worker_changes
-from orchestrator.live.scaling import (
-    RemovalTimeouts,
-    RoleState,
-    ScaledEngines,
-    ScaledRewardWorkers,
-    ScaledScorers,
-    ScaledWorkers,
-    WorkerScaler,
-    autoscale_step,
-)
-from orchestrator.reporting.console import Console
-from orchestrator.rollouts.scoring import RewardPool, TokenScorer
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.load import load_rollout_spec
-from orchestrator.spec.preflight import RESOLVED_SPEC
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.sections import AutoscaleConfig, RoleName
 from tests.conftest import ROOT
 from tests.fakes import (
     SETTINGS,
@@ -52,7 +29,30 @@ from tests.fakes import (
 )
 from tests.orchestrator.test_cli import troupe
 from tests.orchestrator.test_controller import RolloutRun
-from workers.contract.messages import (
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.controller import RunOutcome
+from troupe.orchestrator.errors import DataLost, DoesNotFit, TroupeError, UsageError, WorkerDied
+from troupe.orchestrator.live import control
+from troupe.orchestrator.live.control import ControlServer, ask
+from troupe.orchestrator.live.diff import changed, differences, worker_changes
+from troupe.orchestrator.live.scaling import (
+    RemovalTimeouts,
+    RoleState,
+    ScaledEngines,
+    ScaledRewardWorkers,
+    ScaledScorers,
+    ScaledWorkers,
+    WorkerScaler,
+    autoscale_step,
+)
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import AutoscaleConfig, RoleName
+from troupe.workers.contract.messages import (
     GroupRequest,
     GroupSummary,
     PrepareRequest,
@@ -327,7 +327,7 @@ def test_autoscaling_goes_on_where_the_spec_cannot_be_saved(tmp_path: Path, capl
     harness.save = _full_disk
     assert harness.run().steps_done == 16
     assert harness.lines()[-1]["workers/rollout"] == 4
-    warnings = [record.getMessage() for record in caplog.records if record.name == "orchestrator.live.scaling"]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "troupe.orchestrator.live.scaling"]
     assert len(warnings) == 2 and "the spec cannot be saved" in warnings[0] and "No space left" in warnings[0]
 
 

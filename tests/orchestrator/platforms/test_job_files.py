@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import UsageError
-from orchestrator.platforms import job_files
-from orchestrator.platforms.job_files import copy_folder
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms import job_files
+from troupe.orchestrator.platforms.job_files import copy_folder
 
 SECRETS = (
     *(".env", ".env.production", "prod.env", ".netrc", ".git-credentials", "id_rsa", "id_ed25519.bak", "server.pem"),

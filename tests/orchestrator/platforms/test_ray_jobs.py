@@ -13,8 +13,9 @@ import pytest
 import yaml
 from ray.job_submission import JobStatus
 
-from orchestrator.errors import TroupeError, UsageError
-from orchestrator.platforms.ray_jobs import (
+from tests.conftest import ROOT
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.platforms.ray_jobs import (
     JobServer,
     JobState,
     Submission,
@@ -23,8 +24,7 @@ from orchestrator.platforms.ray_jobs import (
     job_environment,
     token_header,
 )
-from orchestrator.spec.load import load_rollout_spec
-from tests.conftest import ROOT
+from troupe.orchestrator.spec.load import load_rollout_spec
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 
@@ -78,7 +78,7 @@ def test_the_entry_point_falls_back_to_the_clusters_python(monkeypatch: pytest.M
     done = subprocess.run(
         ["/bin/sh", "-c", entrypoint("x.yaml")], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == "-m orchestrator.cli run x.yaml --resume --supervise\n"
+    assert done.stdout == "-m troupe run x.yaml --resume --supervise\n"
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import UsageError
-from orchestrator.platforms.flags import NodeFlags, SlurmFlags
-from orchestrator.platforms.manifest import Request, batch_script
 from tests.conftest import ROOT
 from tests.orchestrator.platforms.kubernetes.manifests import write_model
 from tests.orchestrator.test_cli import troupe
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms.flags import NodeFlags, SlurmFlags
+from troupe.orchestrator.platforms.manifest import Request, batch_script
 
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
 CHAIN = ROOT / "deploy" / "specs" / "tiny-three-stage.yaml"

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.errors import EnginesLost, WorkerDied
-from orchestrator.rollouts.engine_pool import Engine, EnginePool
 from tests.clock import on_virtual_time
 from tests.fakes import BOUNDS, FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_pool
-from workers.contract.messages import GroupRequest, GroupSummary
+from troupe.orchestrator.errors import EnginesLost, WorkerDied
+from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.workers.contract.messages import GroupRequest, GroupSummary
 
 
 def pool_of(engines: int, max_load: int) -> EnginePool:

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import WorkerDied
-from orchestrator.rollouts.linked_pool import Callers, LinkedPool, PoolLimits
 from tests.fakes import FaultyWorker
-from workers.contract.messages import WorkerGone, WorkerHealth
-from workers.contract.roles import Watched
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.pools.linked import Callers, LinkedPool, PoolLimits
+from troupe.workers.contract.messages import WorkerGone, WorkerHealth
+from troupe.workers.contract.roles import Watched
 
 
 class Service:

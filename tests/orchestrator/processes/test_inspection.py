@@ -10,16 +10,16 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from orchestrator.cluster.process_facts import Look, ProcessFacts, look_at
-from orchestrator.cluster.processes import stat_fields
-from workers.contract.memory import resident_peak
-from workers.contract.stacks import VARIABLE
+from troupe.orchestrator.processes.inspection import Look, ProcessFacts, look_at
+from troupe.orchestrator.processes.proc import stat_fields
+from troupe.workers.telemetry.peak_memory import resident_peak
+from troupe.workers.telemetry.stacks import VARIABLE
 
 NAME = "fourteen bytes\u00e9".encode()
 """The kernel keeps 15 bytes of it: half of the last character."""
 NAMED = f"""
 import pathlib, sys
-from workers.contract.stacks import write_stacks_on_signal
+from troupe.workers.telemetry.stacks import write_stacks_on_signal
 write_stacks_on_signal()
 pathlib.Path("/proc/self/comm").write_bytes({NAME!r})
 print(flush=True)
@@ -60,8 +60,8 @@ def test_a_process_that_looks_sends_itself_no_signal(tmp_path: Path) -> None:
     """The handler can crash a process whose threads run Python meanwhile."""
     code = f"""
 import os, pathlib
-from orchestrator.cluster.process_facts import Look, look_at
-from workers.contract.stacks import stack_file, write_stacks_on_signal
+from troupe.orchestrator.processes.inspection import Look, look_at
+from troupe.workers.telemetry.stacks import stack_file, write_stacks_on_signal
 folder = pathlib.Path({str(tmp_path)!r})
 write_stacks_on_signal(folder)
 (process,) = look_at(Look({{os.getpid(): "driver-0"}}, folder)).processes

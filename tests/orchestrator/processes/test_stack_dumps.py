@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchestrator.cluster.process_facts import Look, look_at
-from orchestrator.cluster.stack_dumps import parse_stacks, read_stacks, request_stacks
 from tests.conftest import ROOT
-from workers.contract.stacks import LARGEST, VARIABLE, stack_file
+from troupe.orchestrator.processes.inspection import Look, look_at
+from troupe.orchestrator.processes.stack_dumps import parse_stacks, read_stacks, request_stacks
+from troupe.workers.telemetry.stacks import LARGEST, VARIABLE, stack_file
 
-INSTALL = "from workers.contract.stacks import write_stacks_on_signal; write_stacks_on_signal()\n"
+INSTALL = "from troupe.workers.telemetry.stacks import write_stacks_on_signal; write_stacks_on_signal()\n"
 WAIT_S = 20.0
 
 

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from orchestrator.data.texts import TextPicks
-from orchestrator.errors import TroupeError, UsageError
-from orchestrator.replay.against import (
+from tests.conftest import ROOT
+from troupe.orchestrator.data.texts import TextPicks
+from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.replay.against import (
     StepThere,
     TensorDifference,
     difference,
@@ -24,23 +25,22 @@ from orchestrator.replay.against import (
     tensor_differences,
     write_result,
 )
-from orchestrator.replay.kept import REPLAY, STEP, KeptStep, folder_of, packed_texts
-from orchestrator.replay.plan import plan_replay
-from orchestrator.replay.repeat import Repeated, software_changes, start_problem
-from orchestrator.replay.resample import Resampled, compare_samples, first_difference, plan_resample
-from orchestrator.rollout_run import write_spec
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.load import load_rollout_spec
-from orchestrator.spec.preflight import RESOLVED_SPEC
-from orchestrator.spec.stages import plan_runs, read_document
-from orchestrator.training.batch import GroupOrigin
-from orchestrator.training.checkpoint import CheckpointStore
-from orchestrator.training.micro_batches import minibatches, plan_texts
-from orchestrator.training.state import ControllerState
-from tests.conftest import ROOT
-from workers.contract.messages import KEPT_BATCH, TRAIN, KeptFile, TrainRow
-from workers.data.kept import write_tables
-from workers.training import masters
+from troupe.orchestrator.replay.plan import plan_replay
+from troupe.orchestrator.replay.repeat import Repeated, software_changes, start_problem
+from troupe.orchestrator.replay.resample import Resampled, compare_samples, first_difference, plan_resample
+from troupe.orchestrator.replay.step_record import REPLAY, STEP, KeptStep, folder_of, packed_texts
+from troupe.orchestrator.rollout_run import write_spec
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.training.batch import GroupOrigin
+from troupe.orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.training.micro_batches import minibatches, plan_texts
+from troupe.orchestrator.training.state import ControllerState
+from troupe.workers.contract.messages import KEPT_BATCH, TRAIN, KeptFile, TrainRow
+from troupe.workers.data.step_record import write_tables
+from troupe.workers.training import masters
 
 SPECS = ROOT / "deploy" / "specs"
 Keep = Callable[..., None]

@@ -15,16 +15,16 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from orchestrator.errors import UsageError, WorkerRaised
-from orchestrator.replay.keeper import KeeperSettings
-from orchestrator.replay.kept import STEP, KeptFolder, folder_of, kept_steps, read_step, read_steps
-from orchestrator.replay.repeat import Repeated, Replayer
-from orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
-from orchestrator.training.updates import Updates
 from tests.fakes import SETTINGS, UPDATES, FakePolicy, FakeTable, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_recovery import RECOVERS, RecoveringRun
-from workers.contract.messages import KEPT_BATCH, KeptFile
+from troupe.orchestrator.errors import UsageError, WorkerRaised
+from troupe.orchestrator.replay.repeat import Repeated, Replayer
+from troupe.orchestrator.replay.step_record import STEP, KeptFolder, folder_of, kept_steps, read_step, read_steps
+from troupe.orchestrator.replay.step_recorder import KeeperSettings
+from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
+from troupe.orchestrator.training.updates import Updates
+from troupe.workers.contract.messages import KEPT_BATCH, KeptFile
 
 
 def keeper(out: Path, **bounds: Any) -> KeeperSettings:
@@ -124,7 +124,7 @@ def test_a_step_larger_than_the_bound_ends_the_keeping_with_one_warning(
     one = sum(file.stat().st_size for file in folder_of(first.root, 2).iterdir())
     second = RecordedRun(tmp_path, resume=True, nbytes=one // 2)
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "orchestrator.replay.keeper"):
+    with caplog.at_level(logging.WARNING, "troupe.orchestrator.replay.step_recorder"):
         assert second.run().steps_done == 4
     assert sorted(path.name for path in second.root.iterdir()) == ["step-000001", "step-000002"], "they stay"
     assert sum(worker.calls.count("keep_batch") for worker in fakes_of(second.policy)) == 1, "step 4 is not written"
@@ -173,7 +173,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
             return await super().keep_batch(folder, batch, texts, rows)
 
     run.policies[:] = [FullDisk(0), FullDisk(1)]
-    with caplog.at_level(logging.WARNING, "orchestrator.replay.keeper"):
+    with caplog.at_level(logging.WARNING, "troupe.orchestrator.replay.step_recorder"):
         assert run.run().steps_done == 4
     assert kept_steps(run.root) == [3, 4]
     assert [path.name for path in run.root.iterdir() if path.name.startswith(".")] == []

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from orchestrator.reporting.console import COLUMNS, Console, cell, format_value
+from troupe.orchestrator.reporting.console import COLUMNS, Console, cell, format_value
 
 STEP = {"kind": "train", "reward/mean": 0.25, "response_tokens/mean": 30.4, "policy/kl_ref": math.nan}
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.reporting.metrics import (
+from troupe.orchestrator.reporting.metrics import (
     GIB,
     PeakMemory,
     PhaseTimers,
@@ -20,8 +20,8 @@ from orchestrator.reporting.metrics import (
     pass_at_k,
     std,
 )
-from workers.contract.memory import resident_peak
-from workers.contract.messages import Peak, RewardSummary, ScoreSummary, UpdateMetrics, WeightAck, WorkerHealth
+from troupe.workers.contract.messages import Peak, RewardSummary, ScoreSummary, UpdateMetrics, WeightAck, WorkerHealth
+from troupe.workers.telemetry.peak_memory import resident_peak
 
 
 class Clock:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cluster.call_log import CallLog
-from orchestrator.errors import StopRequested
-from orchestrator.reporting.recorder import EventLog, RunRecorder, delete_oldest, recorded_failure
-from orchestrator.reporting.run_folder import RunFolder, step_files
+from troupe.orchestrator.errors import StopRequested
+from troupe.orchestrator.reporting.recorder import EventLog, RunRecorder, delete_oldest, recorded_failure
+from troupe.orchestrator.reporting.run_folder import RunFolder, step_files
+from troupe.orchestrator.telemetry.call_log import CallLog
 
 
 def call(log: CallLog, worker: str, method: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.reporting.console import COLUMNS
-from orchestrator.reporting.metrics import PeakMemory
-from orchestrator.reporting.reference import PHASES, SECTIONS, metric_named
-from orchestrator.training.ledger import Ledger
-from workers.contract.messages import Answer, Peak
+from troupe.orchestrator.reporting.console import COLUMNS
+from troupe.orchestrator.reporting.metrics import PeakMemory
+from troupe.orchestrator.reporting.reference import PHASES, SECTIONS, metric_named
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.workers.contract.messages import Answer, Peak
 
 _WRITTEN = """
 advantage_mean advantage_std critic/grad_norm critic/learning_rate critic/loss critic/sequences critic/skipped_updates

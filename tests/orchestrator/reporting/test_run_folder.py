@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.errors import DataError, UsageError
-from orchestrator.reporting.run_folder import RunFolder
-from orchestrator.reporting.timeline import PHASES, TIMELINE, Span, phase_of, role_of, timeline_table
-from workers.contract.samples import SAMPLES, conform
+from troupe.orchestrator.errors import DataError, UsageError
+from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.telemetry.timeline import PHASES, TIMELINE, Span, phase_of, role_of, timeline_table
+from troupe.workers.contract.samples import SAMPLES, conform
 
 
 @pytest.fixture

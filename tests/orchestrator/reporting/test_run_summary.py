@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from orchestrator.reporting.glance import Glance, duration, trend
+from troupe.orchestrator.reporting.run_summary import Glance, duration, trend
 
 
 def glance(*steps: Mapping[str, object], total: int = 100) -> Glance:

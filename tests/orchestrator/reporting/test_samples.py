@@ -19,14 +19,20 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
-from orchestrator.errors import DataError, UsageError
-from orchestrator.reporting.run_folder import RunFolder
-from orchestrator.reporting.sample_export import Format, export_samples
-from orchestrator.reporting.sample_filter import FilterError, parse_filter
-from orchestrator.reporting.sample_view import CONVERSATION_COLUMNS, show_samples, show_table, visible
-from orchestrator.reporting.samples import SampleQuery, count_samples, select_samples, split_columns, stream_samples
-from workers.contract.samples import SAMPLES
+from troupe.orchestrator.cli import app
+from troupe.orchestrator.errors import DataError, UsageError
+from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.reporting.sample_export import Format, export_samples
+from troupe.orchestrator.reporting.sample_filter import FilterError, parse_filter
+from troupe.orchestrator.reporting.sample_view import CONVERSATION_COLUMNS, show_samples, show_table, visible
+from troupe.orchestrator.reporting.samples import (
+    SampleQuery,
+    count_samples,
+    select_samples,
+    split_columns,
+    stream_samples,
+)
+from troupe.workers.contract.samples import SAMPLES
 
 HOSTILE = "[bold red]x[/] \x1b[31mred\x07 \u202egnp\u2069 \ud83d [link=file:///etc]y[/link]"
 

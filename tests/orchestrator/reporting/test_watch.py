@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.errors import UsageError
-from orchestrator.reporting.watch import WatchServer, refusal
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.reporting.watch import WatchServer, refusal
 
 from .html.folders import RECORDED, write_run
 

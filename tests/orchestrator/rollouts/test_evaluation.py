@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.prompts import PromptPick
-from orchestrator.errors import WorkerDied
-from orchestrator.rollouts import evaluation
-from orchestrator.rollouts.evaluation import EvalSettings, Evaluator, solved_metrics
-from orchestrator.rollouts.scoring import RewardPool
 from tests.fakes import FakeReward, FakeTable, FaultyEngine, FaultyReward, FaultyWorker, fake_pool
-from workers.contract.config import EvalSampling
+from troupe.orchestrator.data.prompts import PromptPick
+from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.rollouts import evaluation
+from troupe.orchestrator.rollouts.evaluation import EvalSettings, Evaluator, solved_metrics
+from troupe.orchestrator.rollouts.scoring import RewardPool
+from troupe.workers.contract.config import EvalSampling
 
 
 def evaluate(

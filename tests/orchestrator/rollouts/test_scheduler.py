@@ -12,14 +12,6 @@ from typing import Any
 
 import pytest
 
-from orchestrator.data.prompts import PromptPick
-from orchestrator.errors import BatchFailed, EnginesLost
-from orchestrator.rollouts import scheduler
-from orchestrator.rollouts.engine_pool import PoolBounds
-from orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
-from orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, SignalTest, TokenScorer
-from orchestrator.rollouts.weight_sync import FileSync
-from orchestrator.training.ledger import Ledger
 from tests.fakes import (
     BOUNDS,
     FakePolicy,
@@ -31,8 +23,16 @@ from tests.fakes import (
     fake_pool,
     policy_group,
 )
-from workers.algorithms.custom import GroupRewards, group_rewards
-from workers.contract.messages import RankPlan, RewardSummary
+from troupe.orchestrator.data.prompts import PromptPick
+from troupe.orchestrator.errors import BatchFailed, EnginesLost
+from troupe.orchestrator.pools.engines import PoolBounds
+from troupe.orchestrator.rollouts import scheduler
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
+from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, SignalTest, TokenScorer
+from troupe.orchestrator.rollouts.weight_sync import FileSync
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.workers.algorithms.custom import GroupRewards, group_rewards
+from troupe.workers.contract.messages import RankPlan, RewardSummary
 
 
 class FakeRollouts:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster.restart_budget import RestartBudget
-from orchestrator.cluster.worker_group import PolicyGroup
-from orchestrator.errors import JudgeLost, WorkerDied, WorkerError
-from orchestrator.rollouts.replacement import Replacer
-from orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from tests.fakes import FakePolicy, FakeReward, FakeTable, FaultyWorker
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
+from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError
+from troupe.orchestrator.pools.replacement import Replacer
+from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 
 TABLE = FakeTable("rollouts", ("p0",), samples=4)
 
@@ -89,7 +89,7 @@ def test_a_replacement_that_does_not_start_costs_another_restart() -> None:
 
 
 def test_a_group_waits_for_its_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.rollouts.scoring._JUDGE_PAUSE_S", 0.01)
+    monkeypatch.setattr("troupe.orchestrator.rollouts.scoring._JUDGE_PAUSE_S", 0.01)
 
     class Waiting(FakeReward):
         calls = 0

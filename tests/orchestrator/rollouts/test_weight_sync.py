@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster.worker_group import WorkerHandle
-from orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified
-from orchestrator.rollouts.engine_pool import Engine, EnginePool
-from orchestrator.rollouts.weight_sync import DeviceSync, FileSync
 from tests.fakes import BOUNDS, FakePolicy, FaultyEngine, FaultyWorker, fake_pool, policy_group
-from workers.contract import roles
-from workers.contract.messages import WeightAck, WeightUpdate
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified
+from troupe.orchestrator.pools.engines import Engine, EnginePool
+from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync
+from troupe.workers.contract import roles
+from troupe.workers.contract.messages import WeightAck, WeightUpdate
 
 
 def test_two_engines_receive_the_same_version() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.load import load_rollout_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -1154,8 +1154,8 @@ def test_a_bad_spec_is_refused_without_the_stack(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(CPU.replace("seed: 3", "sed: 3"))
     code = (
-        "import sys\nfrom orchestrator.spec.errors import SpecError\n"
-        "from orchestrator.spec.load import load_rollout_spec\n"
+        "import sys\nfrom troupe.orchestrator.spec.errors import SpecError\n"
+        "from troupe.orchestrator.spec.load import load_rollout_spec\n"
         "try: load_rollout_spec(sys.argv[1])\nexcept SpecError: pass\nelse: sys.exit('loaded')\n"
         "print(sorted({'torch', 'ray', 'pyarrow', 'numpy', 'datasets'} & set(sys.modules)))"
     )

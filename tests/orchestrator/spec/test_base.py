@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.offline import OfflineSpec
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.sections import RoleName
-from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import RoleName
+from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 
 def shipped(name: str, *overrides: str) -> RunSpec:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.errors import UsageError
-from orchestrator.spec import examples
-from orchestrator.spec.paths import path_fields
-from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
-from workers.models.demo import MODELS
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.spec import examples
+from troupe.orchestrator.spec.paths import path_fields
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.starter.demo_models import MODELS
 
 SPECS = ROOT / "deploy" / "specs"
 ELSEWHERE = ("/models/", "/data/", "models/policy-7b-instruct")

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator import cli
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
-from orchestrator.spec import yaml_reader
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.load import RunSpec, parse_spec
-from orchestrator.spec.offline import OfflineSpec, columns, data_format
-from orchestrator.spec.paths import absolute_paths
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.stages import ChainDocument, plan_runs
 from tests.conftest import ROOT
-from workers.contract.offline_config import DpoLossConfig, KtoLossConfig, RewardLossConfig
+from troupe.orchestrator import cli
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
+from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.load import RunSpec, parse_spec
+from troupe.orchestrator.spec.offline import OfflineSpec, columns, data_format
+from troupe.orchestrator.spec.paths import absolute_paths
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.stages import ChainDocument, plan_runs
+from troupe.workers.contract.offline_config import DpoLossConfig, KtoLossConfig, RewardLossConfig
 
 DPO = """\
 name: base

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.spec.base import RunSpec
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.preflight_models import (
+from tests.conftest import ROOT
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.preflight_models import (
     CPU_HEAD_SIZES,
     broken_weights,
     quantized,
@@ -20,9 +21,8 @@ from orchestrator.spec.preflight_models import (
     unsupported_head_size,
     wrong_kinds,
 )
-from orchestrator.spec.stages import plan_runs, read_document
-from tests.conftest import ROOT
-from workers.contract.config import ModelConfig
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.workers.contract.config import ModelConfig
 
 CAUSAL: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
 CLASSIFIER: dict[str, Any] = {"architectures": ["LlamaForSequenceClassification"]}

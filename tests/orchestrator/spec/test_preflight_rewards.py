@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.spec.preflight_rewards import unusable_functions
-from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import ROOT
-from workers.contract.config import RewardFunctionConfig
+from troupe.orchestrator.spec.preflight_rewards import unusable_functions
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.workers.contract.config import RewardFunctionConfig
 
 
 def problems(*functions: tuple[str, dict[str, Any]]) -> list[tuple[str, str]]:

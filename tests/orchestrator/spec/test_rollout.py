@@ -15,21 +15,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from orchestrator.spec import yaml_reader
-from orchestrator.spec.errors import Source, SpecError, known_paths, models_in, parse_path
-from orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, spec_schema
-from orchestrator.spec.reference import spec_reference
-from orchestrator.spec.rollout import RolloutSpec
-from orchestrator.spec.stages import plan_runs, read_document
 from tests.conftest import NO_WEIGHTS
-from workers.contract.config import (
+from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.errors import Source, SpecError, known_paths, models_in, parse_path
+from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, spec_schema
+from troupe.orchestrator.spec.reference import spec_reference
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.workers.contract.config import (
     ENVIRONMENT_REWARD,
     JUDGE_REWARD,
     REWARD_FUNCTIONS,
     RIGHT_OR_WRONG,
     CriticLossConfig,
 )
-from workers.rewards.loading import SHIPPED
+from troupe.workers.rewards.loading import SHIPPED
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED_SPECS = sorted((ROOT / "deploy" / "specs").glob("*.yaml"))
@@ -309,13 +309,17 @@ def test_the_demo_has_what_it_needs(demo_model: Path, tiny_model: Path, monkeypa
 
 def test_the_reference_is_current() -> None:
     assert (ROOT / "docs" / "reference" / "spec.md").read_text() == spec_reference(), (
-        "run: python -m orchestrator.spec.reference > docs/reference/spec.md"
+        "run: python -m troupe.orchestrator.spec.reference > docs/reference/spec.md"
     )
 
 
 def test_the_reference_is_written_by_the_documented_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator.spec.reference"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "troupe.orchestrator.spec.reference"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == spec_reference()
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
-from orchestrator.errors import UsageError
-from orchestrator.spec.examples import MODELS_VARIABLE, examples
-from orchestrator.spec.stages import plan_runs, read_document
-from orchestrator.starter.command import Flags, copy_of
-from orchestrator.starter.demo import (
+from troupe.orchestrator.cli import app
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.spec.examples import MODELS_VARIABLE, examples
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.starter import demo_models as demo
+from troupe.orchestrator.starter.command import Flags, copy_of
+from troupe.orchestrator.starter.demo import (
     DEFAULT,
     demo_folder,
     demo_spec,
@@ -21,7 +22,6 @@ from orchestrator.starter.demo import (
     next_steps,
     write_demo_report,
 )
-from workers.models import demo
 
 
 @pytest.fixture

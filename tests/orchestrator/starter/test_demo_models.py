@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from workers.models import demo
+from troupe.orchestrator.starter import demo_models as demo
 
 
 @pytest.mark.parametrize("name", demo.MODELS)
@@ -120,7 +120,8 @@ def test_a_download_that_fails_names_its_cause_and_the_remedy(tmp_path: Path, mo
 def test_looking_for_pip_leaves_setuptools_as_it_is(tmp_path: Path) -> None:
     """Its import hook disables itself where a process looks for pip, and torch's extensions then cannot be imported."""
     code = (
-        "import subprocess, sys, pathlib; from workers.models import demo; subprocess.run = lambda *a, **k: 1 / 0\n"
+        "import subprocess, sys, pathlib\nfrom troupe.orchestrator.starter import demo_models as demo\n"
+        "subprocess.run = lambda *a, **k: 1 / 0\n"
         "try: demo.download_weights(pathlib.Path(sys.argv[1]), print)\n"
         "except ZeroDivisionError: import setuptools; print('imported')"
     )

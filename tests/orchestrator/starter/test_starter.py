@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from orchestrator.algorithms.table import ALGORITHMS
-from orchestrator.capacity.stages import plan_stages
-from orchestrator.errors import DoesNotFit, UsageError
-from orchestrator.models.model_size import read_size
-from orchestrator.spec.errors import SpecError
-from orchestrator.spec.stages import plan_runs, read_document
-from orchestrator.starter.choices import Choices, check_algorithm, read_data
-from orchestrator.starter.command import Flags, complete, text_of, write
-from orchestrator.starter.sizing import fitting_document, nodes
 from tests.conftest import ROOT
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.capacity.stages import plan_stages
+from troupe.orchestrator.errors import DoesNotFit, UsageError
+from troupe.orchestrator.model_facts.model_size import read_size
+from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.starter.choices import Choices, check_algorithm, read_data
+from troupe.orchestrator.starter.command import Flags, complete, text_of, write
+from troupe.orchestrator.starter.sizing import fitting_document, nodes
 
 DATA = ROOT / "deploy" / "specs" / "data"
 FILES = {"demonstrations": "demonstrations", "pairs": "pairs", "labelled": "labelled", "ranked": "ranked"}

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster.call_log import CallLog, OpenCall
-from orchestrator.cluster.ray_cluster import ActorWorker
-from orchestrator.errors import WorkerTimeout
-from orchestrator.reporting.metrics import PeakMemory
-from orchestrator.reporting.timeline import Span
-from workers.contract.messages import GroupRequest, RewardSummary
-from workers.contract.roles import Engine, Reward
+from troupe.orchestrator.cluster.ray_cluster import ActorWorker
+from troupe.orchestrator.errors import WorkerTimeout
+from troupe.orchestrator.reporting.metrics import PeakMemory
+from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
+from troupe.orchestrator.telemetry.timeline import Span
+from troupe.workers.contract.messages import GroupRequest, RewardSummary
+from troupe.workers.contract.roles import Engine, Reward
 
 
 class Clock:

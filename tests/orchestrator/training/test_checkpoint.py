@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import TroupeError
-from orchestrator.training.checkpoint import (
+from tests.fakes import FakeCritic, FakePolicy, critic_group, policy_group
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.training.checkpoint import (
     MANIFEST,
     STATE,
     CheckpointError,
@@ -29,7 +30,6 @@ from orchestrator.training.checkpoint import (
     verify,
     write_model,
 )
-from tests.fakes import FakeCritic, FakePolicy, critic_group, policy_group
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -198,7 +198,7 @@ SAVER = """
 import sys, os
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.training.checkpoint import CheckpointStore
 store = CheckpointStore(sys.argv[1], keep=2)
 store.prepare()
 found = store.latest()
@@ -263,7 +263,7 @@ def test_prepare_removes_partial_saves_and_restores_a_checkpoint_being_replaced(
 LIMITED = """
 import resource, sys
 sys.path.insert(0, sys.argv[2])
-from orchestrator.training.checkpoint import CheckpointError, CheckpointStore
+from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 store = CheckpointStore(sys.argv[1], keep=1)
 path = store.begin(2)
 (path / "rank0").write_bytes(b"x")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.training.ledger import MOST_KINDS, OTHER, Ledger, LedgerError, kind_of
+from troupe.orchestrator.training.ledger import MOST_KINDS, OTHER, Ledger, LedgerError, kind_of
 
 
 def test_a_sample_is_trained_or_dropped_once() -> None:

@@ -7,7 +7,7 @@ from itertools import chain, groupby, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.training.micro_batches import (
+from troupe.orchestrator.training.micro_batches import (
     cut_micro_batches,
     minibatches,
     pick_states,
@@ -17,7 +17,7 @@ from orchestrator.training.micro_batches import (
     plan_update,
     split_balanced,
 )
-from workers.contract.messages import TrainRow
+from troupe.workers.contract.messages import TrainRow
 
 lengths_lists = st.lists(st.integers(1, 200), min_size=1, max_size=60)
 

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from orchestrator.cluster.worker_group import TrainerGroup
-from orchestrator.errors import TrainingDiverged
-from orchestrator.reporting.console import Console
-from orchestrator.training.batch import Batch
-from orchestrator.training.state import ControllerState
-from orchestrator.training.updates import Metrics, Updates
 from tests.fakes import UPDATES, FakePolicy, policy_group
-from workers.contract.messages import RankPlan, UpdateMetrics
+from troupe.orchestrator.cluster.worker_group import TrainerGroup
+from troupe.orchestrator.errors import TrainingDiverged
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.training.batch import Batch
+from troupe.orchestrator.training.state import ControllerState
+from troupe.orchestrator.training.updates import Metrics, Updates
+from troupe.workers.contract.messages import RankPlan, UpdateMetrics
 
 ANY = cast("Any", None)
 PLAN = RankPlan(((0,),), 1, 1)

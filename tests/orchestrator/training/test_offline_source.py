@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cluster.worker_group import ExampleGroup
-from orchestrator.controller import Controller, RunComponents, TrainSettings
-from orchestrator.data.prompts import PromptSource, evaluation_picks
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.sinks.base import LoggedRun
-from orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from orchestrator.training.offline_source import (
+from tests.fakes import SETTINGS as FOUR_STEPS
+from tests.fakes import UPDATES, FakeRun, FakeTrainer, FaultyWorker
+from troupe.orchestrator.cluster.worker_group import ExampleGroup
+from troupe.orchestrator.controller import Controller, RunComponents, TrainSettings
+from troupe.orchestrator.data.prompts import PromptSource, evaluation_picks
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.sinks.base import LoggedRun
+from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.training.offline_source import (
     BatchMaker,
     ExampleEvaluator,
     OfflineComponents,
@@ -24,11 +26,9 @@ from orchestrator.training.offline_source import (
     ReferenceScorer,
     Tokenized,
 )
-from orchestrator.training.updates import OfflineUpdates, UpdateSettings
-from tests.fakes import SETTINGS as FOUR_STEPS
-from tests.fakes import UPDATES, FakeRun, FakeTrainer, FaultyWorker
-from workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
-from workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
+from troupe.orchestrator.training.updates import OfflineUpdates, UpdateSettings
+from troupe.workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
+from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
 
 EXAMPLES = 10
 SETTINGS = replace(

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster.restart_budget import RestartBudget
-from orchestrator.cluster.worker_group import TrainerGroup
-from orchestrator.errors import WorkerDied, WorkerError
-from orchestrator.training.recovery import RecoverySettings
 from tests.fakes import SETTINGS, UPDATES, FaultyWorker, fakes_of, restart_fakes
 from tests.orchestrator.test_controller import RolloutRun
+from troupe.orchestrator.cluster.worker_group import TrainerGroup
+from troupe.orchestrator.errors import WorkerDied, WorkerError
+from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.training.recovery import RecoverySettings
 
 RECOVERS = RecoverySettings(restarts=2, replay_steps=4, load_timeout_s=1.0)
 METHODS = ("compute_logprobs", "prepare", "update", "publish_weights", "save", "export")

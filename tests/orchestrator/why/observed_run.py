@@ -1,4 +1,4 @@
-"""A process that observes a run without Ray: `python -m tests.orchestrator.live.why.observed_run FOLDER WHAT`."""
+"""A process that observes a run without Ray: `python -m tests.orchestrator.why.observed_run FOLDER WHAT`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from orchestrator.cluster.call_log import CallLog, OpenCall
-from orchestrator.cluster.process_facts import Look, NodeReport, look_at
-from orchestrator.cluster.process_watch import Process
-from orchestrator.errors import WorkerDied
-from orchestrator.live.why.observer import RunObserver
-from orchestrator.reporting.console import Console
-from orchestrator.reporting.recorder import EventLog
+from troupe.orchestrator.cluster.process_watch import Process
+from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.processes.inspection import Look, NodeReport, look_at
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.reporting.recorder import EventLog
+from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
+from troupe.orchestrator.why.observer import RunObserver
 
 
 class Cluster:

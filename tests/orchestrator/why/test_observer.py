@@ -19,15 +19,15 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.errors import WorkerDied
-from orchestrator.live.why import observer as observing
-from orchestrator.live.why.facts import Diagnosis
-from orchestrator.live.why.folder import ANSWER, ENDED, FOLDER, Report, keep_report
-from orchestrator.reporting.console import Console
 from tests.conftest import ROOT
 from tests.faults.stalls import frozen, may_mount, own_disk
-from tests.orchestrator.live.why.observed_run import Cluster
+from tests.orchestrator.why.observed_run import Cluster
 from tests.real.commands import troupe_command
+from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.why import observer as observing
+from troupe.orchestrator.why.facts import Diagnosis
+from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, Report, keep_report
 
 WAIT_S = 60.0
 
@@ -35,7 +35,7 @@ WAIT_S = 60.0
 @contextmanager
 def observed(folder: Path, what: str) -> Iterator[psutil.Process]:
     """The driver of an observed run that waits for `policy-0`, a process of its own."""
-    command = [sys.executable, "-m", "tests.orchestrator.live.why.observed_run", str(folder), what]
+    command = [sys.executable, "-m", "tests.orchestrator.why.observed_run", str(folder), what]
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
         try:
             deadline = time.monotonic() + WAIT_S

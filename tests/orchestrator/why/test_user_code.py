@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.cluster.process_facts import Look, look_at
-from orchestrator.live.why.diagnosis import diagnose
-from orchestrator.live.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
 from tests.conftest import ROOT
 from tests.faults.stalls import planted_environment
-from workers.contract.stacks import VARIABLE
+from troupe.orchestrator.processes.inspection import Look, look_at
+from troupe.orchestrator.why.diagnosis import diagnose
+from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
+from troupe.workers.telemetry.stacks import VARIABLE
 
 WAIT_S = 60.0
 
@@ -28,7 +28,7 @@ def worker(folder: Path, what: str, bug: str) -> Iterator[int]:
     """A worker whose user code has this bug, once it runs."""
     control, ready = folder / "bug", folder / "ready"
     control.write_text(bug)
-    command = [sys.executable, "-m", "tests.orchestrator.live.why.user_code", what, str(control), str(ready)]
+    command = [sys.executable, "-m", "tests.orchestrator.why.user_code", what, str(control), str(ready)]
     env = os.environ | planted_environment(folder / "order") | {VARIABLE: str(folder / "stacks")}
     with subprocess.Popen(command, cwd=ROOT, env=env) as process:
         try:

@@ -6,11 +6,11 @@ import asyncio
 import sys
 from pathlib import Path
 
-from workers.contract.config import RewardFunctionConfig
-from workers.contract.environments import Row
-from workers.contract.stacks import write_stacks_on_signal
-from workers.environments.processes import EnvironmentProcesses
-from workers.rewards.runner import RewardProcess, Sample
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.environments import Row
+from troupe.workers.environments.processes import EnvironmentProcesses
+from troupe.workers.rewards.runner import RewardProcess, Sample
+from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 _LONG_S = 300.0
 

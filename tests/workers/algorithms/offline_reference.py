@@ -14,9 +14,9 @@ import torch
 
 from tests.workers.algorithms import offline_loops as loops
 from tests.workers.algorithms.offline_loops import Answer, Example, RewardOptions
-from workers.algorithms.offline_objectives import OBJECTIVES, Scored, Totals
-from workers.algorithms.preference_losses import Groups, kto_reference_point
-from workers.contract.offline_config import (
+from troupe.workers.algorithms.offline_objectives import OBJECTIVES, Scored, Totals
+from troupe.workers.algorithms.preference_losses import Groups, kto_reference_point
+from troupe.workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
     KtoLossConfig,

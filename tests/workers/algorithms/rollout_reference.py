@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from orchestrator.algorithms.section import AlgorithmConfig, advantage, kl_penalty, policy_loss
-from orchestrator.algorithms.table import ALGORITHMS
 from tests.workers.algorithms.rollout_loops import LOOPS, Batch, Sample
-from workers.algorithms import policy_loss as losses
-from workers.algorithms.estimators import SampledTokens, estimate
-from workers.contract.advantage_state import AdvantageState
+from troupe.orchestrator.algorithms.section import AlgorithmConfig, advantage, kl_penalty, policy_loss
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.workers.algorithms import policy_loss as losses
+from troupe.workers.algorithms.estimators import SampledTokens, estimate
+from troupe.workers.contract.advantage_state import AdvantageState
 
 LENGTHS = (4, 2, 5, 3, 1, 6, 3, 2)
 GROUPS = (0, 0, 0, 0, 1, 1, 1, 1)

@@ -9,7 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.algorithms.advantages import STD_EPS, explained_variance, gae, group_advantages, shaped_rewards, whiten
+from troupe.workers.algorithms.advantages import (
+    STD_EPS,
+    explained_variance,
+    gae,
+    group_advantages,
+    shaped_rewards,
+    whiten,
+)
 
 numbers = st.floats(-100, 100, allow_nan=False)
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from workers.algorithms.advantages import group_advantages, leave_one_out_advantages
+from troupe.workers.algorithms.advantages import group_advantages, leave_one_out_advantages
 
 LOGITS = torch.tensor([0.3, -1.1, 0.8], dtype=torch.double)
 REWARDS = torch.tensor([1.0, 0.25, -2.0], dtype=torch.double)

@@ -15,13 +15,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from orchestrator.algorithms.table import ALGORITHMS
-from orchestrator.training.micro_batches import plan_update
 from tests.workers.algorithms.test_train_batch import reward_table, rollout_table, scores
 from tests.workers.algorithms.test_truncated import Sample, exact_logprobs, loss_of, samples, small_model
-from workers.algorithms.train_batch import prepare
-from workers.contract.config import AdvantageConfig
-from workers.contract.messages import PrepareRequest
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.orchestrator.training.micro_batches import plan_update
+from troupe.workers.algorithms.train_batch import prepare
+from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.messages import PrepareRequest
 
 RAFT = ALGORITHMS["raft"]
 NAN = math.nan

@@ -21,10 +21,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.algorithms.table import ALGORITHMS, KlPenalty
-from orchestrator.spec.sections import AlarmConfig
-from orchestrator.training.state import ControllerState
-from workers.algorithms.advantages import (
+from troupe.orchestrator.algorithms.table import ALGORITHMS, KlPenalty
+from troupe.orchestrator.spec.sections import AlarmConfig
+from troupe.orchestrator.training.state import ControllerState
+from troupe.workers.algorithms.advantages import (
     STD_EPS,
     best_of_group,
     leave_one_out_advantages,
@@ -32,11 +32,11 @@ from workers.algorithms.advantages import (
     process_advantages,
     returns_to_go,
 )
-from workers.algorithms.estimators import SampledTokens, estimate, steered_kl_coef
-from workers.algorithms.train_batch import prepare
-from workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
-from workers.contract.config import AdvantageConfig
-from workers.contract.messages import REWARDS, ROLLOUTS, PrepareRequest, TrainSummary, token_scores
+from troupe.workers.algorithms.estimators import SampledTokens, estimate, steered_kl_coef
+from troupe.workers.algorithms.train_batch import prepare
+from troupe.workers.contract.advantage_state import AdvantageState, Moments, PromptHistory
+from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS, PrepareRequest, TrainSummary, token_scores
 
 Nested = list[list[float]]
 numbers = st.floats(-50, 50, allow_nan=False)

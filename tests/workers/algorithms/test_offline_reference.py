@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 from tests.workers.algorithms.offline_reference import ROWS, Row, by_product, compare, make_data, table
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
 
 
 @pytest.mark.parametrize("seed", [11, 12])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.algorithms.policy_loss import (
+from troupe.workers.algorithms.policy_loss import (
     PolicyTokens,
     exact_kl,
     importance_weights,
@@ -19,7 +19,7 @@ from workers.algorithms.policy_loss import (
     token_weights,
     value_loss,
 )
-from workers.contract.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.config import CriticLossConfig, ImportanceConfig, PolicyLossConfig
 
 NO_CORRECTION = ImportanceConfig(mode="none")
 

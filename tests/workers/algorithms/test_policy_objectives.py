@@ -19,9 +19,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.algorithms.table import ALGORITHMS
-from workers.algorithms.advantages import best_of_group
-from workers.algorithms.policy_loss import (
+from troupe.orchestrator.algorithms.table import ALGORITHMS
+from troupe.workers.algorithms.advantages import best_of_group
+from troupe.workers.algorithms.policy_loss import (
     LossOutput,
     PolicyTokens,
     clip_bounds,
@@ -31,7 +31,7 @@ from workers.algorithms.policy_loss import (
     policy_loss,
     token_weights,
 )
-from workers.contract.config import ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.config import ImportanceConfig, PolicyLossConfig
 
 NO_CORRECTION = ImportanceConfig(mode="none")
 MAX_TOKENS = 9

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.algorithms.offline_objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
-from workers.algorithms.preference_losses import (
+from troupe.workers.algorithms.offline_objectives import OBJECTIVES, ObjectiveOutput, Scored, Totals
+from troupe.workers.algorithms.preference_losses import (
     PREFERENCE_LOSSES,
     Groups,
     accuracy,
@@ -36,7 +36,7 @@ from workers.algorithms.preference_losses import (
     rrhf_ranking,
     sequence_logprobs,
 )
-from workers.contract.offline_config import (
+from troupe.workers.contract.offline_config import (
     DpoLossConfig,
     IpoLossConfig,
     KtoLossConfig,
@@ -46,7 +46,7 @@ from workers.contract.offline_config import (
     RrhfLossConfig,
     SftLossConfig,
 )
-from workers.contract.offline_messages import add_tallies, tally_means
+from troupe.workers.contract.offline_messages import add_tallies, tally_means
 
 LN2 = math.log(2.0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.algorithms.table import ALGORITHMS
 from tests.workers.algorithms.rollout_loops import LOOPS
 from tests.workers.algorithms.rollout_reference import compare, make_batch
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -8,10 +8,10 @@ import random
 import pyarrow as pa
 import pytest
 
-from workers.algorithms.train_batch import prepare
-from workers.contract.config import AdvantageConfig
-from workers.contract.messages import REWARDS, ROLLOUTS, TRAIN, PrepareRequest, token_scores
-from workers.models.token_batch import ragged
+from troupe.workers.algorithms.train_batch import prepare
+from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TRAIN, PrepareRequest, token_scores
+from troupe.workers.models.token_batch import ragged
 
 GROUP = AdvantageConfig(estimator="group", normalize_by_std=False)
 Key = tuple[str, int]

@@ -17,16 +17,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from orchestrator.training.micro_batches import minibatches, plan_update
 from tests.workers.algorithms.test_train_batch import Key, reward_table, rollout_table, scores
 from tests.workers.models.test_modeling import SIZES
-from workers.algorithms.advantages import STD_EPS
-from workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
-from workers.algorithms.train_batch import prepare
-from workers.contract.config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
-from workers.contract.messages import TRAIN, PrepareRequest, RankPlan, TrainSummary
-from workers.models.modeling import CausalLogprobs
-from workers.models.token_batch import TokenTable
+from troupe.orchestrator.training.micro_batches import minibatches, plan_update
+from troupe.workers.algorithms.advantages import STD_EPS
+from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
+from troupe.workers.algorithms.train_batch import prepare
+from troupe.workers.contract.config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
+from troupe.workers.contract.messages import TRAIN, PrepareRequest, RankPlan, TrainSummary
+from troupe.workers.models.modeling import CausalLogprobs
+from troupe.workers.models.token_batch import TokenTable
 
 GROUP = AdvantageConfig(estimator="group")
 OLD_GAP = 0.15

@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from workers.algorithms.train_batch import prepare
-from workers.contract.config import AdvantageConfig
-from workers.contract.messages import REWARDS, ROLLOUTS, PrepareRequest, TrainSummary, token_scores
+from troupe.workers.algorithms.train_batch import prepare
+from troupe.workers.contract.config import AdvantageConfig
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS, PrepareRequest, TrainSummary, token_scores
 
 GAMMA, LAMBDA = 0.9, 0.8
 MASK = [True, True, False, False, True, False, True, True]

@@ -14,10 +14,10 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
-from workers.audit.judge import judge
-from workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, JudgeRequest
-from workers.contract.config import ModelConfig
-from workers.contract.messages import ROLLOUTS
+from troupe.workers.audit.scorer import judge
+from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, JudgeRequest
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.messages import ROLLOUTS
 
 TEMPERATURE = 0.8
 PROMPTS = ([5, 6, 7], [5, 6, 7], [9, 10, 11, 12, 13])

@@ -10,13 +10,19 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.data_plane import buffers, rollouts_table, train_table
-from workers.contract import arrow
-from workers.contract.config import ModelConfig, ReferenceConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
-from workers.contract.messages import REWARDS, ROLLOUTS
-from workers.reference import ReferenceWorker
-from workers.reward import RewardWorker
-from workers.rollout import RolloutWorker
-from workers.training.rank import TrainingRank
+from troupe.workers.contract import arrow
+from troupe.workers.contract.config import (
+    ModelConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+)
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS
+from troupe.workers.reference import ReferenceWorker
+from troupe.workers.reward import RewardWorker
+from troupe.workers.rollout import RolloutWorker
+from troupe.workers.training.rank import TrainingRank
 
 SMALL, LARGE = rollouts_table(4, 50, 1), train_table(512, 1024, 1)
 

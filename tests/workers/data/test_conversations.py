@@ -12,11 +12,11 @@ import pytest
 from transformers import AutoTokenizer
 from trl.data_utils import apply_chat_template, extract_prompt, maybe_convert_to_chatml, maybe_extract_prompt
 
-from orchestrator.data.examples import ExamplePool, load_pool
-from orchestrator.data.prompts import DataError
-from orchestrator.spec.offline import OfflineSpec
-from workers.contract.offline_config import ExampleConfig
-from workers.data.examples import assemble, tokenize
+from troupe.orchestrator.data.examples import ExamplePool, load_pool
+from troupe.orchestrator.data.prompts import DataError
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.workers.contract.offline_config import ExampleConfig
+from troupe.workers.data.examples import assemble, tokenize
 
 ROOMY = ExampleConfig(max_length=512, micro_batch_tokens=4096)
 

@@ -17,23 +17,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from orchestrator.cluster.worker_group import ExampleGroup
-from orchestrator.data.examples import load_examples, load_pool
-from orchestrator.data.prompts import DataError
-from orchestrator.launcher import RunContext
-from orchestrator.offline_run import OfflineRun
-from orchestrator.reporting.console import Console
-from orchestrator.spec.offline import OfflineSpec
-from orchestrator.training.offline_source import ExampleEvaluator
 from tests.fakes import FakeTrainer, FaultyWorker
-from workers.algorithms.offline_objectives import OBJECTIVES, Scored, Totals
-from workers.contract.offline_config import ExampleConfig, OfflineLossConfig, RewardLossConfig, RrhfLossConfig
-from workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES
-from workers.data.chat import encode_prompt
-from workers.data.examples import ExampleTable, assemble, attach, encode_response, pack, tokenize
-from workers.models.modeling import CausalLogprobs
-from workers.models.token_batch import score_table
-from workers.models.trials import packs
+from troupe.orchestrator.cluster.worker_group import ExampleGroup
+from troupe.orchestrator.data.examples import load_examples, load_pool
+from troupe.orchestrator.data.prompts import DataError
+from troupe.orchestrator.launcher import RunContext
+from troupe.orchestrator.offline_run import OfflineRun
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.training.offline_source import ExampleEvaluator
+from troupe.workers.algorithms.offline_objectives import OBJECTIVES, Scored, Totals
+from troupe.workers.contract.offline_config import ExampleConfig, OfflineLossConfig, RewardLossConfig, RrhfLossConfig
+from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES
+from troupe.workers.data.chat import encode_prompt
+from troupe.workers.data.examples import ExampleTable, assemble, attach, encode_response, pack, tokenize
+from troupe.workers.models.capabilities import packs
+from troupe.workers.models.modeling import CausalLogprobs
+from troupe.workers.models.token_batch import score_table
 
 CONFIG = ExampleConfig(max_length=64, micro_batch_tokens=128)
 ROOMY = CONFIG.model_copy(update={"micro_batch_tokens": 4096})

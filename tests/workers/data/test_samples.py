@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from workers.contract.messages import REWARDS, ROLLOUTS, TOKEN_RECORDS, TRAIN
-from workers.contract.samples import SAMPLES
-from workers.data.trajectories import join_samples, write_trajectories
-from workers.models.token_batch import TokenTable
-from workers.training.token_records import TokenRecorder
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TOKEN_RECORDS, TRAIN
+from troupe.workers.contract.samples import SAMPLES
+from troupe.workers.data.trajectories import join_samples, write_trajectories
+from troupe.workers.models.token_batch import TokenTable
+from troupe.workers.training.token_records import TokenRecorder
 
 Row = tuple[str, int, int, list[int]]
 """prompt_uid, sample_index, segment, response_ids"""

@@ -11,10 +11,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from workers.contract.config import ModelConfig
-from workers.data.chat import encode_prompt
-from workers.data.examples import encode_response, encode_turns
-from workers.data.tokenizer import copy_tokenizer, load_chat_tokenizer, load_tokenizer
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.data.chat import encode_prompt
+from troupe.workers.data.examples import encode_response, encode_turns
+from troupe.workers.data.tokenizer import copy_tokenizer, load_chat_tokenizer, load_tokenizer
 
 OWN = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}<|im_end|>{% endfor %}"

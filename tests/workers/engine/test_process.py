@@ -17,8 +17,8 @@ from tests.conftest import ROOT
 
 CODE = """
 import multiprocessing, os
-from workers.engine import process
-from workers.engine.lifeline import FOLDER_VARIABLE, temporary_folder
+from troupe.workers.engine import process
+from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, temporary_folder
 
 def told(pipe):
     pipe.send((os.environ.get("SET_LATER"), os.environ["SET_BEFORE"], os.getppid()))
@@ -49,8 +49,8 @@ def test_a_forked_process_has_the_environment_of_the_one_that_starts_it(tmp_path
 
 OWNER = """
 import os, sys, tempfile, time
-from workers.engine import process
-from workers.engine.lifeline import FOLDER_VARIABLE, OWNER_VARIABLE, temporary_folder
+from troupe.workers.engine import process
+from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, temporary_folder
 
 def target():
     handle, path = tempfile.mkstemp()

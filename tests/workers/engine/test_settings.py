@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
-from workers.engine.settings import engine_args
+from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.engine.settings import engine_args
 
 
 @pytest.mark.parametrize(

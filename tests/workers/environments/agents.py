@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
-from workers.environments import Row
+from troupe.workers.environments import Row
 
 ADD: Any = {
     "type": "function",

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import psutil
 
-from workers.contract.config import EnvironmentConfig
-from workers.environment import EnvironmentWorker
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.environment import EnvironmentWorker
 
 
 @asynccontextmanager

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from workers.contract.environments import EpisodeReply, Message, Observation, Row
-from workers.environments.loading import EnvironmentArgumentsError, load
-from workers.environments.processes import EnvironmentProcesses
-from workers.environments.tools import MALFORMED
+from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
+from troupe.workers.environments.loading import EnvironmentArgumentsError, load
+from troupe.workers.environments.processes import EnvironmentProcesses
+from troupe.workers.environments.tools import MALFORMED
 
 HERE = "tests.workers.environments"
 GAMES = f"{HERE}.verifiers_games"

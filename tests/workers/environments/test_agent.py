@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from tests.workers.environments.started import started
-from workers.contract.config import EnvironmentConfig
-from workers.contract.environments import EpisodeReply, Message, Observation, Row
-from workers.environment import EnvironmentWorker
-from workers.environments.agent import plain
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
+from troupe.workers.environment import EnvironmentWorker
+from troupe.workers.environments.agent import plain
 
 HERE = "tests.workers.environments.agents"
 ROW = Row(({"role": "user", "content": "hello"},), "5", {"level": 2}, seed=11)

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from tests.workers.environments.started import started
-from workers.contract.config import EnvironmentConfig
-from workers.contract.environments import EpisodeReply, Message, Row
-from workers.environment import EnvironmentWorker
-from workers.environments.loading import EnvironmentArgumentsError, load
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.environments import EpisodeReply, Message, Row
+from troupe.workers.environment import EnvironmentWorker
+from troupe.workers.environments.loading import EnvironmentArgumentsError, load
 
 SERVER = [sys.executable, "-m", "tests.workers.environments.mcp_server"]
 ROW = Row(({"role": "user", "content": "Say it."},), "HI HI")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from workers.contract.environments import Message, Observation, Row
-from workers.environments.functions import ToolCallError, function_schema, function_tool, load_tools
-from workers.environments.guess_number import GuessNumber
-from workers.environments.retry import Retry
-from workers.environments.tools import MALFORMED, Tools
+from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.environments.functions import ToolCallError, function_schema, function_tool, load_tools
+from troupe.workers.environments.guess_number import GuessNumber
+from troupe.workers.environments.retry import Retry
+from troupe.workers.environments.tools import MALFORMED, Tools
 
 ROW = Row(({"role": "user", "content": "2+3?"},), "5", {}, seed=11)
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from tests.workers.environments.started import started
-from workers.contract.config import EnvironmentConfig
-from workers.contract.environments import EnvironmentGone, Row
-from workers.contract.messages import WorkerGone
-from workers.environment import EnvironmentWorker
+from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.environments import EnvironmentGone, Row
+from troupe.workers.contract.messages import WorkerGone
+from troupe.workers.environment import EnvironmentWorker
 
 HERE = "tests.workers.environments.misbehaving"
 ROW = Row(({"role": "user", "content": "hello"},), "5", {"level": 2}, seed=11)

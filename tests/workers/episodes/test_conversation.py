@@ -12,8 +12,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.workers.episodes.templates import FAMILIES, Family
-from workers.data.tokenizer import PLAIN_TEMPLATE
-from workers.episodes.conversation import Conversation, ConversationError, end_of, without_end
+from troupe.workers.data.tokenizer import PLAIN_TEMPLATE
+from troupe.workers.episodes.conversation import Conversation, ConversationError, end_of, without_end
 
 SMOLLM2 = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
 TURNS = 1200

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from workers.contract.config import EpisodeConfig
-from workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Observation, Row, failed
-from workers.episodes.conversation import Added, Conversation, ConversationError
-from workers.episodes.episode import RESTARTS, EpisodeRunner, Played
-from workers.episodes.turns import Turn
+from troupe.workers.contract.config import EpisodeConfig
+from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Observation, Row, failed
+from troupe.workers.episodes.conversation import Added, Conversation, ConversationError
+from troupe.workers.episodes.episode import RESTARTS, EpisodeRunner, Played
+from troupe.workers.episodes.turns import Turn
 
 ROW = Row(({"role": "user", "content": "go"},))
 USER: Message = {"role": "user", "content": "more"}

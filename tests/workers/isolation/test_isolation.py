@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import ROOT
-from workers.contract.config import RewardFunctionConfig
-from workers.isolation.descendants import end_marked, marked, new_mark
-from workers.isolation.environment import MARK, child_environment, is_secret
-from workers.isolation.output import LIMIT, BoundedOutput
-from workers.isolation.text import LONGEST, one_line
-from workers.rewards.runner import Outcome, RewardProcess, Sample
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.isolation.descendants import end_marked, marked, new_mark
+from troupe.workers.isolation.environment import MARK, child_environment, is_secret
+from troupe.workers.isolation.output import LIMIT, BoundedOutput
+from troupe.workers.isolation.text import LONGEST, one_line
+from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
 
 HERE = "tests.workers.isolation.misbehaving"
 
@@ -86,8 +86,8 @@ def test_what_a_function_has_started_ends_with_it(process: RewardProcess, respon
 
 PARENT = """
 import sys, time
-from workers.contract.config import RewardFunctionConfig
-from workers.rewards.runner import RewardProcess, Sample
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.rewards.runner import RewardProcess, Sample
 process = RewardProcess(RewardFunctionConfig(name=sys.argv[1], timeout_s=60.0), 256)
 process.score([Sample("returns", "", "{}", 1, "stop")])
 print(process._mark, flush=True)

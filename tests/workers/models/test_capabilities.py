@@ -33,9 +33,9 @@ from transformers import (
 
 from tests.workers.models.test_modeling import SIZES, save_model
 from tests.workers.models.test_token_batch import train_table
-from workers.models.modeling import CausalLogprobs, TokenValues, load_causal, load_value, score
-from workers.models.token_batch import TokenTable
-from workers.models.trials import check_deterministic, packs, shares_prompts
+from troupe.workers.models.capabilities import check_deterministic, packs, shares_prompts
+from troupe.workers.models.modeling import CausalLogprobs, TokenValues, load_causal, load_value, score
+from troupe.workers.models.token_batch import TokenTable
 
 NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
 ALL_HEADS = {name: value for name, value in NO_HEAD_DIM.items() if name != "num_key_value_heads"}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from workers.models.cpu import OneDnnLinear, onednn_is_faster, use_onednn
+from troupe.workers.models.cpu import OneDnnLinear, onednn_is_faster, use_onednn
 
 AMD = "vendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\n"
 INTEL = "vendor_id\t: GenuineIntel\n"
@@ -77,7 +77,7 @@ def test_only_requested_gradients_are_computed() -> None:
 def test_float32_layers_are_swapped_in_place(
     dtype: torch.dtype, swapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.models.cpu.onednn_is_faster", lambda: True)
+    monkeypatch.setattr("troupe.workers.models.cpu.onednn_is_faster", lambda: True)
 
     class Own(nn.Linear):
         """A subclass multiplies as it likes."""
@@ -102,7 +102,7 @@ def test_onednn_is_used_on_processors_without_mkl_avx512(tmp_path: Path, monkeyp
 
 
 def test_layers_are_kept_where_torchs_default_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.models.cpu.onednn_is_faster", lambda: False)
+    monkeypatch.setattr("troupe.workers.models.cpu.onednn_is_faster", lambda: False)
     model = nn.Sequential(nn.Linear(4, 3))
     use_onednn(model)
     assert type(model[0]) is nn.Linear
@@ -112,7 +112,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only 
 
 SCRIPT = """
 import torch
-from workers.models.cpu import return_freed
+from troupe.workers.models.cpu import return_freed
 
 def resident():
     with open("/proc/self/statm") as lines:

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, FalconH1Config
 
 from tests.workers.models.test_modeling import FAMILIES, SAMPLES, SIZES, save_model
 from tests.workers.models.test_token_batch import train_table
-from workers.contract.config import ModelConfig
-from workers.models import heads
-from workers.models.heads import Float32Logits
-from workers.models.modeling import CausalLogprobs, load_causal, score
-from workers.models.token_batch import TokenTable
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.models import heads
+from troupe.workers.models.heads import Float32Logits
+from troupe.workers.models.modeling import CausalLogprobs, load_causal, score
+from troupe.workers.models.token_batch import TokenTable
 
 
 def head(bias: bool = False) -> Float32Logits:

@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from tests.workers.models.test_token_batch import train_table
-from workers.contract.config import ModelConfig
-from workers.contract.messages import RankPlan, token_scores
-from workers.models.modeling import (
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.messages import RankPlan, token_scores
+from troupe.workers.models.capabilities import shares_prompts
+from troupe.workers.models.modeling import (
     CHUNK_LOGITS,
     CausalLogprobs,
     TokenValues,
@@ -33,8 +34,7 @@ from workers.models.modeling import (
     score,
     score_plan,
 )
-from workers.models.token_batch import TokenBatch, TokenTable, ragged
-from workers.models.trials import shares_prompts
+from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
-from workers.data.tokenizer import copy_tokenizer, load_tokenizer
-from workers.engine.settings import engine_args
-from workers.models.modeling import load_causal, load_value
-from workers.rewards.model import RewardModel
+from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer
+from troupe.workers.engine.settings import engine_args
+from troupe.workers.models.modeling import load_causal, load_value
+from troupe.workers.rewards.model import RewardModel
 
 PICKLES = (
     *("pytorch_model.bin", "adapter_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"),

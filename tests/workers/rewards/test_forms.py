@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.prompts import load_pool
-from orchestrator.rollouts.fault_log import FaultLog
-from orchestrator.spec.sections import JsonlSource
 from tests.workers.test_reward import rollouts
-from workers.contract.config import RewardConfig, RewardFunctionConfig
-from workers.contract.messages import Fault
-from workers.reward import RewardWorker, find_faults
-from workers.rewards.functions import exact_match, last_number
-from workers.rewards.loading import RewardFunctionError
-from workers.rewards.numeric import numeric
-from workers.rewards.runner import Outcome, RewardProcess, Sample
+from troupe.orchestrator.data.prompts import load_pool
+from troupe.orchestrator.rollouts.fault_log import FaultLog
+from troupe.orchestrator.spec.sections import JsonlSource
+from troupe.workers.contract.config import RewardConfig, RewardFunctionConfig
+from troupe.workers.contract.messages import Fault
+from troupe.workers.reward import RewardWorker, find_faults
+from troupe.workers.rewards.functions import exact_match, last_number
+from troupe.workers.rewards.loading import RewardFunctionError
+from troupe.workers.rewards.numeric import numeric
+from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
 
 FAR_OFF = 120.0  # seconds: no test but those of timeouts may depend on how busy the machine is
 
 FORMS = '''
 import asyncio, json, os, sys, time
-from workers.rewards.steps import Steps
+from troupe.workers.rewards.steps import Steps
 
 waiting = []
 calls = 0

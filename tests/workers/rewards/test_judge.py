@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.rewards.judge_endpoint import endpoint, error
-from workers.contract.config import RewardFunctionConfig
-from workers.contract.environments import Message
-from workers.contract.judges import JudgeAnswer
-from workers.rewards.judge import JudgeReward
-from workers.rewards.judge_rubric import JudgeArgs, JudgeError, read_args
-from workers.rewards.loading import find_problems
-from workers.rewards.runner import Outcome, Sample
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.contract.environments import Message
+from troupe.workers.contract.judges import JudgeAnswer
+from troupe.workers.rewards.judge import JudgeReward
+from troupe.workers.rewards.judge_rubric import JudgeArgs, JudgeError, read_args
+from troupe.workers.rewards.loading import find_problems
+from troupe.workers.rewards.runner import Outcome, Sample
 
 RUBRIC = "Is it polite?"
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from workers.contract.config import ModelConfig
-from workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
-from workers.models.token_batch import TokenBatch, TokenTable
-from workers.offline import _keep_last_token
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.models.modeling import CausalLogprobs, RewardScores, load_causal, load_value, share_backbone
+from troupe.workers.models.token_batch import TokenBatch, TokenTable
+from troupe.workers.offline import _keep_last_token
 
 
 @pytest.fixture

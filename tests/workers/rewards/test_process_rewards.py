@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from orchestrator.rollouts.scoring import ScoredGroup
 from tests.fakes import FakeTable
-from workers.algorithms.train_batch import prepare
-from workers.contract.config import AdvantageConfig, ModelConfig, RewardConfig, RewardFunctionConfig
-from workers.contract.messages import ROLLOUTS, GroupSummary, PrepareRequest, RewardSummary
-from workers.reward import RewardWorker, reward_spans
-from workers.rewards.equations import equations, evaluate
-from workers.rewards.functions import letter_share
-from workers.rewards.runner import Outcome, RewardProcess, Sample
-from workers.rewards.steps import Steps, checked_steps, token_counts
+from troupe.orchestrator.rollouts.scoring import ScoredGroup
+from troupe.workers.algorithms.train_batch import prepare
+from troupe.workers.contract.config import AdvantageConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from troupe.workers.contract.messages import ROLLOUTS, GroupSummary, PrepareRequest, RewardSummary
+from troupe.workers.reward import RewardWorker, reward_spans
+from troupe.workers.rewards.equations import equations, evaluate
+from troupe.workers.rewards.functions import letter_share
+from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
+from troupe.workers.rewards.steps import Steps, checked_steps, token_counts
 
 FAR_OFF = 120.0  # seconds: no test depends on how busy the machine is
 TABLES = (FakeTable("rollouts", ("p0",)), FakeTable("rewards", ("p0",)))
@@ -184,7 +184,7 @@ def test_invalid_steps_are_refused(rewards: list[object], why: str) -> None:
 
 BEHAVIOURS = """
 import os
-from workers.rewards.steps import Steps
+from troupe.workers.rewards.steps import Steps
 
 def behave(response, answer, metadata):
     word, _, rest = response.partition(" ")

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym.factory import get_score_answer_fn
 
-from workers.contract.config import RewardFunctionConfig
-from workers.rewards import functions, gym
-from workers.rewards.loading import SHIPPED, RewardFunctionError, load, locate
-from workers.rewards.numeric import numeric
-from workers.rewards.runner import Outcome, RewardProcess, Sample
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.rewards import functions, gym
+from troupe.workers.rewards.loading import SHIPPED, RewardFunctionError, load, locate
+from troupe.workers.rewards.numeric import numeric
+from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -425,8 +425,8 @@ def test_the_child_dies_with_its_parent_even_while_it_holds_the_interpreter_lock
     script = f"""
 import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]
-from workers.contract.config import RewardFunctionConfig
-from workers.rewards.runner import RewardProcess, Sample
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.rewards.runner import RewardProcess, Sample
 process = RewardProcess(RewardFunctionConfig(name={behaviours!r}, timeout_s=600), 256)
 process.start()
 print(process.pid, flush=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from workers.contract.config import RewardFunctionConfig
-from workers.rewards.assertions import parse_assertions
-from workers.rewards.python_tests import extract_code, python_tests, same_output
-from workers.rewards.runner import RewardProcess, Sample
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.rewards.assertions import parse_assertions
+from troupe.workers.rewards.python_tests import extract_code, python_tests, same_output
+from troupe.workers.rewards.runner import RewardProcess, Sample
 
 DOUBLE = {"inputs": ["1\n", "2\n", "21\n"], "outputs": ["2\n", "4\n", "42\n"]}
 ADD = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]], ["a", "b"]], "outputs": [3, [1, 2], "ab"]}
@@ -350,7 +350,7 @@ def test_a_verdict_cannot_be_forged(code: str) -> None:
 
 def test_the_expected_results_are_never_in_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
-    from workers.sandbox import run
+    from troupe.workers.sandbox import run
 
     request = run._request
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from workers.sandbox import seccomp
-from workers.sandbox.limits import SandboxLimits
-from workers.sandbox.run import SandboxError, SandboxUnavailable, _explain, check_sandbox, run_python
+from troupe.workers.sandbox import seccomp
+from troupe.workers.sandbox.limits import SandboxLimits
+from troupe.workers.sandbox.run import SandboxError, SandboxUnavailable, _explain, check_sandbox, run_python
 
 
 def test_a_program_reads_its_input_and_prints() -> None:
@@ -173,7 +173,11 @@ def limited(code: str, memory_mib: int) -> subprocess.CompletedProcess[str]:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mib * 2**20, memory_mib * 2**20))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    command = [sys.executable, "-c", f"from workers.sandbox.run import *\nfrom workers.sandbox.limits import *\n{code}"]
+    command = [
+        sys.executable,
+        "-c",
+        f"from troupe.workers.sandbox.run import *\nfrom troupe.workers.sandbox.limits import *\n{code}",
+    ]
     return subprocess.run(command, cwd=ROOT, preexec_fn=limit, capture_output=True, text=True, timeout=60)
 
 
@@ -197,7 +201,7 @@ def test_a_memory_limit_that_cannot_be_met_is_an_error_and_not_a_failure_of_the_
 
 FORBIDDEN = """
 import ctypes, sys
-from workers.sandbox import inside, seccomp
+from troupe.workers.sandbox import inside, seccomp
 seccomp._DENIED.clear()  # what is left forbids new namespaces, as the seccomp profile of Docker does
 ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
 inside._filter_calls()
@@ -213,7 +217,7 @@ def forbidden(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_where_namespaces_are_forbidden_nothing_runs_and_the_message_says_what_to_change() -> None:
     code = """
-from workers.sandbox.run import SandboxUnavailable, check_sandbox, run_python
+from troupe.workers.sandbox.run import SandboxUnavailable, check_sandbox, run_python
 for call in (check_sandbox, lambda: run_python("open('/tmp/ran', 'w')")):
     try:
         call()
@@ -231,9 +235,9 @@ for call in (check_sandbox, lambda: run_python("open('/tmp/ran', 'w')")):
 
 def test_a_reward_function_that_needs_the_sandbox_is_refused_at_start() -> None:
     code = """
-from workers.contract.config import RewardFunctionConfig
-from workers.rewards.runner import RewardProcess
-from workers.rewards.loading import RewardFunctionError
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.rewards.runner import RewardProcess
+from troupe.workers.rewards.loading import RewardFunctionError
 process = RewardProcess(RewardFunctionConfig(name="python_tests"), 1024)
 try:
     process.start()

@@ -11,9 +11,9 @@ import pytest
 import torch
 import xxhash
 
-from workers.contract.messages import KEPT_BATCH, KEPT_TEXTS
-from workers.data.kept import picked, write_tables
-from workers.training import masters
+from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS
+from troupe.workers.data.step_record import picked, write_tables
+from troupe.workers.training import masters
 
 
 def test_one_bit_changes_the_digest_and_the_split_into_tensors_does_not() -> None:

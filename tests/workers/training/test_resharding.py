@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from workers.training.resharding import (
+from troupe.workers.training.resharding import (
     ZERO_1_2,
     ZERO_3,
     Shapes,

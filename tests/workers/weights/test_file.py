@@ -19,10 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.contract.messages import TensorSpec, WeightUpdate
-from workers.weights import file as weight_file
-from workers.weights.file import WeightDigestMismatch, WeightPublisher
-from workers.weights.shared_memory import FileMapping, WeightFileRefused
+from troupe.workers.contract.messages import TensorSpec, WeightUpdate
+from troupe.workers.weights import file as weight_file
+from troupe.workers.weights.file import WeightDigestMismatch, WeightPublisher
+from troupe.workers.weights.shared_memory import FileMapping, WeightFileRefused
 
 
 class Weights:
@@ -359,7 +359,7 @@ def test_a_file_does_not_outlive_its_publisher(tmp_path: Path) -> None:
     code = f"""
 import time, torch
 from pathlib import Path
-from workers.weights.file import WeightPublisher
+from troupe.workers.weights.file import WeightPublisher
 publisher = WeightPublisher([("w", torch.ones(4))], Path({str(tmp_path)!r}), "run")
 print(publisher.publish(1).path, flush=True)
 time.sleep(60)

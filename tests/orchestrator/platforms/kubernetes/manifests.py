@@ -13,11 +13,11 @@ from typing import Any
 import jsonschema
 import yaml
 
-from orchestrator.platforms.flags import KubernetesFlags, NodeFlags
-from orchestrator.platforms.manifest import Request, manifest
-from orchestrator.spec.load import RunSpec
-from orchestrator.spec.stages import PlannedRun, plan_runs, read_document
 from tests.conftest import ROOT
+from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags
+from troupe.orchestrator.platforms.manifest import Request, manifest
+from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
 
 SCHEMAS = ROOT / "tests" / "data" / "kuberay"
 SPECS = ROOT / "deploy" / "specs"
@@ -196,5 +196,5 @@ def check_shared_memory(cluster: Mapping[str, Any], name: str, pod: Mapping[str,
 def check_stop(pod: Mapping[str, Any]) -> None:
     """A pod waits for the run before it ends, and the hook ends before the pod is killed."""
     hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    assert hook[:3] == ["python", "-m", "orchestrator.platforms.kubernetes.pre_stop"]
+    assert hook[:3] == ["python", "-m", "troupe.orchestrator.platforms.kubernetes.pre_stop"]
     assert pod["terminationGracePeriodSeconds"] > float(hook[hook.index("--timeout-s") + 1])

@@ -11,9 +11,6 @@ import jsonschema
 import pytest
 import yaml
 
-from orchestrator.capacity.placement import Node, fit, place, role_sizes
-from orchestrator.errors import UsageError
-from orchestrator.spec.paths import path_fields
 from tests.orchestrator.platforms.kubernetes.manifests import (
     GRPO,
     NODE,
@@ -29,6 +26,9 @@ from tests.orchestrator.platforms.kubernetes.manifests import (
     validator,
 )
 from tests.orchestrator.test_cli import troupe
+from troupe.orchestrator.capacity.placement import Node, fit, place, role_sizes
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.spec.paths import path_fields
 
 CANARY = "hf_canary0123456789"
 FLAGS = {
@@ -295,7 +295,7 @@ def test_relative_paths_are_resolved_against_the_root_or_the_first_claim() -> No
 
 
 def test_a_spec_that_is_too_large_for_a_config_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.platforms.kubernetes.documents._LARGEST_CONFIG_MAP", 100)
+    monkeypatch.setattr("troupe.orchestrator.platforms.kubernetes.documents._LARGEST_CONFIG_MAP", 100)
     with pytest.raises(UsageError, match=r"the spec has \d+ bytes; a ConfigMap holds at most 100"):
         documents(GRPO)
 

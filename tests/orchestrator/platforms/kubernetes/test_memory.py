@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from orchestrator.capacity.placement import Node
-from orchestrator.capacity.plan import plan
-from orchestrator.errors import UsageError
 from tests.orchestrator.platforms.kubernetes.manifests import (
     GRPO,
     NODE,
@@ -23,6 +20,9 @@ from tests.orchestrator.platforms.kubernetes.manifests import (
     runs,
     write_model,
 )
+from troupe.orchestrator.capacity.placement import Node
+from troupe.orchestrator.capacity.plan import plan
+from troupe.orchestrator.errors import UsageError
 
 GIB = 2**30
 

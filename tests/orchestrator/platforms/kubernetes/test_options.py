@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import UsageError
-from orchestrator.platforms.flags import KubernetesFlags, NodeFlags
-from orchestrator.platforms.kubernetes.options import Options
-from orchestrator.platforms.kubernetes.values import (
+from tests.orchestrator.platforms.kubernetes.manifests import GRPO, documents
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags
+from troupe.orchestrator.platforms.kubernetes.options import Options
+from troupe.orchestrator.platforms.kubernetes.values import (
     Claim,
     Rdma,
     Toleration,
@@ -21,8 +22,7 @@ from orchestrator.platforms.kubernetes.values import (
     parse_toleration,
     parse_variable,
 )
-from orchestrator.platforms.manifest import Request, manifest
-from tests.orchestrator.platforms.kubernetes.manifests import GRPO, documents
+from troupe.orchestrator.platforms.manifest import Request, manifest
 
 CANARY = "hf_canary0123456789"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.errors import UsageError
 from tests.orchestrator.platforms.kubernetes.manifests import NODE, check, documents, pod_of, pods_of
+from troupe.orchestrator.errors import UsageError
 
 
 @pytest.fixture

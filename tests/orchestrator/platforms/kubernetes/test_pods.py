@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from orchestrator.capacity.placement import Node, fit, place, role_sizes
-from orchestrator.errors import UsageError
-from orchestrator.platforms.kubernetes.pods import Limits, PodGroup, pack, pod_groups, shares
 from tests.orchestrator.platforms.kubernetes.manifests import NODE, PPO, SPECS, runs
+from troupe.orchestrator.capacity.placement import Node, fit, place, role_sizes
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.platforms.kubernetes.pods import Limits, PodGroup, pack, pod_groups, shares
 
 CHAIN = SPECS / "tiny-three-stage.yaml"
 

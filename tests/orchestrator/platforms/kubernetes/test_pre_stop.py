@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from orchestrator.errors import TroupeError
-from orchestrator.platforms.kubernetes.pre_stop import has_actors, main, stop_jobs, wait_for_actors
-from orchestrator.platforms.ray_jobs import JobState
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.platforms.kubernetes.pre_stop import has_actors, main, stop_jobs, wait_for_actors
+from troupe.orchestrator.platforms.ray_jobs import JobState
 
 
 @contextmanager
@@ -92,5 +92,5 @@ def test_a_job_that_does_not_end_in_time_fails_the_hook(capfd: pytest.CaptureFix
 
 
 def test_the_module_is_a_command() -> None:
-    command = [sys.executable, "-m", "orchestrator.platforms.kubernetes.pre_stop", "--help"]
+    command = [sys.executable, "-m", "troupe.orchestrator.platforms.kubernetes.pre_stop", "--help"]
     assert subprocess.run(command, capture_output=True, check=True, timeout=60).stdout

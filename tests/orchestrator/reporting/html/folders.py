@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from orchestrator.reporting.timeline import Span, timeline_table
-from workers.contract.samples import SAMPLES
+from troupe.orchestrator.telemetry.timeline import Span, timeline_table
+from troupe.workers.contract.samples import SAMPLES
 
 RECORDED = Path(__file__).resolve().parents[1] / "verdicts" / "recorded"
 GROUP = 8

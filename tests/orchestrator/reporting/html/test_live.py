@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.reporting.html import live, token_texts
-from orchestrator.reporting.html.live import LiveData
-from orchestrator.spec.probe import ProbeFailed
+from troupe.orchestrator.reporting.html import live, token_texts
+from troupe.orchestrator.reporting.html.live import LiveData
+from troupe.workers.isolation.probe import ProbeFailed
 
 from .folders import GROUP, RECORDED, sample, write_run, write_samples
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.reporting.html.report import Budget, write_report
-from orchestrator.reporting.watch import WatchServer
 from tests.browser import CHROMIUM, Page, browser_page
+from troupe.orchestrator.reporting.html.report import Budget, write_report
+from troupe.orchestrator.reporting.watch import WatchServer
 
 from .folders import RECORDED, sample, write_run, write_samples, write_spans
 

@@ -15,18 +15,18 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.cli import app
-from orchestrator.errors import UsageError
-from orchestrator.reporting.busy import step_bounds
-from orchestrator.reporting.html.budget import fitting, spread
-from orchestrator.reporting.html.overview import MOST_POINTS, overview, resumes, sections, spec_differences
-from orchestrator.reporting.html.page import as_json, render
-from orchestrator.reporting.html.report import Budget, page_data, samples_data, timeline_data, write_report
-from orchestrator.reporting.html.timeline import Span, step_times
-from orchestrator.reporting.html.token_texts import TokenTexts
-from orchestrator.reporting.run_folder import RunFolder
-from orchestrator.reporting.timeline import Span as Call
-from orchestrator.reporting.timeline import timeline_table
+from troupe.orchestrator.cli import app
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.reporting.html.budget import fitting, spread
+from troupe.orchestrator.reporting.html.overview import MOST_POINTS, overview, resumes, sections, spec_differences
+from troupe.orchestrator.reporting.html.page import as_json, render
+from troupe.orchestrator.reporting.html.report import Budget, page_data, samples_data, timeline_data, write_report
+from troupe.orchestrator.reporting.html.timeline import Span, step_times
+from troupe.orchestrator.reporting.html.token_texts import TokenTexts
+from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.reporting.utilization import step_bounds
+from troupe.orchestrator.telemetry.timeline import Span as Call
+from troupe.orchestrator.telemetry.timeline import timeline_table
 
 from .folders import GROUP, write_run
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.reporting.verdicts.history import History
 
 from . import fault_models as models
 

@@ -80,7 +80,7 @@ def record(name: str, folder: Path) -> None:
     """Runs one variant and copies what the verdicts read."""
     variant, out = VARIANTS[name], folder / name
     sets = [part for override in (*variant.overrides, NO_SAVES) for part in ("--set", override)]
-    command = [sys.executable, "-m", "orchestrator.cli", "run", f"deploy/specs/{variant.spec}.yaml", *sets]
+    command = [sys.executable, "-m", "troupe", "run", f"deploy/specs/{variant.spec}.yaml", *sets]
     done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode and not (out / "metrics.jsonl").is_file():
         sys.stderr.write(f"{name}: {done.stderr[-2000:]}\n")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from orchestrator.reporting.verdicts.judge import fits, judge
-from orchestrator.reporting.verdicts.verdict import Level
+from troupe.orchestrator.reporting.verdicts.judge import fits, judge
+from troupe.orchestrator.reporting.verdicts.verdict import Level
 
 from .cases import HELD_OUT, TUNED, Case
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from orchestrator.reporting.verdicts.history import History, Series, Stretch
-from orchestrator.reporting.verdicts.verdict import field, flow
+from troupe.orchestrator.reporting.verdicts.history import History, Series, Stretch
+from troupe.orchestrator.reporting.verdicts.verdict import field, flow
 
 
 def series(*values: float) -> Series:

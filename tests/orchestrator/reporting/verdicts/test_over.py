@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.reporting.verdicts.history import History
-from orchestrator.reporting.verdicts.judge import judge
-from orchestrator.reporting.verdicts.verdict import Level, Verdict
+from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.reporting.verdicts.judge import judge
+from troupe.orchestrator.reporting.verdicts.verdict import Level, Verdict
 
 STEPS = 59
 

@@ -6,8 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from orchestrator.training.ledger import kind_of
-from workers.contract.messages import Fault
+from troupe.orchestrator.training.ledger import kind_of
+from troupe.workers.contract.messages import Fault
 
 logger = logging.getLogger(__name__)
 

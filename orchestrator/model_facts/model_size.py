@@ -14,8 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator.errors import TroupeError
-from orchestrator.models.families import FieldUnknown, Shape, count_of, fused_experts, shape_of, with_defaults
+from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator.model_facts.families import (
+    FieldUnknown,
+    Shape,
+    count_of,
+    fused_experts,
+    shape_of,
+    with_defaults,
+)
 
 _CONFIG_BYTES = 1 << 20
 _INDEX_BYTES = 64 << 20

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.models.model_size import SizeUnknown, read_header, read_size
+from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_header, read_size
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

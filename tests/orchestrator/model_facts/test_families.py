@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.models.families import shape_of
-from orchestrator.models.model_size import read_size
+from troupe.orchestrator.model_facts.families import shape_of
+from troupe.orchestrator.model_facts.model_size import read_size
 
 SIGLIP: dict[str, Any] = {
     "model_type": "siglip_vision_model",

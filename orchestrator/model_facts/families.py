@@ -1,6 +1,6 @@
 """Shapes and parameter counts of model families, from `config.json` alone.
 
-The formulas follow transformers' models; `tests/orchestrator/models/test_families.py` builds these without memory and
+The formulas follow transformers' models; `tests/orchestrator/capacity/test_families.py` builds these without memory and
 compares the counts.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.errors import TroupeError
+from troupe.orchestrator.errors import TroupeError
 
 _MOST = 1 << 50
 """Largest number in a configuration that is not taken for a broken file."""

@@ -1,0 +1,1 @@
+"""Facts about models from their folders: sizes, shapes, completeness. Nothing is loaded."""
