@@ -1,5 +1,6 @@
-"""Steps of a response, for process rewards (`roles.reward.functions`)."""
+"""Built-in reward functions, to be called from custom ones, and steps of a response for process rewards."""
 
+from troupe.workers.rewards.functions import exact_match, last_number, length, letter_share, overlong, regex
 from troupe.workers.rewards.steps import Steps
 
-__all__ = ["Steps"]
+__all__ = ["Steps", "exact_match", "last_number", "length", "letter_share", "overlong", "regex"]

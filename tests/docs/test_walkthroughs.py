@@ -16,6 +16,7 @@ from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "extending.md"
 COPIED = (
+    "troupe",
     "orchestrator",
     "workers",
     "tests",

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from troupe.workers.algorithms.sampled_tokens import SampledTokens
+from troupe.workers.contract import naming
 from troupe.workers.contract.config import CustomConfig
 
 __all__ = ["CustomAlgorithm", "GroupRewards", "LossTokens", "SampledTokens", "TokenLoss"]
@@ -100,7 +100,7 @@ def _load(name: str, args: str) -> CustomAlgorithm:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # an installed command does not look into the folder that it starts in
     try:
-        found = vars(importlib.import_module(module_name)).get(attribute)
+        found = vars(naming.import_module(module_name)).get(attribute)
     except Exception as error:  # the module is the user's
         raise CustomAlgorithmError(f"cannot import {module_name}: {type(error).__name__}: {error}") from error
     if found is None:
@@ -114,9 +114,7 @@ def _load(name: str, args: str) -> CustomAlgorithm:
     elif given:
         raise CustomAlgorithmError(f"{name} takes no arguments: algorithm.args is for a function that returns one")
     if not isinstance(found, CustomAlgorithm):
-        raise CustomAlgorithmError(
-            f"{name} is a {type(found).__name__}, not a troupe.workers.algorithms.custom.CustomAlgorithm"
-        )
+        raise CustomAlgorithmError(f"{name} is a {type(found).__name__}, not a troupe.algorithms.CustomAlgorithm")
     if found.advantage is None and found.loss is None and found.keep_group is None:
         raise CustomAlgorithmError(f"{name} is {found.base}: it has neither advantage nor loss nor keep_group")
     return found

@@ -5,7 +5,22 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+_PACKAGE = Path(__file__).absolute().parents[2]
+"""The folder `troupe`."""
+_OLD_NAMES = {
+    "workers.environments": "troupe.environments",
+    "workers.rewards": "troupe.rewards",
+    "workers.algorithms": "troupe.algorithms",
+    "workers.sandbox": "troupe.sandbox",
+    "workers": "troupe.workers",
+    "orchestrator": "troupe.orchestrator",
+    "deploy.examples": "troupe.deploy.examples",
+}
+"""Names of modules before the package `troupe`, with today's."""
 
 
 class NameProblem(ValueError):
@@ -41,9 +56,41 @@ def import_attribute(name: str, module: str, attribute: str) -> Any:
         NameProblem: the import fails, or there is no such attribute.
     """
     try:
-        found = vars(importlib.import_module(module)).get(attribute)
+        found = vars(import_module(module)).get(attribute)
     except Exception as error:  # the module may be the user's
         raise NameProblem(f"{name}: cannot import {module}: {type(error).__name__}: {error}") from error
     if found is None:
         raise NameProblem(f"{name}: module {module} has no {attribute!r}")
     return found
+
+
+def import_module(name: str) -> ModuleType:
+    """The module of this name.
+
+    Raises:
+        Exception: Whatever its import raises. The message of a ModuleNotFoundError names today's module where `name`,
+            or what the module imports, is a name from before the package `troupe`.
+    """
+    try:
+        found = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if hint := _todays_name(error.name or ""):
+            raise ModuleNotFoundError(f"{error}; {hint}", name=error.name) from error
+        raise
+    hint = _todays_name(name)
+    if hint and found.__file__ is not None and _is_ours(Path(found.__file__)):  # a checkout is the current folder
+        raise ModuleNotFoundError(hint, name=name)
+    return found
+
+
+def _todays_name(module: str) -> str:
+    """What a module from before the package `troupe` is called now, as a hint; empty for other modules."""
+    for old, new in _OLD_NAMES.items():
+        if module == old or module.startswith(f"{old}."):
+            return f"Troupe's {old} is {new} now"
+    return ""
+
+
+def _is_ours(file: Path) -> bool:
+    folders = ("workers", "orchestrator", "deploy")
+    return any(file.resolve().is_relative_to((_PACKAGE / folder).resolve()) for folder in folders)

@@ -98,7 +98,7 @@ def test_checks_give_what_the_run_gives() -> None:
     ("name", "args", "problem"),
     [
         (f"{OWN}:absent", {}, "module tests.orchestrator.algorithms.own_algorithms has no 'absent'"),
-        (f"{OWN}:NUMBER", {}, "is a int, not a troupe.workers.algorithms.custom.CustomAlgorithm"),
+        (f"{OWN}:NUMBER", {}, "is a int, not a troupe.algorithms.CustomAlgorithm"),
         (f"{OWN}:detached", {"scale": 1}, "takes no arguments"),
         (f"{OWN}:mean_baseline", {"scal": 1}, "unexpected keyword argument 'scal'"),
         (f"{OWN}:nothing", {}, "neither advantage nor loss nor keep_group"),
