@@ -60,7 +60,7 @@ class Signalled:
         lost = round(after["ledger/dropped"] - before["ledger/dropped"])
         ended = run.process.poll()
         ok = found_s is not None and recovered_s is not None and ledger_balances(after) and lost == 0
-        outcome = "trains on" if recovered_s is not None else "stalls" if ended is None else f"ended with {ended}"
+        outcome = "continues" if recovered_s is not None else "stalls" if ended is None else f"ended with {ended}"
         return Outcome(self.name, outcome, found_s, recovered_s, lost, ok=ok)
 
 

@@ -65,7 +65,7 @@ def test_a_rank_hangs_and_the_trainers_are_restarted(tmp_path: Path) -> None:
     remains = left_behind(run)
     ok = None not in (found_s, seconds) and code == 130 and run.steps() == list(range(1, len(run.steps()) + 1))
     fault = f"a policy rank hangs in an update (failures.hung_s={HUNG_S:g})"
-    record(Outcome(fault, "both ranks restart, trains on", found_s, seconds, left_behind=remains, ok=ok))
+    record(Outcome(fault, "both ranks restart, continues", found_s, seconds, left_behind=remains, ok=ok))
     assert ok and remains == "nothing", run.output
 
 
@@ -129,7 +129,7 @@ def test_the_supervisor_resumes_after_the_driver_is_killed(tmp_path: Path) -> No
         remains = left_behind(run)
     said = "the run was killed by SIGKILL; starting it again from step" in run.stderr
     ok = said and code == 130 and run.steps() == list(range(1, len(run.steps()) + 1))
-    outcome = "resumes by itself (--supervise)"
+    outcome = "resumes automatically (--supervise)"
     record(Outcome("SIGKILL of the driver, supervised", outcome, None, seconds, left_behind=remains, ok=ok))
     assert ok and remains == "nothing", run.output
 
@@ -191,7 +191,7 @@ def test_a_second_run_in_the_folder_is_refused(tmp_path: Path) -> None:
         step = run.metrics[-1]["step"]
         run.wait_for_step(step + 1)
     ok = code == 2 and len(lines) == 1
-    record(Outcome("two runs in one folder", f"the second ends with code {code}; the first trains on", ok=ok))
+    record(Outcome("two runs in one folder", f"the second ends with code {code}; the first continues", ok=ok))
     assert ok, lines
 
 
@@ -212,7 +212,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_costs_no_step(small_disk: Path, tmp_path: Path) -> None:
-    """The run trains on while checkpoints and metrics cannot be written, and writes them once they can."""
+    """The run continues while checkpoints and metrics cannot be written, and writes them once they can."""
     overrides = (*ENDLESS, "checkpoint.every_steps=2", "checkpoint.keep=1")
     with running(Run(tmp_path, GRPO, *overrides, name="full", out=small_disk / "run")) as run:
         run.wait_for_step(3)
@@ -230,7 +230,7 @@ def test_a_full_disk_costs_no_step(small_disk: Path, tmp_path: Path) -> None:
     remains = left_behind(run)
     whole = run.steps() == list(range(1, len(run.steps()) + 1))
     ok = found_s is not None and whole and code == 130
-    record(Outcome("disk full", "says so, trains on, saves once there is room", found_s, seconds, 0, remains, ok=ok))
+    record(Outcome("disk full", "says so, continues, saves once there is room", found_s, seconds, 0, remains, ok=ok))
     assert ok, run.output
 
 

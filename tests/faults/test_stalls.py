@@ -65,7 +65,7 @@ def grpo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def recovers(run: Run) -> Iterator[None]:
-    """After the block the run trains on."""
+    """After the block the run continues."""
     yield
     step = run.metrics[-1]["step"]
     run.wait_until(lambda: run.metrics[-1]["step"] > step, "the next step")
@@ -179,7 +179,7 @@ def test_raylet_stopped(grpo: Run) -> None:
 
 
 def test_shared_memory_full(grpo: Run) -> None:
-    """The run trains on, more slowly: weights go through a disk."""
+    """The run continues, more slowly: weights go through a disk."""
     with recovers(grpo):
         assert fill_shared_memory(grpo)
         answer = why(grpo)
