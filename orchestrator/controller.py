@@ -318,7 +318,7 @@ class Controller:
                 why = f"{error} ({self.store.free_space()})"
                 raise TroupeError(f"{self._failed_saves} checkpoints in a row were not written: {why}") from error
             failed = f"{self._failed_saves} of {limit} tolerated (failures.failed_saves)"
-            logger.warning("step %d is not saved: %s; training on, %s", self.version, error, failed)
+            logger.warning("checkpoint of step %d failed: %s; continuing (%s)", self.version, error, failed)
         else:
             self._failed_saves = 0
 

@@ -1,4 +1,4 @@
-"""The environment worker: episodes of one environment, each in a process of its own."""
+"""The environment worker: episodes of one environment, each in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithms of the user's own: what the checks find, for `troupe validate` and `troupe algorithms --check`."""
+"""Custom algorithms: what the checks find, for `troupe validate` and `troupe algorithms --check`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check(name: str, args: dict[str, Any], *, old_logprobs: bool, ref_logprobs: 
 
 
 def group_filter(config: AlgorithmConfig) -> Callable[[RewardSummary], bool] | None:
-    """The filter of groups of an algorithm of the user's own; None for another, or without one.
+    """The group filter of a custom algorithm; None for a built-in one, or without a filter.
 
     It raises TroupeError where the user's function fails.
     """

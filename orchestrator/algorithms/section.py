@@ -50,8 +50,8 @@ OBJECTIVE_OPTIONS: dict[str, frozenset[str]] = {
 """Fields of the algorithm section that only some objectives read."""
 
 CUSTOM_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-"""Name of an algorithm of the user's own."""
-_REPLACED = 3  # groups that a filter of the user's own may replace, for each group of a step, as with dapo
+"""Name of a custom algorithm."""
+_REPLACED = 3  # groups that a custom filter may replace, for each group of a step, as with dapo
 CRITIC_OPTIONS = frozenset({"value_clip"})
 TRUST_REGION_OPTIONS = frozenset({"trust_region"})
 COMPARES = frozenset({"group", "smooth_group", "best_of_group", "custom"})
@@ -107,9 +107,9 @@ class AlgorithmConfig(Frozen):
     default."""
 
     name: str = Field(json_schema_extra={"anyOf": [{"enum": [*sorted(ALGORITHMS)]}, {"pattern": CUSTOM_NAME.pattern}]})
-    """Name of the algorithm, or `package.module:attribute` of one of your own (docs/guides/algorithm.md)."""
+    """Name of the algorithm, or `package.module:attribute` of a custom one (docs/guides/algorithm.md)."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """An algorithm of your own: arguments of the function that returns it."""
+    """A custom algorithm: arguments of the function that returns it."""
     group_size: int | None = Field(default=None, ge=1)
     """Samples per prompt."""
     clip_range: float | None = Field(default=None, gt=0.0, lt=1.0)
@@ -190,7 +190,7 @@ class AlgorithmConfig(Frozen):
 
 
 def is_custom(name: str) -> bool:
-    """Whether the name is that of an algorithm of the user's own: `package.module:attribute`."""
+    """Whether the name is that of a custom algorithm: `package.module:attribute`."""
     return CUSTOM_NAME.fullmatch(name) is not None
 
 
@@ -198,7 +198,7 @@ def row_of(config: AlgorithmConfig) -> Algorithm:
     """The algorithm's row.
 
     Raises:
-        ValueError: It is an algorithm of the user's own and cannot be used.
+        ValueError: It is a custom algorithm and cannot be used.
     """
     if not is_custom(config.name):
         return ALGORITHMS[config.name]
@@ -226,7 +226,7 @@ def custom_row(config: CustomConfig) -> Algorithm:
     return replace(
         base,
         name=config.name,
-        summary=custom.summary or f"{base.name} with functions of your own.",
+        summary=custom.summary or f"{base.name} with custom functions.",
         formula=f"the functions of {config.name}; the rest as {base.name}",
         source=f"{config.name}; defaults: {base.source}",
         advantage=advantage,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Tree = Mapping[str, Any]
-"""Columns of a row or of a file by name; a struct is a tree of its own. None: a struct or a value, nobody knows."""
+"""Columns of a row or of a file by name; a struct is a nested tree. None: unknown whether a struct or a value."""
 
 _SHOWN = 20
 _SYNONYMS = {"response": "completion", "prompt": "messages", "messages": "conversations"}
@@ -72,7 +72,7 @@ def _missing(field: str, column: str, where: str, there: Tree) -> str:
 
 
 def _names(there: Tree, prefix: str = "") -> Iterator[str]:
-    """Every name that a spec can give, those of a struct's fields in the place of the struct."""
+    """Every name that a spec can give, a struct's fields instead of the struct."""
     for name, inner in there.items():
         if isinstance(inner, Mapping) and inner:
             yield from _names(inner, f"{prefix}{name}.")

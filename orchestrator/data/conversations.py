@@ -54,7 +54,7 @@ def chat_messages(prompt: Any, source: PromptText, *, plain: bool = False) -> li
     length = characters(said)
     if length > source.max_chars:
         raise BadRow(f"the prompt has {length} characters, more than max_chars {source.max_chars}")
-    # str.replace, not str.format: the row's text and the template may hold braces of their own
+    # str.replace, not str.format: the row's text and the template may contain braces
     said[-1] = {"role": last["role"], "content": source.template.replace("{prompt}", last["content"])}
     if source.system and said[0]["role"] != "system":
         said.insert(0, {"role": "system", "content": source.system})
@@ -74,7 +74,7 @@ def response_turns(value: Any, what: str, *, plain: bool = False) -> list[Messag
 
 
 def require_response(turns: list[Message], what: str) -> list[Message]:
-    """The turns, which must begin and end with the assistant's and say something. Raises BadRow."""
+    """The turns, which must begin and end with the assistant's and not be empty. Raises BadRow."""
     if not turns:
         raise BadRow(f"the {what} is empty")
     for place, turn in (("first", turns[0]), ("last", turns[-1])):

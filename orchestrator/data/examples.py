@@ -174,7 +174,7 @@ def _labelled(values: Mapping[str, Any], form: _Form) -> _Example:
 
 
 def _response(values: Mapping[str, Any], form: _Form) -> tuple[Any, list[Message]]:
-    """Prompt and response, each in a column of its own or both in one."""
+    """Prompt and response, each in a separate column or both in one."""
     if "messages" not in values:
         return values["prompt"], response_turns(values["response"], "response", plain=form.plain)
     require_template(form.plain)

@@ -70,7 +70,7 @@ def pin_run(planned: PlannedRun, *, resume: bool) -> PlannedRun:
 
 
 def pin(spec: SpecT) -> tuple[SpecT, list[Finding]]:
-    """The spec with commits in the place of branches and tags, and what cannot be used.
+    """The spec with commits instead of branches and tags, and what cannot be used.
 
     Downloads no weights and no data: it reads the list of files and each model's `config.json`.
     """
@@ -94,7 +94,7 @@ def pin(spec: SpecT) -> tuple[SpecT, list[Finding]]:
 
 
 def pin_configs(spec: SpecT) -> tuple[SpecT, list[Finding]]:
-    """The spec with folders that hold at least `config.json` in the place of models on the hub, to plan memory with.
+    """The spec with folders that hold at least `config.json` instead of models on the hub, to plan memory with.
 
     Also returns what cannot be looked up; such a model keeps its name.
     """

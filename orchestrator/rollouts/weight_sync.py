@@ -60,7 +60,7 @@ class FileSync:
     async def push(self, version: int) -> SyncReport:
         """Publishes the policy's weights as `version` and loads them into every engine.
 
-        They are published once more if they did not arrive as they were published.
+        They are published again if they did not arrive as they were published.
 
         Raises:
             UpdateDamaged: They did not arrive the second time either.

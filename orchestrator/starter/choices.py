@@ -70,7 +70,7 @@ class Data:
     prompt_tokens: int
     """Room for a prompt."""
     response_tokens: int
-    """Room for a response of the data; 0: there is none."""
+    """Room for a response of the data; 0 if there are no responses."""
     reward: str
     """Reward function that fits the answers."""
 

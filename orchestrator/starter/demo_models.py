@@ -51,7 +51,7 @@ def is_made(folder: Path) -> bool:
 
 
 def _is_foreign(folder: Path) -> bool:
-    """Whether the folder is a model of the user's own with the same name, which is used and never replaced."""
+    """Whether the folder is the user's model with the same name, which is used and never replaced."""
     return folder.exists() and not (folder / ".recipe").exists()
 
 
@@ -198,7 +198,7 @@ def _make_tiny(folder: Path, source: Path) -> None:
 
 
 def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
-    """SmolLM2's tokenizer with a padding token of its own. Raises DemoModelError for another tokenizer."""
+    """SmolLM2's tokenizer with a separate padding token. Raises DemoModelError for another tokenizer."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)

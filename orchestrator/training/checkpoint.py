@@ -136,7 +136,7 @@ class CheckpointStore:
                     shutil.rmtree(entry)
 
     def free_space(self) -> str:
-        """Space that is left for checkpoints, in words."""
+        """Space that is left for checkpoints, as text."""
         try:
             return f"{shutil.disk_usage(self.directory).free >> 20} MiB are free in {self.directory}"
         except OSError as error:

@@ -43,7 +43,7 @@ def split_balanced(lengths: Sequence[int], rows: Sequence[int], parts: int) -> l
 def cut_micro_batches(lengths: Sequence[int], rows: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """Sorts `rows` by length and splits them so that (number of rows) x (longest row) is at most `budget` tokens.
 
-    A single row longer than the budget forms a micro-batch of its own.
+    A single row longer than the budget forms a separate micro-batch.
     """
     batches: list[tuple[int, ...]] = []
     current: list[int] = []

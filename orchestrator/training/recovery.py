@@ -161,7 +161,7 @@ class TrainerRecovery:
     async def _lost(self, error: WorkerError) -> WorkerError | None:
         """The loss of a training worker that explains a failed call; None if it has another cause.
 
-        The other ranks of a collective operation may notice the loss first, as an error of their own.
+        The other ranks of a collective operation may notice the loss first, as another error.
         """
         workers = {worker.name for group in self._updates.trainers for worker in group.workers}
         if error.worker not in workers:

@@ -1,4 +1,4 @@
-"""An algorithm of the user's own: functions that stand in for parts of a shipped algorithm.
+"""A custom algorithm: functions that replace parts of a shipped algorithm.
 
 `algorithm.name: package.module:attribute` in a spec names a `CustomAlgorithm`, or a function that returns one from
 `algorithm.args`. The driver imports it to check the spec, every policy worker imports it to train.
@@ -24,7 +24,7 @@ __all__ = ["CustomAlgorithm", "GroupRewards", "LossTokens", "SampledTokens", "To
 
 
 class CustomAlgorithmError(ValueError):
-    """An algorithm of the user's own cannot be used: not importable, not one, or it returned something else."""
+    """A custom algorithm cannot be used: not importable, not one, or it returned something else."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of an algorithm of the user's own on random batches, in float64: `troupe algorithms --check NAME`."""
+"""Checks of a custom algorithm on random batches, in float64: `troupe algorithms --check NAME`."""
 
 from __future__ import annotations
 

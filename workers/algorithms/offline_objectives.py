@@ -179,7 +179,7 @@ def _by_token(scored: Scored, config: RewardLossConfig) -> torch.Tensor:
     chosen, rejected = (ids.rows(rows[:, member]) for member in (0, 1))
     compared = diverged(chosen, rejected) & scored.better[:, :1, 1]
     leads = rewards[rows[:, 0]] - rewards[rows[:, 1]] - _margin(scored)[:, None]
-    # Every place is a comparison of its own, of which the matrices hold the one entry (chosen, rejected).
+    # Every place is a separate comparison, of which the matrices hold the one entry (chosen, rejected).
     loss = PREFERENCE_LOSSES[config.preference]
     losses = loss(leads[..., None, None], compared[..., None, None], config.label_smoothing)
     return losses.sum(1) / compared.sum(1).clamp(min=1)

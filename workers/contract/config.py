@@ -72,7 +72,7 @@ class ModelConfig(Frozen):
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Leave it off unless you trust that code."""
     chat_template: str | None = Field(default=None, min_length=1)
-    """Jinja file with the chat template to use in the place of the tokenizer's, also in exports; `none`: no template,
+    """Jinja file with the chat template to use instead of the tokenizer's, also in exports; `none`: no template,
     so that a prompt is the text as it stands, after what the tokenizer puts before a text (such as a BOS token); null:
     the tokenizer's own."""
 
@@ -314,7 +314,7 @@ class EpisodeConfig(Frozen):
     """A longer message of the environment is cut here, and says so."""
     truncated_turns: Literal["end", "continue"] = "end"
     """After a turn that was cut at `sampling.max_tokens`. `end`: the environment gets it, and the episode ends with
-    the finish reason `length`; `continue`: the episode goes on, behind an end of turn that the policy did not
+    the finish reason `length`; `continue`: the episode continues after an end of turn that the policy did not
     sample."""
     tool_parser: str | None = Field(default=None, min_length=1)
     """vLLM's parser for the tool calls in a turn, such as `hermes` or `llama3_json`; null: turns are plain text."""
@@ -329,7 +329,7 @@ class EnvironmentConfig(EpisodeConfig):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     episodes: int = Field(default=32, ge=1)
-    """Most episodes under way in one worker, each in a process of its own."""
+    """Most episodes under way in one worker, each in a separate process."""
     env: tuple[str, ...] = ()
     """Environment variables with secrets (`..._TOKEN`, `..._API_KEY`, `PASSWORD`, ...) that the environment may read;
     it gets none but these."""
@@ -353,7 +353,7 @@ class ImportanceConfig(Frozen):
 
 
 class CustomConfig(Frozen):
-    """An algorithm of the user's own (`workers/algorithms/custom.py`)."""
+    """A custom algorithm (`workers/algorithms/custom.py`)."""
 
     name: str
     """`package.module:attribute`."""

@@ -23,7 +23,7 @@ class Row:
     messages: tuple[Message, ...]
     """The prompt."""
     answer: str = ""
-    """The correct answer, in the form of the data; empty: there is none."""
+    """The correct answer, in the form of the data; empty if there is no answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Further columns."""
     seed: int = 0
@@ -43,14 +43,14 @@ class Observation:
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tools that the chat template offers, as JSON schemas of functions; read where a conversation begins."""
     restart: bool = False
-    """Whether `messages` are a conversation of their own, instead of continuing the one so far. The sample then has
+    """Whether `messages` are a separate conversation, instead of continuing the one so far. The sample then has
     one more row, with its own prompt."""
     stop: Sequence[str] = ()
     """Strings that end the next turn, besides `sampling.stop`."""
     max_tokens: int | None = None
     """Longest next turn, if shorter than `sampling.max_tokens`."""
     also: Sequence[Observation] = ()
-    """Conversations of their own whose responses are sampled at the same time as the next turn. Read of each are
+    """Separate conversations whose responses are sampled at the same time as the next turn. Read of each are
     `messages`, `tools`, `stop` and `max_tokens`. The message of the next step has their responses as `also`, in this
     order (fewer where the turns have run out), and the sample has a row for each."""
     info: Mapping[str, float] = field(default_factory=dict)

@@ -34,7 +34,7 @@ def locate(name: str, shipped: Mapping[str, str], kind: str, form: str) -> tuple
         name: The name.
         shipped: The built-in ones, each with what it stands for.
         kind: What is named, for messages: `reward function`.
-        form: How one's own is named: `package.module:function`.
+        form: How a custom one is named: `package.module:function`.
 
     Raises:
         NameProblem: it is neither.

@@ -90,7 +90,7 @@ class EngineLink(Protocol):
 
 
 class EnvironmentLink(Protocol):
-    """Reaches the environment workers from a rollout worker. Replaced whenever workers come or go."""
+    """Reaches the environment workers from a rollout worker. Replaced whenever workers join or leave."""
 
     async def begin(self, episode: str, row: Row, timeout_s: float) -> tuple[str, EpisodeReply]:
         """Starts an episode on the worker with the fewest; returns the worker's name and the first observation.

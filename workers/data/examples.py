@@ -121,7 +121,7 @@ def _closing(tokenizer: PreTrainedTokenizerBase, opened: str, closed: str, respo
     """End of the assistant's turn: the text up to the first special token after the response."""
     tail = closed.removeprefix(opened)
     said = response.strip()
-    # The last occurrence: a template may add text of its own (an empty thought) before the response.
+    # The last occurrence: a template may add text (an empty thought) before the response.
     rest = tail.rpartition(said)[2] if said in tail and len(tail) < len(closed) else ""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     ends = [rest.index(token) + len(token) for token in special if token in rest]

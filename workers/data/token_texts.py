@@ -1,4 +1,4 @@
-"""Texts of single tokens, for reports: answered in a process of its own, which imports the tokenizer's library."""
+"""Texts of single tokens, for reports: answered in a separate process, which imports the tokenizer's library."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _UNCOPIED = {"config.json", "generation_config.json"}
 """Files that a model writes with its weights."""
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Template in the place of none: the texts as they stand."""
+"""Template used where there is none: the texts unchanged."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -97,7 +97,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of rendered text.
 
     A chat template writes special tokens itself. Without one, those that the tokenizer puts before a text are added,
-    and those that it puts after a text are not: the text goes on.
+    and those that it puts after a text are not: the text continues.
     """
     ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*_before_a_text(tokenizer), *ids]

@@ -1,4 +1,4 @@
-"""`troupe env check` in a process of its own: the tokenizer and vLLM's parser, and the episodes as text."""
+"""`troupe env check` in a separate process: the tokenizer and vLLM's parser, and the episodes as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent of the user's own, in any framework: it talks to the policy over the OpenAI chat-completions protocol.
+"""A custom agent, in any framework: it talks to the policy over the OpenAI chat-completions protocol.
 
 The agent is the environment. Every request that it makes is an observation, and every turn of the policy is the
 response to one: what is trained are the tokens of the responses, exactly as they were sampled. A request that continues
@@ -56,12 +56,12 @@ class Choice:
 
     @property
     def observation(self) -> Observation:
-        """It as a conversation of its own."""
+        """It as a separate conversation."""
         return Observation(self.messages, tools=self.tools, restart=True, stop=self.stop, max_tokens=self.max_tokens)
 
 
 class Agent(Environment):
-    """Runs `function(row, client)`, or a command, against an endpoint of its own.
+    """Runs `function(row, client)`, or a command, against a separate endpoint.
 
     The function gets the `Row` and an `openai.OpenAI` client (`AsyncOpenAI` if it is a coroutine) and returns the
     reward, or None where `roles.reward` judges. A command gets the endpoint and the row in environment variables; its

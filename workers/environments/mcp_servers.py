@@ -85,7 +85,7 @@ class McpServer:
         opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._closing = asyncio.Event()
         # The connection's task groups must be left by the task that entered them, and every call of an environment is
-        # a task of its own.
+        # a separate task.
         self._task = asyncio.create_task(self._hold(opened, self._closing))
         self._client = await opened
         return await self._tools()

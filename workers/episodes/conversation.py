@@ -116,7 +116,7 @@ class Conversation:
         return None if place is None else text[place:]
 
     def _behind_calls(self, text: str, until_turn: Sequence[Message]) -> str | None:
-        """The same where the template writes the calls of the turn in a form of its own."""
+        """The same where the template writes the calls of the turn in its own form."""
         closed = self._render(until_turn, open_turn=False)
         end = self._end_text()
         if not (closed.startswith(self._text) and text.startswith(closed) and end in closed[len(self._text) :]):

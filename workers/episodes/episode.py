@@ -66,7 +66,7 @@ class Played:
         return sum(len(segment.response_ids) for segment in self.segments)
 
     def insert(self, segment: Segment) -> None:
-        """Put a finished row before the last one, which goes on; rewards of the last one keep their tokens."""
+        """Put a finished row before the last one, which continues; rewards of the last one keep their tokens."""
         start = self.response_tokens - len(self.segments[-1].response_ids)
         grown = len(segment.response_ids)
         self.rewards = [(end + grown if end > start else end, reward) for end, reward in self.rewards]

@@ -21,7 +21,7 @@ class AnswerCache:
         try:
             if path:  # SQLite gives its journals the mode of the file
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            # Groups are scored on a thread of their own, one after another.
+            # Groups are scored on a separate thread, one after another.
             self._database = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, check_same_thread=False)
             with self._database:
                 self._database.execute("CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, answer TEXT)")

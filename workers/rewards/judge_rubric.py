@@ -89,7 +89,7 @@ class JudgeArgs(Frozen):
         Args:
             messages: The prompt, a JSON list of messages.
             response: Text of the response.
-            answer: The reference answer; empty: there is none.
+            answer: The reference answer; empty if there is none.
             conversation: All messages of an episode, which are then shown instead of the response; else empty.
         """
         low, high = self.scale

@@ -2,7 +2,7 @@
 
 1. The *keeper* is a child of the process that called `run_python`. It clones a process into new namespaces and writes
    its user map. When that process ends, or the lifeline closes, it kills what is left and ends.
-2. The *init* is process 1 of the new process namespace. It makes a root file system of its own and leaves the host's.
+2. The *init* is process 1 of the new process namespace. It makes a separate root file system and leaves the host's.
    When it ends, the kernel kills every process in the namespace. It watches the memory of all of them.
 3. The *program* gives up every right and becomes the interpreter that runs the code.
 

@@ -61,5 +61,5 @@ class SandboxResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the program ended by itself with exit code 0."""
+        """Whether the program exited with code 0."""
         return self.exit_code == 0 and not self.timed_out

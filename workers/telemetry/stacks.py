@@ -1,4 +1,4 @@
-"""Stacks on request: a process writes the stacks of all its threads to a file of its own when it receives SIGUSR1.
+"""Stacks on request: a process writes the stacks of all its threads to a separate file when it receives SIGUSR1.
 
 The handler is written in C and needs no interpreter lock: it works while a process computes, waits for a lock or hangs
 in a library. Every kind of process installs it once: the driver, the workers, vLLM's processes, and those of reward
@@ -68,7 +68,7 @@ def write_stacks_on_signal(folder: str | Path | None = None) -> None:
 
 
 def stacks_folder() -> str:
-    """The folder for the stacks of this process and those it starts; empty: there is none."""
+    """The folder for the stacks of this process and those it starts; empty if there is none."""
     if place := os.environ.get(VARIABLE):
         return place
     try:

@@ -175,7 +175,7 @@ def _repack_heads(model: torch.nn.Module) -> None:
 def _missing_layers(model: torch.nn.Module, tied_heads: frozenset[str]) -> list[str]:
     """Modules that the reload still waits for. vLLM only logs a warning and keeps their old weights.
 
-    Attention layers are processed at the end by design, a tied head has no weights of its own, and the rows that pad a
+    Attention layers are processed at the end by design, a tied head has no separate weights, and the rows that pad a
     vocabulary are not part of an update.
     """
     missing = []
