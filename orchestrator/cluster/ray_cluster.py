@@ -35,9 +35,9 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.processes.inspection import NodeReport
-from troupe.orchestrator.reporting.metrics import PeakMemory
-from troupe.orchestrator.reporting.recorder import EventLog
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
+from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.workers.contract.judges import JudgeGone
 from troupe.workers.contract.messages import (
     GroupRequest,

@@ -28,7 +28,8 @@ from troupe.orchestrator.processes.inspection import NodeReport, ProcessFacts
 from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
 from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.recorder import EventLog
+from troupe.orchestrator.telemetry.call_log import OpenCall
+from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
 from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
@@ -56,21 +57,6 @@ _MOST_CALLS = 256
 """The oldest calls; thousands of engines have more."""
 _STEPS = 20
 """Steps of which the median is taken."""
-
-
-class OpenCall(Protocol):
-    """A call to a worker that has not ended (`orchestrator/telemetry/call_log.py`)."""
-
-    @property
-    def worker(self) -> str: ...
-    @property
-    def method(self) -> str: ...
-    @property
-    def since(self) -> float: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def detail(self) -> str: ...
 
 
 class Observed(Protocol):

@@ -17,8 +17,8 @@ from troupe.orchestrator.cluster.process_watch import Process
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.processes.inspection import Look, NodeReport, look_at
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.recorder import EventLog
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
+from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.why.observer import RunObserver
 
 
