@@ -36,7 +36,6 @@ ROOTS = tuple(
         "rollout_run",
         "offline_run",
         "replay_run",
-        "resample_run",
         "launcher",
         "worker_classes",
         "commands",
