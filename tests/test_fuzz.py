@@ -40,8 +40,7 @@ from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.sample_filter import parse_filter
 from troupe.orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.preflight import model_folder, too_long
-from troupe.orchestrator.spec.preflight_models import unsupported_head_size, wrong_kinds
+from troupe.orchestrator.spec.preflight import model_folder, too_long, unsupported_head_size, wrong_kinds
 from troupe.orchestrator.spec.sections import DataSource
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
