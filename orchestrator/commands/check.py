@@ -58,7 +58,7 @@ def plan(
     runs = _with_model_configs(runs)
     from troupe.orchestrator.capacity.plan import as_json as plan_json
     from troupe.orchestrator.capacity.stages import plan_stages
-    from troupe.orchestrator.reporting.plan_table import show, unknown_sizes
+    from troupe.orchestrator.commands.plan_table import show, unknown_sizes
 
     plans = list(plan_stages(runs, _nodes(cluster, address, cpus_per_node, gib_per_node), advise=True))
     if as_json:
