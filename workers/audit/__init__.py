@@ -1,1 +1,1 @@
-"""The judge of an audit: plain float32 transformers, in a process of its own."""
+"""The scorer of an audit: plain float32 transformers, in a separate process."""
