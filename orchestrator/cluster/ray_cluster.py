@@ -408,7 +408,7 @@ class Cluster:
         timeout_s: float,
         *args: object,
     ) -> R:
-        """Calls a function in a process of its own on the node of a reserved seat; it reserves nothing itself.
+        """Calls a function in a separate process on the node of a reserved seat; it reserves nothing itself.
 
         Args:
             placement: Of the seat.

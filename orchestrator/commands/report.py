@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
+from troupe.orchestrator.commands.options import RunsArgument
 from troupe.orchestrator.errors import UsageError
-
-RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
 
 
 def report(

@@ -1,4 +1,4 @@
-"""Older weights in the place of a model's own, module by module."""
+"""Older weights instead of a model's, module by module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class OlderWeights:
     """The weights of two versions of a model, in groups: a layer, the embedding, the output head, ...
 
-    A tied output head is a group of its own: an engine may hold a copy of it that is older than the embedding.
+    A tied output head is a separate group: an engine may hold a copy of it that is older than the embedding.
     """
 
     def __init__(self, model: PreTrainedModel, older: PreTrainedModel) -> None:
@@ -59,7 +59,7 @@ class OlderWeights:
 
 
 def _untie(model: PreTrainedModel) -> bool:
-    """Give the output head weights of its own; whether it had none."""
+    """Give the output head separate weights; whether it had none."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
         return False

@@ -144,7 +144,7 @@ def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -
 
 
 def _score(request: ScoreRequest, model: PreTrainedModel, rows: list[_Row]) -> tuple[Floats, dict[str, Floats], Floats]:
-    """Log-probs in float32, under the hypotheses that need no pass of their own, and at every temperature."""
+    """Log-probs in float32, under the hypotheses that need no separate pass, and at every temperature."""
     temperature, grid = request.temperature, _temperatures(request)
     exact: list[torch.Tensor] = []
     tempered: list[torch.Tensor] = []

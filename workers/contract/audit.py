@@ -34,7 +34,7 @@ class ScoreRequest:
     """Folder with the weights that the engine served before; None: it was given no others."""
     temperature: float
     thorough: bool
-    """Also hypotheses that need passes of their own: other positions, and older weights, module by module."""
+    """Also hypotheses that need separate passes: other positions, and older weights, module by module."""
     compare_prompts: bool
     """Whether the prompts are chats as the data has them, so that their tokens can be compared."""
     threads: int = 0

@@ -62,7 +62,7 @@ def fits(remedy: Remedy, spec: Mapping[str, Any]) -> bool:
 
 
 def with_lines(spec: Mapping[str, Any], lines: str) -> dict[str, Any]:
-    """A spec with the lines of a remedy in place of its own; a section is merged, a list replaced."""
+    """A spec with the lines of a remedy instead of its lines; a section is merged, a list replaced."""
     return _merged(copy.deepcopy(dict(spec)), yaml.safe_load(lines))
 
 
