@@ -15,13 +15,15 @@ from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.metrics import PeakMemory, PhaseTimers, mean_of
-from troupe.orchestrator.reporting.recorder import EventLog, RunRecorder
+from troupe.orchestrator.reporting.metrics import PhaseTimers, mean_of
+from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.rollouts.weight_sync import SyncReport, WeightSync
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import AlarmConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_stopped
 from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, TrainerLayout, trainer_layouts
 from troupe.orchestrator.training.ledger import Ledger

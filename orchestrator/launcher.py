@@ -25,7 +25,7 @@ from troupe.orchestrator.spec.base import RunSpec, WorkerKind
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.why.observer import RunObserver
 from troupe.workers.contract import roles
-from troupe.workers.contract.audit import Judgement, JudgeRequest
+from troupe.workers.contract.audit import ScoreRequest, TokenScores
 from troupe.workers.contract.config import CPU_THREADS
 from troupe.workers.contract.messages import WorkerHealth
 
@@ -52,7 +52,7 @@ class WorkerClasses:
     judge: type[roles.JudgeEngine]
     example_policy: type[roles.ExampleTrainer]
     reward_trainer: type[roles.ExampleTrainer]
-    audit_judge: Callable[..., Judgement]
+    audit_judge: Callable[..., TokenScores]
     """Scores sampled tokens in plain transformers; no role, and called in a process of its own."""
 
     def by_kind(self) -> Mapping[WorkerKind, type[roles.Worker]]:
@@ -221,8 +221,8 @@ class WorkerLauncher:
         names = [worker.name for group in groups for worker in group.workers]
         self._cluster.events.record("trainer_restarted", workers=names)
 
-    async def judge_tokens(self, request: JudgeRequest, *tables: roles.TableRef) -> Judgement:
-        """Runs the judge of an audit in a process of its own on the node of the policy's first worker.
+    async def judge_tokens(self, request: ScoreRequest, *tables: roles.TableRef) -> TokenScores:
+        """Runs the scorer of an audit in a separate process on the node of the policy's first worker.
 
         Raises:
             WorkerError: It failed, or did not answer in time.

@@ -26,7 +26,6 @@ from troupe.orchestrator.hub.resolve import LocalFiles, fetch
 from troupe.orchestrator.launcher import RunContext, WorkerClasses, WorkerLauncher
 from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.recorder import recorded_failure
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.rollout_run import CLOSE_TIMEOUT_S, RolloutRun, load_data, write_spec
 from troupe.orchestrator.run_lock import locked
@@ -34,6 +33,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.telemetry.event_log import recorded_failure
 from troupe.orchestrator.training.batch import unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.versions import versions as describe_versions

@@ -7,7 +7,7 @@ from troupe.orchestrator.launcher import WorkerClasses
 
 def worker_classes() -> WorkerClasses:
     """The worker class of each role, imported on the first call because torch takes seconds to import."""
-    from troupe.workers.audit.scorer import judge
+    from troupe.workers.audit.scorer import score_tokens
     from troupe.workers.critic import CriticWorker
     from troupe.workers.environment import EnvironmentWorker
     from troupe.workers.judge import JudgeWorker
@@ -27,5 +27,5 @@ def worker_classes() -> WorkerClasses:
         JudgeWorker,
         example_policy=ExamplePolicyWorker,
         reward_trainer=RewardTrainer,
-        audit_judge=judge,
+        audit_judge=score_tokens,
     )

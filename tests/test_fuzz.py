@@ -39,12 +39,11 @@ from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.sample_filter import parse_filter
 from troupe.orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
-from troupe.orchestrator.reporting.sinks.jsonl import JsonlSink
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.preflight import model_folder, too_long
-from troupe.orchestrator.spec.preflight_models import unsupported_head_size, wrong_kinds
+from troupe.orchestrator.spec.preflight import model_folder, too_long, unsupported_head_size, wrong_kinds
 from troupe.orchestrator.spec.sections import DataSource
 from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, InvalidCheckpoint, verify
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
@@ -577,7 +576,7 @@ def test_metrics_of_an_earlier_run(tmp_path: Path) -> None:
     good = "".join(json.dumps({"step": step, "time": 1.0, "reward/mean": 0.5}) + "\n" for step in range(6)).encode()
     for data in Mutations().of_bytes(good, 600):
         path.write_bytes(data)
-        sink = JsonlSink(path, keep_through=3)
+        sink = JsonLinesFile(path, keep_through=3)
         sink.write(4, {"reward/mean": 1.0})
         sink.close()
         assert json.loads(path.read_bytes().splitlines()[-1])["step"] == 4

@@ -21,7 +21,7 @@ PURE = (
     *("workers.contract", "workers.algorithms", "workers.models.token_batch"),
     *("workers.telemetry", "workers.isolation.probe"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
-    *("orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
+    *("orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff", "orchestrator.telemetry"),
     *("orchestrator.doctor.machine", "orchestrator.doctor.checks", "orchestrator.doctor.needs"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     *(f"orchestrator.doctor.{name}" for name in ("software", "graphics", "resources", "network")),
@@ -36,7 +36,6 @@ ROOTS = tuple(
         "rollout_run",
         "offline_run",
         "replay_run",
-        "resample_run",
         "launcher",
         "worker_classes",
         "commands",
@@ -218,6 +217,18 @@ def test_services_do_not_import_roots_and_orchestrator_imports_no_model_library(
             if found.library in {"torch", "transformers", "safetensors"} and module.name != CREATES_MODELS:
                 violations.append(f"{found.where}: {module.name} imports {found.library}")
     report(violations)
+
+
+def test_the_cluster_imports_nothing_from_reporting() -> None:
+    report(
+        [
+            f"{found.where}: {module.name} imports {found.target}; what both need is in orchestrator/telemetry/"
+            for module in modules()
+            if belongs_to(module.name, "orchestrator.cluster")
+            for found in imports(module)
+            if belongs_to(found.target, "orchestrator.reporting")
+        ]
+    )
 
 
 def _file(name: str) -> str:

@@ -14,9 +14,10 @@ import pyarrow as pa
 from benchmarks.support.timing import Parts
 from troupe.orchestrator.replay import step_recorder as keeper
 from troupe.orchestrator.replay.step_recorder import StepKeeper
-from troupe.orchestrator.reporting.recorder import EventLog, RunRecorder
+from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.rollouts.source import RolloutSource
 from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.workers.contract.config import Device, ModelConfig, PolicyConfig, RewardConfig
 from troupe.workers.contract.messages import KeptFile
 from troupe.workers.models.token_batch import TokenBatch

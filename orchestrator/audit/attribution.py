@@ -1,15 +1,15 @@
-"""Attributes the gap between sampler, trainer and judge to causes. Pure functions of log-probs.
+"""Attributes the gap between sampler, trainer and scorer to causes. Pure functions of log-probs.
 
 Two tests, on the same hypotheses:
 
 - The numbers. A hypothesis predicts the log-prob of every token. It explains a side's gap as far as it brings the
-  judge nearer to the side's numbers: share = 1 - mean|side - hypothesis| / mean|side - judge|. Rounding is not
+  scorer nearer to the side's numbers: share = 1 - mean|side - hypothesis| / mean|side - scorer|. Rounding is not
   correlated with what a wrong temperature, head, layer or position does, so that a wrong hypothesis has no share.
 - The samples. Where the sampler's numbers are right, its tokens may still be drawn from something else (top-p that the
-  log-probs do not show). The likelihood ratio of a hypothesis to the judge, over all sampled tokens, exceeds e^x with a
-  probability of at most e^-x where the judge is right (Markov's inequality), whatever the hypothesis.
+  log-probs do not show). The likelihood ratio of a hypothesis to the scorer, over all sampled tokens, exceeds e^x with
+  a probability of at most e^-x where the scorer is right (Markov's inequality), whatever the hypothesis.
 
-How large a gap rounding explains is measured, not assumed: the judge itself runs in the run's data type.
+How large a gap rounding explains is measured, not assumed: the scorer itself runs in the run's data type.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Literal
 
 import numpy as np
 
-from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, Floats, Judgement
+from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, Floats, TokenScores
 
 Side = Literal["sampler", "trainer"]
 
 ROUNDING_RATIO = 3.0
-"""Largest ratio of a gap to the judge's own rounding that rounding explains: kernels round in different places."""
+"""Largest ratio of a gap to the scorer's own rounding that rounding explains: kernels round in different places."""
 NEGLIGIBLE = 1e-4
 """Mean gap in nats that needs no explanation: it changes an importance weight by 0.01%."""
 _NAMED = 0.25
@@ -37,7 +37,7 @@ _LOG_RATIO = 12.0
 _MOST = 20.0
 """Largest gap of one token that counts: one impossible token must not decide."""
 _STRAY = 0.01
-"""Share of tokens that may be drawn as the judge says although a hypothesis holds: rounding moves a token across the
+"""Share of tokens that may be drawn as the scorer says although a hypothesis holds: rounding moves a token across the
 border of a truncated distribution."""
 _TEMPERATURE_STEP = 0.02
 """Relative difference of temperatures that counts as one."""
@@ -61,17 +61,17 @@ class Cause:
 
 @dataclass(frozen=True)
 class Gap:
-    """The gap of one side to the judge."""
+    """The gap of one side to the scorer."""
 
     side: Side
     worker: str
     """The engine, or `trainer`."""
     tokens: int
     mean: float
-    """Mean |side - judge| in nats."""
+    """Mean |side - scorer| in nats."""
     p99: float
     rounding: float
-    """Mean gap of the judge in the run's data type."""
+    """Mean gap of the scorer in the run's data type."""
     causes: tuple[Cause, ...]
     """The likeliest first; those that cannot be told apart follow each other. Empty: rounding explains the gap."""
 
@@ -81,17 +81,17 @@ class Gap:
         return not self.causes
 
 
-def attribute(side: Side, found: Judgement, fresh: Judgement | None = None) -> Gap:
+def attribute(side: Side, found: TokenScores, fresh: TokenScores | None = None) -> Gap:
     """The gap of a side and its causes.
 
     Args:
         side: Sampler or trainer.
-        found: What the judge found.
+        found: What the scorer found.
         fresh: The same of samples with an empty prefix cache, if there are some.
     """
     numbers = _numbers(side, found)
-    gap = distance(numbers, found.judge)
-    rounding = distance(found.rounded, found.judge)
+    gap = distance(numbers, found.scorer)
+    rounding = distance(found.rounded, found.scorer)
     causes: tuple[Cause, ...] = ()
     if side == "sampler" and fresh is not None and _cache_explains(found, fresh):
         return _gap(side, found, (Cause("prefix cache", "", 1.0 - _sampler_gap(fresh) / gap),))
@@ -104,14 +104,14 @@ def attribute(side: Side, found: Judgement, fresh: Judgement | None = None) -> G
     return _gap(side, found, causes)
 
 
-def of_engine(found: Judgement, engine: str) -> Judgement:
+def of_engine(found: TokenScores, engine: str) -> TokenScores:
     """The tokens that one engine sampled."""
     kept = np.array([name == engine for name in found.engine], bool)
     return replace(
         found,
         sampler=found.sampler[kept],
         trainer=found.trainer[kept],
-        judge=found.judge[kept],
+        scorer=found.scorer[kept],
         rounded=found.rounded[kept],
         hypotheses={key: column[kept] for key, column in found.hypotheses.items()},
         tempered=found.tempered[kept],
@@ -129,8 +129,8 @@ def explained_by_rounding(gap: float, rounding: float) -> bool:
     return gap <= ROUNDING_RATIO * rounding + NEGLIGIBLE
 
 
-def fit_temperature(numbers: Floats, found: Judgement) -> tuple[float, Floats]:
-    """The temperature at which the judge is nearest to the numbers, and its log-probs there."""
+def fit_temperature(numbers: Floats, found: TokenScores) -> tuple[float, Floats]:
+    """The temperature at which the scorer is nearest to the numbers, and its log-probs there."""
     errors = [distance(numbers, column) for column in found.tempered.T]
     logs = np.log(found.temperatures)
     best = min(max(int(np.argmin(errors)), 1), len(errors) - 2)
@@ -150,45 +150,45 @@ def _between(logs: Floats, tempered: Floats, best: int, place: float) -> Floats:
     return total
 
 
-def _numbers(side: Side, found: Judgement) -> Floats:
+def _numbers(side: Side, found: TokenScores) -> Floats:
     return found.sampler if side == "sampler" else found.trainer
 
 
-def _gap(side: Side, found: Judgement, causes: tuple[Cause, ...]) -> Gap:
+def _gap(side: Side, found: TokenScores, causes: tuple[Cause, ...]) -> Gap:
     numbers = _numbers(side, found)
-    apart = np.abs(numbers - found.judge)
+    apart = np.abs(numbers - found.scorer)
     return Gap(
         side,
         " and ".join(sorted(set(found.engine))) if side == "sampler" else side,
         len(numbers),
-        distance(numbers, found.judge),
+        distance(numbers, found.scorer),
         float(np.quantile(apart, 0.99)) if len(apart) else 0.0,
-        distance(found.rounded, found.judge),
+        distance(found.rounded, found.scorer),
         causes,
     )
 
 
-def _sampler_gap(found: Judgement) -> float:
-    return distance(found.sampler, found.judge)
+def _sampler_gap(found: TokenScores) -> float:
+    return distance(found.sampler, found.scorer)
 
 
-def _cache_explains(found: Judgement, fresh: Judgement) -> bool:
+def _cache_explains(found: TokenScores, fresh: TokenScores) -> bool:
     """Whether the gap is there with the warm cache and not with an empty one, where the engine sampled with both."""
     if not len(fresh.sampler):
         return False
     warm, cold = _sampler_gap(found), _sampler_gap(fresh)
     return (
-        not explained_by_rounding(warm, distance(found.rounded, found.judge))
-        and explained_by_rounding(cold, distance(fresh.rounded, fresh.judge))
+        not explained_by_rounding(warm, distance(found.rounded, found.scorer))
+        and explained_by_rounding(cold, distance(fresh.rounded, fresh.scorer))
         and cold < 0.5 * warm
     )
 
 
-def _own_temperature(found: Judgement) -> float:
+def _own_temperature(found: TokenScores) -> float:
     return float(found.temperatures[len(found.temperatures) // 2])
 
 
-def _candidates(numbers: Floats, found: Judgement) -> Iterator[tuple[Cause, Floats]]:
+def _candidates(numbers: Floats, found: TokenScores) -> Iterator[tuple[Cause, Floats]]:
     """Every hypothesis with its log-probs; shares are not known yet."""
     temperature, column = fit_temperature(numbers, found)
     if abs(temperature / _own_temperature(found) - 1.0) > _TEMPERATURE_STEP:
@@ -201,22 +201,22 @@ def _candidates(numbers: Floats, found: Judgement) -> Iterator[tuple[Cause, Floa
         yield combined
 
 
-def _combined_weights(numbers: Floats, found: Judgement) -> tuple[Cause, Floats] | None:
+def _combined_weights(numbers: Floats, found: TokenScores) -> tuple[Cause, Floats] | None:
     """Several groups of older weights at once: effects of a small update add up, and a regression separates them."""
     older = {key.partition(":")[2]: value for key, value in found.hypotheses.items() if key.startswith("weights:")}
-    groups = {name: value - found.judge for name, value in older.items() if name not in (WHOLE_MODEL, TIED_EMBEDDING)}
+    groups = {name: value - found.scorer for name, value in older.items() if name not in (WHOLE_MODEL, TIED_EMBEDDING)}
     if len(groups) < 2 or len(groups) * 2 > len(numbers):
         return None
     effects = np.stack(list(groups.values()), -1)
-    coefficients = np.linalg.lstsq(effects, np.clip(numbers - found.judge, -_MOST, _MOST), rcond=None)[0]
+    coefficients = np.linalg.lstsq(effects, np.clip(numbers - found.scorer, -_MOST, _MOST), rcond=None)[0]
     present = [place for place, value in enumerate(coefficients) if value > _PRESENT]
     if not 2 <= len(present) < len(groups):
         return None
     about = " and ".join(list(groups)[place] for place in present)
-    return Cause("weights", about, 0.0), found.judge + effects[:, present].sum(-1)
+    return Cause("weights", about, 0.0), found.scorer + effects[:, present].sum(-1)
 
 
-def _likeliest(numbers: Floats, found: Judgement, gap: float) -> list[Cause]:
+def _likeliest(numbers: Floats, found: TokenScores, gap: float) -> list[Cause]:
     """The causes that explain a good part of the gap, as far as they cannot be told apart."""
     causes = _shares(numbers, found, gap)
     best = causes[0].share if causes else 0.0
@@ -225,7 +225,7 @@ def _likeliest(numbers: Floats, found: Judgement, gap: float) -> list[Cause]:
     return [cause for cause in causes if cause.share > best - _AS_GOOD]
 
 
-def _shares(numbers: Floats, found: Judgement, gap: float) -> list[Cause]:
+def _shares(numbers: Floats, found: TokenScores, gap: float) -> list[Cause]:
     """All hypotheses, the one that explains most of the gap first."""
     causes = [
         Cause(cause.kind, cause.about, 1.0 - distance(numbers, column) / gap)
@@ -234,20 +234,20 @@ def _shares(numbers: Floats, found: Judgement, gap: float) -> list[Cause]:
     return sorted(causes, key=lambda cause: -cause.share)
 
 
-def _nearest(numbers: Floats, found: Judgement, gap: float) -> str:
+def _nearest(numbers: Floats, found: TokenScores, gap: float) -> str:
     causes = _shares(numbers, found, gap)
     if not causes or causes[0].share <= 0.0:
         return "no hypothesis explains any of it"
     return f"{causes[0].kind} {causes[0].about} explains {causes[0].share:.0%}"
 
 
-def _of_samples(found: Judgement) -> list[Cause]:
+def _of_samples(found: TokenScores) -> list[Cause]:
     """Causes that only the choice of the tokens shows, the likeliest first."""
-    ratios = {key: _log_ratio(column, found.judge) for key, column in found.hypotheses.items()}
+    ratios = {key: _log_ratio(column, found.scorer) for key, column in found.hypotheses.items()}
     own = _own_temperature(found)
     for temperature, column in zip(found.temperatures, found.tempered.T, strict=True):
         if abs(temperature / own - 1.0) > _TEMPERATURE_STEP:
-            ratios[f"temperature:{temperature:.2g}"] = _log_ratio(column, found.judge)
+            ratios[f"temperature:{temperature:.2g}"] = _log_ratio(column, found.scorer)
     if not ratios:
         return []
     key, ratio = max(ratios.items(), key=lambda item: item[1])
@@ -257,6 +257,6 @@ def _of_samples(found: Judgement) -> list[Cause]:
     return [Cause(kind, about, 0.0, samples_only=True)]
 
 
-def _log_ratio(hypothesis: Floats, judge: Floats) -> float:
-    """Log of the likelihood ratio of a hypothesis, mixed with a little of the judge's distribution, to the judge."""
-    return float(np.log((1.0 - _STRAY) * np.exp(hypothesis - judge) + _STRAY).sum())
+def _log_ratio(hypothesis: Floats, scorer: Floats) -> float:
+    """Log of the likelihood ratio of a hypothesis, mixed with a little of the scorer's distribution, to the scorer."""
+    return float(np.log((1.0 - _STRAY) * np.exp(hypothesis - scorer) + _STRAY).sum())

@@ -1,4 +1,4 @@
-"""Samples from the run's own prompts, has trainer and judge score the tokens, and attributes the gap."""
+"""Samples from the run's own prompts, has trainer and scorer score the tokens, and attributes the gap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.micro_batches import plan_ranks
-from troupe.workers.contract.audit import Judgement, JudgeRequest
+from troupe.workers.contract.audit import ScoreRequest, TokenScores
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import TableRef
 
@@ -30,8 +30,8 @@ _LEAST_PROMPTS = 4
 _ROUNDS = 8
 """Most times that further prompts are sampled because responses are short."""
 
-Judge = Callable[..., Coroutine[Any, Any, Judgement]]
-"""Runs the judge on the policy's node: (request, ROLLOUTS tables, tables of `old_logprobs`)."""
+Scorer = Callable[..., Coroutine[Any, Any, TokenScores]]
+"""Runs the scorer on the policy's node: (request, ROLLOUTS tables, tables of `old_logprobs`)."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ class Auditor:
         pool: EnginePool,
         policy: PolicyGroup,
         prompts: tuple[PromptPool, TableRef],
-        judge: Judge,
+        scorer: Scorer,
     ) -> None:
         """`prompts`: the pool of data.train, and the reference to its table."""
         self._spec = spec
         self._pool = pool
         self._policy = policy
         self._prompts, self._table = prompts
-        self._judge = judge
+        self._scorer = scorer
         self._seconds: dict[str, float] = {}
 
     async def run(self, weights: AuditedWeights) -> AuditReport:
-        """Compares engines, trainer and judge with `weights`; where a gap is not explained, in depth.
+        """Compares engines, trainer and scorer with `weights`; where a gap is not explained, in depth.
 
         Raises:
             TroupeError: No prompt gives a response that can be compared.
@@ -93,7 +93,7 @@ class Auditor:
         timeout_s = self._spec.schedule.generate_timeout_s
         await asyncio.gather(*(engine.reset_prefix_cache(timeout_s) for engine in self._pool.engines))
 
-    async def _measure(self, weights: AuditedWeights, *, thorough: bool) -> Judgement:
+    async def _measure(self, weights: AuditedWeights, *, thorough: bool) -> TokenScores:
         spec = self._spec
         with self._phase("sample"):
             groups = await self._sample()
@@ -103,7 +103,7 @@ class Auditor:
             plans = plan_ranks(lengths, rows, self._policy.ranks, self._policy.micro_batch_tokens)
             tables = [table for _, table in groups]
             scores = await self._policy.compute_logprobs(plans, *tables, timeout_s=spec.schedule.score_timeout_s)
-        request = JudgeRequest(
+        request = ScoreRequest(
             model=spec.model,
             weights=str(weights.folder),
             previous=None if weights.previous is None else str(weights.previous),
@@ -112,8 +112,8 @@ class Auditor:
             compare_prompts=spec.roles.environment is None,
             threads=spec.policy_config().trainer.threads,
         )
-        with self._phase("judge"):
-            return await self._judge(request, *tables, *(table for _, table in scores))
+        with self._phase("scorer"):
+            return await self._scorer(request, *tables, *(table for _, table in scores))
 
     async def _sample(self) -> list[tuple[GroupSummary, TableRef]]:
         """Groups with at least `audit.tokens` sampled tokens together, as far as the prompts give them."""
@@ -153,7 +153,7 @@ class Auditor:
         finally:
             await self._pool.release(engine, request.samples)
 
-    def _report(self, weights: AuditedWeights, found: Judgement, fresh: Judgement | None) -> AuditReport:
+    def _report(self, weights: AuditedWeights, found: TokenScores, fresh: TokenScores | None) -> AuditReport:
         engines = sorted(set(found.engine))
         by_engine = [
             attribute("sampler", of_engine(found, name), None if fresh is None else of_engine(fresh, name))
@@ -186,7 +186,8 @@ class Auditor:
 def one_engine(spec: RolloutSpec) -> RolloutSpec:
     """The spec of an audit: one engine where engines do not share the policy's GPUs, and any form of response.
 
-    Log-probs of samples with a form (`sampling.structured`) are those among the permitted tokens; no judge knows them.
+    Log-probs of samples with a form (`sampling.structured`) are those among the permitted tokens, which
+    the scorer does not know.
     """
     rollout = spec.roles.rollout
     if rollout.colocate_with is None:

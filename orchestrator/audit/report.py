@@ -73,7 +73,7 @@ class AuditReport:
         for gap in self.gaps:
             verdict = "explained by rounding" if gap.passed else "NOT explained by rounding"
             lines.append(
-                f"  {gap.worker}: mean gap to the float32 judge {gap.mean:.2g} nats (99th percentile {gap.p99:.2g}); "
+                f"  {gap.worker}: mean gap to the float32 scorer {gap.mean:.2g} nats (99th percentile {gap.p99:.2g}); "
                 f"rounding {gap.rounding:.2g}: {verdict}"
             )
         lines.append(f"  sampler and trainer: mean gap {self.between:.2g} nats")

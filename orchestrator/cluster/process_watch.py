@@ -1,9 +1,9 @@
 """Watches the processes of workers without a call to the worker: a stopped or blocked one would not answer.
 
-The driver looks at the processes of its own node itself. On every other node an actor does, which answers when it has
-found something. A worker that is found stopped loses its process, so that its calls fail at once and it is replaced
-like any worker that has died. The same watch says what the processes of a node do (`process_facts.py`) when it is
-asked, as for `troupe why`.
+The driver inspects the processes of its node. On every other node an actor does, which answers when it has found
+something. A worker that is found stopped loses its process, so that its calls fail at once and it is replaced
+like any worker that has died. On request, as for `troupe why`, the same watch reports what the
+processes of a node do (`orchestrator/processes/inspection.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from troupe.orchestrator.cluster.event_loop import within
-from troupe.orchestrator.processes.inspection import Look, NodeFacts, NodeReport, look_at
+from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, NodeReport, inspect_node
 from troupe.orchestrator.processes.proc import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE_S = 1.0
 _ROUND_S = 10.0
-"""Longest time for which a node's actor looks before it answers. The next round includes workers started meanwhile."""
+"""Longest time until a node's actor answers. The next round includes workers started meanwhile."""
 _ANSWER_S = 60.0
 """Time beyond a round in which the actor must answer. Ray finds lost nodes itself."""
 _WITH_DESCENDANTS = ("rollout", "judge")
@@ -70,13 +70,13 @@ class Watched(Protocol):
         """Records where its process runs."""
         ...
 
-    def condemn(self, verdict: str) -> None:
+    def terminate(self, reason: str) -> None:
         """Ends the worker; its calls fail with this reason."""
         ...
 
 
 class NodeWatch:
-    """Looks at the processes of one node; an actor on nodes other than the driver's."""
+    """Inspects the processes of one node; an actor on nodes other than the driver's."""
 
     def __init__(self, samples: int) -> None:
         self._stopped = StoppedProcesses(samples)
@@ -91,11 +91,11 @@ class NodeWatch:
                 return found
         return []
 
-    async def look(self, roots: Mapping[int, str], paths: tuple[Path, ...]) -> NodeReport:
+    async def inspect(self, roots: Mapping[int, str], paths: tuple[Path, ...]) -> NodeReport:
         """What the processes of these workers do, and how the node is."""
         logs = own_logs()
-        look = Look(roots, logs / STACKS, str(logs.parent), paths)
-        return await asyncio.to_thread(look_at, look)
+        request = InspectRequest(roots, logs / STACKS, str(logs.parent), paths)
+        return await asyncio.to_thread(inspect_node, request)
 
     async def stages(self, pids: tuple[int, ...]) -> dict[int, str]:
         """What these processes do to start, where they have announced it."""
@@ -127,7 +127,7 @@ class ProcessWatch:
 
     def add(self, worker: Watched) -> None:
         """Watches a worker from when its process has started; called before any other call of the worker."""
-        answer = worker.actor.__ray_call__.remote(_settle)  # first in the worker's queue: the next call may take long
+        answer = worker.actor.__ray_call__.remote(_register)  # first in the worker's queue: the next call may take long
         task = asyncio.create_task(self._locate(worker, answer), name=f"locate {worker.name}")
         self._locating.add(task)
         task.add_done_callback(self._locating.discard)
@@ -141,7 +141,7 @@ class ProcessWatch:
         for task in (*self._nodes.values(), *self._locating):
             task.cancel()
 
-    def last_words(self, process: Process | None) -> str:
+    def exit_reason(self, process: Process | None) -> str:
         """What is known about the end of a worker's process: the out-of-memory killer, an error in its log."""
         words = []
         if (kills := out_of_memory_kills() - self._kills_before) > 0:
@@ -150,14 +150,14 @@ class ProcessWatch:
             words.append(f"its log: {line}")
         return "; ".join(words)
 
-    def whereabouts(self) -> dict[str, Process]:
+    def locations(self) -> dict[str, Process]:
         """Where the workers' processes are, by name. May be called from any thread."""
         return {worker.name: process for process, worker in list(self._workers.items())}
 
     async def stages(self, names: Collection[str]) -> dict[str, str]:
         """What these workers do to start, by name. Those of a node that does not answer at once are missing."""
         on_node: dict[str, dict[int, str]] = {}
-        for name, process in self.whereabouts().items():
+        for name, process in self.locations().items():
             if name in names:
                 on_node.setdefault(process.node, {})[process.pid] = name
         here = on_node.pop(self.node, {})
@@ -171,7 +171,7 @@ class ProcessWatch:
         await asyncio.gather(*(ask(node, workers) for node, workers in on_node.items()))
         return found
 
-    def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
+    def inspect(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         """What the processes of all nodes do; for a thread other than that of the event loop.
 
         A node whose watch does not answer in time is reported as not reachable. Nodes that died before this watch began
@@ -183,14 +183,13 @@ class ProcessWatch:
             timeout_s: Longest wait for the other nodes.
         """
         roots: dict[str, dict[int, str]] = {self.node: dict(own)}
-        for name, process in self.whereabouts().items():
+        for name, process in self.locations().items():
             roots.setdefault(process.node, {})[process.pid] = name
-        asked = {
-            node: actor.look.remote(roots[node], paths) for node, actor in list(self._actors.items()) if node in roots
-        }
+        actors = {node: actor for node, actor in list(self._actors.items()) if node in roots}
+        asked = {node: actor.inspect.remote(roots[node], paths) for node, actor in actors.items()}
         nodes = _NodeTable()
         deadline = time.monotonic() + timeout_s
-        here = look_at(Look(roots[self.node], self._logs / STACKS, str(self._logs.parent), paths))
+        here = inspect_node(InspectRequest(roots[self.node], self._logs / STACKS, str(self._logs.parent), paths))
         names, dead = nodes.read(deadline)
         dead -= self._nodes_before.read(deadline)[1]
         left = max(0.1, deadline - time.monotonic())
@@ -216,7 +215,7 @@ class ProcessWatch:
             self._nodes[node] = asyncio.create_task(self._watch(node), name=f"watch node {node[:8]}")
 
     async def _watch(self, node: str) -> None:
-        """Looks at one node for the length of the run."""
+        """Watches one node for the length of the run."""
         here = NodeWatch(self._samples) if node == self.node else None
         there = None if here is not None else self._node_actor(node)
         while True:
@@ -235,7 +234,7 @@ class ProcessWatch:
             for pid in found:
                 worker = self._workers.pop(Process(node, pid), None)
                 if worker is not None:
-                    worker.condemn(f"its process {pid} was stopped for {self._stopped_s:g} s (failures.stopped_s)")
+                    worker.terminate(f"its process {pid} was stopped for {self._stopped_s:g} s (failures.stopped_s)")
 
     def _node_actor(self, node: str) -> Any:
         where = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -253,7 +252,7 @@ class ProcessWatch:
             return None
 
 
-def _settle(_: object) -> tuple[str, int]:
+def _register(_: object) -> tuple[str, int]:
     """Node and process of the worker that calls this; from then on it writes its stacks on SIGUSR1."""
     write_stacks_on_signal(own_logs() / STACKS)
     return ray.get_runtime_context().get_node_id(), os.getpid()

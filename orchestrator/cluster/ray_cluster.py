@@ -35,9 +35,9 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.orchestrator.processes.inspection import NodeReport
-from troupe.orchestrator.reporting.metrics import PeakMemory
-from troupe.orchestrator.reporting.recorder import EventLog
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
+from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.workers.contract.judges import JudgeGone
 from troupe.workers.contract.messages import (
     GroupRequest,
@@ -96,7 +96,7 @@ class ActorWorker(Generic[W_co]):
         self._watch = watch
         self._on_loss = on_loss
         self._process: Process | None = None
-        self._verdict = ""
+        self._terminated = ""
         self._ended = False
         """Whether the process was ended on purpose, or its loss was reported."""
 
@@ -132,11 +132,11 @@ class ActorWorker(Generic[W_co]):
         """See `process_watch.Watched`."""
         self._process = process
 
-    def condemn(self, verdict: str) -> None:
+    def terminate(self, reason: str) -> None:
         """See `process_watch.Watched`."""
-        self._verdict = verdict
+        self._terminated = reason
         self.kill()
-        self._on_loss(self._name, verdict)
+        self._on_loss(self._name, reason)
 
     async def _wait(self, ref: Any, method: str, timeout_s: float, args: Sequence[object]) -> Any:
         """Awaits a result; records the call, and the peak memory in the result. Raises WorkerError."""
@@ -163,7 +163,7 @@ class ActorWorker(Generic[W_co]):
                 return WorkerDied(self._name, method, reason, cause.fault)
             return _kind(cause)(self._name, method, reason)
         if isinstance(error, RayActorError):
-            detail = self._verdict or self._death(error)
+            detail = self._terminated or self._death(error)
             if not self._ended:
                 self._ended = True
                 self._on_loss(self._name, detail)
@@ -174,7 +174,7 @@ class ActorWorker(Generic[W_co]):
 
     def _death(self, error: RayActorError) -> str:
         """Ray's reason for the actor's death, with what the node knows about it."""
-        words = "" if self._watch is None else self._watch.last_words(self._process)
+        words = "" if self._watch is None else self._watch.exit_reason(self._process)
         return f"{_reason(error)}{words and f' ({words})'}"
 
 
@@ -343,17 +343,17 @@ class Cluster:
         """Calls to workers that have not ended. May be called from any thread."""
         return self.calls.open_calls()
 
-    def whereabouts(self) -> dict[str, Process]:
+    def locations(self) -> dict[str, Process]:
         """Where the workers' processes are, by name. May be called from any thread."""
-        return {} if self._watch is None else self._watch.whereabouts()
+        return {} if self._watch is None else self._watch.locations()
 
     async def stages(self, names: Collection[str]) -> dict[str, str]:
         """See `ProcessWatch.stages`."""
         return {} if self._watch is None else await self._watch.stages(names)
 
-    def look(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
-        """See `ProcessWatch.look`."""
-        return [] if self._watch is None else self._watch.look(own, paths, timeout_s)
+    def inspect(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
+        """See `ProcessWatch.inspect`."""
+        return [] if self._watch is None else self._watch.inspect(own, paths, timeout_s)
 
     @staticmethod
     def put(table: Any) -> TableRef:
@@ -408,7 +408,7 @@ class Cluster:
         timeout_s: float,
         *args: object,
     ) -> R:
-        """Calls a function in a process of its own on the node of a reserved seat; it reserves nothing itself.
+        """Calls a function in a separate process on the node of a reserved seat; it reserves nothing itself.
 
         Args:
             placement: Of the seat.

@@ -133,7 +133,7 @@ def _start(cpus: int, tries: int = 3) -> Any:
 
 
 class _OwnGroup(services.ConsolePopen):
-    """A process of Ray in a process group of its own."""
+    """A process of Ray in a separate process group."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, process_group=0, **kwargs)
@@ -181,7 +181,7 @@ def _node(node: dict[str, Any], *, shared: bool) -> Node:
 
 
 def _create_token() -> None:
-    """Creates Ray's token, where there is none, for its owner only: Ray would create it readable by everyone."""
+    """Creates Ray's token, unless it exists, for its owner only: Ray would create it readable by everyone."""
     token = Path.home() / ".ray" / "auth_token"
     if token.exists() or {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return

@@ -1,4 +1,4 @@
-"""Commands for jobs on a cluster: submit, list, follow and stop them."""
+"""Commands for jobs on a cluster: write, submit, list, follow and stop them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from troupe.orchestrator.commands.options import FAILURE, JobArgument, JobServerOption, SetOption, SpecArgument
+from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags, with_flags
 from troupe.orchestrator.spec.stages import plan_runs, read_document, to_send
 
 
@@ -79,3 +80,26 @@ def stop(
     from troupe.orchestrator.platforms.ray_jobs import JobServer
 
     typer.echo(JobServer(address).stop(job, timeout_s).line())
+
+
+@with_flags
+def deploy(
+    spec: SpecArgument,
+    node_size: NodeFlags,
+    kubernetes: KubernetesFlags,
+    for_slurm: SlurmFlags,
+    set_: SetOption = [],  # noqa: B006
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write (default: print it).")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Run folder, as pods or nodes see it.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job (default: the spec's).")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write an sbatch script instead of a manifest.")] = False,
+) -> None:
+    """Write a spec as a KubeRay manifest, or as an sbatch script for Slurm."""
+    from troupe.orchestrator.platforms.manifest import Request, deployment, write
+
+    text, notes = deployment(Request(spec, set_, name, out), slurm, node_size, kubernetes, for_slurm)
+    if output is not None:
+        write(output, text)
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(text if output is None else f"wrote {output}", nl=output is not None)

@@ -28,6 +28,7 @@ AddressOption = Annotated[
 ]
 JobServerOption = Annotated[str, typer.Option("--address", help="URL of the cluster's job server, http://HOST:8265.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, as in runs/NAME.")]
+RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
 AnswerOption = Annotated[float, typer.Option("--timeout-s", min=0, help="Timeout for the run's response, in seconds.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as printed by `troupe submit`.")]
 

@@ -98,8 +98,8 @@ def _for_another(run: Path, step: int, result: Path, weights: Path | None) -> No
 
 def _resample(run: Path, step: int, address: str | None) -> None:
     from troupe.orchestrator.replay.resample import plan_resample
+    from troupe.orchestrator.replay_run import resample as resample_run
     from troupe.orchestrator.reporting.console import Console
-    from troupe.orchestrator.resample_run import resample as resample_run
     from troupe.orchestrator.worker_classes import worker_classes
 
     plan = plan_resample(run, step)
@@ -134,7 +134,7 @@ def _explain(outcome: ReplayOutcome) -> None:
 
 
 def _differences(found: Comparison, checkout: Path) -> list[str]:
-    """Where two versions of the code differ, in words."""
+    """Where two versions of the code differ, as text."""
     first = found.difference
     if first is None:
         return [f"{checkout} has the same weights after every step ({found.steps} repeated)"]

@@ -9,9 +9,8 @@ from typing import Annotated
 
 import typer
 
+from troupe.orchestrator.commands.options import RunsArgument
 from troupe.orchestrator.errors import UsageError
-
-RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
 
 
 def report(
@@ -33,13 +32,13 @@ def report(
     """
     from troupe.orchestrator.reporting.html.report import MIB, REPORT, Budget, write_report
     from troupe.orchestrator.reporting.run_folder import RunFolder
+    from troupe.orchestrator.reporting.verdicts.apply import apply_rules
     from troupe.orchestrator.reporting.verdicts.history import History
-    from troupe.orchestrator.reporting.verdicts.judge import judge
 
     if output is not None and output.is_dir():
         raise UsageError(f"--output {output} is a folder; name a file in it")
     runs = [RunFolder(folder) for folder in run_folders]
-    verdicts = {str(run.path): judge(History.of(run.metrics(), run.spec, run.events())) for run in runs}
+    verdicts = {str(run.path): apply_rules(History.of(run.metrics(), run.spec, run.events())) for run in runs}
     if as_json:
         plain = {folder: [asdict(verdict) for verdict in found] for folder, found in verdicts.items()}
         typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, as in runs/NAME.")]
+from troupe.orchestrator.commands.options import RunsArgument
 
 
 def watch(

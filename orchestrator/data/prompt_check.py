@@ -71,7 +71,7 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     found = {}
     for name, prompts in messages.items():
         own = list(islice(replies, len(prompts)))
-        found[name] = judge(name, own, template, room, _first(pools[name], "origin", most))
+        found[name] = classify(name, own, template, room, _first(pools[name], "origin", most))
     checks = [found[name] for name in ("train", "eval") if name in found]
     problems: dict[str, str] = {}
     for path, problem in (finding for check in checks for finding in check.problems):
@@ -87,7 +87,9 @@ def _first(pool: Pool, column: str, most: int) -> list[str]:
     return pool.table.column(column).slice(0, most).to_pylist()
 
 
-def judge(name: str, replies: Sequence[int | str], template: str, room: _Room, origins: Sequence[str]) -> PromptCheck:
+def classify(
+    name: str, replies: Sequence[int | str], template: str, room: _Room, origins: Sequence[str]
+) -> PromptCheck:
     """What the lengths of prompts (or why they have none) mean: a problem if it is so for all, else a line.
 
     Args:

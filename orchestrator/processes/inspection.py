@@ -121,8 +121,8 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What to look at on a node."""
+class InspectRequest:
+    """What to inspect on a node."""
 
     roots: Mapping[int, str]
     """Workers by process id; their descendants are included."""
@@ -134,20 +134,20 @@ class Look:
     """Folders whose disks matter."""
 
 
-def look_at(look: Look) -> NodeReport:
-    """Looks at the processes of this node for about a second; blocks meanwhile."""
+def inspect_node(request: InspectRequest) -> NodeReport:
+    """Inspects the processes of this node for about a second; blocks meanwhile."""
     began = time.monotonic()
-    found = [*_trees(look.roots), *_services(look.session)]
+    found = [*_trees(request.roots), *_services(request.session)]
     # Not of this process, which can read its own stacks: the signal's handler walks the frames of threads that run
     # meanwhile, and can crash it.
-    asked = request_stacks(look.stacks, [pid for pid, _ in found if pid != os.getpid()])
+    asked = request_stacks(request.stacks, [pid for pid, _ in found if pid != os.getpid()])
     before = {pid: _cpu_seconds(pid) for pid, _ in found}
     time.sleep(_SETTLE_S)
     calls = {pid: _file_calls(pid) for pid, _ in found}
     time.sleep(_SAMPLE_S - _SETTLE_S)
     seconds = time.monotonic() - began
     used = {pid: max(0.0, (_cpu_seconds(pid) - before[pid]) / seconds) for pid, _ in found}
-    stacks = read_stacks(look.stacks, asked, began + _STACK_S)
+    stacks = read_stacks(request.stacks, asked, began + _STACK_S)
     stopped = [pid for pid, worker in found if _state(pid) == "T" and worker not in _SERVICES]
     stacks |= {pid: read_stopped(pid) for pid in stopped[:_MOST_STOPPED]}
     processes = tuple(
@@ -159,7 +159,7 @@ def look_at(look: Look) -> NodeReport:
         )
         for pid, worker in found
     )
-    return NodeReport(node_facts(look.paths), processes)
+    return NodeReport(node_facts(request.paths), processes)
 
 
 def node_facts(paths: Iterable[Path] = ()) -> NodeFacts:

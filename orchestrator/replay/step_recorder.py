@@ -19,9 +19,9 @@ from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerError
 from troupe.orchestrator.private_files import write_private
 from troupe.orchestrator.replay.step_record import REPLAY, STEP, KeptStep, folder_of, kept_steps, packed_texts, size_of
-from troupe.orchestrator.reporting.metrics import GIB
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
+from troupe.orchestrator.telemetry.peak_memory import GIB
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.versions import versions

@@ -1,1 +1,1 @@
-"""What a run reports: metrics and the console."""
+"""What a run writes (metrics, timeline, samples) and what reads it: reports, verdicts, queries, traces, the console."""

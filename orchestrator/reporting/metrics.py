@@ -12,8 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from troupe.workers.contract.messages import Answer, Peak, UpdateMetrics
-from troupe.workers.telemetry.peak_memory import resident_peak
+from troupe.workers.contract.messages import UpdateMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -105,34 +104,6 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     if not (0 <= correct <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} is not defined for {correct} correct of {samples} samples")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-GIB = 2**30
-
-
-class PeakMemory:
-    """Peak memory of the largest worker of each role, ended workers included, and of the driver process."""
-
-    def __init__(self) -> None:
-        self._roles: dict[str, Peak] = {}
-
-    def note(self, worker: str, answer: object) -> None:
-        """Record the peak that the answer of a worker (`rollout-0`) reports; an answer without one is ignored."""
-        if isinstance(answer, Answer) and answer.peak is not None:
-            role = worker.rpartition("-")[0]
-            before = self._roles.get(role, Peak(0))
-            self._roles[role] = Peak(max(before.host, answer.peak.host), max(before.gpu, answer.peak.gpu))
-
-    def metrics(self) -> dict[str, float]:
-        """`memory/ROLE`, `memory/driver` and, for roles with memory on GPUs, `memory/ROLE_gpu`, in GiB."""
-        peaks = dict(sorted(self._roles.items())) | {"driver": Peak(resident_peak())}
-        host = {f"memory/{role}": peak.host / GIB for role, peak in peaks.items()}
-        return host | {f"memory/{role}_gpu": peak.gpu / GIB for role, peak in peaks.items() if peak.gpu}
-
-    def summary(self) -> str:
-        """One line: `policy 0.61, rollout 1.20, driver 0.31 GiB`."""
-        parts = (f"{name.removeprefix('memory/')} {value:.2f}" for name, value in self.metrics().items())
-        return f"{', '.join(parts)} GiB"
 
 
 def mean_of(dicts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Records what happens in a run, beside its metrics: `events.jsonl` and the timeline of every step.
+"""Records the timeline of every step of a run, and counts that become events.
 
 Nothing here ends a run: what cannot be written is reported in the log.
 """
@@ -9,98 +9,31 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from troupe.orchestrator.errors import StopRequested
-from troupe.orchestrator.reporting.metrics import GIB
-from troupe.orchestrator.reporting.run_folder import EVENTS, TIMELINES, TRAJECTORIES, step_files
-from troupe.orchestrator.reporting.sinks.jsonl import JsonlSink
+from troupe.orchestrator.reporting.run_folder import TIMELINES, TRAJECTORIES, step_files
+from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.peak_memory import GIB
 from troupe.orchestrator.telemetry.timeline import DRIVER, Span, timeline_table
 
 logger = logging.getLogger(__name__)
 
-_MOST_EARLY = 10_000
-"""Events that are kept until the file is open."""
 _MOST_WAITING = 1000
 """Timelines that are kept while the disk is slow."""
 _FLUSH_S = 60.0
-_LONGEST_REASON = 2000
-"""Characters of an error's message in an event."""
-
-
-class EventLog:
-    """`events.jsonl`: what happened at which step of a run. Events before `open` are written when it opens."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        """The step in progress; every event carries it."""
-        self._early: deque[tuple[int, dict[str, object]]] = deque(maxlen=_MOST_EARLY)
-        self._sink: JsonlSink | None = None
-
-    def open(self, folder: Path, resume_at: int) -> None:
-        """Writes to the folder from now on; events of steps after `resume_at` are dropped, all of them at 0."""
-        self.step = resume_at
-        try:
-            self._sink = JsonlSink(folder / EVENTS, resume_at if resume_at > 0 else -1)
-        except OSError as error:
-            logger.warning("%s cannot be written: %s", folder / EVENTS, error.strerror)
-            return
-        for step, fields in self._early:
-            self._sink.write(step, fields)
-        self._early.clear()
-
-    def record(self, event: str, **fields: object) -> None:
-        """Records an event of the current step."""
-        line = {"event": event, **fields}
-        if self._sink is None:
-            self._early.append((self.step, line))
-        else:
-            self._sink.write(self.step, line)
-
-    def close(self) -> None:
-        """Closes the file; later events are not written."""
-        if self._sink is not None:
-            self._sink.close()
-            self._sink = None
-
-
-@contextmanager
-def recorded_failure(events: EventLog) -> Iterator[None]:
-    """Records how the run ends if the block raises."""
-    try:
-        yield
-    except StopRequested:
-        events.record("run_ended", how="stopped")
-        raise
-    except BaseException as error:
-        reason = str(error) or type(error).__name__
-        events.record("run_ended", how="failed", error=type(error).__name__, detail=reason[:_LONGEST_REASON])
-        raise
-
-
-class Calls(Protocol):
-    """The log of calls to workers (`orchestrator/telemetry/call_log.py`)."""
-
-    def during(self, worker: str, method: str, timeout_s: float, detail: str = "") -> AbstractContextManager[None]:
-        """Records the block as a call."""
-        ...
-
-    def drain(self) -> list[Span]:
-        """The calls that have ended since the last time."""
-        ...
 
 
 class RunRecorder:
     """Writes the timeline of every step, deletes what is beyond the bound, and turns counts into events."""
 
     def __init__(
-        self, calls: Calls, events: EventLog, folder: Path | None = None, resume_at: int = 0, keep_gib: float = 0.0
+        self, calls: CallLog, events: EventLog, folder: Path | None = None, resume_at: int = 0, keep_gib: float = 0.0
     ) -> None:
         """Drops the timeline and the samples of steps after `resume_at`, all of them at 0.
 

@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import yaml
 
 from troupe.orchestrator.errors import DataError, UsageError
+from troupe.orchestrator.telemetry.event_log import EVENTS
 from troupe.orchestrator.telemetry.timeline import DRIVER, TIMELINE
 from troupe.workers.contract.samples import SAMPLES, conform
 
 METRICS = "metrics.jsonl"
-EVENTS = "events.jsonl"
 TRAJECTORIES = "trajectories"
 TIMELINES = "timeline"
 SPEC = "spec.yaml"

@@ -71,14 +71,14 @@ class RolloutSource:
         components: RolloutComponents,
         console: Console,
         stop: asyncio.Event,
-        memory: AdvantageState | None = None,
+        advantage_state: AdvantageState | None = None,
     ) -> None:
-        """`memory` is the state of the advantage computation after earlier batches (see `state`)."""
+        """`advantage_state` is the state of the advantage computation after earlier batches (see `state`)."""
         self._settings = settings
         self._components = components
         self._console = console
         self._stop = stop
-        self._memory = memory or AdvantageState()
+        self._advantage_state = advantage_state or AdvantageState()
         self._groups: Sequence[ScoredGroup] = ()
         self._train: TableRef | None = None
         """TRAIN table of the last batch, until its samples are written."""
@@ -165,7 +165,10 @@ class RolloutSource:
 
     def state(self) -> dict[str, Any]:
         """Order of prompts (and of texts) and state of the advantages; the ledger holds the groups in flight."""
-        state = {"prompts": self._components.prompts.state(), "advantages": self._memory.model_dump(mode="json")}
+        state = {
+            "prompts": self._components.prompts.state(),
+            "advantages": self._advantage_state.model_dump(mode="json"),
+        }
         return state if self._components.texts is None else state | {"texts": self._components.texts.state()}
 
     async def probe(self) -> None:
@@ -190,7 +193,7 @@ class RolloutSource:
             tables += [table for _, table in scored]
         request = self._prepare_request(groups)
         summary, table = await policy.prepare(request, *tables, timeout_s=timeout_s)
-        self._memory = self._memory.after(summary.state)
+        self._advantage_state = self._advantage_state.after(summary.state)
         self._train = table
         texts = None if self._components.texts is None else self._components.texts.pick()
         return Batch(summary, table, texts=texts, groups=tuple(map(_origin, groups)))
@@ -202,7 +205,7 @@ class RolloutSource:
         keep = tuple((group.summary.prompt_uid, i) for group in groups for i in group.rewarded)
         masked = tuple((group.summary.prompt_uid, i) for group in groups for i in self._masked(group))
         candidates = tuple((group.summary.prompt_uid, i) for group in groups for i in group.rewarded_candidates)
-        state = self._memory.of_rows(rows.values())
+        state = self._advantage_state.of_rows(rows.values())
         return PrepareRequest(keep + candidates, state, rows, greedy, masked, candidates)
 
     def _masked(self, group: ScoredGroup) -> list[int]:

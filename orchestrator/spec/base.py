@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from pydantic import Field
 
 from troupe.orchestrator.algorithms.offline import Trains
-from troupe.orchestrator.spec import preflight, preflight_models
+from troupe.orchestrator.spec import preflight
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import (
     BaseEvaluation,
@@ -151,7 +151,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return [
             *preflight.missing_models(self.models()),
             *preflight.missing_templates(self.models()),
-            *preflight_models.broken_weights(self.models()),
+            *preflight.broken_weights(self.models()),
             *self.model_problems(self.models()),
             *preflight.missing_data(self.data_sources()),
             *preflight.missing_libraries(self.data_sources(), self.output.sinks),
@@ -164,8 +164,8 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             models: Models by the path of their section, each in a folder of this machine.
         """
         return [
-            *preflight_models.wrong_kinds(models, self.trains),
-            *preflight_models.quantized(models),
+            *preflight.wrong_kinds(models, self.trains),
+            *preflight.quantized(models),
             *preflight.too_long(models, self.sequence_lengths()),
         ]
 

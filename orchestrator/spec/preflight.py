@@ -1,6 +1,6 @@
-"""Checks that a machine has what a spec needs: model folders, data, libraries.
+"""Checks that a machine has what a spec needs: models, data, libraries, the user's reward functions and environment.
 
-Reads a few small files and imports nothing heavy.
+Reads small files and headers and imports nothing heavy; the user's code is loaded in another process.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.model_facts.families import FieldUnknown, shape_of, undivided
+from troupe.orchestrator.model_facts.model_size import SizeUnknown, check_weights, quantization, read_config
 from troupe.orchestrator.spec.hub_names import is_hub_name
-from troupe.workers.contract.config import NO_TEMPLATE, ModelConfig
+from troupe.workers.contract.config import NO_TEMPLATE, EnvironmentConfig, ModelConfig, RewardFunctionConfig
+from troupe.workers.isolation.probe import ProbeFailed, ask
 
 RESOLVED_SPEC = "spec.yaml"
 """File in a run's folder that holds its spec as it is now, with every default written out."""
@@ -22,11 +26,26 @@ Finding = tuple[str, str]
 """(dotted path of a field, what is wrong)"""
 
 _CONFIG_BYTES = 1 << 20
-_OWN_LENGTH = "roles.reward.model"
+_REWARD_MODEL = "roles.reward.model"
 """A model that reads the conversation through its own tokenizer, and fails samples that are too long for it."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LIBRARIES = {"reasoning_gym": "reasoning_gym", "datasets": "datasets"}
 """Library that reads a kind of data, where it is an optional one."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
+
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+_JUDGE = "roles.judge.model"
+"""The only model whose weights may be quantized: a vLLM engine uses them as they are, and they never change."""
+_EITHER_KIND = "roles.critic.model"
+"""A critic takes the backbone of a language model, or a reward model with its head."""
+_DEFAULT_LABELS = 2
+"""transformers leaves a classifier's labels out of its config.json where there are two."""
+LOAD_TIMEOUT_S = 120.0
+"""Longest import of the modules of all reward functions."""
+_ENVIRONMENT = "troupe.workers.environments.loading:find_problem"
+_FUNCTIONS = "troupe.workers.rewards.loading:find_problems"
 
 
 class DataSource(Protocol):
@@ -95,7 +114,7 @@ def too_long(models: Mapping[str, ModelConfig], lengths: Mapping[str, int]) -> I
                         f"embedding ({bound[1]}) depends on the longest sequence of a batch, and differs from vLLM's"
                     ),
                 )
-            elif isinstance(positions, int) and tokens > positions and section != _OWN_LENGTH:
+            elif isinstance(positions, int) and tokens > positions and section != _REWARD_MODEL:
                 yield field, f"{tokens} is more than {whose}'s {positions} positions"
 
 
@@ -123,17 +142,111 @@ def _steady_positions(config: dict[str, Any]) -> tuple[int, str] | None:
     return None
 
 
+def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
+    """Classifiers in place of language models, and the reverse.
+
+    Args:
+        models: The models of a spec by the path of their section; `model` is the trained one.
+        trains: What kind of model the run writes; training of a reward model starts from either kind.
+    """
+    for section, model in models.items():
+        config = _config(Path(model.path))
+        kind = _architecture(config)
+        if section == _REWARD_MODEL:
+            wrong = _not_a_reward_model(kind, config)
+        elif section == _EITHER_KIND or (section == "model" and trains == "reward_model"):
+            continue
+        else:
+            wrong = f"{kind} is a classifier; a language model is needed here" if kind.endswith(_CLASSIFIERS) else ""
+        if wrong:
+            yield f"{section}.path", wrong
+
+
+def unsupported_head_size(model: Path) -> Iterator[Finding]:
+    """A size of attention heads that vLLM's CPU build does not support."""
+    config = _text_config(model)
+    size, heads = config.get("head_dim"), config.get("num_attention_heads")
+    if "kv_lora_rank" in config:  # latent attention: the size of the cache's entries is another
+        return
+    if size is None and isinstance(heads, int) and heads and isinstance(config.get("hidden_size"), int):
+        size = config["hidden_size"] // heads
+    if isinstance(size, int) and size not in CPU_HEAD_SIZES:
+        known = ", ".join(map(str, CPU_HEAD_SIZES))
+        yield (
+            "model.path",
+            f"attention heads of size {size}: vLLM on the CPU supports {known}; use GPUs or another model",
+        )
+
+
+def quantized(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+    """Quantized weights where they cannot be used, by the path of their field."""
+    for section, model in models.items():
+        method = quantization(_config(Path(model.path)))
+        if method and section != _JUDGE:
+            why = "only a judge uses quantized weights; name the model that they were made from"
+            yield f"{section}.path", f"its weights are quantized ({method}): {why}"
+
+
+def broken_weights(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+    """Weight files that are missing, damaged or incomplete, by the path of their model's field."""
+    for section, model in models.items():
+        folder = Path(model.path)
+        if folder.is_dir() and not model_folder(folder):
+            try:
+                check_weights(folder)
+            except SizeUnknown as error:
+                yield f"{section}.path", str(error)
+
+
+def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tuple[str, int]]) -> Iterator[Finding]:
+    """Tensor parallel sizes that do not divide the model of their engine.
+
+    Args:
+        models: Models by the path of their section.
+        ranks: (field, tensor parallel size) of every engine, by the section of its model.
+    """
+    for section, (field, size) in ranks.items():
+        if section not in models or size == 1:
+            continue
+        try:
+            why = undivided(shape_of(read_config(Path(models[section].path))), size)
+        except (SizeUnknown, FieldUnknown):  # an architecture without these fields, or a folder that is not there
+            continue
+        if why:
+            yield field, f"{size} {why}"
+
+
+def _not_a_reward_model(kind: str, config: Mapping[str, Any]) -> str:
+    if kind.endswith(_LANGUAGE_MODELS):
+        return f"{kind} is a language model; a reward model is a sequence classifier with one label"
+    if not kind.endswith(_CLASSIFIERS[0]):
+        return f"{kind} classifies tokens; a reward model scores sequences" if kind.endswith(_CLASSIFIERS) else ""
+    names = config.get("id2label")
+    labels = len(names) if isinstance(names, dict) and names else config.get("num_labels", _DEFAULT_LABELS)
+    return "" if labels == 1 else f"{kind} has {labels} labels; a reward model has one"
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """Name of the model's class; empty where the config does not say."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
 def _text_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the language model in a folder; empty where it cannot be read."""
+    """The configuration of the language model in a folder; empty if it cannot be read."""
+    config = _config(folder)
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """A model's config.json; empty if it cannot be read."""
     try:
         with (folder / "config.json").open("rb") as file:
             config = json.loads(file.read(_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(config, dict):
-        return {}
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
+    return config if isinstance(config, dict) else {}
 
 
 def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:
@@ -157,3 +270,30 @@ def missing_libraries(sources: Mapping[str, DataSource], sinks: Sequence[str]) -
     for number, sink in enumerate(sinks):
         if importlib.util.find_spec(sink) is None:
             yield f"output.sinks.{number}", f"needs the package {sink}, which is not installed: pip install {sink}"
+
+
+def unusable_environment(environment: EnvironmentConfig | None) -> Iterator[Finding]:
+    """An environment that cannot be imported, or that does not take its arguments."""
+    if environment is None:
+        return
+    try:
+        ((field, problem),) = ask(_ENVIRONMENT, {"name": environment.name, "args": environment.args}, LOAD_TIMEOUT_S)
+    except ProbeFailed as error:
+        field, problem = "name", f"{environment.name}: cannot be loaded: {error}"
+    if problem:
+        yield f"roles.environment.{field}", problem
+
+
+def unusable_functions(functions: Sequence[RewardFunctionConfig]) -> Iterator[Finding]:
+    """Reward functions that cannot be imported, or that do not take their arguments."""
+    if not functions:
+        return
+    request = [{"name": f.name, "args": f.args, "batched": f.batched} for f in functions]
+    try:
+        replies = ask(_FUNCTIONS, request, LOAD_TIMEOUT_S)
+    except ProbeFailed as error:  # the import exits, crashes or hangs
+        name = functions[len(error.replies)].name
+        replies = [*error.replies, ["name", f"{name}: cannot be loaded: {error}"]]
+    for index, (field, problem) in enumerate(replies):
+        if problem:
+            yield f"roles.reward.functions.{index}.{field}", problem

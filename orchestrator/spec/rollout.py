@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
-from troupe.orchestrator.spec import preflight_models, preflight_rewards
+from troupe.orchestrator.spec import preflight
 from troupe.orchestrator.spec.base import RunSpec, WorkerSettings
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
@@ -131,19 +131,19 @@ class RolloutSpec(RunSpec, frozen=True):
 
     def missing(self) -> list[Finding]:
         """See `RunSpec.missing`; and what is wrong for the engines, with reward functions and with own algorithms."""
-        functions = preflight_rewards.unusable_functions(self.roles.reward.functions)
-        environment = preflight_rewards.unusable_environment(self.roles.environment)
+        functions = preflight.unusable_functions(self.roles.reward.functions)
+        environment = preflight.unusable_environment(self.roles.environment)
         return [*super().missing(), *functions, *environment, *self._algorithm_problems()]
 
     def model_problems(self, models: Mapping[str, ModelConfig]) -> list[Finding]:
         """See `RunSpec.model_problems`; and what the engines do not support."""
         trained = models.get("model") if self.device == "cpu" else None
-        heads = preflight_models.unsupported_head_size(Path(trained.path)) if trained is not None else ()
+        heads = preflight.unsupported_head_size(Path(trained.path)) if trained is not None else ()
         engines = {"model": ("roles.rollout.tensor_parallel_size", self.roles.rollout.tensor_parallel_size)}
         if self.roles.judge is not None:
             judge = self.roles.judge.tensor_parallel_size
             engines["roles.judge.model"] = ("roles.judge.tensor_parallel_size", judge)
-        return [*super().model_problems(models), *heads, *preflight_models.undivided_models(models, engines)]
+        return [*super().model_problems(models), *heads, *preflight.undivided_models(models, engines)]
 
     def _algorithm_problems(self) -> Iterator[Finding]:
         if section.is_custom(self.algorithm.name):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from troupe.orchestrator.algorithms import section as algorithms
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.spec.checks import (
+    IMPORTED,
     INSIDE_ANOTHER,
     changed,
+    environment_problems,
     evaluation_problems,
     template_problems,
     trainer_problems,
 )
-from troupe.orchestrator.spec.environment_checks import environment_problems
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import JudgeRole, ReasoningGymSource, RolloutRole
@@ -30,7 +30,6 @@ COLOCATIONS = {"reference": "policy", "rollout": "policy"}
 """Which role can be colocated with which."""
 
 NEEDS_ANSWER = frozenset({"exact_match", "last_number", "numeric"})
-_IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def find_problems(spec: RolloutSpec) -> list[Finding]:
@@ -312,7 +311,7 @@ def _component(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
 
 
 def _reward_name(spec: RolloutSpec, path: str, name: str) -> Iterator[Finding]:
-    if name not in REWARD_FUNCTIONS and not _IMPORTED.fullmatch(name):
+    if name not in REWARD_FUNCTIONS and not IMPORTED.fullmatch(name):
         known = f"shipped: {', '.join(REWARD_FUNCTIONS)}; your own: package.module:function"
         yield path, f"no reward function '{name[:60]}' ({nearest(name, REWARD_FUNCTIONS) or known})"
     for split, source in (("train", spec.data.train), ("eval", spec.data.eval)):

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.processes.inspection import Look, NodeFacts, look_at, node_facts
+from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, inspect_node, node_facts
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import DRIVER, Diagnosis, DriverState, Facts
@@ -118,10 +118,10 @@ def _from_outside(run_folder: Path, snapshot: Snapshot, state: DriverState) -> F
     known, paths = snapshot.facts, (run_folder,)
     driver = replace(known.driver, state=state, last_seen_s=since)
     if state == "dead":
-        return replace(known, driver=driver, nodes=(node_facts(paths),), last_words=_remains(run_folder, snapshot))
+        return replace(known, driver=driver, nodes=(node_facts(paths),), exit_reasons=_remains(run_folder, snapshot))
     logs = Path(snapshot.logs)
-    look = Look({**snapshot.roots, snapshot.pid: DRIVER}, logs / STACKS, str(logs.parent), paths)
-    report = look_at(look)
+    request = InspectRequest({**snapshot.roots, snapshot.pid: DRIVER}, logs / STACKS, str(logs.parent), paths)
+    report = inspect_node(request)
     calls = tuple(replace(call, age_s=call.age_s + since) for call in known.calls)
     run = replace(known.run, phase_s=known.run.phase_s + since, step_s=known.run.step_s + since)
     nodes: tuple[NodeFacts, ...] = (report.node,)

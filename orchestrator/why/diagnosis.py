@@ -64,7 +64,7 @@ def _run_failed(facts: Facts) -> Diagnosis | None:
         return Diagnosis("full", f"{full} is full, and {verdict}", full)
     if _kills(facts) or any(word in text for word in _MEMORY):
         return Diagnosis("memory", f"{verdict}; the node has run out of memory", "")
-    if words := next(iter(facts.last_words), ""):
+    if words := next(iter(facts.exit_reasons), ""):
         verdict = f"{verdict}; {words}"
     return Diagnosis("run_failed", verdict)
 
@@ -152,7 +152,7 @@ def _worker_gone(facts: Facts) -> Diagnosis | None:
         pid = facts.workers.get(call.worker)
         process = next((p for p in facts.tree(call.worker) if p.pid == pid), None)
         if process is not None and process.state in ("", "Z") and call.method != "start":
-            words = "; ".join(facts.last_words)
+            words = "; ".join(facts.exit_reasons)
             verdict = f"{facts.run.here} waits for {call}: its process {pid} has ended{words and f': {words}'}"
             return Diagnosis("worker_gone", verdict, call.worker)
     return None
@@ -228,7 +228,7 @@ def _kills(facts: Facts) -> int:
 
 
 def _circumstances(facts: Facts, found: Diagnosis) -> list[str]:
-    """Evidence that every verdict comes with: who waits for whom, queues, processes, nodes, last words."""
+    """Evidence that every verdict comes with: who waits for whom, queues, processes, nodes, exit reasons."""
     run = facts.run
     lines = [f"run {run.name}: {run.steps} of {run.total} steps; {run.phase} {run.progress} for {run.phase_s:.0f} s"]
     calls = open_calls(facts)
@@ -244,7 +244,7 @@ def _circumstances(facts: Facts, found: Diagnosis) -> list[str]:
     lines += [_node_line(node) for node in facts.nodes]
     if kills := _kills(facts):
         lines.append(f"the out-of-memory killer has ended {kills} process(es) on this node during the run")
-    return [*lines, *facts.last_words]
+    return [*lines, *facts.exit_reasons]
 
 
 def _notable(facts: Facts, found: Diagnosis) -> list[ProcessFacts]:

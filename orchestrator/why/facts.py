@@ -99,7 +99,7 @@ class Facts:
     queues: Queues = Queues()
     error: str = ""
     """With which the run ends."""
-    last_words: tuple[str, ...] = ()
+    exit_reasons: tuple[str, ...] = ()
     """The end of logs of processes that have ended, and what the kernel says about them."""
     kills_before: int = 0
     """Processes that the out-of-memory killer of the driver's node had ended before the run."""

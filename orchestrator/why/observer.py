@@ -28,7 +28,8 @@ from troupe.orchestrator.processes.inspection import NodeReport, ProcessFacts
 from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
 from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.recorder import EventLog
+from troupe.orchestrator.telemetry.call_log import OpenCall
+from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
 from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
@@ -58,21 +59,6 @@ _STEPS = 20
 """Steps of which the median is taken."""
 
 
-class OpenCall(Protocol):
-    """A call to a worker that has not ended (`orchestrator/telemetry/call_log.py`)."""
-
-    @property
-    def worker(self) -> str: ...
-    @property
-    def method(self) -> str: ...
-    @property
-    def since(self) -> float: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def detail(self) -> str: ...
-
-
 class Observed(Protocol):
     """The cluster of a run."""
 
@@ -87,11 +73,11 @@ class Observed(Protocol):
         """Calls to workers that have not ended."""
         ...
 
-    def whereabouts(self) -> dict[str, Process]:
+    def locations(self) -> dict[str, Process]:
         """Where the workers' processes are."""
         ...
 
-    def look(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
+    def inspect(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         """What the processes of all nodes do."""
         ...
 
@@ -162,14 +148,14 @@ class RunObserver:
         self._ping()
         known = replace(self._known(), error=error)
         own = {os.getpid(): DRIVER}
-        reports = cluster.look(own, (self._run_folder,), _NODES_S)
+        reports = cluster.inspect(own, (self._run_folder,), _NODES_S)
         late = time.monotonic() - self._beat
         blocked = late > _BLOCKED_S and self._beat < began and not error
         driver = replace(known.driver, state="blocked", blocked_s=late) if blocked else known.driver
         processes = tuple(_with_own_stacks(process) for report in reports for process in report.processes)
-        words = tuple(self._last_words(cluster, {p.pid for p in processes if p.state not in ("", "Z")}))
+        words = tuple(self._exit_reasons(cluster, {p.pid for p in processes if p.state not in ("", "Z")}))
         nodes = tuple(report.node for report in reports)
-        return replace(known, driver=driver, processes=processes, nodes=nodes, last_words=words)
+        return replace(known, driver=driver, processes=processes, nodes=nodes, exit_reasons=words)
 
     def report(self, error: str = "") -> Report:
         """A diagnosis of now."""
@@ -194,7 +180,7 @@ class RunObserver:
         )
         waited = tuple(Call(c.worker, c.method, now - c.since, c.timeout_s, c.detail) for c in calls)
         names, roles = {call.worker for call in waited}, roles_behind(waited)
-        workers = {n: p.pid for n, p in cluster.whereabouts().items() if n in names or n.rpartition("-")[0] in roles}
+        workers = {n: p.pid for n, p in cluster.locations().items() if n in names or n.rpartition("-")[0] in roles}
         return Facts(
             run,
             DriverFacts(os.getpid(), socket.gethostname()),
@@ -288,7 +274,7 @@ class RunObserver:
 
     def _write_snapshot(self) -> None:
         cluster = self._cluster
-        roots = {p.pid: name for name, p in cluster.whereabouts().items() if p.node == cluster.node}
+        roots = {p.pid: name for name, p in cluster.locations().items() if p.node == cluster.node}
         logs = str(cluster.logs)
         snapshot = Snapshot(
             time.time(), socket.gethostname(), os.getpid(), started_at(os.getpid()), self._known(), logs, roots
@@ -302,9 +288,9 @@ class RunObserver:
             self._usual = (steps, _median_step(self._run_folder / "metrics.jsonl"))
         return self._usual[1]
 
-    def _last_words(self, cluster: Observed, alive: set[int]) -> Iterator[str]:
+    def _exit_reasons(self, cluster: Observed, alive: set[int]) -> Iterator[str]:
         """The end of the logs of workers whose processes have ended."""
-        for name, process in cluster.whereabouts().items():
+        for name, process in cluster.locations().items():
             if process.node == cluster.node and process.pid not in alive:
                 line = last_error_line(cluster.logs, process.pid)
                 words = (

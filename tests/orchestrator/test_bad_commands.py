@@ -175,8 +175,8 @@ COMMANDS = [
     ("init --data rows.jsonl --model folder --gpus 1 --gpu-type X9", USAGE, "--gpu-type: no GPU type 'X9'"),
     ("demo --models file/x --prepare", FAILED, "file/x: Not a directory; use another path"),
     ("algorithms zzz", USAGE, "no algorithm 'zzz'"),
-    ("algorithms --check", USAGE, "--check is for an algorithm of your own"),
-    ("algorithms grpo --check", USAGE, "--check is for an algorithm of your own"),
+    ("algorithms --check", USAGE, "--check is for a custom algorithm"),
+    ("algorithms grpo --check", USAGE, "--check is for a custom algorithm"),
     ("algorithms no.such:thing", USAGE, "cannot import no.such"),
     ("algorithms os:path --check", USAGE, "os:path is a module"),
     ("algorithms os:getcwd --args [", USAGE, "--args: expected a YAML mapping"),
@@ -299,7 +299,7 @@ def test_a_machine_without_memory_gives_one_line(
     def exhausted(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("troupe.orchestrator.cli.read_document", exhausted)
+    monkeypatch.setattr("troupe.orchestrator.commands.check.read_document", exhausted)
     assert ended_with(["plan", "good.yaml"], capsys, monkeypatch) == (
         FAILED,
         ["error: this machine has no memory left for the command"],

@@ -37,7 +37,7 @@ from troupe.orchestrator.errors import TrainingDiverged, TroupeError, WorkerErro
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.recorder import EventLog, RunRecorder
+from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -47,6 +47,7 @@ from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettin
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.sections import AlarmConfig, CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightUpdate

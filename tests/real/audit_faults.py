@@ -25,8 +25,8 @@ from troupe.orchestrator.rollout_run import load_data, pool_bounds
 from troupe.orchestrator.rollouts.weight_sync import FileSync
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.audit.scorer import judge
-from troupe.workers.contract.audit import Judgement
+from troupe.workers.audit.scorer import score_tokens
+from troupe.workers.contract.audit import TokenScores
 from troupe.workers.contract.messages import GroupRequest, RankPlan
 from troupe.workers.models.modeling import CausalLogprobs
 from troupe.workers.policy import PolicyWorker
@@ -147,7 +147,7 @@ class Stack:
         self.group = group
         self.sync = FileSync(group, pool, SYNC_S)
         prompts = load_data(spec).train
-        self.auditor = Auditor(spec, pool, group, (prompts, prompts.table), self._judge)
+        self.auditor = Auditor(spec, pool, group, (prompts, prompts.table), self._score)
 
     async def start(self) -> None:
         """Starts both workers."""
@@ -191,8 +191,8 @@ class Stack:
         """Audits the stack as it is."""
         return await self.auditor.run(self.weights)
 
-    async def _judge(self, *args: Any) -> Judgement:
-        return await asyncio.to_thread(judge, *args)
+    async def _score(self, *args: Any) -> TokenScores:
+        return await asyncio.to_thread(score_tokens, *args)
 
     async def _no_other(self, name: str) -> Engine:
         raise RuntimeError(f"{name} died")

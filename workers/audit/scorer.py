@@ -1,6 +1,6 @@
 """Scores sampled tokens in plain float32 transformers, and under every hypothesis that may explain a gap.
 
-The judge uses none of the code with which sampler and trainer compute log-probs. It loads the model with transformers
+The scorer uses none of the code with which sampler and trainer compute log-probs. It loads the model with transformers
 as it is, runs one row at a time without padding, and computes in float32. Each hypothesis changes one thing.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from troupe.workers.audit.older_weights import OlderWeights
-from troupe.workers.contract.audit import Floats, Judgement, JudgeRequest, PromptDifference
+from troupe.workers.contract.audit import Floats, PromptDifference, ScoreRequest, TokenScores
 from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _Row:
         return states[0, self.start - 1 : -1][self.sampled]
 
 
-def judge(request: JudgeRequest, *tables: pa.Table) -> Judgement:
+def score_tokens(request: ScoreRequest, *tables: pa.Table) -> TokenScores:
     """Score the sampled tokens of ROLLOUTS tables.
 
     Args:
@@ -78,16 +78,16 @@ def judge(request: JudgeRequest, *tables: pa.Table) -> Judgement:
     rows = [_row(row) for row in rollouts]
     with torch.no_grad():
         model = _load(request, request.weights, torch.float32)
-        judged, hypotheses, tempered = _score(request, model, rows)
+        exact, hypotheses, tempered = _score(request, model, rows)
         if request.thorough:
             hypotheses |= _thorough(request, model, rows)
         rounded = _score_rounded(request, rows)
     prompts, differences = _compare_prompts(request, rollouts)
     masks = [row["loss_mask"] for row in rollouts]
-    return Judgement(
+    return TokenScores(
         sampler=_masked([row["rollout_logprobs"] for row in rollouts], masks),
         trainer=_masked([scored[_key(row)]["old_logprobs"] for row in rollouts], masks),
-        judge=judged,
+        scorer=exact,
         rounded=rounded,
         hypotheses=hypotheses,
         temperatures=_temperatures(request),
@@ -114,7 +114,7 @@ def _masked(values: list[list[float]], masks: list[list[bool]]) -> Floats:
     return np.array(kept, np.float64)
 
 
-def _load(request: JudgeRequest, folder: str, dtype: torch.dtype) -> PreTrainedModel:
+def _load(request: ScoreRequest, folder: str, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -143,29 +143,29 @@ def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -
     return (scaled.gather(-1, targets) - scaled.logsumexp(-1, keepdim=True))[:, 0]
 
 
-def _score(request: JudgeRequest, model: PreTrainedModel, rows: list[_Row]) -> tuple[Floats, dict[str, Floats], Floats]:
-    """Log-probs in float32, under the hypotheses that need no pass of their own, and at every temperature."""
+def _score(request: ScoreRequest, model: PreTrainedModel, rows: list[_Row]) -> tuple[Floats, dict[str, Floats], Floats]:
+    """Log-probs in float32, under the hypotheses that need no separate pass, and at every temperature."""
     temperature, grid = request.temperature, _temperatures(request)
-    judged: list[torch.Tensor] = []
+    exact: list[torch.Tensor] = []
     tempered: list[torch.Tensor] = []
     others: dict[str, list[torch.Tensor]] = {}
     for row in rows:
         logits, states = _run(model, row)
-        judged.append(_logprobs(logits, row.targets, temperature))
+        exact.append(_logprobs(logits, row.targets, temperature))
         tempered.append(torch.stack([_logprobs(logits, row.targets, float(value)) for value in grid], -1))
         for key, found in [
             *_truncated(logits, row.targets, temperature),
             *_heads(request, model, logits, states, row.targets),
         ]:
             others.setdefault(key, []).append(found)
-    return _joined(judged), {key: _joined(parts) for key, parts in others.items()}, _joined(tempered)
+    return _joined(exact), {key: _joined(parts) for key, parts in others.items()}, _joined(tempered)
 
 
 def _joined(parts: list[torch.Tensor]) -> Floats:
     return torch.cat(parts).double().numpy()
 
 
-def _temperatures(request: JudgeRequest) -> Floats:
+def _temperatures(request: ScoreRequest) -> Floats:
     """Temperatures to try, evenly spaced in their logarithm around the run's own."""
     return request.temperature * np.exp(np.linspace(-np.log(_RANGE), np.log(_RANGE), _TEMPERATURES[request.thorough]))
 
@@ -193,7 +193,7 @@ def _renormalised(own: torch.Tensor, place: torch.Tensor, count: torch.Tensor, m
 
 
 def _heads(
-    request: JudgeRequest, model: PreTrainedModel, logits: torch.Tensor, states: torch.Tensor, targets: torch.Tensor
+    request: ScoreRequest, model: PreTrainedModel, logits: torch.Tensor, states: torch.Tensor, targets: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Log-probs with an output head in a shorter type than the run's."""
     head = model.get_output_embeddings()
@@ -207,8 +207,8 @@ def _heads(
             yield f"head:{name}", _logprobs(short, targets, request.temperature)
 
 
-def _score_rounded(request: JudgeRequest, rows: list[_Row]) -> Floats:
-    """Log-probs that differ from the judge's by the rounding of the run's data type and head."""
+def _score_rounded(request: ScoreRequest, rows: list[_Row]) -> Floats:
+    """Log-probs that differ from the scorer's by the rounding of the run's data type and head."""
     temperature = request.temperature
     dtype = torch.float64 if request.model.dtype == "float32" else torch.bfloat16
     other = _load(request, request.weights, dtype)
@@ -224,7 +224,7 @@ def _score_rounded(request: JudgeRequest, rows: list[_Row]) -> Floats:
     return _joined(parts)
 
 
-def _thorough(request: JudgeRequest, model: PreTrainedModel, rows: list[_Row]) -> dict[str, Floats]:
+def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_Row]) -> dict[str, Floats]:
     """Log-probs at other positions, and with older weights."""
     found = {}
     for name in ("response+1", "response-1", "response from 0", "all+1"):
@@ -255,7 +255,7 @@ def _positions(row: _Row, shift: str) -> torch.Tensor | None:
     return positions + response * (1 if shift == "response+1" else -1)
 
 
-def _compare_prompts(request: JudgeRequest, rollouts: list[dict[str, Any]]) -> tuple[int, tuple[PromptDifference, ...]]:
+def _compare_prompts(request: ScoreRequest, rollouts: list[dict[str, Any]]) -> tuple[int, tuple[PromptDifference, ...]]:
     """Compare the recorded tokens of every prompt with those of transformers' chat template."""
     if not request.compare_prompts:
         return 0, ()

@@ -1,4 +1,4 @@
-"""What the judge of an audit is asked, and what it answers (`workers/audit/scorer.py`).
+"""Request and answer of an audit's scorer (`workers/audit/scorer.py`).
 
 A hypothesis is a way in which log-probs may have been computed, under a key such as `head:bfloat16` or
 `positions:response+1`: the kind of cause, and what it is about.
@@ -23,7 +23,7 @@ TIED_EMBEDDING = "the tied embedding"
 
 
 @dataclass(frozen=True)
-class JudgeRequest:
+class ScoreRequest:
     """Request to score sampled tokens in plain float32 transformers."""
 
     model: ModelConfig
@@ -34,7 +34,7 @@ class JudgeRequest:
     """Folder with the weights that the engine served before; None: it was given no others."""
     temperature: float
     thorough: bool
-    """Also hypotheses that need passes of their own: other positions, and older weights, module by module."""
+    """Also hypotheses that need separate passes: other positions, and older weights, module by module."""
     compare_prompts: bool
     """Whether the prompts are chats as the data has them, so that their tokens can be compared."""
     threads: int = 0
@@ -54,24 +54,24 @@ class PromptDifference:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """Log-probs of the same sampled tokens, in nats: by the sampler, by the trainer, and by the judge.
+class TokenScores:
+    """Log-probs of the same sampled tokens, in nats: by the sampler, by the trainer, and by the scorer.
 
     Every array has one entry per sampled token, in the order of the tables.
     """
 
     sampler: Floats
     trainer: Floats
-    judge: Floats
+    scorer: Floats
     """In float32, at the run's temperature."""
     rounded: Floats
-    """As `judge`, with the run's data type and head; for a run in float32, in float64."""
+    """As `scorer`, with the run's data type and head; for a run in float32, in float64."""
     hypotheses: Mapping[str, Floats]
     """By key. -inf: the token cannot be sampled under the hypothesis."""
     temperatures: Floats
     """[G], ascending; the run's own is among them."""
     tempered: Floats
-    """[tokens, G]: as `judge`, at each temperature."""
+    """[tokens, G]: as `scorer`, at each temperature."""
     engine: tuple[str, ...]
     """Name of the engine that sampled each token."""
     prompts: int

@@ -7,11 +7,11 @@ from typing import Any
 
 from troupe.workers.contract.environments import Message, Observation, Row
 from troupe.workers.environments.base import Environment
-from troupe.workers.environments.reward_environment import Judge
+from troupe.workers.environments.reward_environment import RewardFunction
 
 
 class Retry(Environment):
-    """Judges every answer with a reward function; a wrong one is answered with `feedback`.
+    """Scores every answer with a reward function; a wrong one is answered with `feedback`.
 
     The reward is the function's value for the last answer, times `discount` for every answer before it. An answer is
     right from a value of `solved_at` on.
@@ -29,7 +29,7 @@ class Retry(Environment):
         """`function`, `args`: a reward function, as in `roles.reward`; `attempts`: answers in all, at least 1."""
         if attempts < 1:
             raise ValueError(f"attempts must be at least 1, got {attempts}")
-        self._judge = Judge(function, args)
+        self._reward = RewardFunction(function, args)
         self._left, self._discount, self._solved_at, self._feedback = attempts, discount, solved_at, feedback
         self._scale = 1.0
         self._row = Row(())
@@ -41,7 +41,7 @@ class Retry(Environment):
 
     async def step(self, message: Message) -> Observation:
         """The reward of a right or of the last answer, or the feedback."""
-        value = await self._judge.value(message["content"], self._row)
+        value = await self._reward.value(message["content"], self._row)
         self._left -= 1
         solved = value >= self._solved_at
         if solved or not self._left:

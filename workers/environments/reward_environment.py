@@ -8,10 +8,10 @@ from typing import Any
 
 from troupe.workers.contract.environments import Row
 from troupe.workers.rewards.loading import load
-from troupe.workers.rewards.results import judge
+from troupe.workers.rewards.results import parse_value
 
 
-class Judge:
+class RewardFunction:
     """A reward function, as in `roles.reward`, for the text of one turn."""
 
     def __init__(self, function: str, args: Mapping[str, Any] | None) -> None:
@@ -20,9 +20,9 @@ class Judge:
         self._function = load(function, self._args)
 
     async def value(self, text: str, row: Row) -> float:
-        """The value of a text. Raises ValueError where the function returns none, and whatever it raises."""
+        """The value of a text. Raises ValueError if the function returns no number, and whatever it raises."""
         returned = self._function(text, row.answer, dict(row.metadata), **self._args)
-        reply = judge(await returned if inspect.isawaitable(returned) else returned, text)
+        reply = parse_value(await returned if inspect.isawaitable(returned) else returned, text)
         if "failure" in reply:
             raise ValueError(reply["failure"])
         return float(reply["value"])

@@ -11,7 +11,7 @@ from troupe.workers.contract.environments import Message, Observation, Row, cut
 from troupe.workers.environments.base import Environment
 from troupe.workers.environments.functions import Tool, ToolCallError, load_tools
 from troupe.workers.environments.mcp_servers import McpServer, read_config, server_of
-from troupe.workers.environments.reward_environment import Judge
+from troupe.workers.environments.reward_environment import RewardFunction
 
 MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
 """Text with which models begin a call. A turn with one of them and no call that the parser could read is malformed."""
@@ -21,7 +21,7 @@ MALFORMED = "The tool call could not be read. Write it as JSON with a name and a
 class Tools(Environment):
     """Offers tools, runs the calls of every turn, and answers with their results.
 
-    An episode ends with the first turn without a call. Its text is the answer: `function` judges it, or, without one,
+    An episode ends with the first turn without a call. Its text is the answer: `function` scores it, or, without one,
     the reward functions of `roles.reward`. What a tool raises, an unknown tool and wrong arguments are answered as
     the tool's error, so that the policy can try again.
     """
@@ -53,7 +53,7 @@ class Tools(Environment):
         self._servers: list[McpServer] = [server_of(read_config(server)) for server in servers]
         if not self._tools and not self._servers:
             raise ValueError("no tools are given: set tools or servers")
-        self._judge = None if function is None else Judge(function, args)
+        self._reward = None if function is None else RewardFunction(function, args)
         self._system, self._call_reward, self._longest = system, call_reward, max_result_chars
         self._row = Row(())
         self._calls = self._failed = 0
@@ -83,7 +83,7 @@ class Tools(Environment):
             self._calls += 1
             return Observation([{"role": "user", "content": MALFORMED}])
         info = {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
-        reward = None if self._judge is None else await self._judge.value(message["content"], self._row)
+        reward = None if self._reward is None else await self._reward.value(message["content"], self._row)
         return Observation(reward=reward, done=True, info=info)
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from troupe.workers.isolation.descendants import guard
 from troupe.workers.isolation.environment import MARK
 from troupe.workers.rewards.loading import RewardFunctionError, check_machine, load
-from troupe.workers.rewards.results import Reply, describe, judge, judge_batch, user_traceback
+from troupe.workers.rewards.results import Reply, describe, parse_batch, parse_value, user_traceback
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 if TYPE_CHECKING:
@@ -56,30 +56,30 @@ def main() -> None:
             return
         order = json.loads(start)
         try:
-            judging = Judging(load(order["function"], order["args"], order["batched"]), order)
+            caller = FunctionCaller(load(order["function"], order["args"], order["batched"]), order)
             check_machine(order["function"])
         except RewardFunctionError as error:
             _reply(connection, {"failure": str(error)})
             return
         limit_memory(order["memory_limit_mib"])
-        _reply(connection, {"ready": True, "concurrent": judging.concurrent})
-        _serve(connection, requests, judging, order["memory_limit_mib"])
+        _reply(connection, {"ready": True, "concurrent": caller.concurrent})
+        _serve(connection, requests, caller, order["memory_limit_mib"])
 
 
-def _serve(connection: socket.socket, requests: Any, judging: Judging, limit_mib: int) -> None:
+def _serve(connection: socket.socket, requests: Any, caller: FunctionCaller, limit_mib: int) -> None:
     # Prepared in advance: there may be no memory left for it later.
     exhausted = json.dumps({"failure": f"out of memory (limit {limit_mib} MiB)", "last": True}).encode() + b"\n"
     for line in requests:
         request = json.loads(line)
         try:
-            results = judging.results(request["samples"])
+            results = caller.results(request["samples"])
         except MemoryError:
             connection.sendall(exhausted)
             return
         _reply(connection, {"id": request["id"], "results": results})
 
 
-class Judging:
+class FunctionCaller:
     """Calls one reward function. Whatever it raises but MemoryError, SystemExit included, becomes a reply."""
 
     def __init__(self, function: Callable[..., Any], order: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Judging:
         self._runner: asyncio.Runner | None = None
         is_async = any(inspect.iscoroutinefunction(target) for target in (function, type(function).__call__))
         self.concurrent = is_async and not self._batched
-        """Whether the function is asynchronous, so that the samples of a request are judged at the same time."""
+        """Whether the function is asynchronous, so that the samples of a request run at the same time."""
 
     def results(self, samples: Sequence[dict[str, Any]]) -> list[Reply]:
         """One reply per sample.
@@ -111,7 +111,7 @@ class Judging:
         try:
             metadata = [read_metadata(sample) for sample in samples]
             answers = [sample["answer"] for sample in samples]
-            return judge_batch(self._settled(self._function(responses, answers, metadata, **self._args)), responses)
+            return parse_batch(self._settled(self._function(responses, answers, metadata, **self._args)), responses)
         except MemoryError:
             raise
         except BaseException as error:
@@ -121,7 +121,7 @@ class Judging:
 
     def _one(self, sample: dict[str, Any]) -> Reply:
         try:
-            return judge(self._settled(self._call(sample)), sample["response"])
+            return parse_value(self._settled(self._call(sample)), sample["response"])
         except MemoryError:
             raise
         except BaseException as error:
@@ -139,7 +139,7 @@ class Judging:
         try:
             async with limit:
                 value = await self._call(sample)
-            return judge(value, sample["response"])
+            return parse_value(value, sample["response"])
         except MemoryError:
             raise
         except BaseException as error:

@@ -88,7 +88,7 @@ sys.setrecursionlimit(10000)
 
 @dataclass(frozen=True)
 class _Case:
-    """Calls for the sandbox, and the judgement of their results."""
+    """Calls for the sandbox, and whether their results pass."""
 
     calls: tuple[str, ...]
     passes: Callable[[Sequence[Any]], bool]
@@ -256,11 +256,11 @@ def _call_cases(given: dict[str, Any], tolerance: float) -> tuple[list[str], lis
 def _returns(expected: Any, tolerance: float) -> Callable[[Sequence[Any]], bool]:
     """Whether a function returned what is expected. As in APPS, [x] stands for x."""
 
-    def judge(results: Sequence[Any]) -> bool:
+    def returned_expected(results: Sequence[Any]) -> bool:
         alternatives = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else ())]
         return any(_same_value(results[0], one, tolerance) for one in alternatives)
 
-    return judge
+    return returned_expected
 
 
 def _same_value(ours: Any, theirs: Any, tolerance: float) -> bool:

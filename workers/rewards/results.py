@@ -26,7 +26,7 @@ _MACHINERY = (f"{_SHIPPED}/rewards/child.py", f"{_SHIPPED}/environments/child.py
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
-def judge(value: object, response: str) -> Reply:
+def parse_value(value: object, response: str) -> Reply:
     """Reply for the return value of a reward function: a finite real number, steps, or why it is neither."""
     if isinstance(value, Steps):
         try:
@@ -34,7 +34,7 @@ def judge(value: object, response: str) -> Reply:
         except ValueError as error:
             return failure("not steps", str(error))
         outcome = fmean(reward for _, reward in steps) if value.outcome is None else value.outcome
-        reply = judge(outcome, response)
+        reply = parse_value(outcome, response)
         return reply if "failure" in reply else {**reply, "steps": steps}
     number = as_number(value)
     if number is None:
@@ -42,10 +42,11 @@ def judge(value: object, response: str) -> Reply:
     return {"value": number} if math.isfinite(number) else failure("not a finite number", str(number))
 
 
-def judge_batch(values: Any, responses: Sequence[str]) -> list[Reply]:
+def parse_batch(values: Any, responses: Sequence[str]) -> list[Reply]:
     """Replies for the return value of a batched reward function: a list or an array with one result per response.
 
-    None in the list fails its sample: the function cannot judge it. A value that is no such list fails all samples.
+    None in the list fails its sample: the function has no result for it. A value that is no such list fails
+    all samples.
     """
     if hasattr(values, "tolist"):  # an array of numpy or torch, or a column of pandas
         values = values.tolist()
@@ -53,14 +54,14 @@ def judge_batch(values: Any, responses: Sequence[str]) -> list[Reply]:
         return [failure("not a list", f"{reprlib.repr(values)} ({type(values).__name__})")] * len(responses)
     if len(values) != len(responses):
         return [failure("wrong length", f"{len(values)} results for {len(responses)} samples")] * len(responses)
-    return [_judge_entry(value, response) for value, response in zip(values, responses, strict=True)]
+    return [_parse_entry(value, response) for value, response in zip(values, responses, strict=True)]
 
 
-def _judge_entry(value: object, response: str) -> Reply:
+def _parse_entry(value: object, response: str) -> Reply:
     if value is None:
         return failure("no result", "the function returned None for this sample")
     try:
-        return judge(value, response)
+        return parse_value(value, response)
     except Exception as error:  # one result must not cost the others theirs
         return describe(error)
 

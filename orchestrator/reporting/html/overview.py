@@ -19,8 +19,8 @@ from troupe.orchestrator.capacity.worker_memory import GIB
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.reporting.reference import SECTIONS, metric_named
 from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History, Series
-from troupe.orchestrator.reporting.verdicts.judge import judge
 from troupe.orchestrator.spec.load import RunSpec, parse_spec
 from troupe.orchestrator.spec.yaml_reader import read_file
 
@@ -50,7 +50,7 @@ def overview(run: RunFolder) -> Json:
         "staleness": int(history.get("schedule.max_staleness", 0)),
         "started": next((line.get("time") for line in lines), None),
         "updated": next((line.get("time") for line in reversed(lines)), None),
-        "verdicts": [asdict(verdict) for verdict in judge(history)],
+        "verdicts": [asdict(verdict) for verdict in apply_rules(history)],
         "metrics": {name: _points(series) for name, series in history.metrics.items()},
         "resumes": resumes(lines, events),
         "ledger": _ledger(run, history),

@@ -1,4 +1,4 @@
-"""A thread of its own for sinks that may wait for a server, so that the controller does not."""
+"""A separate thread for sinks that may wait for a server, so that the controller does not."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Metrics = Mapping[str, object]
 class MetricSink(Protocol):
     """Destination of a run's metrics."""
 
-    def write(self, step: int, metrics: Metrics) -> None:
+    def write(self, step: int, metrics: Metrics, /) -> None:
         """Record one step's metrics. Does not block for longer than a write to a file."""
         ...
 

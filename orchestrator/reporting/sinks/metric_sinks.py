@@ -8,12 +8,12 @@ from pathlib import Path
 
 from troupe.orchestrator.reporting.sinks.background import BackgroundSink
 from troupe.orchestrator.reporting.sinks.base import LoggedRun, Metrics, MetricSink
-from troupe.orchestrator.reporting.sinks.jsonl import JsonlSink
 from troupe.orchestrator.reporting.sinks.mlflow import MlflowSink
 from troupe.orchestrator.reporting.sinks.tensorboard import TensorBoardSink
 from troupe.orchestrator.reporting.sinks.wandb import WandbSink
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import BaseOutput, SinkName
+from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class MetricSinks:
     @classmethod
     def open(cls, run: LoggedRun, output: BaseOutput | None = None) -> MetricSinks:
         """Open `metrics.jsonl` in the run folder, and the sinks of `output`."""
-        sinks: list[MetricSink] = [JsonlSink(run.folder / "metrics.jsonl", run.keep_through)]
+        sinks: list[MetricSink] = [JsonLinesFile(run.folder / "metrics.jsonl", run.keep_through)]
         if output is not None:
             sinks += [_SINKS[name](run) for name in output.sinks]
             if output.prometheus is not None:

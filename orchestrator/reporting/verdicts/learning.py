@@ -50,7 +50,7 @@ def entropy_collapse(run: History) -> Iterator[Verdict]:
         ("policy/entropy", "groups/mixed", "reward/mean"),
         (
             lower_learning_rate(run),
-            Remedy("Pay for entropy.", field("algorithm.entropy_coef", 0.003)),
+            Remedy("Add an entropy bonus.", field("algorithm.entropy_coef", 0.003)),
             add_kl(run),
         ),
     )
@@ -78,7 +78,7 @@ def reward_hacking(run: History) -> Iterator[Verdict]:
         (
             Remedy("Close the loophole in the reward function, or add one that checks what it leaves out."),
             add_kl(run),
-            Remedy("Stop such a run by itself.", field("failures.alarm", "{repetition: 0.3, action: stop}")),
+            Remedy("Stop such a run automatically.", field("failures.alarm", "{repetition: 0.3, action: stop}")),
         ),
     )
 

@@ -48,7 +48,7 @@ def slow_rewards(run: History) -> Iterator[Verdict]:
     yield Verdict(
         "slow-rewards",
         Level.WARNING,
-        "Scoring holds generation up",
+        "Reward scoring is the bottleneck",
         f"The reward workers are busy for {busy:.1f} s of the {generate:.1f} s that a step waits for samples.",
         late.steps[0],
         None,
@@ -106,7 +106,7 @@ def starved_engines(run: History) -> Iterator[Verdict]:
                field("roles.policy.micro_batch_tokens", 2 * int(run.get("roles.policy.micro_batch_tokens", 4096)))),
     ]  # fmt: skip
     if engines > 1:
-        remedies.append(Remedy("Or give engines back.", field("roles.rollout.workers", engines - 1)))
+        remedies.append(Remedy("Or use fewer engines.", field("roles.rollout.workers", engines - 1)))
     yield Verdict(
         "starved-engines",
         while_it_lasts(found, Level.WARNING),

@@ -114,7 +114,7 @@ def sampler_gap(run: History) -> Iterator[Verdict]:
         )
         if stale
         else (
-            Remedy("Ask where the gap comes from: `troupe audit RUN` compares engine, trainer and a judge."),
+            Remedy("Ask where the gap comes from: `troupe audit RUN` compares engine, trainer and a float32 scorer."),
             Remedy("Compute both in the same precision.", field("model.dtype", "float32")),
         )
     )

@@ -15,7 +15,7 @@ from troupe.orchestrator.audit.attribution import (
     fit_temperature,
     of_engine,
 )
-from troupe.workers.contract.audit import WHOLE_MODEL, Floats, Judgement
+from troupe.workers.contract.audit import WHOLE_MODEL, Floats, TokenScores
 
 TOKENS, VOCABULARY = 300, 200
 OWN = 0.7
@@ -42,7 +42,7 @@ def truncated(logits: Floats, targets: np.ndarray, top_p: float) -> Floats:
 
 
 class World:
-    """Logits, tokens drawn from them, and the judge's view."""
+    """Logits, tokens drawn from them, and the scorer's view."""
 
     def __init__(self, seed: int = 0, noise: float = 0.02, top_p: float = 1.0) -> None:
         generator = np.random.default_rng(seed)
@@ -58,19 +58,19 @@ class World:
             chances /= chances.sum(-1, keepdims=True)
         self.targets = np.array([generator.choice(VOCABULARY, p=row) for row in chances])
         self.noise = noise
-        judge = logprobs(self.logits, self.targets)
-        layers = {f"layers.{n}": judge + generator.normal(0.0, 0.2, TOKENS) for n in range(4)}
-        whole = judge + sum(layer - judge for layer in layers.values())
-        self.judgement = Judgement(
-            sampler=self.rounded(judge),
-            trainer=self.rounded(judge),
-            judge=judge,
-            rounded=self.rounded(judge),
+        scorer = logprobs(self.logits, self.targets)
+        layers = {f"layers.{n}": scorer + generator.normal(0.0, 0.2, TOKENS) for n in range(4)}
+        whole = scorer + sum(layer - scorer for layer in layers.values())
+        self.scores = TokenScores(
+            sampler=self.rounded(scorer),
+            trainer=self.rounded(scorer),
+            scorer=scorer,
+            rounded=self.rounded(scorer),
             hypotheses={
-                "head:bfloat16": judge + generator.normal(0.0, 0.04, TOKENS),
+                "head:bfloat16": scorer + generator.normal(0.0, 0.04, TOKENS),
                 "top_p:0.8": truncated(self.logits, self.targets, 0.8),
                 "top_p:0.9": truncated(self.logits, self.targets, 0.9),
-                "positions:response+1": judge + generator.normal(0.0, 0.3, TOKENS),
+                "positions:response+1": scorer + generator.normal(0.0, 0.3, TOKENS),
                 **{f"weights:{name}": column for name, column in layers.items()},
                 f"weights:{WHOLE_MODEL}": whole,
             },
@@ -84,8 +84,8 @@ class World:
     def rounded(self, values: Floats) -> Floats:
         return values + self.generator.normal(0.0, self.noise, TOKENS)
 
-    def sampled_as(self, values: Floats) -> Judgement:
-        return replace(self.judgement, sampler=self.rounded(values))
+    def sampled_as(self, values: Floats) -> TokenScores:
+        return replace(self.scores, sampler=self.rounded(values))
 
 
 @pytest.mark.parametrize("noise", [1e-6, 0.02, 0.1])
@@ -93,7 +93,7 @@ class World:
 def test_rounding_is_no_cause(noise: float, seed: int) -> None:
     world = World(seed, noise)
     for side in ("sampler", "trainer"):
-        gap = attribute(side, world.judgement)
+        gap = attribute(side, world.scores)
         assert gap.passed, gap.causes
         assert gap.mean == pytest.approx(noise * np.sqrt(2 / np.pi), rel=0.2)
 
@@ -110,7 +110,7 @@ def test_rounding_is_no_cause(noise: float, seed: int) -> None:
 )
 def test_the_hypothesis_that_holds_is_named(noise: float, key: str, kind: str, about: str) -> None:
     world = World(1, noise)
-    gap = attribute("sampler", world.sampled_as(world.judgement.hypotheses[key]))
+    gap = attribute("sampler", world.sampled_as(world.scores.hypotheses[key]))
     assert [(cause.kind, cause.about) for cause in gap.causes] == [(kind, about)]
 
 
@@ -128,46 +128,46 @@ def test_a_wrong_temperature_is_fitted(noise: float, temperature: float) -> None
 
 def test_two_layers_of_older_weights_are_named_together() -> None:
     world = World(3)
-    judge, hypotheses = world.judgement.judge, world.judgement.hypotheses
-    both = hypotheses["weights:layers.1"] + hypotheses["weights:layers.3"] - judge
+    scorer, hypotheses = world.scores.scorer, world.scores.hypotheses
+    both = hypotheses["weights:layers.1"] + hypotheses["weights:layers.3"] - scorer
     (cause,) = attribute("sampler", world.sampled_as(both)).causes
     assert (cause.kind, cause.about) == ("weights", "layers.1 and layers.3")
 
 
 def test_truncation_in_the_logprobs_is_named_by_its_numbers() -> None:
     world = World(4, top_p=0.8)
-    (cause,) = attribute("sampler", world.sampled_as(world.judgement.hypotheses["top_p:0.8"])).causes
+    (cause,) = attribute("sampler", world.sampled_as(world.scores.hypotheses["top_p:0.8"])).causes
     assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", False)
 
 
 def test_truncation_that_the_logprobs_hide_is_named_by_the_samples() -> None:
     world = World(5, top_p=0.8)
-    gap = attribute("sampler", world.judgement)
+    gap = attribute("sampler", world.scores)
     (cause,) = gap.causes
     assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", True)
-    assert attribute("trainer", world.judgement).passed
+    assert attribute("trainer", world.scores).passed
 
 
 def test_a_token_at_the_border_does_not_hide_truncation() -> None:
     """Rounding makes it impossible under the hypothesis that holds."""
     world = World(5, top_p=0.8)
-    hypotheses = {key: column.copy() for key, column in world.judgement.hypotheses.items()}
+    hypotheses = {key: column.copy() for key, column in world.scores.hypotheses.items()}
     hypotheses["top_p:0.8"][[3, 70]] = -np.inf
-    (cause,) = attribute("sampler", replace(world.judgement, hypotheses=hypotheses)).causes
+    (cause,) = attribute("sampler", replace(world.scores, hypotheses=hypotheses)).causes
     assert (cause.kind, cause.about, cause.samples_only) == ("top_p", "0.8", True)
 
 
 def test_a_gap_without_a_hypothesis_is_unexplained() -> None:
     world = World(6)
-    strange = world.judgement.judge + world.generator.normal(0.0, 0.5, TOKENS)
+    strange = world.scores.scorer + world.generator.normal(0.0, 0.5, TOKENS)
     (cause,) = attribute("sampler", world.sampled_as(strange)).causes
     assert cause.kind == "unexplained"
 
 
 def test_the_prefix_cache_is_the_cause_where_an_empty_one_closes_the_gap() -> None:
     world = World(7)
-    warm = world.sampled_as(world.judgement.hypotheses["weights:layers.1"])
-    (cause,) = attribute("sampler", warm, fresh=world.judgement).causes
+    warm = world.sampled_as(world.scores.hypotheses["weights:layers.1"])
+    (cause,) = attribute("sampler", warm, fresh=world.scores).causes
     assert cause.kind == "prefix cache"
     (cause,) = attribute("sampler", warm, fresh=warm).causes
     assert cause.kind == "weights"
@@ -175,8 +175,8 @@ def test_the_prefix_cache_is_the_cause_where_an_empty_one_closes_the_gap() -> No
 
 def test_an_engine_without_samples_from_an_empty_cache_does_not_blame_the_cache() -> None:
     world = World(7)
-    warm = world.sampled_as(world.judgement.hypotheses["weights:layers.1"])
-    (cause,) = attribute("sampler", warm, fresh=of_engine(world.judgement, "rollout-1")).causes
+    warm = world.sampled_as(world.scores.hypotheses["weights:layers.1"])
+    (cause,) = attribute("sampler", warm, fresh=of_engine(world.scores, "rollout-1")).causes
     assert (cause.kind, cause.about) == ("weights", "layers.1")
 
 
@@ -189,9 +189,9 @@ def test_a_negligible_gap_needs_no_explanation() -> None:
 
 def test_one_engine_of_two_is_told_apart() -> None:
     world = World(8)
-    sampler = np.where(np.arange(TOKENS) % 2, world.judgement.sampler, world.judgement.hypotheses["weights:layers.0"])
+    sampler = np.where(np.arange(TOKENS) % 2, world.scores.sampler, world.scores.hypotheses["weights:layers.0"])
     engines = tuple("rollout-1" if number % 2 else "rollout-0" for number in range(TOKENS))
-    found = replace(world.judgement, sampler=sampler, engine=engines)
+    found = replace(world.scores, sampler=sampler, engine=engines)
     gaps = [attribute("sampler", of_engine(found, name)) for name in ("rollout-0", "rollout-1")]
     assert [(gap.worker, gap.tokens, gap.passed) for gap in gaps] == [
         ("rollout-0", TOKENS // 2, False),
@@ -203,7 +203,7 @@ def test_one_engine_of_two_is_told_apart() -> None:
 def test_no_single_token_decides() -> None:
     """An impossible token under a hypothesis counts as a large gap, not as an infinite one."""
     world = World(9)
-    with_hole = world.judgement.hypotheses["positions:response+1"].copy()
+    with_hole = world.scores.hypotheses["positions:response+1"].copy()
     found = world.sampled_as(with_hole)
     with_hole[0] = -np.inf
     found = replace(found, hypotheses={**found.hypotheses, "positions:response+1": with_hole})

@@ -17,8 +17,8 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.rollout_run import load_data
-from troupe.workers.audit.scorer import judge
-from troupe.workers.contract.audit import Judgement
+from troupe.workers.audit.scorer import score_tokens
+from troupe.workers.contract.audit import TokenScores
 from troupe.workers.contract.messages import ROLLOUTS, GroupRequest, GroupSummary, RankPlan, SampleSummary
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.models.modeling import CausalLogprobs, score_plan
@@ -116,16 +116,16 @@ class Parts:
         group = PolicyGroup("policy", [FaultyWorker("policy-0", policy)], 2048)
         pool = EnginePool([Engine(FaultyWorker(e.name, e), "here") for e in self.engines], self._none, BOUNDS)
         prompts = load_data(spec).train
-        self.judged: list[bool] = []
-        self.auditor = Auditor(spec, pool, group, (prompts, prompts.table), self._judge)
+        self.scored: list[bool] = []
+        self.auditor = Auditor(spec, pool, group, (prompts, prompts.table), self._score)
         self.weights = AuditedWeights("the initial weights", 0, model)
 
     async def _none(self, name: str) -> Engine:
         raise RuntimeError(name)
 
-    async def _judge(self, request: Any, *tables: Any) -> Judgement:
-        self.judged.append(request.thorough)
-        return judge(request, *tables)
+    async def _score(self, request: Any, *tables: Any) -> TokenScores:
+        self.scored.append(request.thorough)
+        return score_tokens(request, *tables)
 
 
 @pytest.fixture
@@ -133,10 +133,10 @@ def parts(tmp_path: Path, tiny_model: Path) -> Parts:
     return Parts(tmp_path, tiny_model)
 
 
-async def test_an_audit_that_passes_judges_once(parts: Parts) -> None:
+async def test_an_audit_that_passes_scores_once(parts: Parts) -> None:
     report = await parts.auditor.run(parts.weights)
     assert report.passed, report.lines()
-    assert parts.judged == [False]
+    assert parts.scored == [False]
     assert report.tokens == 64
     assert report.prompts == 4
     assert report.between < 1e-4
@@ -144,13 +144,13 @@ async def test_an_audit_that_passes_judges_once(parts: Parts) -> None:
     assert engine.resets == 0
     assert {request.samples for request in engine.requests} == {2}
     assert {request.max_tokens for request in engine.requests} == {8}
-    assert set(report.seconds) == {"sample", "score", "judge"}
+    assert set(report.seconds) == {"sample", "score", "scorer"}
 
 
-async def test_a_gap_is_judged_in_depth_and_with_an_empty_cache(parts: Parts) -> None:
+async def test_a_gap_is_scored_in_depth_and_with_an_empty_cache(parts: Parts) -> None:
     parts.engines[0].stale_cache = True
     report = await parts.auditor.run(parts.weights)
-    assert parts.judged == [False, True, False]
+    assert parts.scored == [False, True, False]
     assert parts.engines[0].resets == 1
     (finding,) = report.findings()
     assert finding.startswith("rollout-0: a stale prefix cache")
@@ -159,7 +159,7 @@ async def test_a_gap_is_judged_in_depth_and_with_an_empty_cache(parts: Parts) ->
 async def test_the_trainers_gap_needs_no_empty_cache(parts: Parts) -> None:
     parts.policy.module.temperature = 1.0
     report = await parts.auditor.run(parts.weights)
-    assert parts.judged == [False, True]
+    assert parts.scored == [False, True]
     assert parts.engines[0].resets == 0
     (finding,) = report.findings()
     assert finding.startswith("trainer: temperature 1 ")

@@ -33,8 +33,8 @@ from troupe.orchestrator.capacity.worker_memory import (
     training,
     zero_states,
 )
+from troupe.orchestrator.commands.plan_table import notes, unknown_sizes
 from troupe.orchestrator.model_facts.model_size import ModelSize
-from troupe.orchestrator.reporting.plan_table import notes, unknown_sizes
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, TrainerConfig

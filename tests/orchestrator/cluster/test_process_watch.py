@@ -26,5 +26,5 @@ def test_only_nodes_that_have_died_since_the_run_began_are_dead(
     watch = ProcessWatch(tmp_path, 10.0)
     watch._nodes_before.read(time.monotonic() + 5.0)
     nodes[1]["Alive"] = False
-    _, *others = watch.look({}, (), 5.0)
+    _, *others = watch.inspect({}, (), 5.0)
     assert [(report.node.name, report.node.alive) for report in others] == [("10.0.0.3/new", False)]

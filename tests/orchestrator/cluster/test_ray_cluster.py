@@ -261,10 +261,10 @@ async def test_a_look_shows_where_a_worker_is_and_what_it_does(cluster: Cluster)
     worker = spawn(cluster)
     call = asyncio.create_task(worker.call(Probe.sleep, TIMEOUT_S, 8.0))
     async with asyncio.timeout(TIMEOUT_S):
-        while worker.name not in cluster.whereabouts():
+        while worker.name not in cluster.locations():
             await asyncio.sleep(0.1)
     (open_call,) = cluster.open_calls()
-    reports = await asyncio.to_thread(cluster.look, {os.getpid(): "driver-0"}, (Path("/tmp"),), 5.0)
+    reports = await asyncio.to_thread(cluster.inspect, {os.getpid(): "driver-0"}, (Path("/tmp"),), 5.0)
     await call
     cluster.kill(worker)
     (report,) = reports
@@ -273,4 +273,4 @@ async def test_a_look_shows_where_a_worker_is_and_what_it_does(cluster: Cluster)
     assert {"driver-0", "raylet", "gcs_server"} <= by_worker.keys()
     assert by_worker["probe-0"].threads[-1].frames[0].source == "time.sleep(seconds)"
     assert report.node.disks[0][0] == "/tmp"
-    assert cluster.whereabouts() == {}
+    assert cluster.locations() == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from troupe.orchestrator.processes.inspection import Look, ProcessFacts, look_at
+from troupe.orchestrator.processes.inspection import InspectRequest, ProcessFacts, inspect_node
 from troupe.orchestrator.processes.proc import stat_fields
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.stacks import VARIABLE
@@ -43,14 +43,14 @@ def test_a_name_that_is_not_utf8_hides_no_process(tmp_path: Path) -> None:
     with named(tmp_path) as pid:
         assert stat_fields(pid)[0] in "RS"
         assert resident_peak([pid]) > resident_peak()
-        report = look_at(Look({pid: "reward-0"}, tmp_path))
+        report = inspect_node(InspectRequest({pid: "reward-0"}, tmp_path))
     (found,) = report.processes
     assert found.state in "RS" and found.threads
 
 
 def test_a_command_line_that_is_not_utf8_can_be_written(tmp_path: Path) -> None:
     with subprocess.Popen(["sh", "-c", "read line", b"\xff"], stdin=subprocess.PIPE) as process:
-        (found,) = look_at(Look({process.pid: "reward-0"}, tmp_path)).processes
+        (found,) = inspect_node(InspectRequest({process.pid: "reward-0"}, tmp_path)).processes
         process.kill()
     assert found.title == "sh -c read line \ufffd"
     assert TypeAdapter(ProcessFacts).dump_json(found)
@@ -60,11 +60,11 @@ def test_a_process_that_looks_sends_itself_no_signal(tmp_path: Path) -> None:
     """The handler can crash a process whose threads run Python meanwhile."""
     code = f"""
 import os, pathlib
-from troupe.orchestrator.processes.inspection import Look, look_at
+from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
 from troupe.workers.telemetry.stacks import stack_file, write_stacks_on_signal
 folder = pathlib.Path({str(tmp_path)!r})
 write_stacks_on_signal(folder)
-(process,) = look_at(Look({{os.getpid(): "driver-0"}}, folder)).processes
+(process,) = inspect_node(InspectRequest({{os.getpid(): "driver-0"}}, folder)).processes
 print(process.worker, process.threads, stack_file(folder, os.getpid()).stat().st_size)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

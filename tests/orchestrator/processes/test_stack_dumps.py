@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.conftest import ROOT
-from troupe.orchestrator.processes.inspection import Look, look_at
+from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
 from troupe.orchestrator.processes.stack_dumps import parse_stacks, read_stacks, request_stacks
 from troupe.workers.telemetry.stacks import LARGEST, VARIABLE, stack_file
 
@@ -104,10 +104,12 @@ def test_a_look_tells_what_each_process_does(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     loop_forever = [sys.executable, "-c", "while True: pass"]
     with python(tmp_path, code.replace("FIFO", str(fifo))) as pid, subprocess.Popen(loop_forever) as busy:
-        report = look_at(Look({pid: "policy-0", busy.pid: "reward-0"}, tmp_path / "stacks", paths=(tmp_path,)))
+        report = inspect_node(
+            InspectRequest({pid: "policy-0", busy.pid: "reward-0"}, tmp_path / "stacks", paths=(tmp_path,))
+        )
         busy.send_signal(signal.SIGSTOP)
         time.sleep(0.1)
-        (stopped,) = look_at(Look({busy.pid: "reward-0"}, tmp_path / "stacks")).processes
+        (stopped,) = inspect_node(InspectRequest({busy.pid: "reward-0"}, tmp_path / "stacks")).processes
         busy.kill()
     writer, loop = report.processes
     assert writer.file_call == f"openat {fifo}"

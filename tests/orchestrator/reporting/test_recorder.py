@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from troupe.orchestrator.errors import StopRequested
-from troupe.orchestrator.reporting.recorder import EventLog, RunRecorder, delete_oldest, recorded_failure
+from troupe.orchestrator.reporting.recorder import RunRecorder, delete_oldest
 from troupe.orchestrator.reporting.run_folder import RunFolder, step_files
 from troupe.orchestrator.telemetry.call_log import CallLog
+from troupe.orchestrator.telemetry.event_log import EventLog
 
 
 def call(log: CallLog, worker: str, method: str) -> None:
@@ -71,34 +70,6 @@ def test_a_resumed_run_drops_timelines_samples_and_events_after_its_step(folder:
     ]
     RunRecorder(CallLog(), events, folder)
     assert not run.timeline_files() and not run.sample_files()
-
-
-def test_an_event_has_time_step_and_its_fields(folder: Path) -> None:
-    events = EventLog()
-    events.open(folder, 0)
-    events.step = 3
-    events.record("weights", version=3, engines={"rollout-0": "d3"})
-    events.close()
-    events.record("too late")
-    (line,) = (json.loads(text) for text in (folder / "events.jsonl").read_text().splitlines())
-    assert line.pop("time") > 1e9
-    assert line == {"step": 3, "event": "weights", "version": 3, "engines": {"rollout-0": "d3"}}
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (StopRequested("stop"), {"how": "stopped"}),
-        (ValueError("bad"), {"how": "failed", "error": "ValueError", "detail": "bad"}),
-    ],
-)
-def test_a_run_that_raises_ends_with_the_reason(folder: Path, error: Exception, expected: dict[str, str]) -> None:
-    events = EventLog()
-    events.open(folder, 0)
-    with pytest.raises(type(error)), recorded_failure(events):
-        raise error
-    (line,) = RunFolder(folder).events("run_ended")
-    assert {name: line[name] for name in line if name not in ("time", "step", "event")} == expected
 
 
 def test_the_oldest_steps_are_deleted_until_the_rest_fits(folder: Path) -> None:

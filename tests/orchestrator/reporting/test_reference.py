@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from troupe.orchestrator.reporting.console import COLUMNS
-from troupe.orchestrator.reporting.metrics import PeakMemory
 from troupe.orchestrator.reporting.reference import PHASES, SECTIONS, metric_named
+from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.messages import Answer, Peak
 

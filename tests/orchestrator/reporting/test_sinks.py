@@ -21,7 +21,6 @@ from troupe.orchestrator.reporting.reference import metric_named
 from troupe.orchestrator.reporting.sinks import background
 from troupe.orchestrator.reporting.sinks.background import BackgroundSink
 from troupe.orchestrator.reporting.sinks.base import LoggedRun, Metrics
-from troupe.orchestrator.reporting.sinks.jsonl import JsonlSink
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.reporting.sinks.mlflow import MlflowSink, allowed, flat
 from troupe.orchestrator.reporting.sinks.prometheus import PrometheusSink, prometheus_name
@@ -29,6 +28,7 @@ from troupe.orchestrator.reporting.sinks.tensorboard import TensorBoardSink
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.sections import BaseOutput, PrometheusConfig
+from troupe.orchestrator.telemetry.json_lines import JsonLinesFile
 
 OUTPUT = BaseOutput(sinks=("tensorboard",))
 CONFIG = {"name": "r", "roles": {"policy": {"workers": 2}}, "empty": {}}
@@ -43,7 +43,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    sink = JsonlSink(path, -1)
+    sink = JsonLinesFile(path, -1)
     sink.write(1, {"kind": "train", "reward": 0.5, "loss": math.nan, "grad_norm": -math.inf, "steps": 3})
     [line] = lines(path)
     assert line.pop("time") > 1e9
@@ -53,13 +53,13 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
 
 def test_resume_drops_later_and_truncated_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path, -1)
+    sink = JsonLinesFile(path, -1)
     for step in (0, 1, 2, 2, 3):
         sink.write(step, {"reward": float(step)})
     sink.close()
     with path.open("a") as file:
         file.write('{"step": 2, "rew')
-    resumed = JsonlSink(path, 2)
+    resumed = JsonLinesFile(path, 2)
     resumed.write(3, {"reward": 33.0})
     resumed.close()
     assert [(line["step"], line["reward"]) for line in lines(path)] == [

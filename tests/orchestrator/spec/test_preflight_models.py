@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.spec.preflight_models import (
+from troupe.orchestrator.spec.preflight import (
     CPU_HEAD_SIZES,
     broken_weights,
     quantized,

@@ -11,8 +11,8 @@ import pytest
 
 from troupe.orchestrator.cluster.ray_cluster import ActorWorker
 from troupe.orchestrator.errors import WorkerTimeout
-from troupe.orchestrator.reporting.metrics import PeakMemory
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
+from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.telemetry.timeline import Span
 from troupe.workers.contract.messages import GroupRequest, RewardSummary
 from troupe.workers.contract.roles import Engine, Reward

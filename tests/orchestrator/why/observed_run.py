@@ -15,10 +15,10 @@ from pathlib import Path
 
 from troupe.orchestrator.cluster.process_watch import Process
 from troupe.orchestrator.errors import WorkerDied
-from troupe.orchestrator.processes.inspection import Look, NodeReport, look_at
+from troupe.orchestrator.processes.inspection import InspectRequest, NodeReport, inspect_node
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.reporting.recorder import EventLog
 from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
+from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.why.observer import RunObserver
 
 
@@ -36,12 +36,12 @@ class Cluster:
     def open_calls(self) -> Sequence[OpenCall]:
         return self.calls.open_calls()
 
-    def whereabouts(self) -> dict[str, Process]:
+    def locations(self) -> dict[str, Process]:
         return {name: Process(self.node, pid) for name, pid in self._workers.items()}
 
-    def look(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
+    def inspect(self, own: dict[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         roots = own | {pid: name for name, pid in self._workers.items()}
-        return [look_at(Look(roots, self.logs / "stacks", "", paths))]
+        return [inspect_node(InspectRequest(roots, self.logs / "stacks", "", paths))]
 
 
 async def main(folder: Path, what: str) -> None:

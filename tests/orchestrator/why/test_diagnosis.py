@@ -214,13 +214,13 @@ def test_ray_that_is_stopped_explains_everything_else() -> None:
     assert (found.cause, found.culprit) == ("ray_stopped", "gcs_server")
 
 
-def test_a_process_that_has_ended_is_named_with_its_last_words() -> None:
-    gone = replace(facts(process("policy-1", state="")), last_words=("its log: Fatal Python error",))
+def test_a_process_that_has_ended_is_named_with_its_exit_reason() -> None:
+    gone = replace(facts(process("policy-1", state="")), exit_reasons=("its log: Fatal Python error",))
     assert diagnose(gone).verdict.endswith("its process 11 has ended: its log: Fatal Python error")
 
 
 def test_an_error_of_the_run_is_told_with_where_it_happened() -> None:
-    failed = replace(facts(), error="policy-1.update: WorkerDied", last_words=("policy-1 (process 11) has ended",))
+    failed = replace(facts(), error="policy-1.update: WorkerDied", exit_reasons=("policy-1 (process 11) has ended",))
     assert diagnose(failed).verdict == (
         "step 7 (update) failed: policy-1.update: WorkerDied; policy-1 (process 11) has ended"
     )

@@ -174,7 +174,7 @@ async def observer(tmp_path: Path, cluster: Cluster) -> AsyncIterator[observing.
 async def test_a_diagnosis_that_fails_is_an_answer(
     tmp_path: Path, cluster: Cluster, observer: observing.RunObserver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "look", lambda *_: (_ for _ in ()).throw(ValueError("what is \udcff?")))
+    monkeypatch.setattr(cluster, "inspect", lambda *_: (_ for _ in ()).throw(ValueError("what is \udcff?")))
     (tmp_path / FOLDER / "request-1").touch()
     deadline = time.monotonic() + WAIT_S
     while (answer := ANSWER.read(tmp_path / FOLDER, "answer-1")) is None and time.monotonic() < deadline:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.faults.stalls import planted_environment
-from troupe.orchestrator.processes.inspection import Look, look_at
+from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
 from troupe.workers.telemetry.stacks import VARIABLE
@@ -46,7 +46,7 @@ def worker(folder: Path, what: str, bug: str) -> Iterator[int]:
 
 def diagnosis(folder: Path, pid: int, worker: str, call: Call) -> Diagnosis:
     """What follows from a look at the worker, which serves the call."""
-    report = look_at(Look({pid: worker}, folder / "stacks"))
+    report = inspect_node(InspectRequest({pid: worker}, folder / "stacks"))
     run = RunFacts("demo", steps=6, total=40, step_s=30.0, usual_step_s=2.0)
     pids = {worker: pid} if call.worker == worker else {}
     return diagnose(Facts(run, DriverFacts(1, "n1"), (call,), report.processes, (report.node,), pids))

@@ -1,4 +1,4 @@
-"""The judge on a small model: its log-probs, its hypotheses, and its comparison of prompts."""
+"""The scorer on a small model: its log-probs, its hypotheses, and its comparison of prompts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
-from troupe.workers.audit.scorer import judge
-from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, JudgeRequest
+from troupe.workers.audit.scorer import score_tokens
+from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import ROLLOUTS
 
@@ -97,10 +97,10 @@ def scores() -> pa.Table:
     return pa.Table.from_pylist(rows)
 
 
-def request(folders: tuple[Path, Path], dtype: Any = "float32", **changes: Any) -> JudgeRequest:
+def request(folders: tuple[Path, Path], dtype: Any = "float32", **changes: Any) -> ScoreRequest:
     new, old = folders
     model = ModelConfig(path=str(new), dtype=dtype)
-    whole = JudgeRequest(model, str(new), str(old), TEMPERATURE, thorough=True, compare_prompts=False)
+    whole = ScoreRequest(model, str(new), str(old), TEMPERATURE, thorough=True, compare_prompts=False)
     return replace(whole, **changes)
 
 
@@ -118,27 +118,27 @@ def expected(model: PreTrainedModel, positions: Any = None, temperature: float =
     return np.array(found)
 
 
-def test_the_tokens_of_sampler_trainer_and_judge_are_the_same(folders: tuple[Path, Path]) -> None:
-    found = judge(request(folders), rollouts(), scores())
+def test_the_tokens_of_sampler_trainer_and_scorer_are_the_same(folders: tuple[Path, Path]) -> None:
+    found = score_tokens(request(folders), rollouts(), scores())
     assert found.sampler.tolist() == [-1.0] * 6
     assert found.trainer.tolist() == [-2.0, -2.0, -2.0, -3.0, -4.0, -4.0]
     assert found.engine == ("rollout-0",) * 3 + ("rollout-1",) + ("rollout-0",) * 2
-    np.testing.assert_allclose(found.judge, expected(load(folders[0])), atol=1e-5)
-    np.testing.assert_allclose(found.rounded, found.judge, atol=1e-5)
+    np.testing.assert_allclose(found.scorer, expected(load(folders[0])), atol=1e-5)
+    np.testing.assert_allclose(found.rounded, found.scorer, atol=1e-5)
 
 
 def test_temperatures_are_around_the_own_one(folders: tuple[Path, Path]) -> None:
-    found = judge(request(folders), rollouts(), scores())
+    found = score_tokens(request(folders), rollouts(), scores())
     middle = len(found.temperatures) // 2
     assert found.temperatures[middle] == pytest.approx(TEMPERATURE)
-    np.testing.assert_allclose(found.tempered[:, middle], found.judge, atol=1e-6)
+    np.testing.assert_allclose(found.tempered[:, middle], found.scorer, atol=1e-6)
     hot = float(found.temperatures[-1])
     np.testing.assert_allclose(found.tempered[:, -1], expected(load(folders[0]), temperature=hot), atol=1e-5)
 
 
 def test_positions(folders: tuple[Path, Path]) -> None:
     """A shift of all tokens changes nothing with rotary embeddings; one of the responses does."""
-    found, model = judge(request(folders), rollouts(), scores()).hypotheses, load(folders[0])
+    found, model = score_tokens(request(folders), rollouts(), scores()).hypotheses, load(folders[0])
 
     def late(prompt: int, response: int) -> list[int]:
         return [*range(prompt), *range(prompt + 1, prompt + response + 1)]
@@ -150,7 +150,7 @@ def test_positions(folders: tuple[Path, Path]) -> None:
 
 def test_older_weights_by_module(folders: tuple[Path, Path]) -> None:
     """Only modules that differ are hypotheses; a tied head can be older than its embedding."""
-    found = judge(request(folders), rollouts(), scores()).hypotheses
+    found = score_tokens(request(folders), rollouts(), scores()).hypotheses
     new, old = (load(folder) for folder in folders)
     groups = {key.partition(":")[2] for key in found if key.startswith("weights:")}
     assert groups == {"model.embed_tokens", "lm_head", "model.layers.1", TIED_EMBEDDING, WHOLE_MODEL}
@@ -163,37 +163,37 @@ def test_older_weights_by_module(folders: tuple[Path, Path]) -> None:
     assert output is not None
     output.weight = old.get_input_embeddings().weight
     np.testing.assert_allclose(found["weights:lm_head"], expected(head), atol=1e-5)
-    np.testing.assert_allclose(judge(request(folders), rollouts(), scores()).judge, expected(new), atol=1e-5)
+    np.testing.assert_allclose(score_tokens(request(folders), rollouts(), scores()).scorer, expected(new), atol=1e-5)
 
 
 def test_an_untied_head_has_no_tied_group(tmp_path: Path) -> None:
     both = save(tmp_path / "new", 1, tied=False), save(tmp_path / "old", 2, tied=False)
-    found = judge(request(both), rollouts(), scores()).hypotheses
+    found = score_tokens(request(both), rollouts(), scores()).hypotheses
     assert f"weights:{TIED_EMBEDDING}" not in found
     assert "weights:lm_head" in found
 
 
 def test_without_previous_weights_there_are_no_older_ones(folders: tuple[Path, Path]) -> None:
-    found = judge(request(folders, previous=None), rollouts(), scores()).hypotheses
+    found = score_tokens(request(folders, previous=None), rollouts(), scores()).hypotheses
     assert not [key for key in found if key.startswith("weights:")]
 
 
 def test_truncated_distributions(folders: tuple[Path, Path]) -> None:
-    found = judge(request(folders), rollouts(), scores())
-    assert (found.hypotheses["top_p:0.99"] >= found.judge - 1e-6)[np.isfinite(found.hypotheses["top_p:0.99"])].all()
+    found = score_tokens(request(folders), rollouts(), scores())
+    assert (found.hypotheses["top_p:0.99"] >= found.scorer - 1e-6)[np.isfinite(found.hypotheses["top_p:0.99"])].all()
     inside = np.isfinite(found.hypotheses["top_k:50"])
     assert inside.any()
-    assert (found.hypotheses["top_k:50"][inside] > found.judge[inside]).all()
-    assert np.allclose(found.hypotheses["top_k:100"], found.judge, atol=1e-5)  # more than the vocabulary has
+    assert (found.hypotheses["top_k:50"][inside] > found.scorer[inside]).all()
+    assert np.allclose(found.hypotheses["top_k:100"], found.scorer, atol=1e-5)  # more than the vocabulary has
 
 
 def test_rounding_is_that_of_the_runs_type(folders: tuple[Path, Path]) -> None:
     """A bfloat16 head rounds more than a float32 one, and is a hypothesis only where the run has none."""
-    full = judge(request(folders, "bfloat16"), rollouts(), scores())
+    full = score_tokens(request(folders, "bfloat16"), rollouts(), scores())
     short_config = ModelConfig(path=str(folders[0]), dtype="bfloat16", float32_head=False)
-    short = judge(request(folders, model=short_config), rollouts(), scores())
-    exact = judge(request(folders), rollouts(), scores())
-    gaps = [np.abs(found.rounded - found.judge).mean() for found in (exact, full, short)]
+    short = score_tokens(request(folders, model=short_config), rollouts(), scores())
+    exact = score_tokens(request(folders), rollouts(), scores())
+    gaps = [np.abs(found.rounded - found.scorer).mean() for found in (exact, full, short)]
     assert 0 < gaps[0] < 1e-5 < gaps[1] < gaps[2]
     assert "head:bfloat16" in full.hypotheses
     assert "head:bfloat16" not in short.hypotheses
@@ -201,7 +201,7 @@ def test_rounding_is_that_of_the_runs_type(folders: tuple[Path, Path]) -> None:
 
 def test_a_row_that_the_trainer_did_not_score_is_an_error(folders: tuple[Path, Path]) -> None:
     with pytest.raises(ValueError, match="the trainer scored no tokens of p2"):
-        judge(request(folders), rollouts(), scores().slice(1))
+        score_tokens(request(folders), rollouts(), scores().slice(1))
 
 
 def test_prompts_are_compared_with_the_chat_template(folders: tuple[Path, Path], tiny_model: Path) -> None:
@@ -213,8 +213,8 @@ def test_prompts_are_compared_with_the_chat_template(folders: tuple[Path, Path],
     changed = [ids, ids, [*ids[:4], 7, *ids[5:]]]
     table = table.set_column(column, table.schema.field(column), pa.array(changed, pa.list_(pa.int32())))
     model = ModelConfig(path=str(tiny_model), dtype="float32")
-    asked = JudgeRequest(model, str(tiny_model), None, TEMPERATURE, thorough=False, compare_prompts=True)
-    found = judge(asked, table, scores())
+    asked = ScoreRequest(model, str(tiny_model), None, TEMPERATURE, thorough=False, compare_prompts=True)
+    found = score_tokens(asked, table, scores())
     assert found.prompts == 3
     (difference,) = found.prompt_differences
     assert (difference.prompt_uid, difference.position) == ("p2", 4)

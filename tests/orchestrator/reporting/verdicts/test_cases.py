@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from troupe.orchestrator.reporting.verdicts.judge import fits, judge
+from troupe.orchestrator.reporting.verdicts.apply import apply_rules, fits
 from troupe.orchestrator.reporting.verdicts.verdict import Level
 
 from .cases import HELD_OUT, TUNED, Case
@@ -16,7 +16,7 @@ LEAST_RECALL = 0.9
 
 def alarms(case: Case) -> set[str]:
     """Names of the problems and warnings."""
-    return {verdict.name for verdict in judge(case.history()) if verdict.is_alarm}
+    return {verdict.name for verdict in apply_rules(case.history()) if verdict.is_alarm}
 
 
 def test_there_are_enough_sick_and_healthy_runs() -> None:
@@ -39,7 +39,7 @@ def test_healthy_runs_raise_no_alarm(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_verdicts_name_recorded_evidence_and_remedies_that_load(case: Case) -> None:
     history = case.history()
-    for verdict in judge(history):
+    for verdict in apply_rules(history):
         assert verdict.since <= history.last_step + 1 and verdict.summary and verdict.title
         assert "nan" not in verdict.summary, verdict.summary
         if verdict.level is not Level.NOTE:

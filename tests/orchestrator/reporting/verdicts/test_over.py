@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History
-from troupe.orchestrator.reporting.verdicts.judge import judge
 from troupe.orchestrator.reporting.verdicts.verdict import Level, Verdict
 
 STEPS = 59
@@ -38,7 +38,7 @@ def found(name: str, metrics: dict[str, tuple[float, float]], first: int) -> Ver
         for step in range(1, STEPS + 1)
     ]
     spec = ASYNCHRONOUS if name.startswith("starved") else SPEC
-    (verdict,) = [one for one in judge(History.of(lines, spec)) if one.name == name]
+    (verdict,) = [one for one in apply_rules(History.of(lines, spec)) if one.name == name]
     return verdict
 
 
@@ -72,7 +72,7 @@ def test_signs_of_hacking_count_while_they_last() -> None:
             {"step": step, "reward/mean": 0.01 * step, "repetition": 0.7 if step in repeats else 0.1}
             for step in range(1, STEPS + 1)
         ]
-        return {verdict.name for verdict in judge(History.of(lines))}
+        return {verdict.name for verdict in apply_rules(History.of(lines))}
 
     assert "reward-hacking" not in names(range(20, 23))
     assert "reward-hacking" in names(range(50, STEPS + 1))
@@ -83,7 +83,7 @@ def test_steps_without_a_gradient_make_no_spikes_of_the_others() -> None:
 
     def spikes(values: list[float]) -> list[str]:
         lines = [{"step": step, "policy/grad_norm": value} for step, value in enumerate(values, 1)]
-        return [verdict.summary for verdict in judge(History.of(lines)) if verdict.name == "gradient-spikes"]
+        return [verdict.summary for verdict in apply_rules(History.of(lines)) if verdict.name == "gradient-spikes"]
 
     assert spikes(norms) == []
     (summary,) = spikes([*norms, 50.0])
@@ -93,11 +93,11 @@ def test_steps_without_a_gradient_make_no_spikes_of_the_others() -> None:
 def test_a_run_that_records_no_reward_workers_is_judged() -> None:
     seconds = {"seconds/generate": 2.0, "seconds/reward": 4.0, "seconds/step": 3.0}
     lines = [{"step": step, "workers/reward": 0, **seconds} for step in range(1, 9)]
-    assert "slow-rewards" in {verdict.name for verdict in judge(History.of(lines))}
+    assert "slow-rewards" in {verdict.name for verdict in apply_rules(History.of(lines))}
 
 
 def test_a_rule_that_fails_is_logged_and_the_others_speak(caplog: pytest.LogCaptureFixture) -> None:
     lines = [{"step": step, "utilisation/generate": 0.9, "kl_ref": 2.0} for step in range(1, 9)]
-    verdicts = judge(History.of(lines, {"schedule": {"max_staleness": "one"}}))
+    verdicts = apply_rules(History.of(lines, {"schedule": {"max_staleness": "one"}}))
     assert [verdict.name for verdict in verdicts] == ["kl-explosion"]
     assert "starved_trainer" in caplog.text

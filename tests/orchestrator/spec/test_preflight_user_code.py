@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator.spec.preflight_rewards import unusable_functions
+from troupe.orchestrator.spec.preflight import unusable_functions
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import RewardFunctionConfig
 

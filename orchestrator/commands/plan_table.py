@@ -38,21 +38,21 @@ _UNBOUNDED = 1000
 """Width of output that goes to no terminal."""
 
 
-def render(seating: Plan, width: int = _UNBOUNDED) -> Table:
+def render(plan: Plan, width: int = _UNBOUNDED) -> Table:
     """The placement of workers as a table at most `width` columns wide."""
     table = Table(title="placement")
     for column in ("worker", "cpus", "gpus", "placement group", "bundle", "node"):
         right = column in ("cpus", "gpus", "bundle")
         table.add_column(column, justify="right" if right else "left", no_wrap=True)
-    for row in seating.rows:
+    for row in plan.rows:
         table.add_row(
             row.worker, f"{row.cpus:g}", f"{row.gpus:g}", row.group, str(row.bundle), row.node or "[red]no room[/red]"
         )
-    for role, host in seating.in_process:
+    for role, host in plan.in_process:
         table.add_row(role, "-", "-", f"inside {host}", "-", "-")
     if _width(table) > width:
-        table = _narrow_placement(seating)
-    asked, there = seating.asked, seating.there
+        table = _narrow_placement(plan)
+    asked, there = plan.asked, plan.there
     table.caption = (
         f"requested: {asked['CPU']:g} CPU, {asked['GPU']:g} GPU; "
         f"the cluster has {there['CPU']:g} CPU, {there['GPU']:g} GPU"
@@ -60,16 +60,16 @@ def render(seating: Plan, width: int = _UNBOUNDED) -> Table:
     return table
 
 
-def _narrow_placement(seating: Plan) -> Table:
+def _narrow_placement(plan: Plan) -> Table:
     """The placement in three columns. What is long wraps at its words."""
     table = Table(title="placement", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("worker", no_wrap=True)
     table.add_column("cpus, gpus", no_wrap=True)
     table.add_column("group/bundle on node", overflow="fold")
-    for row in seating.rows:
+    for row in plan.rows:
         place = f"{row.group}/{row.bundle} on {row.node}" if row.node else f"{row.group}: [red]no room[/red]"
         table.add_row(row.worker, f"{row.cpus:g}, {row.gpus:g}", place)
-    for role, host in seating.in_process:
+    for role, host in plan.in_process:
         table.add_row(role, "-", f"inside {host}")
     return table
 
@@ -161,14 +161,14 @@ def _unknown(model: UnknownModel) -> str:
     return text if model.trained else text + remedy
 
 
-def show(seating: Plan, console: Console | None = None) -> None:
+def show(plan: Plan, console: Console | None = None) -> None:
     """Print the placement of workers and their memory, on standard output unless there is a console."""
     if console is None:
         narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
         console = Console(width=None if narrow else _UNBOUNDED)
-    console.print(render(seating, console.width))
+    console.print(render(plan, console.width))
     for where in ("gpu", "host"):
-        if any(worker.where == where for worker in seating.memory.workers):
-            console.print(render_memory(seating.memory, where, console.width))
-    for note in notes(seating.memory):
+        if any(worker.where == where for worker in plan.memory.workers):
+            console.print(render_memory(plan.memory, where, console.width))
+    for note in notes(plan.memory):
         console.print(note, markup=False, highlight=False, soft_wrap=console.width == _UNBOUNDED)

@@ -1,4 +1,4 @@
-"""All rules, and the verdicts of a run."""
+"""Applies all rules to the history of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = (
 _ORDER = (Level.PROBLEM, Level.WARNING, Level.NOTE)
 
 
-def judge(history: History) -> list[Verdict]:
+def apply_rules(history: History) -> list[Verdict]:
     """The verdicts of every rule: problems first, then by the step at which they began.
 
     A remedy whose lines the run's spec cannot take (an option that its algorithm does not have) is left out.
@@ -53,7 +53,7 @@ def _verdicts(rule: Rule, history: History) -> Iterator[Verdict]:
     try:
         yield from rule(history)
     except Exception:
-        logger.exception("the rule %s is left out: it cannot judge this run", rule.__name__)
+        logger.exception("the rule %s is left out: it failed on this run", rule.__name__)
 
 
 def fits(remedy: Remedy, spec: Mapping[str, Any]) -> bool:
@@ -62,7 +62,7 @@ def fits(remedy: Remedy, spec: Mapping[str, Any]) -> bool:
 
 
 def with_lines(spec: Mapping[str, Any], lines: str) -> dict[str, Any]:
-    """A spec with the lines of a remedy in place of its own; a section is merged, a list replaced."""
+    """A spec with the lines of a remedy instead of its lines; a section is merged, a list replaced."""
     return _merged(copy.deepcopy(dict(spec)), yaml.safe_load(lines))
 
 

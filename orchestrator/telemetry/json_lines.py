@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: the metrics of every step, a line each. Every run has it."""
+"""A JSON Lines file with a line or more for each step, which a resumed run continues: metrics and events."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-
-from troupe.orchestrator.reporting.sinks.base import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +18,8 @@ _MOST_WAITING = 10_000
 """Lines that are kept while a file cannot be written."""
 
 
-class JsonlSink:
-    """`metrics.jsonl`: one JSON object a line, `step` and `time` (seconds since 1970) first."""
+class JsonLinesFile:
+    """One JSON object a line, `step` and `time` (seconds since 1970) first."""
 
     def __init__(self, path: str | Path, keep_through: int) -> None:
         """Open for appending.
@@ -40,12 +39,12 @@ class JsonlSink:
         self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
         """Lines that could not be written yet."""
 
-    def write(self, step: int, metrics: Metrics) -> None:
+    def write(self, step: int, fields: Mapping[str, object]) -> None:
         """Append one line. nan and infinity become null, because JSON has neither.
 
         A line that cannot be written (disk full, read-only) is written with a later one.
         """
-        line = {"step": step, "time": round(time.time(), 3)} | {k: _finite(v) for k, v in metrics.items()}
+        line = {"step": step, "time": round(time.time(), 3)} | {k: _finite(v) for k, v in fields.items()}
         self._waiting.append(f"{json.dumps(line, allow_nan=False)}\n".encode())
         try:
             self._flush()

@@ -1,0 +1,70 @@
+"""`troupe algorithms`: the algorithms, and checks of custom ones."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+import yaml
+
+from troupe.orchestrator.commands.options import FAILURE, USER_ERROR, exit_with
+from troupe.orchestrator.errors import UsageError
+
+
+def algorithms(
+    name: Annotated[
+        str | None, typer.Argument(help="Algorithm to describe in full; package.module:attribute for a custom one.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Check a custom algorithm on random batches: gradients, order, splits, masks, edge cases."
+        ),
+    ] = False,
+    args: Annotated[str, typer.Option(help="Its arguments, as a YAML mapping.")] = "{}",
+) -> None:
+    """List the algorithms, or describe one with its formula, source and defaults."""
+    from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+    from troupe.orchestrator.algorithms.reference import description, listing
+    from troupe.orchestrator.algorithms.section import is_custom, unknown_algorithm
+    from troupe.orchestrator.algorithms.table import ALGORITHMS
+
+    if name is not None and is_custom(name):
+        _custom_algorithm(name, args, check)
+    elif check:
+        exit_with("error: --check is for a custom algorithm, package.module:attribute", USER_ERROR)
+    elif name is None:
+        typer.echo(listing())
+    elif name in ALGORITHMS or name in OFFLINE_ALGORITHMS:
+        typer.echo(description(name))
+    else:
+        exit_with(f"error: {unknown_algorithm(name)}", USER_ERROR)
+
+
+def _custom_algorithm(name: str, args: str, check: bool) -> None:
+    """Describe or check a custom algorithm."""
+    from troupe.orchestrator.algorithms.custom import report
+    from troupe.orchestrator.algorithms.reference import describe_row
+    from troupe.orchestrator.algorithms.section import custom_row
+    from troupe.workers.algorithms.custom_checks import check_custom
+    from troupe.workers.contract.config import CustomConfig
+
+    try:
+        values = yaml.safe_load(args)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError(f"--args: expected a YAML mapping, as in '{{beta: 0.1}}', got {args[:60]!r}")
+    try:
+        config = CustomConfig(name=name, args=values)
+        row = custom_row(config)
+    except ValueError as error:
+        raise UsageError(" ".join(str(error).split())) from None
+    if not check:
+        typer.echo(describe_row(row))
+        return
+    checks = check_custom(config)
+    typer.echo(report(checks))
+    if any(one.problem for one in checks):
+        sys.exit(FAILURE)

@@ -1,0 +1,50 @@
+"""`troupe export`: the trained policy as a model folder, or on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from troupe.orchestrator.commands.options import USER_ERROR, RunArgument, exit_with
+
+
+def export(
+    run_folder: RunArgument,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Folder to write the Hugging Face model to.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest valid one).")
+    ] = None,
+    average: Annotated[
+        bool, typer.Option("--average", help="Export the moving average of the weights (ema_decay).")
+    ] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload the model to the Hugging Face hub.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is public.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --push: do not ask before uploading.")] = False,
+) -> None:
+    """Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."""
+    from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model, write_model
+
+    if target is None and push is None:
+        exit_with("error: export where? Name a FOLDER, or --push ORG/NAME", USER_ERROR)
+    source = exported_model(run_folder / "checkpoints", step, AVERAGE if average else MODEL)
+    if target is not None:
+        typer.echo(f"wrote {write_model(source, target)}")
+    if push is not None:
+        _push(source, push, private=not public, ask=not yes)
+
+
+def _push(folder: Path, name: str, *, private: bool, ask: bool) -> None:
+    """Upload a model's folder to the hub, after listing what it holds."""
+    from troupe.orchestrator.hub.push import contents, push_model
+
+    for line in contents(folder, name, private=private):
+        typer.echo(line)
+    if ask:
+        typer.confirm("Upload?", abort=True)
+    typer.echo(f"pushed {push_model(folder, name, private=private)}")

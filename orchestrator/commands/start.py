@@ -1,0 +1,90 @@
+"""Commands for the first run: `troupe demo` trains an example, `troupe init` writes a spec."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from troupe.orchestrator.commands.options import USER_ERROR, SetOption, exit_with
+from troupe.orchestrator.commands.runs import create_models, ready
+from troupe.orchestrator.commands.train import train
+from troupe.orchestrator.spec.examples import MODELS_VARIABLE, models_folder
+from troupe.orchestrator.starter.demo import (
+    DEFAULT,
+    demo_folder,
+    demo_spec,
+    list_examples,
+    next_steps,
+    write_demo_report,
+)
+
+
+def demo(
+    spec: Annotated[str, typer.Option(metavar="EXAMPLE", help="Example to run, as --list shows it.")] = DEFAULT,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps (default: the example's).")] = None,
+    set_: SetOption = [],  # noqa: B006
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Run folder (default: runs/demo, or runs/NAME with --spec NAME).")
+    ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option(envvar=MODELS_VARIABLE, help="Folder for the models (default: in the user's cache folder)."),
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the examples and exit.")] = False,
+    prepare: Annotated[bool, typer.Option("--prepare", help="Create both models and exit.")] = False,
+) -> None:
+    """Create two small models, once, and train one of them on this machine; a second call resumes.
+
+    The default teaches SmolLM2-135M one-digit sums with GRPO, in some minutes on two cores.
+    """
+    if list_:
+        typer.echo(list_examples())
+        return
+    if models is not None:
+        os.environ[MODELS_VARIABLE] = str(models)
+    if prepare:
+        create_models(None)
+        typer.echo(f"the models are in {models_folder()}")
+        return
+    example, overrides = demo_spec(spec, steps)
+    runs = ready(example, [*overrides, *set_], out or demo_folder(spec))
+    resume = any(any((planned.out / "checkpoints").glob("step-*")) for planned in runs)
+    train(runs, resume, None)
+    typer.echo(next_steps(example, runs, write_demo_report(runs)))
+
+
+def init(
+    model: Annotated[str | None, typer.Option(help="Model folder in Hugging Face format.")] = None,
+    data: Annotated[str | None, typer.Option(help="JSON Lines file, or reasoning_gym:TASK.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Algorithm (default: grpo).")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine (default: those it has).")] = None,
+    gpu_type: Annotated[str | None, typer.Option(help="Their type, such as H100 (default: as detected).")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=0, help="Longest response (0: 64 on CPUs, 1024 on GPUs).")] = 0,
+    name: Annotated[str | None, typer.Option(help="Name of the run (default: from model and algorithm).")] = None,
+    from_: Annotated[
+        str | None, typer.Option("--from", metavar="EXAMPLE", help="Write this example (`troupe demo --list`) instead.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("run.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing."""
+    from troupe.orchestrator.starter.command import Flags, complete, copy_of, text_of, write
+
+    if output.exists() and not force:
+        exit_with(f"error: {output} exists; --force overwrites it, --output names another file", USER_ERROR)
+
+    def ask(question: str, default: str) -> str:
+        return str(typer.prompt(question, default=default or None))
+
+    flags = Flags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens)
+    if from_ is not None:
+        text = copy_of(from_, flags, output)
+    else:
+        text = text_of(complete(flags, ask if sys.stdin.isatty() else None), output)
+    write(text, output, force)
+    typer.echo(f"wrote {output}; next: troupe validate {output}")

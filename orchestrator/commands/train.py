@@ -1,0 +1,132 @@
+"""Commands that train and evaluate: `troupe run` and `troupe eval`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from troupe.orchestrator.commands.options import (
+    STOPPED,
+    USER_ERROR,
+    AddressOption,
+    OutOption,
+    SetOption,
+    SpecArgument,
+    exit_with,
+)
+from troupe.orchestrator.commands.runs import read_data, ready
+from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
+
+if TYPE_CHECKING:
+    from troupe.orchestrator.run import RunRequest
+
+
+def run(
+    spec: SpecArgument,
+    set_: SetOption = [],  # noqa: B006
+    out: OutOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest valid checkpoint.")] = False,
+    supervise: Annotated[
+        bool, typer.Option("--supervise", help="Restart and resume after a crash (failures.run_restarts).")
+    ] = False,
+    address: AddressOption = None,
+) -> None:
+    """Train: start or join Ray, place the workers and run every step."""
+    runs = ready(spec, set_, out, resume=resume)
+    if supervise:
+        sys.exit(_supervise(runs))
+    train(runs, resume, address)
+
+
+def evaluate(
+    spec: SpecArgument,
+    model: Annotated[Path | None, typer.Option("--model", help="Model folder (default: the spec's model).")] = None,
+    set_: SetOption = [],  # noqa: B006
+    address: AddressOption = None,
+) -> None:
+    """Evaluate a model on the spec's held-out data and print the metrics as JSON.
+
+    On prompts, only engines and reward workers are started; on offline data, the metrics are the loss and the metrics
+    of the spec's algorithm.
+    """
+    runs = plan_runs(read_document(spec, set_))
+    if any(planned.stage for planned in runs):
+        exit_with(f"{spec}: cannot evaluate a file with stages; use the spec.yaml in a stage's run folder", USER_ERROR)
+    overrides = set_ if model is None else [*set_, *runs[0].spec.with_model(model)]
+    loaded = ready(spec, overrides)[0].spec
+    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.run import evaluate as evaluate_spec
+    from troupe.orchestrator.worker_classes import worker_classes
+
+    console = Console(sys.stderr)  # standard output holds the result only
+    metrics = evaluate_spec(RunRequest(loaded, loaded.run_folder, False, address), worker_classes, console)
+    typer.echo(json.dumps(metrics, indent=2))
+
+
+def train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
+    """Train every run of a file that is not complete yet."""
+    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.run import run as run_spec
+    from troupe.orchestrator.worker_classes import worker_classes
+
+    requests = [(planned, _request(planned, resume, address)) for planned in runs]
+    read_data([planned for planned, request in requests if request is not None][1:])  # the first run reads its own
+    for planned, request in requests:
+        if request is None:
+            steps = planned.spec.schedule.steps
+            typer.echo(f"{planned.spec.name}: already complete in {planned.out} (schedule.steps: {steps})")
+            continue
+        console = Console()
+        console.start(planned.spec.name, planned.spec.schedule.steps)
+        try:
+            outcome = run_spec(request, worker_classes, console)
+            console.finish(outcome.summary(request.out))
+        finally:
+            console.close()
+        if outcome.stopped:
+            sys.exit(STOPPED)
+
+
+def _supervise(runs: Sequence[PlannedRun]) -> int:
+    """Run this command without `--supervise` in a separate process, and again after a crash."""
+    from troupe.orchestrator.supervisor import supervise
+
+    arguments = [argument for argument in sys.argv[1:] if argument != "--supervise"]
+    restarts = max(planned.spec.failures.run_restarts for planned in runs)
+    return supervise(
+        [sys.executable, "-m", "troupe", *arguments],
+        lambda: sum(_saved_steps(planned.out) for planned in runs),
+        restarts,
+        lambda line: typer.echo(line, err=True),
+    )
+
+
+def _saved_steps(out: Path) -> int:
+    """Step of the newest checkpoint of a run, 0 if it has none."""
+    from troupe.orchestrator.training.checkpoint import CheckpointStore
+
+    return max(CheckpointStore(out / "checkpoints", keep=1).steps(), default=0)
+
+
+def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunRequest | None:
+    """The request for one run; None where it resumes a run that is already complete.
+
+    `--resume` resumes a plain spec; in a chain it skips complete stages, resumes the interrupted one and starts the
+    rest.
+    """
+    from troupe.orchestrator.run import RunRequest, saved_step
+
+    request = RunRequest(planned.spec, planned.out, resume, address)
+    if not resume:
+        return request
+    done = saved_step(request)
+    if done >= planned.spec.schedule.steps:
+        return None
+    return replace(request, resume=done > 0) if planned.stage else request
