@@ -21,7 +21,7 @@ PURE = (
     *("workers.contract", "workers.algorithms", "workers.models.token_batch"),
     *("workers.telemetry", "workers.isolation.probe"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
-    *("orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
+    *("orchestrator.roles", "orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
     *("orchestrator.doctor.machine", "orchestrator.doctor.checks", "orchestrator.doctor.needs"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     *(f"orchestrator.doctor.{name}" for name in ("software", "graphics", "resources", "network")),

@@ -13,8 +13,10 @@ import yaml
 from tests.conftest import ROOT
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, local_node, plan
-from troupe.orchestrator.capacity.spec_memory import Sizes
-from troupe.orchestrator.capacity.worker_memory import (
+from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.reporting.plan_table import notes, unknown_sizes
+from troupe.orchestrator.roles.memory import Sizes
+from troupe.orchestrator.roles.worker_memory import (
     CPU_BATCH_TOKENS,
     GIB,
     KV_BLOCK,
@@ -33,8 +35,6 @@ from troupe.orchestrator.capacity.worker_memory import (
     training,
     zero_states,
 )
-from troupe.orchestrator.model_facts.model_size import ModelSize
-from troupe.orchestrator.reporting.plan_table import notes, unknown_sizes
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, TrainerConfig

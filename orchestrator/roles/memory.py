@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.capacity.worker_memory import (
+from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
+from troupe.orchestrator.roles.worker_memory import (
     MIB,
     TRANSFER_BUFFER,
     Cache,
@@ -19,7 +20,6 @@ from troupe.orchestrator.capacity.worker_memory import (
     scoring,
     training,
 )
-from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
