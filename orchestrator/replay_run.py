@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.hub.resolve import fetch
-from troupe.orchestrator.launcher import Workers
 from troupe.orchestrator.replay.against import (
     Difference,
     TensorDifference,
@@ -19,12 +18,14 @@ from troupe.orchestrator.replay.against import (
     replay_there,
     tensor_differences,
 )
-from troupe.orchestrator.replay.plan import TRAINERS, ReplayPlan, steps_of
+from troupe.orchestrator.replay.plan import ReplayPlan, steps_of
 from troupe.orchestrator.replay.repeat import Repeated, Replayer, software_changes, start_problem
 from troupe.orchestrator.replay.step_recorder import software
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.run import Classes, RunRequest, open_run
+from troupe.orchestrator.roles.table import TRAINERS
+from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.batch import unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates, UpdateSettings
@@ -64,26 +65,25 @@ class ReplayOutcome:
         return not self.start_problem and all(step.equal for step in self.steps)
 
 
-def replay(request: ReplayRequest, classes: Classes, console: Console, each: Each) -> ReplayOutcome:
+def replay(request: ReplayRequest, console: Console, each: Each) -> ReplayOutcome:
     """Repeats the steps of a plan.
 
     Args:
         request: The plan, and what to find out.
-        classes: The worker classes.
         console: Shows the progress.
         each: Called with every step.
 
     Raises:
         TroupeError: The trainers do not start, or a step cannot be repeated.
     """
-    return asyncio.run(_replay(request, classes, console, each))
+    return asyncio.run(_replay(request, console, each))
 
 
-async def _replay(request: ReplayRequest, classes: Classes, console: Console, each: Each) -> ReplayOutcome:
+async def _replay(request: ReplayRequest, console: Console, each: Each) -> ReplayOutcome:
     plan, timeout_s = request.plan, request.plan.spec.schedule.train_timeout_s
     local = fetch(plan.spec, console)
     run = RunRequest(plan.spec, request.run, resume=False, address=request.address)
-    async with open_run(run, local, classes, console, frozenset(TRAINERS)) as context:
+    async with open_run(run, local, console, frozenset(TRAINERS)) as context:
         updates = updates_of(plan.spec, context.workers, console)
         console.message(f"repeating {steps_of(plan.folders)} from {plan.origin}")
         if plan.checkpoint is not None:
@@ -119,7 +119,7 @@ class Comparison:
     """How large the difference is, by role, in the order of the model."""
 
 
-def compare(request: ReplayRequest, checkout: Path, classes: Classes, console: Console, each: Each) -> Comparison:
+def compare(request: ReplayRequest, checkout: Path, console: Console, each: Each) -> Comparison:
     """Repeats the steps of a plan with another checkout, then with this code until the weights differ.
 
     The size of the difference needs the other weights of that step: the other checkout repeats the steps once more.
@@ -127,7 +127,6 @@ def compare(request: ReplayRequest, checkout: Path, classes: Classes, console: C
     Args:
         request: The plan.
         checkout: Folder of the other code (`require_checkout`).
-        classes: The worker classes.
         console: Shows the progress.
         each: Called with every step that this code has repeated.
 
@@ -153,7 +152,7 @@ def compare(request: ReplayRequest, checkout: Path, classes: Classes, console: C
             found.extend([] if differs is None else [differs])
             return differs is None
 
-        done = replay(replace(request, whole=True, weights=here), classes, console, until_different).steps
+        done = replay(replace(request, whole=True, weights=here), console, until_different).steps
         if not found:
             return Comparison(len(done), None)
         (first,) = found

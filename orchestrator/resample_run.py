@@ -12,14 +12,14 @@ from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.replay.plan import TRAINERS
 from troupe.orchestrator.replay.repeat import Replayer
 from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare_samples
 from troupe.orchestrator.replay_run import updates_of
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.roles.table import TRAINERS
 from troupe.orchestrator.rollout_run import load_data, pool_bounds, weight_sync
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
-from troupe.orchestrator.run import Classes, RunRequest, open_run
+from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import GroupOrigin, unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint
@@ -27,30 +27,27 @@ from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.contract.roles import TableRef
 
 
-def resample(run: Path, plan: ResamplePlan, address: str | None, classes: Classes, console: Console) -> Resampled:
+def resample(run: Path, plan: ResamplePlan, address: str | None, console: Console) -> Resampled:
     """Samples the groups of a step again, with the weights that sampled them.
 
     Args:
         run: Folder of the run.
         plan: What to sample.
         address: Ray cluster to join; None: a local one.
-        classes: The worker classes.
         console: Shows the progress.
 
     Raises:
         TroupeError: The workers do not start, or a group cannot be sampled.
     """
-    return asyncio.run(_resample(run, plan, address, classes, console))
+    return asyncio.run(_resample(run, plan, address, console))
 
 
-async def _resample(
-    run: Path, plan: ResamplePlan, address: str | None, classes: Classes, console: Console
-) -> Resampled:
+async def _resample(run: Path, plan: ResamplePlan, address: str | None, console: Console) -> Resampled:
     local, replay, timeout_s = fetch(plan.spec, console), plan.replay, plan.spec.schedule.train_timeout_s
     data = load_data(local.spec)
     request = RunRequest(plan.spec, run, resume=False, address=address)
     tables: list[pa.Table] = []
-    async with open_run(request, local, classes, console, frozenset({*TRAINERS, "rollout"})) as context:
+    async with open_run(request, local, console, frozenset({*TRAINERS, "rollout"})) as context:
         sampling = _Sampling(plan.spec, context, context.cluster.put(data.train.table))
         updates = updates_of(plan.spec, context.workers, console)
         version = 0

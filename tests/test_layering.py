@@ -38,7 +38,8 @@ ROOTS = tuple(
         "replay_run",
         "resample_run",
         "launcher",
-        "worker_classes",
+        "start_progress",
+        "started_workers",
         "commands",
         "supervisor",
         "cli",
@@ -46,8 +47,6 @@ ROOTS = tuple(
 )
 """Layer 3. All other modules of orchestrator/ are services, layer 2."""
 
-NAMES_WORKERS = ("orchestrator.worker_classes",)
-"""The classes of the roles."""
 CREATES_MODELS = "orchestrator.starter.demo_models"
 """Writes the models of the examples with transformers, in a process of its own."""
 ROLES = {
@@ -161,7 +160,7 @@ def report(violations: list[str]) -> None:
 
 def test_all_modules_named_in_the_rules_exist() -> None:
     owners = [place for places in OWNERS.values() for place in places]
-    named = {*PURE, *ROOTS, *ROLES, *TENSORS_IN_PURE, *NAMES_WORKERS, *owners}
+    named = {*PURE, *ROOTS, *ROLES, *TENSORS_IN_PURE, *owners}
     assert named - {module.name for module in modules()} == set()
 
 
@@ -197,10 +196,10 @@ def test_workers_import_neither_orchestrator_nor_ray_nor_another_role() -> None:
 def test_orchestrator_imports_only_pure_modules_of_workers() -> None:
     violations: list[str] = []
     for module in modules():
-        if not belongs_to(module.name, "orchestrator") or module.name in NAMES_WORKERS:
+        if not belongs_to(module.name, "orchestrator"):
             continue
         violations += [
-            f"{found.where}: {module.name} imports {found.target}; only the roots name worker classes"
+            f"{found.where}: {module.name} imports {found.target}; roles are named by their path"
             for found in imports(module)
             if belongs_to(found.target, "workers") and layer(found.target) != 0
         ]
@@ -311,7 +310,8 @@ def test_importing_the_command_imports_no_heavy_library(module: str) -> None:
 def test_importing_the_worker_classes_imports_no_model_library() -> None:
     """The driver imports them before Ray starts; model libraries are imported when a model is loaded."""
     model_libraries = {"transformers", "vllm", "deepspeed", "datasets", "pandas"}
-    statement = "from troupe.orchestrator.worker_classes import worker_classes; worker_classes()"
+    imported = "from troupe.orchestrator.roles.table import ROLES, resolve"
+    statement = f"{imported}; [resolve(row.worker) for row in ROLES.values()]"
     code = f"import sys; {statement}; print(*sorted({model_libraries!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr

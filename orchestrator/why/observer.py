@@ -29,8 +29,9 @@ from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_ki
 from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.recorder import EventLog
+from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
-from troupe.orchestrator.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
+from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
 from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
 from troupe.orchestrator.why.waiting import is_bounded, roles_behind
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
