@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.hub.resolve import fetch
@@ -29,8 +28,6 @@ from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.batch import unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates, UpdateSettings
-
-GroupT = TypeVar("GroupT")
 
 Each = Callable[[Repeated], bool]
 """Called with every step that was repeated; returns whether the replay continues."""
@@ -168,13 +165,8 @@ def compare(request: ReplayRequest, checkout: Path, console: Console, each: Each
 def updates_of(spec: RunSpec, workers: Workers, console: Console) -> Updates:
     """The updates of a spec of either kind, on its trainers."""
     settings = UpdateSettings.from_spec(spec)
-    return spec.dispatch(
-        lambda _: RolloutUpdates(settings, _there(workers.policy), workers.critic, console),
-        lambda _: OfflineUpdates(settings, _there(workers.examples), console),
-    )
-
-
-def _there(group: GroupT | None) -> GroupT:
-    if group is None:
+    if workers.examples is not None:
+        return OfflineUpdates(settings, workers.examples, console)
+    if workers.policy is None:
         raise TroupeError("the run has no trainer: there is nothing to repeat")
-    return group
+    return RolloutUpdates(settings, workers.policy, workers.critic, console)

@@ -101,7 +101,7 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
 
 
 def saved_step(request: RunRequest) -> int:
-    """Step of the newest checkpoint, 0 where there is none. One that would make the run complete is verified."""
+    """Step of the newest checkpoint, 0 without one. One that would make the run complete is verified."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
     newest = max(store.steps(), default=0)
     if newest < request.spec.schedule.steps:
@@ -136,10 +136,9 @@ def audit(request: RunRequest, console: Console) -> AuditReport:
         UsageError: The spec has no rollouts, or the folder no checkpoint.
     """
 
-    def no_rollouts(_: RunSpec) -> RolloutSpec:
+    if request.spec.rollouts is None:
         raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
-
-    spec = request.spec.dispatch(one_engine, no_rollouts)
+    spec = one_engine(request.spec.rollouts)
     found = CheckpointStore(request.out / "checkpoints", spec.checkpoint.keep).latest() if request.resume else None
     if request.resume and found is None:
         raise UsageError(f"{request.out}: there is no valid checkpoint to audit; name the spec instead")

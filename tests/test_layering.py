@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from troupe.orchestrator.roles import table
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("orchestrator", "workers")
 """Folders of the checkout, and packages of `troupe`. The rules below name modules without `troupe.`."""
@@ -49,10 +51,7 @@ ROOTS = tuple(
 
 CREATES_MODELS = "orchestrator.starter.demo_models"
 """Writes the models of the examples with transformers, in a process of its own."""
-ROLES = {
-    f"workers.{name}"
-    for name in ("rollout", "policy", "critic", "reference", "reward", "environment", "judge", "offline")
-}
+ROLES = {row.worker.partition(":")[0].removeprefix("troupe.") for row in table.ROLES.values()}
 BUILT_ON = {"workers.judge": {"workers.rollout"}}
 """Roles whose worker is another one, with more around it."""
 

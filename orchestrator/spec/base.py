@@ -6,7 +6,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -27,6 +27,16 @@ from troupe.orchestrator.spec.sections import (
 from troupe.workers.contract.config import Device, Frozen, ModelConfig, ReferenceConfig
 
 T = TypeVar("T")
+
+
+class PromptRoom(NamedTuple):
+    """Tokens that a prompt may have."""
+
+    tokens: int
+    field: str
+    """The field that sets the limit."""
+    words: str
+    """The limit as the subject of a relative clause: "more than the N tokens that WORDS"."""
 
 
 class Algorithm(Protocol):
@@ -84,6 +94,16 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         Returns:
             What that function returns.
         """
+
+    @property
+    def rollouts(self) -> Any:
+        """The spec itself if it is a `RolloutSpec`; None if it trains on offline data."""
+        return None
+
+    @property
+    @abstractmethod
+    def prompt_room(self) -> PromptRoom:
+        """Tokens that a prompt may have."""
 
     @property
     @abstractmethod

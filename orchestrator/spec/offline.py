@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from troupe.orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig, Trains
-from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import DataSource
 from troupe.orchestrator.spec.sections import (
     BaseEvaluation,
@@ -191,6 +191,12 @@ class OfflineSpec(RunSpec, frozen=True):
     def trains(self) -> Trains:
         """What kind of model the run writes."""
         return self.row.trains
+
+    @property
+    def prompt_room(self) -> PromptRoom:
+        """See `RunSpec.prompt_room`."""
+        words = f"data.max_length {self.data.max_length} leaves beside a response of one token"
+        return PromptRoom(self.data.max_length - 1, "data.max_length", words)
 
     @property
     def trainer(self) -> str:

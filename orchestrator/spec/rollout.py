@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.spec import preflight_models, preflight_rewards
-from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
     AuditConfig,
@@ -255,6 +255,18 @@ class RolloutSpec(RunSpec, frozen=True):
     def trains(self) -> Literal["policy"]:
         """What kind of model the run writes."""
         return "policy"
+
+    @property
+    def rollouts(self) -> RolloutSpec:
+        """See `RunSpec.rollouts`."""
+        return self
+
+    @property
+    def prompt_room(self) -> PromptRoom:
+        """See `RunSpec.prompt_room`."""
+        longest, response = self.roles.rollout.max_model_len, self.sampling.max_tokens
+        words = f"roles.rollout.max_model_len {longest} leaves beside sampling.max_tokens {response}"
+        return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
 
     @property
     def trainer(self) -> str:
