@@ -171,7 +171,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
     Raises:
         NotCorrect: A contender did not do the same work.
     """
-    from benchmarks.support.rollout_setup import CLASSES, CLOSE_TIMEOUT_S
+    from benchmarks.support.rollout_setup import CLOSE_TIMEOUT_S
     from troupe.orchestrator.capacity.placement import demand, place, role_sizes
     from troupe.orchestrator.cluster.ray_cluster import Cluster
     from troupe.orchestrator.data.prompts import load_pools
@@ -196,7 +196,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         spec = changed(spec, longer, "episode_throughput")
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         stack.callback(cluster.abandon)
-        launcher = WorkerLauncher(spec, cluster, replace(CLASSES, rollout=MeasuredRollout))
+        launcher = WorkerLauncher(spec, cluster, classes={"rollout": MeasuredRollout})
         workers = await launcher.open(frozenset({"rollout", "environment"}))
         engine = workers.engines[0]
         await engine.connect_environments(cluster.environment_link(workers.environments, ""), TIMEOUT_S)

@@ -7,7 +7,7 @@
 Each case starts `PolicyWorker`s in processes of their own, without Ray, and runs two updates of two micro-batches at
 the full token budget. It measures the peak resident memory (VmHWM, reset before the model is built) and compares it
 with `training`. `--processes` measures processes without a model; the constants of
-`orchestrator/capacity/spec_memory.py` come from there. Linux only.
+`orchestrator/roles/memory.py` come from there. Linux only.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.harness import command_parser
-from troupe.orchestrator.capacity.spec_memory import TRAINER_PROCESS
-from troupe.orchestrator.capacity.worker_memory import MIB, Training, WorkerMemory, training
 from troupe.orchestrator.model_facts.model_size import read_size
+from troupe.orchestrator.roles.memory import TRAINER_PROCESS
+from troupe.orchestrator.roles.worker_memory import MIB, Training, WorkerMemory, training
 from troupe.workers.contract.config import Dtype, TrainerConfig
 from troupe.workers.telemetry.peak_memory import resident_peak
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark
@@ -60,7 +60,6 @@ def measure(settings: Settings, turns: int) -> Report:
     """Train `turns` steps after the warm-up. Raises NotCorrect, TroupeError."""
     # Imported here because engine processes import this module, and they do not need Ray.
     from benchmarks.support.recording_timers import TimedPolicy, TimedReward, folder_of, of_workers, time_driver
-    from benchmarks.support.rollout_setup import CLASSES
     from troupe.orchestrator.run import RunRequest, run
 
     steps, name = turns + WARM_UP, f"recording-{os.getpid()}"
@@ -73,8 +72,9 @@ def measure(settings: Settings, turns: int) -> Report:
         console = MeasuringConsole(
             settings.sequences * settings.max_tokens, lambda: {**driver.so_far, **of_workers(name)}
         )
-        request = RunRequest(spec, folder / name, False, None)
-        run(request, lambda: replace(CLASSES, policy=TimedPolicy, reward=TimedReward), console)
+        classes = {"policy": TimedPolicy, "reward": TimedReward}
+        request = RunRequest(spec, folder / name, False, None, classes)
+        run(request, console)
         checks = {"recorded": check(request.out, steps)}
     return Report("recording_cost", asdict(settings) | {"turns": turns}, {PRODUCT: console.taken}, PRODUCT, checks)
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from troupe.orchestrator.capacity.placement import Placement, Seat, place, place_one, role_sizes
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
-from troupe.orchestrator.cluster.worker_group import (
-    CriticGroup,
-    ExampleGroup,
-    PolicyGroup,
-    ReferenceGroup,
-    TrainerGroup,
-)
+from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
 from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.spec.base import RunSpec, WorkerKind
-from troupe.orchestrator.spec.sections import RoleName
+from troupe.orchestrator.roles.table import resolve, row_of, settings_of
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.start_progress import Progress, StartProgress
+from troupe.orchestrator.started_workers import Started, Workers
 from troupe.orchestrator.why.observer import RunObserver
 from troupe.workers.contract import roles
 from troupe.workers.contract.audit import ScoreRequest, TokenScores
@@ -30,60 +26,8 @@ from troupe.workers.contract.config import CPU_THREADS
 from troupe.workers.contract.messages import WorkerHealth
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
-
-_SHOWN = 6
-"""Names of workers that a message lists."""
-_STAGES_S = 1.0
-"""Time between two looks at what the workers do that are starting."""
-
-GroupT = TypeVar("GroupT", bound=TrainerGroup[Any])
-
-
-@dataclass(frozen=True)
-class WorkerClasses:
-    """The classes behind the roles; passed in, so that planning and tests import no model library."""
-
-    rollout: type[roles.Engine]
-    policy: type[roles.Policy]
-    critic: type[roles.Critic]
-    reference: type[roles.Reference]
-    reward: type[roles.Reward]
-    environment: type[roles.Environment]
-    judge: type[roles.JudgeEngine]
-    example_policy: type[roles.ExampleTrainer]
-    reward_trainer: type[roles.ExampleTrainer]
-    audit_judge: Callable[..., TokenScores]
-    """Scores sampled tokens in plain transformers; no role, and called in a process of its own."""
-
-    def by_kind(self) -> Mapping[WorkerKind, type[roles.Worker]]:
-        """The class of each kind of worker."""
-        return {
-            "rollout": self.rollout,
-            "policy": self.policy,
-            "critic": self.critic,
-            "reference": self.reference,
-            "reward": self.reward,
-            "environment": self.environment,
-            "judge": self.judge,
-            "example_policy": self.example_policy,
-            "reward_trainer": self.reward_trainer,
-        }
-
-
-@dataclass(frozen=True)
-class Workers:
-    """Every worker of a run, started."""
-
-    policy: PolicyGroup | None
-    """In runs on rollouts."""
-    critic: CriticGroup | None
-    reference: ReferenceGroup | None
-    examples: ExampleGroup | None
-    """The trained model, in runs on offline data."""
-    engines: tuple[Engine, ...]
-    reward: tuple[ActorWorker[roles.Reward], ...]
-    environments: tuple[ActorWorker[roles.Environment], ...] = ()
-    judges: tuple[ActorWorker[roles.JudgeEngine], ...] = ()
+_AUDIT_SCORER = "troupe.workers.audit.scorer:score_tokens"
+"""Scores sampled tokens in plain transformers, in a separate process."""
 
 
 @dataclass(frozen=True)
@@ -104,39 +48,38 @@ class WorkerLauncher:
     """Starts the workers of a spec on a cluster."""
 
     def __init__(
-        self, spec: RunSpec, cluster: Cluster, classes: WorkerClasses, snapshots: Sequence[Snapshot] = ()
+        self,
+        spec: RunSpec,
+        cluster: Cluster,
+        snapshots: Sequence[Snapshot] = (),
+        classes: Mapping[str, type[roles.Worker]] | None = None,
     ) -> None:
         """Starts nothing.
 
         Args:
             spec: The spec, with models that are folders.
             cluster: Where the workers run.
-            classes: The class of each role.
             snapshots: Those of the folders that are snapshots of the hub: nodes without them download them.
+            classes: Worker classes to start instead of those of the table, by its rows.
         """
         self._spec = spec
         self._snapshots = tuple(snapshots)
         self._cluster = cluster
-        self._classes = classes.by_kind()
-        self._audit_judge = classes.audit_judge
+        self._classes = classes or {}
         self._sizes = {size.role: size for size in role_sizes(spec)}
         self._seats: dict[str, tuple[Placement, Seat]] = {}
         """By worker name."""
         self._workers: dict[str, ActorWorker[Any]] = {}
         self._served: set[str] = set()
         """Names of workers that have started before."""
-        self._stages: dict[str, str] = {}
-        """What workers that are starting do, by name."""
-        self._progress: Callable[[int, int, str], None] = lambda *_: None
+        self._progress: StartProgress | None = None
 
-    async def open(
-        self, only: frozenset[str] | None = None, progress: Callable[[int, int, str], None] = lambda *_: None
-    ) -> Workers:
+    async def open(self, only: frozenset[str] | None = None, progress: Progress = lambda *_: None) -> Workers:
         """Reserves resources and starts the workers of all roles (or of the roles in `only`) concurrently.
 
         Args:
             only: Roles to start; None: all.
-            progress: Is told how many workers have started, how many there are, and the names of the others.
+            progress: Is told how far the start is.
 
         Raises:
             DoesNotFit: The cluster has no room.
@@ -148,39 +91,39 @@ class WorkerLauncher:
         for placement in placements:
             self._take(placement, only)
         await self._download()
-        self._progress = progress
-        self._report()
-        following = asyncio.create_task(self._follow_stages(), name="follow stages")
+        self._progress = StartProgress(self._cluster.stages, progress, self._seats, self._served)
         try:
-            return await self._start()
+            with self._progress.following():
+                return await self._start()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            following.cancel()
-            self._progress = lambda *_: None
+            self._progress = None
 
     async def _start(self) -> Workers:
-        names = self._names("policy")
-        policy_names, example_names = self._spec.dispatch(lambda _: (names, []), lambda _: ([], names))
         async with asyncio.TaskGroup() as tasks:
-            engines = [tasks.create_task(self.engine(name)) for name in self._names("rollout")]
-            rewards = tasks.create_task(self._replicas("reward"))
-            environments = tasks.create_task(self._replicas("environment"))
-            judges = tasks.create_task(self._replicas("judge"))
-            policy = tasks.create_task(self._trainers(PolicyGroup, "policy", policy_names))
-            examples = tasks.create_task(self._trainers(ExampleGroup, self._spec.trains, example_names))
-            critic = tasks.create_task(self._trainers(CriticGroup, "critic", self._names("critic")))
-            reference = tasks.create_task(self._reference())
-        return Workers(
-            policy.result(),
-            critic.result(),
-            reference.result(),
-            examples.result(),
-            tuple(task.result() for task in engines),
-            rewards.result(),
-            environments.result(),
-            judges.result(),
-        )
+            started = {role: tasks.create_task(self._role(role)) for role in {s.role for _, s in self._seats.values()}}
+        return Workers({role: task.result() for role, task in started.items()})
+
+    async def _role(self, role: str) -> Started:
+        """Starts the workers of a role that have a seat."""
+        row = row_of(self._spec, role)
+        names = [f"{role}-{index}" for index in sorted(s.index for _, s in self._seats.values() if s.role == role)]
+        if row.trains:
+            workers = [self._spawn(name) for name in names]
+        else:
+            start = self.engine if role == "rollout" else self.replica
+            workers = await asyncio.gather(*(start(name) for name in names))
+        if row.group is None:
+            return workers
+        label = self._spec.trains if role == "policy" else role  # its name in metrics and checkpoints
+        tokens = settings_of(self._spec, role).micro_batch_tokens
+        group: WorkerGroup[Any] = resolve(row.group)(label, workers, tokens, self._spec.failures.hung_s)
+        if isinstance(group, TrainerGroup):
+            await group.start(self._spec.schedule.start_timeout_s)
+            for name in names:
+                self._started(name)
+        return group
 
     async def engine(self, name: str) -> Engine:
         """Starts the rollout engine of this name, also to replace one that is gone."""
@@ -229,7 +172,7 @@ class WorkerLauncher:
         """
         place, env = self._seats["policy-0"], _env(request.threads or 1, "cpu")
         timeout_s = self._spec.schedule.score_timeout_s
-        return await self._cluster.run_beside(*place, env, self._audit_judge, timeout_s, request, *tables)
+        return await self._cluster.run_beside(*place, env, resolve(_AUDIT_SCORER), timeout_s, request, *tables)
 
     async def make_room(self, name: str) -> None:
         """Reserves resources for one more worker of a role whose workers are placed one by one.
@@ -267,68 +210,21 @@ class WorkerLauncher:
         seats = [seat for seat in placement.seats if only is None or seat.role in only]
         self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}
 
-    def _names(self, role: RoleName) -> list[str]:
-        """Names of the role's workers that have a seat, in order."""
-        indices = sorted(seat.index for _, seat in self._seats.values() if seat.role == role)
-        return [f"{role}-{index}" for index in indices]
-
-    async def _trainers(self, group: type[GroupT], role: str, names: Sequence[str]) -> GroupT | None:
-        """Starts the ranks that train one model together; None where there are none.
-
-        `role` names the group in metrics and checkpoints.
-        """
-        if not names:
-            return None
-        section = self._spec.roles.trainers()[self._seats[names[0]][1].role]
-        workers = [self._spawn(name) for name in names]
-        ranks = group(role, workers, section.micro_batch_tokens, self._spec.failures.hung_s)
-        await ranks.start(self._spec.schedule.start_timeout_s)
-        for name in names:
-            self._started(name)
-        return ranks
-
-    async def _reference(self) -> ReferenceGroup | None:
-        role = self._spec.roles.reference
-        workers = await self._replicas("reference")
-        if role is None or not workers:
-            return None
-        return ReferenceGroup("reference", workers, role.micro_batch_tokens, self._spec.failures.hung_s)
-
-    async def _replicas(self, role: RoleName) -> tuple[ActorWorker[Any], ...]:
-        return tuple(await asyncio.gather(*(self.replica(name) for name in self._names(role))))
-
     def _started(self, name: str, health: WorkerHealth | None = None) -> None:
         """Records that a worker serves, and where."""
         event = "worker_replaced" if name in self._served else "worker_started"
         self._served.add(name)
-        self._report()
+        if self._progress is not None:
+            self._progress.report()
         detail = "" if health is None else f"host {health.host}, pid {health.pid}"
         self._cluster.events.record(event, worker=name, detail=detail)
 
-    async def _follow_stages(self) -> None:
-        """Says what the workers do that are still starting, until it is cancelled."""
-        while True:
-            self._stages = await self._cluster.stages(self._waiting())
-            self._report()
-            await asyncio.sleep(_STAGES_S)
-
-    def _waiting(self) -> list[str]:
-        """Names of the workers that have not started."""
-        return sorted(name for name in self._seats if name not in self._served)
-
-    def _report(self) -> None:
-        """Says which workers are still starting, and what they do."""
-        waiting = self._waiting()
-        each = [f"{name} ({self._stages[name]})" if name in self._stages else name for name in waiting[:_SHOWN]]
-        shown = ", ".join(each) + (f" and {len(waiting) - _SHOWN} more" * (len(waiting) > _SHOWN))
-        self._progress(len(self._seats) - len(waiting), len(self._seats), shown)
-
     def _spawn(self, name: str) -> ActorWorker[Any]:
         placement, seat = self._seats[name]
-        settings = self._spec.worker_settings(seat.role)
-        arguments = (*settings.args, name, *settings.extra)
-        env = _env(settings.threads, settings.device)
-        actor = ActorSpec(self._classes[settings.kind], arguments, env, settings.concurrent)
+        row, settings = row_of(self._spec, seat.role), settings_of(self._spec, seat.role)
+        worker_class = self._classes.get(row.kind) or resolve(row.worker)
+        arguments = (settings.config, name, *settings.extra)
+        actor = ActorSpec(worker_class, arguments, _env(settings.threads, settings.device), row.concurrent)
         worker = self._cluster.spawn(placement, seat, name, actor)
         self._workers[name] = worker
         return worker

@@ -8,13 +8,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import pyarrow as pa
 
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.hub.resolve import fetch
-from troupe.orchestrator.launcher import RunContext, Workers
+from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.replay.against import (
     Difference,
@@ -23,23 +22,23 @@ from troupe.orchestrator.replay.against import (
     replay_there,
     tensor_differences,
 )
-from troupe.orchestrator.replay.plan import TRAINERS, ReplayPlan, steps_of
+from troupe.orchestrator.replay.plan import ReplayPlan, steps_of
 from troupe.orchestrator.replay.repeat import Repeated, Replayer, software_changes, start_problem
 from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare_samples
 from troupe.orchestrator.replay.step_recorder import software
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.roles.table import TRAINERS
 from troupe.orchestrator.rollout_run import load_data, pool_bounds, weight_sync
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
-from troupe.orchestrator.run import Classes, RunRequest, open_run
+from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.batch import GroupOrigin, unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates, UpdateSettings
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.contract.roles import TableRef
-
-GroupT = TypeVar("GroupT")
 
 Each = Callable[[Repeated], bool]
 """Called with every step that was repeated; returns whether the replay continues."""
@@ -74,26 +73,25 @@ class ReplayOutcome:
         return not self.start_problem and all(step.equal for step in self.steps)
 
 
-def replay(request: ReplayRequest, classes: Classes, console: Console, each: Each) -> ReplayOutcome:
+def replay(request: ReplayRequest, console: Console, each: Each) -> ReplayOutcome:
     """Repeats the steps of a plan.
 
     Args:
         request: The plan, and what to find out.
-        classes: The worker classes.
         console: Shows the progress.
         each: Called with every step.
 
     Raises:
         TroupeError: The trainers do not start, or a step cannot be repeated.
     """
-    return asyncio.run(_replay(request, classes, console, each))
+    return asyncio.run(_replay(request, console, each))
 
 
-async def _replay(request: ReplayRequest, classes: Classes, console: Console, each: Each) -> ReplayOutcome:
+async def _replay(request: ReplayRequest, console: Console, each: Each) -> ReplayOutcome:
     plan, timeout_s = request.plan, request.plan.spec.schedule.train_timeout_s
     local = fetch(plan.spec, console)
     run = RunRequest(plan.spec, request.run, resume=False, address=request.address)
-    async with open_run(run, local, classes, console, frozenset(TRAINERS)) as context:
+    async with open_run(run, local, console, frozenset(TRAINERS)) as context:
         updates = _updates(plan.spec, context.workers, console)
         console.message(f"repeating {steps_of(plan.folders)} from {plan.origin}")
         if plan.checkpoint is not None:
@@ -129,7 +127,7 @@ class Comparison:
     """How large the difference is, by role, in the order of the model."""
 
 
-def compare(request: ReplayRequest, checkout: Path, classes: Classes, console: Console, each: Each) -> Comparison:
+def compare(request: ReplayRequest, checkout: Path, console: Console, each: Each) -> Comparison:
     """Repeats the steps of a plan with another checkout, then with this code until the weights differ.
 
     The size of the difference needs the other weights of that step: the other checkout repeats the steps once more.
@@ -137,7 +135,6 @@ def compare(request: ReplayRequest, checkout: Path, classes: Classes, console: C
     Args:
         request: The plan.
         checkout: Folder of the other code (`require_checkout`).
-        classes: The worker classes.
         console: Shows the progress.
         each: Called with every step that this code has repeated.
 
@@ -163,7 +160,7 @@ def compare(request: ReplayRequest, checkout: Path, classes: Classes, console: C
             found.extend([] if differs is None else [differs])
             return differs is None
 
-        done = replay(replace(request, whole=True, weights=here), classes, console, until_different).steps
+        done = replay(replace(request, whole=True, weights=here), console, until_different).steps
         if not found:
             return Comparison(len(done), None)
         (first,) = found
@@ -176,30 +173,27 @@ def compare(request: ReplayRequest, checkout: Path, classes: Classes, console: C
     return Comparison(len(done), first, tensors)
 
 
-def resample(run: Path, plan: ResamplePlan, address: str | None, classes: Classes, console: Console) -> Resampled:
+def resample(run: Path, plan: ResamplePlan, address: str | None, console: Console) -> Resampled:
     """Samples the groups of a step again, with the weights that sampled them.
 
     Args:
         run: Folder of the run.
         plan: What to sample.
         address: Ray cluster to join; None: a local one.
-        classes: The worker classes.
         console: Shows the progress.
 
     Raises:
         TroupeError: The workers do not start, or a group cannot be sampled.
     """
-    return asyncio.run(_resample(run, plan, address, classes, console))
+    return asyncio.run(_resample(run, plan, address, console))
 
 
-async def _resample(
-    run: Path, plan: ResamplePlan, address: str | None, classes: Classes, console: Console
-) -> Resampled:
+async def _resample(run: Path, plan: ResamplePlan, address: str | None, console: Console) -> Resampled:
     local, replay, timeout_s = fetch(plan.spec, console), plan.replay, plan.spec.schedule.train_timeout_s
     data = load_data(local.spec)
     request = RunRequest(plan.spec, run, resume=False, address=address)
     tables: list[pa.Table] = []
-    async with open_run(request, local, classes, console, frozenset({*TRAINERS, "rollout"})) as context:
+    async with open_run(request, local, console, frozenset({*TRAINERS, "rollout"})) as context:
         sampling = _Sampling(plan.spec, context, context.cluster.put(data.train.table))
         updates = _updates(plan.spec, context.workers, console)
         version = 0
@@ -259,13 +253,8 @@ class _Sampling:
 def _updates(spec: RunSpec, workers: Workers, console: Console) -> Updates:
     """The updates of a spec of either kind, on its trainers."""
     settings = UpdateSettings.from_spec(spec)
-    return spec.dispatch(
-        lambda _: RolloutUpdates(settings, _trainer(workers.policy), workers.critic, console),
-        lambda _: OfflineUpdates(settings, _trainer(workers.examples), console),
-    )
-
-
-def _trainer(group: GroupT | None) -> GroupT:
-    if group is None:
+    if workers.examples is not None:
+        return OfflineUpdates(settings, workers.examples, console)
+    if workers.policy is None:
         raise TroupeError("the run has no trainer: there is nothing to repeat")
-    return group
+    return RolloutUpdates(settings, workers.policy, workers.critic, console)

@@ -7,9 +7,9 @@ import json
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +23,11 @@ from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck,
 from troupe.orchestrator.data.summary import Pools, describe, named
 from troupe.orchestrator.errors import TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
-from troupe.orchestrator.launcher import RunContext, WorkerClasses, WorkerLauncher
+from troupe.orchestrator.launcher import RunContext, WorkerLauncher
 from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
+from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.rollout_run import CLOSE_TIMEOUT_S, RolloutRun, load_data, write_spec
 from troupe.orchestrator.run_lock import locked
 from troupe.orchestrator.spec.base import RunSpec
@@ -38,14 +39,11 @@ from troupe.orchestrator.training.batch import unless_stopped
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.versions import versions as describe_versions
 from troupe.orchestrator.why.observer import RunObserver
+from troupe.workers.contract.roles import Worker
 
 logger = logging.getLogger(__name__)
 
 _SAME_SIGNAL_S = 0.5
-_EVALUATION_ROLES = frozenset({"rollout", "reward", "environment", "judge"})
-"""Roles that evaluate on prompts."""
-_AUDIT_ROLES = frozenset({"rollout", "policy", "environment"})
-"""Roles that sample, and the trainer that is compared with them."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,15 @@ class RunRequest:
     out: Path
     resume: bool
     address: str | None
+    classes: Mapping[str, type[Worker]] = field(default_factory=dict)
+    """Worker classes to start instead of those of the table of roles, by its rows."""
 
 
 AUDIT = "audit.json"
 """File of a run folder with the report of the audit at its start."""
 
-Classes = Callable[[], WorkerClasses]
-"""Called after all cheap checks have passed: importing the workers takes seconds."""
 
-
-def run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
+def run(request: RunRequest, console: Console) -> RunOutcome:
     """Trains as the spec says.
 
     Raises:
@@ -74,10 +71,10 @@ def run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
     """
     request.out.mkdir(parents=True, exist_ok=True)
     with locked(request.out):
-        return _run(request, classes, console)
+        return _run(request, console)
 
 
-def _run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
+def _run(request: RunRequest, console: Console) -> RunOutcome:
     """Trains in a folder that no other run uses."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
     store.prepare()
@@ -97,14 +94,14 @@ def _run(request: RunRequest, classes: Classes, console: Console) -> RunOutcome:
     else:
         _say(console, resumption(request.out, found, request.spec, request.out / RESOLVED_SPEC).lines())
     training = request.spec.dispatch(
-        lambda spec: _train_on_rollouts(request, spec, classes, console, store, found),
-        lambda spec: _train_offline(request, spec, classes, console, store, found),
+        lambda spec: _train_on_rollouts(request, spec, console, store, found),
+        lambda spec: _train_offline(request, spec, console, store, found),
     )
     return asyncio.run(training)
 
 
 def saved_step(request: RunRequest) -> int:
-    """Step of the newest checkpoint, 0 where there is none. One that would make the run complete is verified."""
+    """Step of the newest checkpoint, 0 without one. One that would make the run complete is verified."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
     newest = max(store.steps(), default=0)
     if newest < request.spec.schedule.steps:
@@ -113,7 +110,7 @@ def saved_step(request: RunRequest) -> int:
     return found.step if found is not None else 0
 
 
-def evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[str, float]:
+def evaluate(request: RunRequest, console: Console) -> dict[str, float]:
     """Evaluates the spec's model on held-out data without training.
 
     On prompts, engines and reward workers are enough. On offline data, the trainers compute the loss of their
@@ -123,13 +120,13 @@ def evaluate(request: RunRequest, classes: Classes, console: Console) -> dict[st
         UsageError: The spec names no held-out data.
     """
     evaluation = request.spec.dispatch(
-        lambda spec: _evaluate_on_prompts(request, spec, classes, console),
-        lambda spec: _evaluate_offline(request, spec, classes, console),
+        lambda spec: _evaluate_on_prompts(request, spec, console),
+        lambda spec: _evaluate_offline(request, spec, console),
     )
     return asyncio.run(evaluation)
 
 
-def audit(request: RunRequest, classes: Classes, console: Console) -> AuditReport:
+def audit(request: RunRequest, console: Console) -> AuditReport:
     """Compares sampler and trainer with plain float32 transformers, without training.
 
     One engine and the policy are started. With `request.resume`, the policy loads the newest checkpoint in the run
@@ -139,22 +136,19 @@ def audit(request: RunRequest, classes: Classes, console: Console) -> AuditRepor
         UsageError: The spec has no rollouts, or the folder no checkpoint.
     """
 
-    def no_rollouts(_: RunSpec) -> RolloutSpec:
+    if request.spec.rollouts is None:
         raise UsageError("the run has no rollouts: there is no sampler to compare with the trainer")
-
-    spec = request.spec.dispatch(one_engine, no_rollouts)
+    spec = one_engine(request.spec.rollouts)
     found = CheckpointStore(request.out / "checkpoints", spec.checkpoint.keep).latest() if request.resume else None
     if request.resume and found is None:
         raise UsageError(f"{request.out}: there is no valid checkpoint to audit; name the spec instead")
-    return asyncio.run(_audit(replace(request, spec=spec), spec, classes, console, found))
+    return asyncio.run(_audit(replace(request, spec=spec), spec, console, found))
 
 
-async def _audit(
-    request: RunRequest, spec: RolloutSpec, classes: Classes, console: Console, found: Checkpoint | None
-) -> AuditReport:
+async def _audit(request: RunRequest, spec: RolloutSpec, console: Console, found: Checkpoint | None) -> AuditReport:
     local = fetch(spec, console)
     data = load_data(local.spec)
-    async with open_run(request, local, classes, console, _AUDIT_ROLES) as context:
+    async with open_run(request, local, console, named_roles(lambda row: row.audited)) as context:
         parts = RolloutRun(local.spec, request.out, context, data)
         try:
             await parts.start()
@@ -166,7 +160,6 @@ async def _audit(
 async def _train_on_rollouts(
     request: RunRequest,
     spec: RolloutSpec,
-    classes: Classes,
     console: Console,
     store: CheckpointStore,
     found: Checkpoint | None,
@@ -180,7 +173,7 @@ async def _train_on_rollouts(
             require_same_rows("data.train", state["prompts"], data.train.digest)
             if data.texts is not None:
                 require_same_rows("data.ptx", state.get("texts", {}), data.texts.digest)
-    async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
+    async with open_run(request, local, console, resume_at=_done(found)) as context:
         parts = RolloutRun(spec, request.out, context, data)
         if context.observer is not None:
             context.observer.queues = parts.queues
@@ -203,7 +196,6 @@ async def _train_on_rollouts(
 async def _train_offline(
     request: RunRequest,
     spec: OfflineSpec,
-    classes: Classes,
     console: Console,
     store: CheckpointStore,
     found: Checkpoint | None,
@@ -214,22 +206,20 @@ async def _train_offline(
     if found is not None:
         with found.restoring():
             require_same_rows("data.train", found.state["source"], examples[0].digest)
-    async with open_run(request, local, classes, console, resume_at=_done(found)) as context:
+    async with open_run(request, local, console, resume_at=_done(found)) as context:
         controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
         if found is not None:  # the resume stands
             write_spec(spec, request.out / RESOLVED_SPEC)
         return await controller.run()
 
 
-async def _evaluate_on_prompts(
-    request: RunRequest, spec: RolloutSpec, classes: Classes, console: Console
-) -> dict[str, float]:
+async def _evaluate_on_prompts(request: RunRequest, spec: RolloutSpec, console: Console) -> dict[str, float]:
     if spec.evaluation is None:
         raise UsageError("the spec has no evaluation section: there is nothing to evaluate on")
     local = fetch(spec, console)
     data = load_data(local.spec)
     _say(console, describe(data.pools))
-    async with open_run(request, local, classes, console, _EVALUATION_ROLES) as context:
+    async with open_run(request, local, console, named_roles(lambda row: row.evaluates)) as context:
         parts = RolloutRun(spec, request.out, context, data)
         evaluator = parts.evaluator()
         if evaluator is None:
@@ -242,15 +232,13 @@ async def _evaluate_on_prompts(
             await parts.close()
 
 
-async def _evaluate_offline(
-    request: RunRequest, spec: OfflineSpec, classes: Classes, console: Console
-) -> dict[str, float]:
+async def _evaluate_offline(request: RunRequest, spec: OfflineSpec, console: Console) -> dict[str, float]:
     local = fetch(spec, console)
     examples, held_out = load_examples(local.spec) if spec.data.eval is not None else (None, None)
     if examples is None or held_out is None:
         raise UsageError("the spec has no data.eval: there are no held-out examples to evaluate on")
     _say(console, describe(named(examples, held_out)))
-    async with open_run(request, local, classes, console) as context:
+    async with open_run(request, local, console) as context:
         evaluator = await unless_stopped(context.stop, OfflineRun(spec, request.out, context).evaluator(held_out))
         running = evaluator.run(0, lambda done, total: console.phase("evaluate", done, total))
         return await unless_stopped(context.stop, running)
@@ -289,7 +277,6 @@ def _say(console: Console, lines: Sequence[str]) -> None:
 async def open_run(
     request: RunRequest,
     local: LocalFiles[RunSpec],
-    classes: Classes,
     console: Console,
     roles: frozenset[str] | None = None,
     resume_at: int | None = None,
@@ -308,7 +295,7 @@ async def open_run(
     observer = None if resume_at is None else RunObserver(request.out, request.spec.name, console, cluster)
     try:
         with _interrupts(cluster, stop), recorded_failure(cluster.events):
-            launcher = WorkerLauncher(local.spec, cluster, classes(), local.snapshots)
+            launcher = WorkerLauncher(local.spec, cluster, local.snapshots, request.classes)
             started = [size for size in role_sizes(request.spec) if roles is None or size.role in roles]
             console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
             with nullcontext() if observer is None else observer.reporting():

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from troupe.orchestrator.roles import table
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("orchestrator", "workers")
 """Folders of the checkout, and packages of `troupe`. The rules below name modules without `troupe.`."""
@@ -21,7 +23,8 @@ PURE = (
     *("workers.contract", "workers.algorithms", "workers.models.token_batch"),
     *("workers.telemetry", "workers.isolation.probe"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
-    *("orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff", "orchestrator.telemetry"),
+    *("orchestrator.roles", "orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
+    "orchestrator.telemetry",
     *("orchestrator.doctor.machine", "orchestrator.doctor.checks", "orchestrator.doctor.needs"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     *(f"orchestrator.doctor.{name}" for name in ("software", "graphics", "resources", "network")),
@@ -37,7 +40,8 @@ ROOTS = tuple(
         "offline_run",
         "replay_run",
         "launcher",
-        "worker_classes",
+        "start_progress",
+        "started_workers",
         "commands",
         "supervisor",
         "cli",
@@ -45,14 +49,9 @@ ROOTS = tuple(
 )
 """Layer 3. All other modules of orchestrator/ are services, layer 2."""
 
-NAMES_WORKERS = ("orchestrator.worker_classes",)
-"""The classes of the roles."""
 CREATES_MODELS = "orchestrator.starter.demo_models"
 """Writes the models of the examples with transformers, in a process of its own."""
-ROLES = {
-    f"workers.{name}"
-    for name in ("rollout", "policy", "critic", "reference", "reward", "environment", "judge", "offline")
-}
+ROLES = {row.worker.partition(":")[0].removeprefix("troupe.") for row in table.ROLES.values()}
 BUILT_ON = {"workers.judge": {"workers.rollout"}}
 """Roles whose worker is another one, with more around it."""
 
@@ -160,7 +159,7 @@ def report(violations: list[str]) -> None:
 
 def test_all_modules_named_in_the_rules_exist() -> None:
     owners = [place for places in OWNERS.values() for place in places]
-    named = {*PURE, *ROOTS, *ROLES, *TENSORS_IN_PURE, *NAMES_WORKERS, *owners}
+    named = {*PURE, *ROOTS, *ROLES, *TENSORS_IN_PURE, *owners}
     assert named - {module.name for module in modules()} == set()
 
 
@@ -196,10 +195,10 @@ def test_workers_import_neither_orchestrator_nor_ray_nor_another_role() -> None:
 def test_orchestrator_imports_only_pure_modules_of_workers() -> None:
     violations: list[str] = []
     for module in modules():
-        if not belongs_to(module.name, "orchestrator") or module.name in NAMES_WORKERS:
+        if not belongs_to(module.name, "orchestrator"):
             continue
         violations += [
-            f"{found.where}: {module.name} imports {found.target}; only the roots name worker classes"
+            f"{found.where}: {module.name} imports {found.target}; roles are named by their path"
             for found in imports(module)
             if belongs_to(found.target, "workers") and layer(found.target) != 0
         ]
@@ -322,7 +321,8 @@ def test_importing_the_command_imports_no_heavy_library(module: str) -> None:
 def test_importing_the_worker_classes_imports_no_model_library() -> None:
     """The driver imports them before Ray starts; model libraries are imported when a model is loaded."""
     model_libraries = {"transformers", "vllm", "deepspeed", "datasets", "pandas"}
-    statement = "from troupe.orchestrator.worker_classes import worker_classes; worker_classes()"
+    imported = "from troupe.orchestrator.roles.table import ROLES, resolve"
+    statement = f"{imported}; [resolve(row.worker) for row in ROLES.values()]"
     code = f"import sys; {statement}; print(*sorted({model_libraries!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr

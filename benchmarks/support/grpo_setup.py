@@ -127,7 +127,6 @@ def take_steps(
         TroupeError: The product's run failed.
     """
     # Imported here because engine processes import this module, and they do not need Ray.
-    from benchmarks.support.rollout_setup import CLASSES
     from troupe.orchestrator.run import RunRequest, run
 
     with ExitStack() as stack:
@@ -146,7 +145,7 @@ def take_steps(
         for other in others.values():
             other.send("ready")
         console = AlternatingConsole(others, work, enough)
-        run(RunRequest(spec, folder / "run", False, None), lambda: CLASSES, console)
+        run(RunRequest(spec, folder / "run", False, None), console)
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         metrics: list[dict[str, float]] = [json.loads(line) for line in lines]
         sampled = [trajectory(folder / "run" / "trajectories" / f"step-{n + 1:06d}.parquet") for n in range(len(lines))]

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.processes import Meter
-from benchmarks.support.rollout_setup import CLASSES, Unscored
+from benchmarks.support.rollout_setup import Unscored
 from benchmarks.support.timing import Parts
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
@@ -107,7 +107,7 @@ class PPOSetup:
         store.prepare()
         data = load_data(spec)
         console = Console(io.StringIO())
-        async with open_run(RunRequest(spec, out, False, None), LocalFiles(spec), lambda: CLASSES, console) as context:
+        async with open_run(RunRequest(spec, out, False, None), LocalFiles(spec), console) as context:
             run = RolloutRun(spec, out, context, data)
             try:
                 controller = await run.controller(store, None)

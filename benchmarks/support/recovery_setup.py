@@ -15,7 +15,6 @@ import pyarrow as pa
 from benchmarks.support.harness import Turn
 from benchmarks.support.processes import SurvivorMeter
 from benchmarks.support.rollout_setup import (
-    CLASSES,
     CLOSE_TIMEOUT_S,
     Unscored,
     prompt_picks,
@@ -96,7 +95,7 @@ class RecoverySetup:
         """
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         try:
-            launcher = WorkerLauncher(spec, cluster, replace(CLASSES, policy=MeasuredPolicy))
+            launcher = WorkerLauncher(spec, cluster, classes={"policy": MeasuredPolicy})
             workers = await launcher.open(frozenset({"rollout", "policy", "reward"}))
             if workers.policy is None:
                 raise RuntimeError("the spec has no policy")

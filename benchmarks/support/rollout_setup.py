@@ -25,11 +25,9 @@ from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSet
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.worker_classes import worker_classes
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
 from troupe.workers.rollout import RolloutWorker
 
-CLASSES = worker_classes()
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -87,7 +85,7 @@ class RolloutSetup:
         """
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         try:
-            launcher = WorkerLauncher(spec, cluster, replace(CLASSES, rollout=rollout))
+            launcher = WorkerLauncher(spec, cluster, classes={"rollout": rollout})
             workers = await launcher.open(frozenset({"rollout", "reward"}))
             bounds = pool_bounds(spec)
             bounds = replace(bounds, max_load=max_load or bounds.max_load)

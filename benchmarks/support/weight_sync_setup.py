@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -24,14 +23,13 @@ from troupe.orchestrator.rollout_run import pool_bounds, weight_sync
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.worker_classes import worker_classes
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import Reply, TableRef
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CLASSES = replace(worker_classes(), rollout=MeasuredRollout, policy=MeasuredPolicy)
+_CLASSES = {"rollout": MeasuredRollout, "policy": MeasuredPolicy}
 _TIMEOUT_S = 300.0
 
 
@@ -57,7 +55,7 @@ class WeightSyncSetup:
         """Start a cluster with the policy and the engines of `spec`, and end it on exit."""
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         try:
-            launcher = WorkerLauncher(spec, cluster, _CLASSES)
+            launcher = WorkerLauncher(spec, cluster, classes=_CLASSES)
             workers = await launcher.open(frozenset({"rollout", "policy"}))
             if workers.policy is None:
                 raise RuntimeError("the spec has no policy")

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.remedies import Misfit
-from troupe.orchestrator.capacity.spec_memory import Seated, Sizes, step_batch, worker_memory
-from troupe.orchestrator.capacity.worker_memory import GIB, MIB, WIDTHS, Cache, Part, WorkerMemory
 from troupe.orchestrator.model_facts.families import undivided
+from troupe.orchestrator.roles.memory import Seated, Sizes
+from troupe.orchestrator.roles.table import named, row_of, settings_of
+from troupe.orchestrator.roles.worker_memory import GIB, MIB, WIDTHS, Cache, Part, WorkerMemory
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.workers.contract.config import ModelConfig
 
 HEADROOM = 0.1
 """Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""
@@ -72,7 +71,7 @@ def memory_plan(spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], s
     caches: dict[str, Cache] = {}
     for seat in seats:
         gpu = by_name[seat.node].gpu_memory if seat.node in by_name else 0
-        workers[seat.worker], cache = worker_memory(spec, seat, gpu, sizes)
+        workers[seat.worker], cache = row_of(spec, seat.role).memory(spec, seat, gpu, sizes)
         if cache is not None:
             caches[seat.worker] = cache
     node_memories = tuple(_of_node(spec, number, node, seats, workers, sizes) for number, node in enumerate(nodes))
@@ -114,15 +113,11 @@ def _of_node(
     parts = [Part(role, count) for role, count in by_role.items() if count]
     size = sizes.of(spec.model)
     maps_file = any(seat.role == "rollout" or seat.worker == "policy-0" for seat in here)
-    if maps_file and size is not None and spec.dispatch(_has_weight_file, lambda _: False):
+    if maps_file and size is not None and spec.has_weight_file:
         parts.append(Part("weight file", WIDTHS[spec.model.dtype] * size.parameters))
     if number == 0:
-        parts += [Part("batch", step_batch(spec)), Part("ray", RAY_PROCESSES)]
+        parts += [Part("batch", spec.batch_bytes), Part("ray", RAY_PROCESSES)]
     return NodeMemory(node.name, tuple(parts), node.memory)
-
-
-def _has_weight_file(spec: RolloutSpec) -> bool:
-    return spec.resolved_backend() == "shm"
 
 
 def gib(count: int) -> str:
@@ -131,17 +126,14 @@ def gib(count: int) -> str:
 
 
 def _undivided_engines(spec: RunSpec, sizes: Sizes) -> Iterator[Misfit]:
-    for role, (model, ranks) in spec.dispatch(_engines, lambda _: {}).items():
-        size = sizes.of(model, packed=role == "judge")
+    for role in spec.roles.present():
+        row = row_of(spec, role)
+        if not row.engine:
+            continue
+        config = settings_of(spec, role).config
+        size, ranks = sizes.of(config.model, packed=row.quantized), config.engine.tensor_parallel_size
         if ranks > 1 and size is not None and (why := undivided(size, ranks)):
             yield Misfit("parallel", role, (role,), f"roles.{role}.tensor_parallel_size: {ranks} {why}")
-
-
-def _engines(spec: RolloutSpec) -> dict[str, tuple[ModelConfig, int]]:
-    """Model and tensor parallel size of every role whose workers are engines."""
-    judge = spec.roles.judge
-    engines = {"rollout": (spec.model, spec.roles.rollout.tensor_parallel_size)}
-    return engines if judge is None else engines | {"judge": (judge.model, judge.tensor_parallel_size)}
 
 
 def _engines_without_cache(
@@ -207,7 +199,7 @@ def _nearly_full_gpus(shared: Sequence[_SharedGpu]) -> Iterator[str]:
     alike: dict[tuple[tuple[str, ...], int, int], list[_SharedGpu]] = {}
     for use in shared:
         roles = tuple(seat.role for seat in use.needs)
-        if use.total <= use.capacity < use.total / (1 - HEADROOM) and {*roles} - {"rollout", "judge"}:
+        if use.total <= use.capacity < use.total / (1 - HEADROOM) and {*roles} - named(lambda row: row.engine):
             alike.setdefault((roles, use.total, use.capacity), []).append(use)
     for (_, total, capacity), uses in alike.items():
         more = f" (and {len(uses) - 1} more)" if len(uses) > 1 else ""

@@ -13,9 +13,9 @@ from typing import Any
 from troupe.orchestrator.capacity.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.capacity.placement import GPU_GIB, Node, Placement, demand, fit, place, role_sizes, room
 from troupe.orchestrator.capacity.remedies import Misfit, Remedy, describe, remedies
-from troupe.orchestrator.capacity.spec_memory import Seated, Sizes
-from troupe.orchestrator.capacity.worker_memory import GIB, Part
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.roles.memory import Seated, Sizes
+from troupe.orchestrator.roles.worker_memory import GIB, Part
 from troupe.orchestrator.spec.load import RunSpec
 
 _MOST_GIB = 1_000_000

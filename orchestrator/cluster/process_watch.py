@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, NodeReport, inspect_node
 from troupe.orchestrator.processes.proc import StoppedProcesses, kill_tree, last_error_line, out_of_memory_kills
+from troupe.orchestrator.roles.table import named
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 from troupe.workers.telemetry.start_stages import read_stages
@@ -38,8 +39,8 @@ _ROUND_S = 10.0
 """Longest time until a node's actor answers. The next round includes workers started meanwhile."""
 _ANSWER_S = 60.0
 """Time beyond a round in which the actor must answer. Ray finds lost nodes itself."""
-_WITH_DESCENDANTS = ("rollout", "judge")
-"""Roles whose worker cannot serve when a process that it started is stopped: vLLM's engine."""
+_WITH_DESCENDANTS = named(lambda row: row.engine)
+"""Roles whose worker cannot serve when a process that it started is stopped."""
 _FETCH_S = 1.0
 """Longest wait for what a node has answered."""
 

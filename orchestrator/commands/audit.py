@@ -35,7 +35,6 @@ def audit(
     from troupe.orchestrator.spec.hub import uses_hub
     from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
     from troupe.orchestrator.spec.stages import plan_runs, read_document
-    from troupe.orchestrator.worker_classes import worker_classes
 
     is_run = target.is_dir()
     runs = plan_runs(read_document(target / RESOLVED_SPEC if is_run else target, set_), target if is_run else None)
@@ -50,7 +49,7 @@ def audit(
         planned = pin_run(planned, resume=is_run)
     console = Console(sys.stderr)  # standard output holds the report only
     try:
-        report = audit_run(RunRequest(planned.spec, planned.out, is_run, address), worker_classes, console)
+        report = audit_run(RunRequest(planned.spec, planned.out, is_run, address), console)
     finally:
         console.close()
     typer.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))

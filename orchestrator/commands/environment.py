@@ -34,8 +34,9 @@ def check(
     for one in planned:
         # A stage's model may not be trained yet; its tokenizer is that of the first stage.
         model = one.model if Path(one.model.path).is_dir() else planned[0].model
-        one.dispatch(lambda loaded, model=model: _check(loaded, model, say, episodes), lambda _: None)
-    if not any(one.dispatch(lambda loaded: loaded.roles.environment is not None, lambda _: False) for one in planned):
+        if one.rollouts is not None:
+            _check(one.rollouts, model, say, episodes)
+    if not any("environment" in one.roles.present() for one in planned):
         raise UsageError(f"{spec}: there is no roles.environment to check")
 
 

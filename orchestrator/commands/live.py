@@ -48,7 +48,7 @@ def apply(
     from troupe.orchestrator.live.control import ask
     from troupe.orchestrator.live.diff import compare
 
-    wanted: RolloutSpec | None = runs[0].spec.dispatch(lambda rollout: rollout, lambda offline: None)
+    wanted: RolloutSpec | None = runs[0].spec.rollouts
     if runs[0].stage or wanted is None:
         exit_with(f"{spec}: only a run with rollouts and without stages can change while it is active", USER_ERROR)
     comparison = compare(runs[0].out, wanted)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, UnknownModel, gib
 from troupe.orchestrator.capacity.plan import Plan
-from troupe.orchestrator.capacity.worker_memory import Part, Where, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import Part, Where, WorkerMemory
 
 COLUMNS = {
     "weights": ("weights",),

@@ -55,9 +55,8 @@ def replay(
 def _replay(run: Path, step: int, address: str | None) -> None:
     from troupe.orchestrator.replay_run import replay as replay_run
     from troupe.orchestrator.reporting.console import Console
-    from troupe.orchestrator.worker_classes import worker_classes
 
-    outcome = replay_run(_request(run, step, address), worker_classes, Console(sys.stderr), _show)
+    outcome = replay_run(_request(run, step, address), Console(sys.stderr), _show)
     if not outcome.equal:
         _explain(outcome)
         sys.exit(FAILURE)
@@ -68,14 +67,13 @@ def _compare(run: Path, step: int, against: Path, address: str | None) -> None:
     from troupe.orchestrator.replay.against import require_checkout
     from troupe.orchestrator.replay_run import compare
     from troupe.orchestrator.reporting.console import Console
-    from troupe.orchestrator.worker_classes import worker_classes
 
     for given, remedy in ((address, "drop --address"), (os.environ.get("RAY_ADDRESS"), "unset RAY_ADDRESS")):
         if given:
             words = "--against starts its own Ray: the workers of a cluster have the code of the cluster"
             raise UsageError(f"{words}; {remedy}")
     request = _request(run, step, None)
-    found = compare(request, require_checkout(against), worker_classes, Console(sys.stderr), _show)
+    found = compare(request, require_checkout(against), Console(sys.stderr), _show)
     for line in _differences(found, against):
         typer.echo(line)
     if found.difference is not None:
@@ -89,10 +87,9 @@ def _for_another(run: Path, step: int, result: Path, weights: Path | None) -> No
     from troupe.orchestrator.replay.against import write_result
     from troupe.orchestrator.replay_run import replay as replay_run
     from troupe.orchestrator.reporting.console import Console
-    from troupe.orchestrator.worker_classes import worker_classes
 
     request = replace(_request(run, step, None), whole=True, weights=weights)
-    outcome = replay_run(request, worker_classes, Console(sys.stderr), lambda repeated: repeated.step < step)
+    outcome = replay_run(request, Console(sys.stderr), lambda repeated: repeated.step < step)
     write_result(result, outcome.steps)
 
 
@@ -100,10 +97,9 @@ def _resample(run: Path, step: int, address: str | None) -> None:
     from troupe.orchestrator.replay.resample import plan_resample
     from troupe.orchestrator.replay_run import resample as resample_run
     from troupe.orchestrator.reporting.console import Console
-    from troupe.orchestrator.worker_classes import worker_classes
 
     plan = plan_resample(run, step)
-    found = resample_run(run, plan, address, worker_classes, Console(sys.stderr))
+    found = resample_run(run, plan, address, Console(sys.stderr))
     for line in found.lines():
         typer.echo(line)
     if not found.equal:

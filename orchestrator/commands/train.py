@@ -63,10 +63,9 @@ def evaluate(
     from troupe.orchestrator.reporting.console import Console
     from troupe.orchestrator.run import RunRequest
     from troupe.orchestrator.run import evaluate as evaluate_spec
-    from troupe.orchestrator.worker_classes import worker_classes
 
     console = Console(sys.stderr)  # standard output holds the result only
-    metrics = evaluate_spec(RunRequest(loaded, loaded.run_folder, False, address), worker_classes, console)
+    metrics = evaluate_spec(RunRequest(loaded, loaded.run_folder, False, address), console)
     typer.echo(json.dumps(metrics, indent=2))
 
 
@@ -74,7 +73,6 @@ def train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None
     """Train every run of a file that is not complete yet."""
     from troupe.orchestrator.reporting.console import Console
     from troupe.orchestrator.run import run as run_spec
-    from troupe.orchestrator.worker_classes import worker_classes
 
     requests = [(planned, _request(planned, resume, address)) for planned in runs]
     read_data([planned for planned, request in requests if request is not None][1:])  # the first run reads its own
@@ -86,7 +84,7 @@ def train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None
         console = Console()
         console.start(planned.spec.name, planned.spec.schedule.steps)
         try:
-            outcome = run_spec(request, worker_classes, console)
+            outcome = run_spec(request, console)
             console.finish(outcome.summary(request.out))
         finally:
             console.close()

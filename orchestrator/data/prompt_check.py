@@ -9,10 +9,8 @@ from pathlib import Path
 
 from troupe.orchestrator.data.prompts import Pool
 from troupe.orchestrator.data.summary import Pools
-from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import Finding
-from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.isolation.probe import ProbeFailed, ask
 
 PROMPTS = 100
@@ -24,15 +22,6 @@ _COUNT_S = 20.0
 _ENTRY = "troupe.workers.data.prompt_probe:measure"
 _TIMEOUT_S = 120.0
 _LONGEST = 1 << 31
-
-
-@dataclass(frozen=True)
-class _Room:
-    """Tokens that a prompt may have."""
-
-    tokens: int
-    field: str
-    words: str
 
 
 @dataclass(frozen=True)
@@ -67,11 +56,10 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
     except ProbeFailed as error:
         return PromptCheck((("model.path", error.raised or str(error)),))
     template = "model.path" if spec.model.chat_template is None else "model.chat_template"
-    room = spec.dispatch(_room_of_rollouts, _room_of_examples)
     found = {}
     for name, prompts in messages.items():
         own = list(islice(replies, len(prompts)))
-        found[name] = classify(name, own, template, room, _first(pools[name], "origin", most))
+        found[name] = classify(name, own, template, spec.prompt_room, _first(pools[name], "origin", most))
     checks = [found[name] for name in ("train", "eval") if name in found]
     problems: dict[str, str] = {}
     for path, problem in (finding for check in checks for finding in check.problems):
@@ -88,7 +76,7 @@ def _first(pool: Pool, column: str, most: int) -> list[str]:
 
 
 def classify(
-    name: str, replies: Sequence[int | str], template: str, room: _Room, origins: Sequence[str]
+    name: str, replies: Sequence[int | str], template: str, room: PromptRoom, origins: Sequence[str]
 ) -> PromptCheck:
     """What the lengths of prompts (or why they have none) mean: a problem if it is so for all, else a line.
 
@@ -112,14 +100,3 @@ def classify(
     lines = [f"{len(refused)} of {count} are not rendered: {': '.join(refused[0])}"] if refused else []
     lines += [f"{len(long)} of {count} have {too_long}; such prompts are dropped"] if long else []
     return PromptCheck((), tuple(lines), {name: len(long) + len(refused)})
-
-
-def _room_of_rollouts(spec: RolloutSpec) -> _Room:
-    longest, response = spec.roles.rollout.max_model_len, spec.sampling.max_tokens
-    words = f"roles.rollout.max_model_len {longest} leaves beside sampling.max_tokens {response}"
-    return _Room(longest - response, "roles.rollout.max_model_len", words)
-
-
-def _room_of_examples(spec: OfflineSpec) -> _Room:
-    words = f"data.max_length {spec.data.max_length} leaves beside a response of one token"
-    return _Room(spec.data.max_length - 1, "data.max_length", words)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from troupe.orchestrator.capacity.placement import Node
-from troupe.orchestrator.capacity.spec_memory import Sizes
 from troupe.orchestrator.capacity.stages import plan_stages
-from troupe.orchestrator.capacity.worker_memory import WIDTHS
 from troupe.orchestrator.doctor.machine import Needs
+from troupe.orchestrator.roles.memory import Sizes
+from troupe.orchestrator.roles.worker_memory import WIDTHS
 from troupe.orchestrator.spec.stages import PlannedRun
 
 _ONE_NODE = Node("this machine", 1e6, 1e6)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, plan
-from troupe.orchestrator.capacity.spec_memory import Sizes
-from troupe.orchestrator.capacity.worker_memory import GIB
 from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.roles.memory import Sizes
+from troupe.orchestrator.roles.worker_memory import GIB
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import PlannedRun
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.live.diff import field_changes
 from troupe.orchestrator.replay.step_record import REPLAY, KeptFolder, read_step, read_steps
+from troupe.orchestrator.roles.table import TRAINERS, row_of, settings_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import Located
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.training.updates import UpdateSettings
-
-TRAINERS: tuple[RoleName, ...] = ("policy", "critic")
 
 
 @dataclass(frozen=True)
@@ -114,11 +113,11 @@ def _training(spec: RunSpec) -> tuple[object, ...]:
 
 def _trained_by(spec: RunSpec, role: RoleName) -> tuple[object, ...]:
     """What the updates of a role depend on. A constant learning rate does not depend on the length of the run."""
-    settings = spec.worker_settings(role)
-    config, *rest = settings.args
+    settings = settings_of(spec, role)
+    config = settings.config
     if spec.roles.trainers()[role].schedule == "constant":
         config = config.model_copy(update={"total_updates": 0})
-    return settings.kind, config, *rest, settings.threads
+    return row_of(spec, role).kind, config, settings.threads
 
 
 def steps_of(folders: Sequence[KeptFolder]) -> str:

@@ -86,7 +86,7 @@ def plan_resample(run: Path, step: int) -> ResamplePlan:
         UsageError: The step has no groups that can be sampled again, or a step that is needed is not kept.
     """
     folder = read_step(run / REPLAY, step)
-    spec: RolloutSpec | None = spec_of(folder).dispatch(lambda rollout: rollout, lambda offline: None)
+    spec: RolloutSpec | None = spec_of(folder).rollouts
     if spec is None:
         raise UsageError(f"step {step} was trained on offline data: it has no samples")
     if spec.roles.environment is not None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from troupe.orchestrator.roles.table import TRAINERS
 from troupe.orchestrator.telemetry.timeline import DRIVER
 
 ENGINES = ("rollout",)
 """Roles whose time is R: they generate."""
-TRAINERS = ("policy", "critic")
 """Roles whose time is T: they train."""
 
 Interval = tuple[float, float]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -27,27 +26,17 @@ from troupe.orchestrator.spec.sections import (
 )
 from troupe.workers.contract.config import Device, Frozen, ModelConfig, ReferenceConfig
 
-WorkerKind = Literal[
-    "rollout", "policy", "critic", "reference", "reward", "environment", "judge", "example_policy", "reward_trainer"
-]
-"""The worker classes that a spec can ask for."""
-
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class WorkerSettings:
-    """How the workers of one role are started."""
+class PromptRoom(NamedTuple):
+    """Tokens that a prompt may have."""
 
-    kind: WorkerKind
-    args: tuple[Any, ...]
-    """Constructor arguments before the worker's name."""
-    threads: int
-    device: Device
-    extra: tuple[Any, ...] = ()
-    """Constructor arguments after the worker's name."""
-    concurrent: bool = False
-    """Whether the worker runs several calls at once."""
+    tokens: int
+    field: str
+    """The field that sets the limit."""
+    words: str
+    """The limit as the subject of a relative clause: "more than the N tokens that WORDS"."""
 
 
 class Algorithm(Protocol):
@@ -107,6 +96,16 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         """
 
     @property
+    def rollouts(self) -> Any:
+        """The spec itself if it is a `RolloutSpec`; None if it trains on offline data."""
+        return None
+
+    @property
+    @abstractmethod
+    def prompt_room(self) -> PromptRoom:
+        """Tokens that a prompt may have."""
+
+    @property
     @abstractmethod
     def trains(self) -> Trains:
         """What kind of model the run writes."""
@@ -121,17 +120,25 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def batch_description(self) -> str:
         """Size of a step's batch, in words: `128 samples`."""
 
+    @property
     @abstractmethod
-    def worker_settings(self, role: RoleName) -> WorkerSettings:
-        """How each worker of a role is started.
+    def trainer(self) -> str:
+        """Row of the table of roles for the workers that train the model."""
 
-        Raises:
-            KeyError: The spec has no workers of this role.
-        """
-
+    @property
     @abstractmethod
+    def batch_bytes(self) -> int:
+        """Most bytes of the object store that the tables of one step take, with those of steps in progress beside."""
+
+    @property
+    def has_weight_file(self) -> bool:
+        """Whether new weights reach the engines in a file in shared memory."""
+        return False
+
     def models(self) -> dict[str, ModelConfig]:
         """The models that the spec names, by the dotted path of their section; the trained one first."""
+        sections = {f"roles.{name}.model": getattr(role, "model", None) for name, role in self.roles.present().items()}
+        return {"model": self.model} | {path: model for path, model in sections.items() if model is not None}
 
     @abstractmethod
     def sequence_lengths(self) -> dict[str, int]:
@@ -214,14 +221,3 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             temperature=self.scoring_temperature,
             device=role.device,
         )
-
-    def reference_settings(self) -> WorkerSettings:
-        """How each reference worker is started.
-
-        Raises:
-            KeyError: The spec has no reference workers.
-        """
-        config = self.reference_config()
-        if config is None:
-            raise KeyError("reference")
-        return WorkerSettings("reference", (config,), config.threads, config.device)

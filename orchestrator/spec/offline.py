@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from troupe.orchestrator.algorithms.offline import DataFormat, OfflineAlgorithm, OfflineAlgorithmConfig, Trains
-from troupe.orchestrator.spec.base import RunSpec, WorkerSettings
+from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import DataSource
 from troupe.orchestrator.spec.sections import (
     BaseEvaluation,
@@ -25,34 +25,22 @@ from troupe.orchestrator.spec.sections import (
     ParquetFile,
     PromptText,
     ReferenceRole,
-    RoleName,
-    RoleResources,
+    Roles,
     TrainerRole,
 )
-from troupe.workers.contract.config import Device, Frozen, ModelConfig, TrainerConfig
+from troupe.workers.contract.config import Device, Frozen, TrainerConfig
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineConfig
 
 T = TypeVar("T")
 
 
-class OfflineRoles(Frozen):
+class OfflineRoles(Roles):
     """The worker roles."""
 
     policy: TrainerRole
     """Workers that train the model (the reward model too, where that is what is trained)."""
     reference: ReferenceRole | None = None
     """The frozen reference; needed by dpo, ipo and kto."""
-
-    def present(self) -> dict[RoleName, RoleResources]:
-        """The roles this spec has, by name."""
-        roles: dict[RoleName, RoleResources] = {"policy": self.policy}
-        if self.reference is not None:
-            roles["reference"] = self.reference
-        return roles
-
-    def trainers(self) -> dict[RoleName, TrainerRole]:
-        """The roles that train, by name."""
-        return {"policy": self.policy}
 
 
 class OfflineSchedule(BaseSchedule):
@@ -205,6 +193,22 @@ class OfflineSpec(RunSpec, frozen=True):
         return self.row.trains
 
     @property
+    def prompt_room(self) -> PromptRoom:
+        """See `RunSpec.prompt_room`."""
+        words = f"data.max_length {self.data.max_length} leaves beside a response of one token"
+        return PromptRoom(self.data.max_length - 1, "data.max_length", words)
+
+    @property
+    def trainer(self) -> str:
+        """See `RunSpec.trainer`."""
+        return "reward_trainer" if self.trains == "reward_model" else "example_policy"
+
+    @property
+    def batch_bytes(self) -> int:
+        """See `RunSpec.batch_bytes`: ids, masks and log-probs of at most two answers, pair by pair (EXAMPLE_BATCH)."""
+        return 2 * self.schedule.examples_per_step * self.data.max_length * 16
+
+    @property
     def batch_description(self) -> str:
         """Size of a step's batch, in words."""
         return f"{self.schedule.examples_per_step} examples"
@@ -213,26 +217,6 @@ class OfflineSpec(RunSpec, frozen=True):
     def scoring_temperature(self) -> float:
         """Temperature that the reference divides its logits by: 1, since nothing is sampled."""
         return 1.0
-
-    def worker_settings(self, role: RoleName) -> WorkerSettings:
-        """How each worker of a role is started.
-
-        Raises:
-            KeyError: The spec has no workers of this role.
-        """
-        if role == "reference":
-            return self.reference_settings()
-        if role != "policy":
-            raise KeyError(role)
-        config = self.trainer_config()
-        kind = "reward_trainer" if self.trains == "reward_model" else "example_policy"
-        return WorkerSettings(kind, (config,), config.trainer.threads, config.device)
-
-    def models(self) -> dict[str, ModelConfig]:
-        """The models that the spec names, by the dotted path of their section; the trained one first."""
-        reference = self.roles.reference
-        own = {} if reference is None or reference.model is None else {"roles.reference.model": reference.model}
-        return {"model": self.model, **own}
 
     def sequence_lengths(self) -> dict[str, int]:
         """Every limit on the length of a sequence in tokens, by the dotted path of its field."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.spec import preflight
-from troupe.orchestrator.spec.base import RunSpec, WorkerSettings
+from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
     AuditConfig,
@@ -22,7 +22,6 @@ from troupe.orchestrator.spec.sections import (
     EvaluationConfig,
     FailureConfig,
     OutputConfig,
-    RoleName,
     RolesConfig,
     ScheduleConfig,
     WeightSyncConfig,
@@ -258,6 +257,41 @@ class RolloutSpec(RunSpec, frozen=True):
         return "policy"
 
     @property
+    def rollouts(self) -> RolloutSpec:
+        """See `RunSpec.rollouts`."""
+        return self
+
+    @property
+    def prompt_room(self) -> PromptRoom:
+        """See `RunSpec.prompt_room`."""
+        longest, response = self.roles.rollout.max_model_len, self.sampling.max_tokens
+        words = f"roles.rollout.max_model_len {longest} leaves beside sampling.max_tokens {response}"
+        return PromptRoom(longest - response, "roles.rollout.max_model_len", words)
+
+    @property
+    def trainer(self) -> str:
+        """See `RunSpec.trainer`."""
+        return "policy"
+
+    @property
+    def batch_bytes(self) -> int:
+        """See `RunSpec.batch_bytes`; with every prompt and response at its longest.
+
+        ROLLOUTS hold ids, text (about 4 bytes per token), log-probs and masks, once for every step in progress; the
+        scores (old, reference, values) and TRAIN exist once (`workers/contract/messages.py`).
+        """
+        response = self.sampling.max_tokens
+        prompt = max(1, self.roles.rollout.max_model_len - response)
+        rollouts = self.samples_per_step * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8))
+        train = self.samples_per_step * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4))
+        return int(rollouts * (1 + self.schedule.max_staleness) + train)
+
+    @property
+    def has_weight_file(self) -> bool:
+        """See `RunSpec.has_weight_file`."""
+        return self.resolved_backend() == "shm"
+
+    @property
     def batch_description(self) -> str:
         """Size of a step's batch, in words."""
         return f"{self.samples_per_step} samples"
@@ -266,50 +300,6 @@ class RolloutSpec(RunSpec, frozen=True):
     def scoring_temperature(self) -> float:
         """Temperature that the reference divides its logits by: the one that responses are sampled at."""
         return self.sampling.temperature
-
-    def worker_settings(self, role: RoleName) -> WorkerSettings:
-        """How each worker of a role is started.
-
-        Raises:
-            KeyError: The spec has no workers of this role.
-        """
-        if role == "rollout":
-            config = self.rollout_config()
-            return WorkerSettings("rollout", (config,), config.engine.threads, config.device, concurrent=True)
-        if role == "policy":
-            config = self.policy_config()
-            return WorkerSettings("policy", (config,), config.trainer.threads, config.device)
-        if role == "critic":
-            config = self.critic_config()
-            if config is None:
-                raise KeyError(role)
-            return WorkerSettings("critic", (config,), config.trainer.threads, config.device)
-        if role == "reference":
-            return self.reference_settings()
-        if role == "environment":
-            environment = self.environment_config()
-            if environment is None:
-                raise KeyError(role)
-            return WorkerSettings("environment", (environment,), 1, "cpu", concurrent=True)
-        if role == "judge":
-            judge = self.judge_config()
-            if judge is None:
-                raise KeyError(role)
-            return WorkerSettings("judge", (judge,), judge.engine.threads, judge.device, concurrent=True)
-        config, device = self.reward_config(), self.roles.reward.device
-        return WorkerSettings("reward", (config,), config.threads, device, extra=(device, self.model))
-
-    def models(self) -> dict[str, ModelConfig]:
-        """The models that the spec names, by the dotted path of their section; the trained one first."""
-        roles = self.roles
-        sections = {
-            "model": self.model,
-            "roles.critic.model": roles.critic.model if roles.critic is not None else None,
-            "roles.reference.model": roles.reference.model if roles.reference is not None else None,
-            "roles.reward.model": roles.reward.model,
-            "roles.judge.model": roles.judge.model if roles.judge is not None else None,
-        }
-        return {path: model for path, model in sections.items() if model is not None}
 
     def sequence_lengths(self) -> dict[str, int]:
         """Every limit on the length of a sequence in tokens, by the dotted path of its field."""

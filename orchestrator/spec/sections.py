@@ -158,7 +158,24 @@ class JudgeRole(EngineConfig, ScaledRole):
     """A form that every answer has, such as `regex: "Score: (10|[0-9])"` for a small model; null: any text."""
 
 
-class RolesConfig(Frozen):
+class Roles(Frozen):
+    """The worker roles: a field for each."""
+
+    def present(self) -> dict[RoleName, RoleResources]:
+        """The roles this spec has, by name."""
+        return {name: role for name, role in self if isinstance(role, RoleResources)}  # pyright: ignore
+
+    def scaled(self) -> dict[RoleName, ScaledRole]:
+        """The roles whose number of workers can change, by name: those that are not colocated with another."""
+        roles = self.present().items()
+        return {name: role for name, role in roles if isinstance(role, ScaledRole) and role.colocate_with is None}
+
+    def trainers(self) -> dict[RoleName, TrainerRole]:
+        """The roles that train, by name."""
+        return {name: role for name, role in self.present().items() if isinstance(role, TrainerRole)}
+
+
+class RolesConfig(Roles):
     """The worker roles."""
 
     rollout: RolloutRole
@@ -176,37 +193,6 @@ class RolesConfig(Frozen):
     judge: JudgeRole | None = None
     """A language model that scores responses for the reward function `judge`; null: it has an endpoint, or is not
     used."""
-
-    def present(self) -> dict[RoleName, RoleResources]:
-        """The roles this spec has, by name."""
-        roles: dict[RoleName, RoleResources | None] = {
-            "rollout": self.rollout,
-            "policy": self.policy,
-            "critic": self.critic,
-            "reference": self.reference,
-            "reward": self.reward,
-            "environment": self.environment,
-            "judge": self.judge,
-        }
-        return {name: role for name, role in roles.items() if role is not None}
-
-    def scaled(self) -> dict[RoleName, ScaledRole]:
-        """The roles whose number of workers can change, by name: those that are not colocated with another."""
-        roles: dict[RoleName, ScaledRole | None] = {
-            "rollout": self.rollout,
-            "reference": self.reference,
-            "reward": self.reward,
-            "environment": self.environment,
-            "judge": self.judge,
-        }
-        return {name: role for name, role in roles.items() if role is not None and role.colocate_with is None}
-
-    def trainers(self) -> dict[RoleName, TrainerRole]:
-        """The roles that train, by name."""
-        trainers: dict[RoleName, TrainerRole] = {"policy": self.policy}
-        if self.critic is not None:
-            trainers["critic"] = self.critic
-        return trainers
 
 
 class BaseSchedule(Frozen):

@@ -59,7 +59,7 @@ class UpdateSettings:
             train_timeout_s=spec.schedule.train_timeout_s,
             nonfinite_limit=spec.failures.nonfinite_steps,
         )
-        return spec.dispatch(common._for_rollouts, lambda offline: common)
+        return common if spec.rollouts is None else common._for_rollouts(spec.rollouts)
 
     def _for_rollouts(self, spec: RolloutSpec) -> UpdateSettings:
         """These with what only a spec of rollouts has."""

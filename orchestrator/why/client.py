@@ -16,8 +16,9 @@ import psutil
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, inspect_node, node_facts
 from troupe.orchestrator.reporting.run_folder import RunFolder
+from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
-from troupe.orchestrator.why.facts import DRIVER, Diagnosis, DriverState, Facts
+from troupe.orchestrator.why.facts import Diagnosis, DriverState, Facts
 from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 

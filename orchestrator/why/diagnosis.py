@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
+from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.behaviour import Behaviour, behaviour_of, process_line, stack_lines
-from troupe.orchestrator.why.facts import DRIVER, Diagnosis, Facts
+from troupe.orchestrator.why.facts import Diagnosis, Facts
 from troupe.orchestrator.why.waiting import missing_rank, oldest_wait, open_calls, related, subject
 
 _SERVICES = ("gcs_server", "raylet")

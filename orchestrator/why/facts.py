@@ -8,7 +8,6 @@ from typing import Literal
 
 from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
 
-DRIVER = "driver-0"
 DriverState = Literal["answers", "blocked", "silent", "stopped", "dead"]
 """`blocked`: its event loop does not run; `silent`: it answers nothing at all although its process runs."""
 

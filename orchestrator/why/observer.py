@@ -30,8 +30,9 @@ from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.telemetry.call_log import OpenCall
 from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
-from troupe.orchestrator.why.facts import DRIVER, Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
+from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
 from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
 from troupe.orchestrator.why.waiting import is_bounded, roles_behind
 from troupe.workers.telemetry.stacks import FOLDER as STACKS

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from troupe.orchestrator.processes.inspection import ProcessFacts
+from troupe.orchestrator.roles.table import ROLES
+from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.behaviour import Behaviour, behaviour_of
-from troupe.orchestrator.why.facts import DRIVER, Call, Facts
+from troupe.orchestrator.why.facts import Call, Facts
 
 _LONG_POLLS = frozenset({"watch"})
 """Calls that answer only when something has happened."""
 _PROBES = frozenset({"health"})
-_BEHIND = {"generate": "environment", "score": "judge"}
+_BEHIND = {row.behind: row.section for row in ROLES.values() if row.behind is not None}
 """Roles whose workers serve a call of this method without the driver."""
 _AS_OLD = 0.3
 """Share of the age of the oldest call from which on another call may be the cause."""

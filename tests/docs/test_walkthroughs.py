@@ -19,6 +19,7 @@ COPIED = (
     "troupe",
     "orchestrator",
     "workers",
+    "troupe",
     "tests",
     "deploy",
     "docs",

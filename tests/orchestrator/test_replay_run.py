@@ -6,7 +6,6 @@ import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ class TwoVersions:
             masters.write([("embed", torch.ones(4)), ("head", torch.tensor([1.0, 2.5]))], folder / "policy.arrow")
         return ReplayThere(root=str(root), steps=[self._step(number) for number in range(3, step + 1)])
 
-    def here(self, request: ReplayRequest, classes: Any, console: Console, each: Each) -> ReplayOutcome:
+    def here(self, request: ReplayRequest, console: Console, each: Each) -> ReplayOutcome:
         assert request.whole and request.weights is not None
         done = []
         for folder in request.plan.folders:
@@ -83,9 +82,7 @@ def request_(tmp_path: Path) -> ReplayRequest:
 def compared(versions: TwoVersions, request: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> replay_run.Comparison:
     monkeypatch.setattr(replay_run, "replay_there", versions.there)
     monkeypatch.setattr(replay_run, "replay", versions.here)
-    return compare(
-        request, Path("/other"), lambda: pytest.fail("nothing starts"), Console(io.StringIO()), lambda _: True
-    )
+    return compare(request, Path("/other"), Console(io.StringIO()), lambda _: True)
 
 
 def test_the_first_difference_ends_the_comparison(request_: ReplayRequest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,14 +24,14 @@ from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import RunOutcome
-from troupe.orchestrator.launcher import RunContext, WorkerLauncher, Workers
+from troupe.orchestrator.launcher import RunContext, WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollout_run import RolloutRun, load_data
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.checkpoint import CheckpointStore
-from troupe.orchestrator.worker_classes import worker_classes
 from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig
 from troupe.workers.critic import CriticWorker
 from troupe.workers.policy import PolicyWorker
@@ -97,7 +97,8 @@ class SharedWorkers:
         for worker in cast("Sequence[ActorWorker[ReusableReward]]", self.workers.reward):
             await worker.call(ReusableReward.reconfigure, TIMEOUT_S, spec.reward_config())
         engines = tuple(Engine(engine.handle, engine.host) for engine in self.workers.engines)
-        workers = replace(self.workers, policy=policy, critic=critic, engines=engines)
+        trainers = {"policy": policy} | ({} if critic is None else {"critic": critic})
+        workers = Workers({**self.workers.by_role, **trainers, "rollout": engines})
         out.mkdir()
         store = CheckpointStore(out / "checkpoints", keep=1)
         store.prepare()
@@ -118,7 +119,7 @@ async def shared() -> AsyncIterator[SharedWorkers]:
     spec, with_critic = shipped("dapo"), shipped("ppo")
     cluster = Cluster.connect({"CPU": 4.0, "GPU": 0.0})
     try:
-        launcher = WorkerLauncher(spec, cluster, replace(worker_classes(), reward=ReusableReward))
+        launcher = WorkerLauncher(spec, cluster, classes={"reward": ReusableReward})
         cluster.watch(TIMEOUT_S)
         workers = await launcher.open(frozenset({"rollout", "reward"}))
         await cluster.reserve([SEATS], TIMEOUT_S)

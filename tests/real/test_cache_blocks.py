@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from troupe.orchestrator.capacity.worker_memory import kv_bytes, sequence_bytes
 from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.roles.worker_memory import kv_bytes, sequence_bytes
 
 pytestmark = pytest.mark.real
 

@@ -30,13 +30,13 @@ from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Clus
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
 from troupe.orchestrator.data.conversations import chat_messages
 from troupe.orchestrator.data.examples import load_examples
-from troupe.orchestrator.launcher import RunContext, WorkerLauncher, Workers
+from troupe.orchestrator.launcher import RunContext, WorkerLauncher
 from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
-from troupe.orchestrator.worker_classes import worker_classes
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.offline_config import OfflineConfig
 from troupe.workers.data.chat import encode_prompt
@@ -138,8 +138,8 @@ class SharedWorkers:
             trainer = ExampleGroup(spec.trains, [self.reward_model], tokens)
         role = spec.reference_config()
         reference = None if role is None else ReferenceGroup("reference", [self.reference], role.micro_batch_tokens)
-        workers = Workers(None, None, reference, trainer, (), ())
-        launcher = WorkerLauncher(spec, self.cluster, worker_classes())
+        workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
+        launcher = WorkerLauncher(spec, self.cluster)
         console = Console(io.StringIO())
         return OfflineRun(spec, out, RunContext(self.cluster, launcher, workers, console, asyncio.Event()))
 

@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 
 from troupe.orchestrator.capacity.plan import local_node, plan
-from troupe.orchestrator.capacity.worker_memory import GIB
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.reporting.reference import SECTIONS, metric_named
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History, Series
+from troupe.orchestrator.roles.worker_memory import GIB
 from troupe.orchestrator.spec.load import RunSpec, parse_spec
 from troupe.orchestrator.spec.yaml_reader import read_file
 

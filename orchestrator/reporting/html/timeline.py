@@ -8,12 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from troupe.orchestrator.reporting.utilization import ENGINES, TRAINERS, covered
+from troupe.orchestrator.reporting.utilization import ENGINES, covered
 from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.orchestrator.roles.table import NAMES, TRAINERS
+from troupe.orchestrator.telemetry.timeline import DRIVER, role_of
 
 Json = dict[str, Any]
 
-DRIVER = "driver"
 Interval = tuple[float, float]
 
 
@@ -93,7 +94,7 @@ def step_bounds(spans: Sequence[Span]) -> tuple[float, float] | None:
 
     A checkpoint counts in the next step's metrics, although its spans end before that step begins.
     """
-    own = [span for span in spans if span.role == DRIVER and span.phase != "checkpoint"] or list(spans)
+    own = [span for span in spans if span.role == _ROLES[0] and span.phase != "checkpoint"] or list(spans)
     return (min(span.start for span in own), max(span.end for span in own)) if own else None
 
 
@@ -120,7 +121,7 @@ def timeline_block(step: int, spans: Sequence[Span], bounds: tuple[float, float]
     }
 
 
-_ROLES = (DRIVER, "rollout", "environment", "judge", "reward", "reference", "policy", "critic")
+_ROLES = (role_of(DRIVER), *NAMES)
 
 
 def _lane(worker: tuple[str, str]) -> tuple[int, str, int, str]:

@@ -13,7 +13,6 @@ from troupe.orchestrator.audit.attribution import Cause, Gap
 from troupe.orchestrator.audit.auditor import one_engine
 from troupe.orchestrator.audit.report import AuditFailed, AuditReport
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.launcher import WorkerClasses
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.run import RunRequest, audit
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_spec
@@ -90,17 +89,13 @@ def test_an_audit_has_one_engine_and_any_form_of_response() -> None:
     assert spec.sampling.structured is None
 
 
-def never() -> WorkerClasses:
-    raise AssertionError("the workers were imported")
-
-
 def test_offline_training_has_no_sampler(tmp_path: Path) -> None:
     spec = parse_spec(read_document(SPECS / "tiny-sft.yaml"))
     with pytest.raises(UsageError, match="no rollouts"):
-        audit(RunRequest(spec, tmp_path, False, None), never, Console())
+        audit(RunRequest(spec, tmp_path, False, None), Console())
 
 
 def test_a_run_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     spec = load_rollout_spec(SPECS / "tiny-grpo.yaml")
     with pytest.raises(UsageError, match="no valid checkpoint"):
-        audit(RunRequest(spec, tmp_path, True, None), never, Console())
+        audit(RunRequest(spec, tmp_path, True, None), Console())

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.conftest import ROOT
 from troupe.orchestrator.capacity.plan import Plan, described_nodes, plan
 from troupe.orchestrator.capacity.remedies import Misfit
-from troupe.orchestrator.capacity.spec_memory import Sizes
 from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 NODE = ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml"

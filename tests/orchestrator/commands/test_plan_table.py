@@ -12,9 +12,9 @@ from rich.console import Console
 from tests.conftest import ROOT
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, plan
-from troupe.orchestrator.capacity.spec_memory import Sizes
 from troupe.orchestrator.commands.plan_table import notes, render, render_memory, show
 from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 
 SIZE = ModelSize(

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator.data.prompt_check import PROMPTS, PromptCheck, _Room, check_prompts, classify
+from troupe.orchestrator.data.prompt_check import PROMPTS, PromptCheck, check_prompts, classify
 from troupe.orchestrator.data.summary import read_pools
+from troupe.orchestrator.spec.base import PromptRoom
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.data.prompt_probe import measure
 
@@ -112,4 +113,4 @@ def test_rendering_ends_with_its_time(tiny_model: Path) -> None:
     messages = [json.dumps([{"role": "user", "content": "Say a."}])] * 3
     assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 3
     assert list(measure(request | {"messages": messages, "seconds": -1.0})) == []
-    assert classify("eval", [], "model.path", _Room(1, "x", "y"), ["a:1"]) == PromptCheck()
+    assert classify("eval", [], "model.path", PromptRoom(1, "x", "y"), ["a:1"]) == PromptCheck()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.capacity.worker_memory import (
+from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
+from troupe.orchestrator.roles.worker_memory import (
     MIB,
     TRANSFER_BUFFER,
     Cache,
@@ -14,12 +16,10 @@ from troupe.orchestrator.capacity.worker_memory import (
     Scoring,
     Training,
     WorkerMemory,
-    batch_bytes,
     engine,
     scoring,
     training,
 )
-from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -88,36 +88,19 @@ class Sizes:
         return size
 
 
-def worker_memory(spec: RunSpec, seat: Seated, gpu: int, sizes: Sizes) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
-    """Memory of one worker (empty where its model's size is not known), and its cache if it is an engine.
-
-    Args:
-        spec: The spec that the worker is part of.
-        seat: The worker.
-        gpu: Memory of one of its GPUs in bytes; 0: not known.
-        sizes: Sizes of the models.
-    """
-    if seat.role in ("policy", "critic"):
-        rank = training_of(spec, seat.role, sizes, first=seat.worker == "policy-0")
-        return (() if rank is None else training(seat.worker, rank)), None
-    if seat.role == "reference":
-        return _of_reference(spec, seat, sizes), None
-
-    def on_rollouts(spec: RolloutSpec) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
-        if seat.role == "rollout":
-            return _of_engine(spec, seat, gpu, sizes)
-        if seat.role == "judge":
-            return _of_judge(spec, seat, gpu, sizes)
-        return _of_environment(seat) if seat.role == "environment" else _of_reward(spec, seat, sizes), None
-
-    return spec.dispatch(on_rollouts, lambda _: ((), None))
+Memory = tuple[tuple[WorkerMemory, ...], Cache | None]
+"""Memory of one worker (empty if its model's size is not known), and its cache if it is an engine."""
+MemoryOf = Callable[[Any, Seated, int, Sizes], Memory]
+"""Memory of one worker of a spec: the spec, the worker, memory of one of its GPUs in bytes (0: not known), and the
+sizes of models."""
 
 
-def _of_reference(spec: RunSpec, seat: Seated, sizes: Sizes) -> tuple[WorkerMemory, ...]:
+def of_reference(spec: RunSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
+    """Memory of a reference worker."""
     config = spec.reference_config()
     size = sizes.of(config.model) if config is not None else None
     if config is None or size is None:
-        return ()
+        return (), None
     model = Scoring(
         size=size,
         dtype=config.model.dtype,
@@ -126,12 +109,11 @@ def _of_reference(spec: RunSpec, seat: Seated, sizes: Sizes) -> tuple[WorkerMemo
         gpu=config.device == "cuda",
         process=SCORER_PROCESS,
     )
-    return scoring(seat.worker, model)
+    return scoring(seat.worker, model), None
 
 
-def _of_engine(
-    spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes
-) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
+def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:
+    """Memory of a rollout engine."""
     config = spec.rollout_config()
     size = sizes.of(config.model)
     if size is None:
@@ -141,7 +123,8 @@ def _of_engine(
     return engine(seat.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS, transfer)
 
 
-def _of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> tuple[tuple[WorkerMemory, ...], Cache | None]:
+def of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory:
+    """Memory of a judge's engine."""
     config = spec.judge_config()
     size = None if config is None else sizes.of(config.model, packed=True)
     if config is None or size is None:
@@ -150,20 +133,21 @@ def _of_judge(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> tuple[
     return engine(seat.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS)
 
 
-def _of_environment(seat: Seated) -> tuple[WorkerMemory, ...]:
-    """Memory of an environment worker, without what its episodes allocate."""
+def of_process(_spec: RunSpec, seat: Seated, _gpu: int, _sizes: Sizes) -> Memory:
+    """Memory of a worker without a model, and of one process with the user's code, without what that allocates."""
     parts = (Part("functions", FUNCTION_PROCESS), Part("process", REWARD_PROCESS))
-    return (WorkerMemory(seat.worker, "host", parts),)
+    return (WorkerMemory(seat.worker, "host", parts),), None
 
 
-def _of_reward(spec: RolloutSpec, seat: Seated, sizes: Sizes) -> tuple[WorkerMemory, ...]:
+def of_reward(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
+    """Memory of a reward worker."""
     role = spec.roles.reward
     functions = Part("functions", len(role.functions) * FUNCTION_PROCESS)
     if role.model is None:
-        return (WorkerMemory(seat.worker, "host", (functions, Part("process", REWARD_PROCESS))),)
+        return (WorkerMemory(seat.worker, "host", (functions, Part("process", REWARD_PROCESS))),), None
     size = sizes.of(role.model)
     if size is None:
-        return ()
+        return (), None
     model = Scoring(
         size=size.with_score(),
         dtype=role.model.dtype,
@@ -174,33 +158,18 @@ def _of_reward(spec: RolloutSpec, seat: Seated, sizes: Sizes) -> tuple[WorkerMem
         process=SCORER_PROCESS,
     )
     found = scoring(seat.worker, model)
-    return tuple(replace(m, parts=(*m.parts, functions)) if m.where == "host" else m for m in found)
+    return tuple(replace(m, parts=(*m.parts, functions)) if m.where == "host" else m for m in found), None
 
 
-def training_of(spec: RunSpec, role: str, sizes: Sizes, first: bool = False) -> Training | None:
-    """What determines the memory of a training rank; None where its model's size is not known.
-
-    Args:
-        spec: The spec that the rank is part of.
-        role: `policy` or `critic`.
-        sizes: Sizes of the models.
-        first: Whether it is the rank that sends weights over NCCL.
-    """
-
-    def on_rollouts(spec: RolloutSpec) -> Training | None:
-        return _critic_training(spec, sizes) if role == "critic" else _policy_training(spec, sizes, first)
-
-    return spec.dispatch(on_rollouts, lambda spec: _offline_training(spec, sizes))
-
-
-def _offline_training(spec: OfflineSpec, sizes: Sizes) -> Training | None:
+def of_offline_trainer(spec: OfflineSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
+    """Memory of a rank that trains on offline data."""
     config = spec.trainer_config()
     size = sizes.of(config.model)
     if size is None:
-        return None
+        return (), None
     keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
     values = spec.trains == "reward_model" and not keeps_language
-    return Training(
+    rank = Training(
         size=size.with_score() if values else size,
         dtype=config.model.dtype,
         trainer=config.trainer,
@@ -211,14 +180,16 @@ def _offline_training(spec: OfflineSpec, sizes: Sizes) -> Training | None:
         reference=_reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
     )
+    return training(seat.worker, rank), None
 
 
-def _critic_training(spec: RolloutSpec, sizes: Sizes) -> Training | None:
+def of_critic(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
+    """Memory of a critic rank."""
     config = spec.critic_config()
     size = sizes.of(config.model) if config is not None else None
     if config is None or size is None or spec.roles.critic is None:
-        return None
-    return Training(
+        return (), None
+    rank = Training(
         size=size.with_score(),
         dtype=config.model.dtype,
         trainer=config.trainer,
@@ -228,15 +199,17 @@ def _critic_training(spec: RolloutSpec, sizes: Sizes) -> Training | None:
         values=True,
         process=TRAINER_PROCESS,
     )
+    return training(seat.worker, rank), None
 
 
-def _policy_training(spec: RolloutSpec, sizes: Sizes, first: bool) -> Training | None:
+def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memory:
+    """Memory of a policy rank; the first one sends the weights over NCCL."""
     config = spec.policy_config()
     size = sizes.of(config.model)
     if size is None:
-        return None
-    buffers = {"shm": 0, "ipc": TRANSFER_BUFFER, "nccl": 2 * TRANSFER_BUFFER if first else 0}
-    return Training(
+        return (), None
+    buffers = {"shm": 0, "ipc": TRANSFER_BUFFER, "nccl": 2 * TRANSFER_BUFFER if seat.worker == "policy-0" else 0}
+    rank = Training(
         size=size,
         dtype=config.model.dtype,
         trainer=config.trainer,
@@ -250,24 +223,9 @@ def _policy_training(spec: RolloutSpec, sizes: Sizes, first: bool) -> Training |
         process=TRAINER_PROCESS,
         transfer=buffers[config.transfer_backend],
     )
+    return training(seat.worker, rank), None
 
 
 def _reference(model: ModelConfig | None, sizes: Sizes) -> tuple[ModelSize, Any] | None:
     size = sizes.of(model) if model is not None else None
     return None if model is None or size is None else (size, model.dtype)
-
-
-def step_batch(spec: RunSpec) -> int:
-    """Most bytes of the object store that the tables of one step take, with those of steps in progress beside it."""
-    return spec.dispatch(_rollout_batch, _offline_batch)
-
-
-def _rollout_batch(spec: RolloutSpec) -> int:
-    response = spec.sampling.max_tokens
-    prompt = max(1, spec.roles.rollout.max_model_len - response)
-    return batch_bytes(spec.samples_per_step, prompt, response, 1 + spec.schedule.max_staleness)
-
-
-def _offline_batch(spec: OfflineSpec) -> int:
-    # EXAMPLE_BATCH: ids, masks and log-probs of at most two answers, pair by pair.
-    return 2 * spec.schedule.examples_per_step * spec.data.max_length * 16

@@ -378,17 +378,6 @@ def engine(
     return (memory, host), Cache(cache * ranks, cache // needed, config.max_model_len)
 
 
-def batch_bytes(samples: int, prompt: int, response: int, steps: int) -> int:
-    """Most bytes that the tables of a step take in the object store, with every prompt and response at its longest.
-
-    ROLLOUTS hold ids, text (about 4 bytes per token), log-probs and masks, once for every step in progress; the scores
-    (old, reference, values) and TRAIN exist once (`workers/contract/messages.py`).
-    """
-    rollouts = samples * (prompt * (4 + 4) + response * (4 + 4 + 4 + 1 / 8))
-    train = samples * (prompt * 4 + response * (4 + 1 / 8 + 3 * 4 + 6 * 4))
-    return int(rollouts * steps + train)
-
-
 def _power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 

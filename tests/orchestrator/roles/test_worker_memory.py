@@ -13,8 +13,10 @@ import yaml
 from tests.conftest import ROOT
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, local_node, plan
-from troupe.orchestrator.capacity.spec_memory import Sizes
-from troupe.orchestrator.capacity.worker_memory import (
+from troupe.orchestrator.commands.plan_table import notes, unknown_sizes
+from troupe.orchestrator.model_facts.model_size import ModelSize
+from troupe.orchestrator.roles.memory import Sizes
+from troupe.orchestrator.roles.worker_memory import (
     CPU_BATCH_TOKENS,
     GIB,
     KV_BLOCK,
@@ -23,7 +25,6 @@ from troupe.orchestrator.capacity.worker_memory import (
     Training,
     WorkerMemory,
     activations,
-    batch_bytes,
     engine,
     head,
     kv_bytes,
@@ -33,8 +34,6 @@ from troupe.orchestrator.capacity.worker_memory import (
     training,
     zero_states,
 )
-from troupe.orchestrator.commands.plan_table import notes, unknown_sizes
-from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, TrainerConfig
@@ -273,8 +272,13 @@ def test_scoring_needs_weights_and_one_layer() -> None:
 
 
 def test_a_batch_by_hand() -> None:
-    assert batch_bytes(samples=8, prompt=10, response=16, steps=1) == 8 * (10 * 12 + 16 * (12.125 + 40.125))
-    assert batch_bytes(8, 10, 16, 3) - batch_bytes(8, 10, 16, 1) == 2 * 8 * (10 * 8 + 16 * 12.125)
+    tiny = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+    batch = "schedule.prompts_per_step=2", "algorithm.group_size=4", "sampling.max_tokens=16"
+    one, three = (
+        spec_of(tiny, *batch, "roles.rollout.max_model_len=26", f"schedule.max_staleness={k}") for k in (0, 2)
+    )
+    assert one.batch_bytes == 8 * (10 * 12 + 16 * (12.125 + 40.125))
+    assert three.batch_bytes - one.batch_bytes == 2 * 8 * (10 * 8 + 16 * 12.125)
 
 
 # Plans

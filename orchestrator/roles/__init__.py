@@ -1,0 +1,1 @@
+"""The worker roles: what each one is, in one table."""

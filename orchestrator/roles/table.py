@@ -1,0 +1,247 @@
+"""The table of roles: one row for each class of worker, plain data and functions of the spec.
+
+The launcher, the capacity plan, the watch of processes, `troupe why` and the replay read the rows. Worker classes are
+named by their path (`module:Class`), so that the table imports none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from troupe.orchestrator.roles import memory
+from troupe.orchestrator.roles.memory import MemoryOf
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.offline import OfflineSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import RoleName
+from troupe.workers.contract import roles
+from troupe.workers.contract.config import Device
+
+_GROUPS = "troupe.orchestrator.cluster.worker_group"
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """How each worker of a role is started."""
+
+    config: Any
+    """First argument of the constructor; the worker's name is the second."""
+    threads: int
+    device: Device
+    micro_batch_tokens: int = 0
+    """Most tokens in one forward pass; 0: the role's workers do not share rows by their tokens."""
+    extra: tuple[Any, ...] = ()
+    """Constructor arguments after the worker's name."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """One row: a class of workers, and how the rest of the orchestrator treats it."""
+
+    kind: str
+    """Name of the row."""
+    worker: str
+    """Path of the worker class."""
+    protocol: type[roles.Worker]
+    """What its workers can be asked to do."""
+    settings: Callable[[Any], WorkerSettings | None]
+    """How the workers of a spec are started; None if the spec has no workers of this role."""
+    memory: MemoryOf
+    """Memory of one worker."""
+    name: RoleName | None = None
+    """Section of `roles` that has its workers; None: that of the same name as the row."""
+    group: str | None = None
+    """Path of the class of group that calls the workers together; None: each is called alone."""
+    trains: bool = False
+    """Whether the workers are ranks that train one model together."""
+    concurrent: bool = False
+    """Whether a worker runs several calls at once."""
+    engine: bool = False
+    """Whether a worker is a vLLM engine, which cannot serve when a process that it started is stopped."""
+    quantized: bool = False
+    """Whether a worker uses quantized weights as they are."""
+    behind: str | None = None
+    """Method of other workers that calls these workers without the driver."""
+    evaluates: bool = False
+    """Whether evaluation on prompts needs the role."""
+    audited: bool = False
+    """Whether an audit of sampler and trainer needs the role."""
+
+    @property
+    def section(self) -> RoleName:
+        """Section of `roles` that has its workers."""
+        return self.name or self.kind  # pyright: ignore[reportReturnType]
+
+
+def _rollout(spec: RolloutSpec) -> WorkerSettings:
+    config = spec.rollout_config()
+    return WorkerSettings(config, config.engine.threads, config.device)
+
+
+def _environment(spec: RolloutSpec) -> WorkerSettings | None:
+    config = spec.environment_config()
+    return None if config is None else WorkerSettings(config, 1, "cpu")
+
+
+def _judge(spec: RolloutSpec) -> WorkerSettings | None:
+    config = spec.judge_config()
+    return None if config is None else WorkerSettings(config, config.engine.threads, config.device)
+
+
+def _reward(spec: RolloutSpec) -> WorkerSettings:
+    config, device = spec.reward_config(), spec.roles.reward.device
+    return WorkerSettings(config, config.threads, device, extra=(device, spec.model))
+
+
+def _reference(spec: RunSpec) -> WorkerSettings | None:
+    config = spec.reference_config()
+    return None if config is None else WorkerSettings(config, config.threads, config.device, config.micro_batch_tokens)
+
+
+def _policy(spec: RolloutSpec) -> WorkerSettings:
+    config = spec.policy_config()
+    return WorkerSettings(config, config.trainer.threads, config.device, spec.roles.policy.micro_batch_tokens)
+
+
+def _critic(spec: RolloutSpec) -> WorkerSettings | None:
+    role, config = spec.roles.critic, spec.critic_config()
+    if role is None or config is None:
+        return None
+    return WorkerSettings(config, config.trainer.threads, config.device, role.micro_batch_tokens)
+
+
+def _offline(spec: OfflineSpec) -> WorkerSettings:
+    config = spec.trainer_config()
+    return WorkerSettings(config, config.trainer.threads, config.device, spec.roles.policy.micro_batch_tokens)
+
+
+ROLES: dict[str, Role] = {
+    row.kind: row
+    for row in (
+        Role(
+            kind="rollout",
+            worker="troupe.workers.rollout:RolloutWorker",
+            protocol=roles.Engine,
+            settings=_rollout,
+            memory=memory.of_engine,
+            concurrent=True,
+            engine=True,
+            evaluates=True,
+            audited=True,
+        ),
+        Role(
+            kind="environment",
+            worker="troupe.workers.environment:EnvironmentWorker",
+            protocol=roles.Environment,
+            settings=_environment,
+            memory=memory.of_process,
+            concurrent=True,
+            behind=roles.Engine.generate.__name__,
+            evaluates=True,
+            audited=True,
+        ),
+        Role(
+            kind="judge",
+            worker="troupe.workers.judge:JudgeWorker",
+            protocol=roles.JudgeEngine,
+            settings=_judge,
+            memory=memory.of_judge,
+            concurrent=True,
+            engine=True,
+            quantized=True,
+            behind=roles.Reward.score.__name__,
+            evaluates=True,
+        ),
+        Role(
+            kind="reward",
+            worker="troupe.workers.reward:RewardWorker",
+            protocol=roles.Reward,
+            settings=_reward,
+            memory=memory.of_reward,
+            evaluates=True,
+        ),
+        Role(
+            kind="reference",
+            worker="troupe.workers.reference:ReferenceWorker",
+            protocol=roles.Reference,
+            settings=_reference,
+            memory=memory.of_reference,
+            group=f"{_GROUPS}:ReferenceGroup",
+        ),
+        Role(
+            kind="policy",
+            worker="troupe.workers.policy:PolicyWorker",
+            protocol=roles.Policy,
+            settings=_policy,
+            memory=memory.of_policy,
+            group=f"{_GROUPS}:PolicyGroup",
+            trains=True,
+            audited=True,
+        ),
+        Role(
+            kind="critic",
+            worker="troupe.workers.critic:CriticWorker",
+            protocol=roles.Critic,
+            settings=_critic,
+            memory=memory.of_critic,
+            group=f"{_GROUPS}:CriticGroup",
+            trains=True,
+        ),
+        Role(
+            kind="example_policy",
+            worker="troupe.workers.offline:ExamplePolicyWorker",
+            protocol=roles.ExampleTrainer,
+            settings=_offline,
+            memory=memory.of_offline_trainer,
+            name="policy",
+            group=f"{_GROUPS}:ExampleGroup",
+            trains=True,
+        ),
+        Role(
+            kind="reward_trainer",
+            worker="troupe.workers.offline:RewardTrainer",
+            protocol=roles.ExampleTrainer,
+            settings=_offline,
+            memory=memory.of_offline_trainer,
+            name="policy",
+            group=f"{_GROUPS}:ExampleGroup",
+            trains=True,
+        ),
+    )
+}
+
+NAMES: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values()))
+"""The roles that a spec can have, in the order of the data."""
+TRAINERS: tuple[RoleName, ...] = tuple(dict.fromkeys(row.section for row in ROLES.values() if row.trains))
+"""The roles whose workers train a model."""
+
+
+def named(role: Callable[[Role], bool]) -> frozenset[str]:
+    """Names of the roles with such a row."""
+    return frozenset(row.section for row in ROLES.values() if role(row))
+
+
+def row_of(spec: RunSpec, role: str) -> Role:
+    """The row of a role of this spec."""
+    return ROLES[spec.trainer if role == "policy" else role]
+
+
+def settings_of(spec: RunSpec, role: str) -> WorkerSettings:
+    """How each worker of a role is started.
+
+    Raises:
+        KeyError: The spec has no workers of this role.
+    """
+    settings = row_of(spec, role).settings(spec) if role in spec.roles.present() else None
+    if settings is None:
+        raise KeyError(role)
+    return settings
+
+
+def resolve(path: str) -> Any:
+    """What `module:name` names. It is imported here, since model libraries take seconds to import."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,55 @@
+"""How far the start of the workers is, and what each worker that is starting does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+_SHOWN = 6
+"""Names of workers that a message lists."""
+_STAGES_S = 1.0
+"""Time between two looks at what the workers do that are starting."""
+
+Progress = Callable[[int, int, str], None]
+"""Is told how many workers have started, how many there are, and the names of the others."""
+Stages = Callable[[Sequence[str]], Awaitable[dict[str, str]]]
+"""What workers that are starting do, by name."""
+
+
+class StartProgress:
+    """Reports the workers that have not started, until all of them have."""
+
+    def __init__(self, stages: Stages, progress: Progress, all_names: Collection[str], served: Collection[str]) -> None:
+        """`all_names` and `served`: the workers of the run, and those that have started; both change."""
+        self._stages = stages
+        self._progress = progress
+        self._all = all_names
+        self._served = served
+        self._doing: dict[str, str] = {}
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Looks at the workers while the block runs."""
+        self.report()
+        task = asyncio.create_task(self._follow(), name="follow stages")
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def report(self) -> None:
+        """Says which workers are still starting, and what they do."""
+        waiting = self._waiting()
+        each = [f"{name} ({self._doing[name]})" if name in self._doing else name for name in waiting[:_SHOWN]]
+        more = [f"and {len(waiting) - _SHOWN} more"] if len(waiting) > _SHOWN else []
+        self._progress(len(self._all) - len(waiting), len(self._all), " ".join([", ".join(each), *more]))
+
+    def _waiting(self) -> list[str]:
+        return sorted(name for name in self._all if name not in self._served)
+
+    async def _follow(self) -> None:
+        while True:
+            self._doing = await self._stages(self._waiting())
+            self.report()
+            await asyncio.sleep(_STAGES_S)

@@ -1,0 +1,79 @@
+"""The workers of a run, by role, once they are started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from troupe.orchestrator.cluster.ray_cluster import ActorWorker
+from troupe.orchestrator.cluster.worker_group import (
+    CriticGroup,
+    ExampleGroup,
+    PolicyGroup,
+    ReferenceGroup,
+    WorkerGroup,
+)
+from troupe.orchestrator.pools.engines import Engine
+from troupe.workers.contract import roles
+
+GroupT = TypeVar("GroupT", bound=WorkerGroup[Any])
+Started = WorkerGroup[Any] | Sequence[Any]
+"""The workers of a role: a group, or each alone."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Every worker of a run, started."""
+
+    by_role: Mapping[str, Started]
+
+    def group(self, role: str, kind: type[GroupT]) -> GroupT | None:
+        """The workers of a role that are called together; None without workers of this kind."""
+        found = self.by_role.get(role)
+        return found if isinstance(found, kind) else None
+
+    def each(self, role: str) -> tuple[Any, ...]:
+        """The workers of a role that are called one by one; empty without workers of the role."""
+        found = self.by_role.get(role, ())
+        return () if isinstance(found, WorkerGroup) else tuple(found)
+
+    @property
+    def policy(self) -> PolicyGroup | None:
+        """The policy, in runs on rollouts."""
+        return self.group("policy", PolicyGroup)
+
+    @property
+    def examples(self) -> ExampleGroup | None:
+        """The trained model, in runs on offline data."""
+        return self.group("policy", ExampleGroup)
+
+    @property
+    def critic(self) -> CriticGroup | None:
+        """The critic."""
+        return self.group("critic", CriticGroup)
+
+    @property
+    def reference(self) -> ReferenceGroup | None:
+        """The frozen reference, unless it lives in the policy's workers."""
+        return self.group("reference", ReferenceGroup)
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The rollout engines."""
+        return self.each("rollout")
+
+    @property
+    def reward(self) -> tuple[ActorWorker[roles.Reward], ...]:
+        """The reward workers."""
+        return self.each("reward")
+
+    @property
+    def environments(self) -> tuple[ActorWorker[roles.Environment], ...]:
+        """The environment workers."""
+        return self.each("environment")
+
+    @property
+    def judges(self) -> tuple[ActorWorker[roles.JudgeEngine], ...]:
+        """The judge workers."""
+        return self.each("judge")

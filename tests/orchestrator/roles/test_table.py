@@ -1,0 +1,70 @@
+"""The table of roles: a row for each, and what it says of a spec."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args
+
+import pytest
+
+from tests.conftest import ROOT
+from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
+from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, resolve, row_of, settings_of
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.sections import RoleName
+from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.workers.contract import roles
+
+
+def shipped(name: str, *overrides: str) -> RunSpec:
+    return plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides))[0].spec
+
+
+def test_the_table_has_every_role_of_a_spec() -> None:
+    assert set(NAMES) == set(get_args(RoleName))
+    assert TRAINERS == ("policy", "critic")
+
+
+@pytest.mark.parametrize("row", ROLES.values(), ids=ROLES)
+def test_a_row_agrees_with_the_classes_that_it_names(row: Role) -> None:
+    worker = resolve(row.worker)
+    wanted = {name for name, _ in inspect.getmembers(row.protocol, inspect.isfunction) if not name.startswith("_")}
+    assert wanted <= set(dir(worker))
+    assert (roles.Trainer in row.protocol.__mro__) == row.trains
+    if row.group is not None:
+        group = resolve(row.group)
+        assert issubclass(group, WorkerGroup) and issubclass(group, TrainerGroup) == row.trains
+    asynchronous = any(inspect.iscoroutinefunction(getattr(worker, name)) for name in wanted)
+    assert row.concurrent == asynchronous
+
+
+@pytest.mark.parametrize(
+    ("role", "worker", "extra"),
+    [("rollout", "rollout", 0), ("policy", "policy", 0), ("critic", "critic", 0), ("reward", "reward", 2)],
+)
+def test_each_role_of_a_rollout_spec_has_worker_settings(role: str, worker: str, extra: int) -> None:
+    settings = settings_of(shipped("tiny-ppo"), role)
+    assert row_of(shipped("tiny-ppo"), role).kind == worker
+    assert len(settings.extra) == extra
+    assert settings.threads >= 1 and settings.device == "cpu"
+
+
+def test_a_reward_worker_takes_its_device_and_the_model() -> None:
+    spec = shipped("tiny-ppo", "roles.reward.threads=3")
+    settings = settings_of(spec, "reward")
+    assert (settings.extra, settings.threads) == (("cpu", spec.model), 3)
+
+
+@pytest.mark.parametrize(("name", "worker"), [("tiny-dpo", "example_policy"), ("tiny-reward-model", "reward_trainer")])
+def test_the_policy_of_an_offline_spec_is_what_the_algorithm_trains(name: str, worker: str) -> None:
+    spec = shipped(name)
+    assert row_of(spec, "policy").kind == worker
+    assert spec.trains == ("reward_model" if worker == "reward_trainer" else "policy")
+
+
+def test_a_role_without_workers_has_no_settings() -> None:
+    inside: dict[str, Any] = {"roles.reference": "{colocate_with: policy}"}
+    spec = shipped("tiny-dpo", *(f"{field}={value}" for field, value in inside.items()))
+    for role in ("reference", "reward"):
+        with pytest.raises(KeyError):
+            settings_of(spec, role)
