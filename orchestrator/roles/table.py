@@ -45,7 +45,7 @@ class Role:
     """Name of the row."""
     worker: str
     """Path of the worker class."""
-    protocol: type[roles.Worker]
+    protocol: type[Any]
     """What its workers can be asked to do."""
     settings: Callable[[Any], WorkerSettings | None]
     """How the workers of a spec are started; None if the spec has no workers of this role."""
