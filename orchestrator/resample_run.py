@@ -17,9 +17,10 @@ from troupe.orchestrator.replay.repeat import Replayer
 from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare_samples
 from troupe.orchestrator.replay_run import updates_of
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.rollout_run import load_data, pool_bounds, weight_sync
+from troupe.orchestrator.rollout_run import load_data, weight_sync
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.run import Classes, RunRequest, open_run
+from troupe.orchestrator.run_pools import pool_bounds
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import GroupOrigin, unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint

@@ -34,6 +34,7 @@ ROOTS = tuple(
         "controller",
         "run",
         "rollout_run",
+        "run_pools",
         "offline_run",
         "replay_run",
         "resample_run",
