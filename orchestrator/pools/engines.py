@@ -268,19 +268,19 @@ class EnginePool(ReplicaPool[Engine]):
 
         await gather_all(probe(engine) for engine in self.serving)
 
-    async def lose(self, engine: Engine, error: WorkerError, may_replace: bool = True) -> None:
+    async def lose(self, worker: Engine, error: WorkerError, may_replace: bool = True) -> None:
         """Ends a lost engine and replaces it, unless it died like the engine that it replaced, before a first group."""
-        if engine not in self.workers:
+        if worker not in self.workers:
             return
         fault = error.fault if isinstance(error, WorkerDied) else ""
-        leaving = engine.state is EngineState.LEAVING
-        repeated = bool(fault) and fault == engine.predecessor_fault and not engine.finished_groups and not leaving
+        leaving = worker.state is EngineState.LEAVING
+        repeated = bool(fault) and fault == worker.predecessor_fault and not worker.finished_groups and not leaving
         if repeated:
-            self._repeated_fault = f"{engine.name} died like the engine that it replaced, before a first group: {error}"
-        self._faults[engine.name] = fault
-        await super().lose(engine, error, may_replace and not repeated)
-        if engine.name not in self.starting:
-            self._faults.pop(engine.name, None)
+            self._repeated_fault = f"{worker.name} died like the engine that it replaced, before a first group: {error}"
+        self._faults[worker.name] = fault
+        await super().lose(worker, error, may_replace and not repeated)
+        if worker.name not in self.starting:
+            self._faults.pop(worker.name, None)
 
     def _set_state(self, engine: Engine, state: EngineState) -> None:
         """Changes the state of the engine; only serving engines have an indexed load."""
