@@ -28,9 +28,10 @@ from troupe.orchestrator.replay.resample import Resampled, ResamplePlan, compare
 from troupe.orchestrator.replay.step_recorder import software
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.roles.table import TRAINERS
-from troupe.orchestrator.rollout_run import load_data, pool_bounds, weight_sync
+from troupe.orchestrator.rollout_run import load_data, weight_sync
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.run import RunRequest, open_run
+from troupe.orchestrator.run_pools import pool_bounds
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.started_workers import Workers

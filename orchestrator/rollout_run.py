@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -14,7 +13,7 @@ from troupe.orchestrator.algorithms.custom import group_filter
 from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.cluster.ray_cluster import Cluster
-from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
+from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import Controller, RunComponents, TrainSettings
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
@@ -23,46 +22,28 @@ from troupe.orchestrator.data.texts import Pieces, TextOrder, TextPool, load_tex
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.live.control import ControlServer
-from troupe.orchestrator.live.scaling import (
-    RemovalTimeouts,
-    ScaledEngines,
-    ScaledLinked,
-    ScaledRewardWorkers,
-    ScaledScorers,
-    ScaledWorkers,
-    WorkerScaler,
-)
-from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
-from troupe.orchestrator.pools.linked import Callers, LinkedPool, PoolLimits
-from troupe.orchestrator.pools.replacement import Replacer
-from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.private_files import write_private
 from troupe.orchestrator.replay.step_recorder import KeeperSettings, StepKeeper
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.rollouts.evaluation import EvalSettings, Evaluator
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
-from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, SignalTest, TokenScorer
+from troupe.orchestrator.rollouts.scoring import Scorer, SignalTest
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, WeightSync
+from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import RecoverySettings, TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from troupe.orchestrator.why.facts import EngineQueue, Queues
-from troupe.workers.contract import roles
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.judges import Judge
-
-CLOSE_TIMEOUT_S = 10.0
-"""Timeout for closing one worker."""
-_CONNECT_TIMEOUT_S = 60.0
-"""Timeout for giving an engine the link to the environment."""
 
 
 @dataclass(frozen=True)
@@ -93,29 +74,27 @@ class RolloutRun:
 
     def __init__(self, spec: RolloutSpec, out: Path, context: RunContext, data: RunData) -> None:
         self._spec = spec
-        self._budgets: list[RestartBudget] = []
         self._out = out
         self._context = context
         self._workers = context.workers
         self._data = data
-        self._pool = EnginePool(context.workers.engines, self._start_engine, pool_bounds(spec))
-        self._rewards = RewardPool(
-            context.workers.reward,
-            spec.schedule.score_timeout_s,
-            Replacer(self._start_reward_worker, self._budget("reward", spec.failures.reward_restarts)),
-            spec.schedule.start_timeout_s,
+        self._pools = RunPools(spec, context)
+        self._pool = self._pools.engines
+        self._rewards = self._pools.rewards
+        file = out / RESOLVED_SPEC
+        self._scaler = WorkerScaler(
+            spec,
+            pools=self._pools.by_role(),
+            seats=context.launcher,
+            console=context.console,
+            save=lambda changed: write_spec(changed, file),
+            file=str(file),
         )
-        self._environments = self._environment_pool()
-        self._judges = self._judge_pool()
-        self._reference = self._reference_scorer()
-        self._scaler = self._worker_scaler()
         self._control = ControlServer(out, self._scaler)
 
     async def start(self) -> None:
-        """Connects the engines to the environment and the reward workers to the judge, where there are some."""
-        for pool in (self._environments, self._judges):
-            if pool is not None:
-                await pool.start()
+        """Connects the engines to the environments and the reward workers to the judges, if the run has them."""
+        await self._pools.start()
 
     async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
@@ -137,7 +116,16 @@ class RolloutRun:
                 state = ControllerState.model_validate(found.state["memory"])
             await self._load(found)
         scheduler = self._scheduler(ledger, prompts, curriculum, done)
-        rollouts = RolloutComponents(policy, self._pool, scheduler, self._rewards, prompts, ledger, texts, curriculum)
+        rollouts = RolloutComponents(
+            policy=policy,
+            pool=self._pool,
+            scheduler=scheduler,
+            rewards=self._rewards,
+            prompts=prompts,
+            ledger=ledger,
+            texts=texts,
+            curriculum=curriculum,
+        )
         updates = RolloutUpdates(UpdateSettings.from_spec(spec), policy, self._workers.critic, self._context.console)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         recovery = RecoverySettings.from_spec(spec), updates, sync.push, store, self._context.launcher.restart
@@ -154,7 +142,7 @@ class RolloutRun:
             evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
             ledger=ledger,
             scaler=self._scaler,
-            budgets=[*self._budgets, *(pool.budget for pool in self._pools())],
+            budgets=[pool.budget for pool in self._pools.by_role().values()],
             peaks=cluster.peaks,
             recorder=recorder,
             data=data_metrics(self._data.pools, self._data.refused),
@@ -197,7 +185,7 @@ class RolloutRun:
     def queues(self) -> Queues:
         """What the engines have to do. May be called from any thread."""
         engines = [EngineQueue(e.name, e.state.value, e.outstanding) for e in list(self._pool.engines)]
-        return Queues(tuple(engines), self._pool.starting_names, self._pool.waiting)
+        return Queues(tuple(engines), tuple(self._pool.starting), self._pool.waiting)
 
     def listen(self) -> None:
         """Accepts changes of the spec from now on (`troupe scale`, `troupe apply`)."""
@@ -207,11 +195,7 @@ class RolloutRun:
         """Accepts no more changes and starts no more workers."""
         await self._control.close()
         await self._scaler.close()
-        for pool in (self._environments, self._judges):
-            if pool is not None:
-                await pool.close()
-        await self._rewards.close()
-        await self._pool.close()
+        await self._pools.close()
 
     def evaluator(self, responses: Path | None = None) -> Evaluator | None:
         """Held-out evaluation, if the spec has one; its samples are written to the folder `responses`, if given."""
@@ -258,108 +242,10 @@ class RolloutRun:
                 keep=group_filter(spec.algorithm),
             ),
         )
-        scorer = Scorer(self._rewards, self._token_scorers())
+        scorer = Scorer(self._rewards, self._pools.token_scorers())
         table = self._context.cluster.put(self._data.train.table)
         observe = None if curriculum is None else curriculum.observe
         return RolloutScheduler(settings, self._pool, scorer, ledger, prompts.next, table, done, observe)
-
-    async def _start_engine(self, name: str) -> Engine:
-        """Starts an engine, to replace one or to add one."""
-        engine = await self._context.launcher.engine(name)
-        if self._environments is not None:
-            await self._environments.connect(engine)
-        return engine
-
-    async def _start_reward_worker(self, name: str) -> WorkerHandle[roles.Reward]:
-        """Starts a reward worker, to replace one or to add one."""
-        worker: WorkerHandle[roles.Reward] = await self._context.launcher.replica(name)
-        if self._judges is not None:
-            await self._judges.connect(worker)
-        return worker
-
-    def _budget(self, role: str, limit: int) -> RestartBudget:
-        """The restarts of a role."""
-        budget = RestartBudget(role, limit, self._spec.failures.steps_per_restart)
-        self._budgets.append(budget)
-        return budget
-
-    def _pools(self) -> list[EnginePool | LinkedPool[Any, Any, Any]]:
-        """The pools that the run has."""
-        return [pool for pool in (self._pool, self._environments, self._judges) if pool is not None]
-
-    def _environment_pool(self) -> LinkedPool[roles.Environment, Engine, roles.EnvironmentLink] | None:
-        failures, context = self._spec.failures, self._context
-        if self._spec.roles.environment is None:
-            return None
-
-        async def connect(engine: Engine, link: roles.EnvironmentLink) -> None:
-            await engine.connect_environments(link, _CONNECT_TIMEOUT_S)
-
-        callers = Callers(lambda: self._pool.engines, connect)
-        restarts = failures.environment_restarts, "environment", failures.steps_per_restart
-        limits = PoolLimits(failures.health_interval_s, *restarts)
-        link, launch = context.cluster.environment_link, context.launcher.replica
-        return LinkedPool(self._workers.environments, callers, link, launch, limits)
-
-    def _judge_pool(self) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge] | None:
-        failures, context, config = self._spec.failures, self._context, self._spec.judge_config()
-        if config is None:
-            return None
-        name = config.model_dump_json(exclude={"engine", "device"})  # what an answer depends on
-
-        async def connect(worker: WorkerHandle[roles.Reward], judge: Judge) -> None:
-            # A worker that scores a group answers when it has finished.
-            await worker.call(roles.Reward.connect_judge, self._spec.schedule.score_timeout_s, judge)
-
-        def link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> Judge:
-            return context.cluster.judge_link(name, workers, lost)
-
-        callers = Callers(lambda: self._rewards.workers, connect)
-        restarts = failures.judge_restarts, "judge", failures.steps_per_restart
-        limits = PoolLimits(failures.health_interval_s, *restarts)
-        return LinkedPool(self._workers.judges, callers, link, context.launcher.replica, limits)
-
-    def _reference_scorer(self) -> TokenScorer | None:
-        reference, timeout_s = self._workers.reference, self._spec.schedule.score_timeout_s
-        if reference is None:
-            return None
-        budget = self._budget("reference", self._spec.failures.reference_restarts)
-        replacer = Replacer(self._context.launcher.replica, budget)
-        return TokenScorer(reference, reference.score, timeout_s, replacer)
-
-    def _worker_scaler(self) -> WorkerScaler:
-        """The roles of the run that can be scaled."""
-        spec, launcher = self._spec, self._context.launcher
-        timeouts = RemovalTimeouts(finish_s=spec.schedule.generate_timeout_s, close_s=CLOSE_TIMEOUT_S)
-        scaled: dict[RoleName, ScaledWorkers] = {
-            "reward": ScaledRewardWorkers(self._rewards, launcher, timeouts, self._start_reward_worker)
-        }
-        if "rollout" in spec.roles.scaled():
-            scaled["rollout"] = ScaledEngines(self._pool, launcher, timeouts)
-        if self._reference is not None:
-            scaled["reference"] = ScaledScorers(self._reference, launcher, timeouts)
-        if self._environments is not None:
-            scaled["environment"] = ScaledLinked(self._environments, launcher, timeouts)
-        if self._judges is not None:
-            scaled["judge"] = ScaledLinked(self._judges, launcher, timeouts)
-        file = self._out / RESOLVED_SPEC
-        return WorkerScaler(spec, scaled, self._context.console, lambda changed: write_spec(changed, file), str(file))
-
-    def _token_scorers(self) -> list[TokenScorer]:
-        """The models that score tokens of every group during generation."""
-        spec, policy, critic = self._spec, self._workers.policy, self._workers.critic
-        timeout_s = spec.schedule.score_timeout_s
-        scorers = []
-        if self._reference is not None:
-            scorers.append(self._reference)
-        if critic is not None:
-            scorers.append(TokenScorer(critic, critic.compute_values, timeout_s))
-        if policy is not None and spec.reference_in_policy:
-            scorers.append(TokenScorer(policy, policy.reference_logprobs, timeout_s))
-        if policy is not None and spec.needs_old_logprobs and spec.schedule.max_staleness == 0:
-            # The policy is idle during synchronous generation, so it computes log-probs group by group meanwhile.
-            scorers.append(TokenScorer(policy, policy.compute_logprobs, timeout_s))
-        return scorers
 
     async def _load(self, found: Checkpoint) -> None:
         """Loads the checkpoint of policy and critic."""
@@ -385,27 +271,6 @@ def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluste
         return FileSync(policy, pool, timeout_s)
     ranks = spec.roles.rollout.tensor_parallel_size
     return DeviceSync(policy, pool, lambda engines: cluster.link(engines, ranks, timeout_s), timeout_s)
-
-
-def pool_bounds(spec: RolloutSpec) -> PoolBounds:
-    """Limits and timeouts of the engine pool.
-
-    Two groups can queue in a full engine and take the places that finished samples free before their group ends.
-    An episode that waits for its environment takes no place in the engine, so that an engine gets as many groups as
-    there are episodes.
-    """
-    environment, engines = spec.roles.environment, spec.roles.rollout.workers
-    episodes = 0 if environment is None else -(-environment.workers * environment.episodes // engines)
-    places = max(spec.roles.rollout.max_num_seqs, spec.group_size, episodes)
-    return PoolBounds(
-        max_load=places + 2 * spec.group_size,
-        generate_timeout_s=spec.schedule.generate_timeout_s,
-        probe_timeout_s=spec.failures.health_interval_s,
-        probe_misses=spec.failures.health_misses,
-        start_timeout_s=spec.schedule.start_timeout_s,
-        restarts=spec.failures.engine_restarts,
-        steps_per_restart=spec.failures.steps_per_restart,
-    )
 
 
 def write_spec(spec: RunSpec, file: Path) -> None:

@@ -37,6 +37,7 @@ ROOTS = tuple(
         "controller",
         "run",
         "rollout_run",
+        "run_pools",
         "offline_run",
         "replay_run",
         "launcher",

@@ -167,10 +167,10 @@ class PPOSetup:
         if sampled != self.tokens:
             raise NotCorrect(f"the isolated generation sampled {sampled} tokens, expected {self.tokens}")
         groups = await self._scored(groups, parts)
-        remembered = self.source.source._memory
+        remembered = self.source.source._advantage_state
         with parts.timed("prepare"):
             batch = await self.source.source._prepare(self.controller.version, groups)
-        self.source.source._memory = remembered
+        self.source.source._advantage_state = remembered
         await self._updates(turn, batch, parts)
         with parts.timed("sync"):
             await self.sync.push(self.controller.version)

@@ -20,9 +20,9 @@ from troupe.orchestrator.cluster.worker_group import TableRef
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.rollout_run import pool_bounds
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
+from troupe.orchestrator.run_pools import pool_bounds
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary

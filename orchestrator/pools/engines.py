@@ -4,7 +4,7 @@ The pool removes an engine that fails a health probe, kills its process and star
 weights, as long as the run's restart budget lasts. A replacement that dies of the same fault before its first group
 shows that restarts do not help: waiting calls then fail with `EnginesLost` at once. When no engine is left and none is
 starting, waiting calls fail with `EnginesLost` instead of waiting forever. Live scaling adds and removes engines
-(`EnginePool.join`, `EnginePool.retire`).
+(`ReplicaPool.join`, `ReplicaPool.retire`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerError
+from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate, WorkerHealth
@@ -64,6 +65,10 @@ class Engine:
     def name(self) -> str:
         """The worker's name."""
         return self.handle.name
+
+    def kill(self) -> None:
+        """Ends the worker's process."""
+        self.handle.kill()
 
     @property
     def load(self) -> int:
@@ -149,62 +154,50 @@ class _Loads:
                 del self._by_load[load]
 
 
-class EnginePool:
+class EnginePool(ReplicaPool[Engine]):
     """Dispatches groups to the least-loaded engine while engines join, leave, die and are replaced.
 
     A group whose samples differ in length frees places in its engine long before the whole group is finished. Engines
     report these places with every group that they finish (`Engine.finished_ahead`) and the pool fills them; otherwise
     long tails would leave half of an engine idle.
 
-    The pool has no loop of its own. Callers wait in `acquire` for an engine with room; they are unblocked in order of
-    arrival by `release`, by an engine that joins, recovers or is replaced, and by the loss of the last engine.
+    Callers wait in `acquire` for an engine with room; they are unblocked in order of arrival by `release`, by an engine
+    that joins, recovers or is replaced, and by the loss of the last engine.
     """
 
     def __init__(self, engines: Sequence[Engine], spawn: Spawn, bounds: PoolBounds) -> None:
-        self.engines = list(engines)
+        budget = RestartBudget("engine", bounds.restarts, bounds.steps_per_restart)
+        super().__init__(engines, spawn, budget, _RETRY_S)
         self.bounds = bounds
-        self.budget = RestartBudget("engine", bounds.restarts, bounds.steps_per_restart)
         self.bring_up: BringUp | None = None
         self.transfer_lock = asyncio.Lock()
         """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
         self._spawn = spawn
-        self._last_loss = ""
+        self._faults: dict[str, str] = {}
+        """What ended the engines that are being replaced, by name."""
         self._repeated_fault = ""
         """Why no further engine is started: a replacement died as its predecessor did; empty: it has not happened."""
-        self._changed = asyncio.Condition()
         self._loads = _Loads()
         """Loads of the serving engines."""
         self._waiting: deque[tuple[int, asyncio.Future[Engine]]] = deque()
         """Calls of `acquire` in order of arrival: number of samples, and the future that receives the engine."""
-        self._replacing: set[asyncio.Task[None]] = set()
-        self._starting: list[str] = []
-        for engine in self.engines:
+        for engine in self.workers:
             self._loads.update(engine)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Engines that run, including those that are being probed or finish their groups."""
+        return self.workers
 
     @property
     def serving(self) -> list[Engine]:
         """Engines that receive groups."""
-        return [engine for engine in self.engines if engine.state is EngineState.SERVING]
-
-    @property
-    def starting(self) -> bool:
-        """Whether an engine is being started."""
-        return bool(self._starting)
-
-    @property
-    def starting_names(self) -> tuple[str, ...]:
-        """Engines that are being started."""
-        return tuple(self._starting)
+        return [engine for engine in self.workers if engine.state is EngineState.SERVING]
 
     @property
     def waiting(self) -> int:
         """Groups that wait for an engine with room."""
         return len(self._waiting)
-
-    @property
-    def names(self) -> list[str]:
-        """Engines that serve, may serve again after a probe, or are being started; not those that leave."""
-        return [e.name for e in self.engines if e.state is not EngineState.LEAVING] + self._starting
 
     async def generate(self, request: GroupRequest, prompts: TableRef, engine: Engine) -> tuple[GroupSummary, TableRef]:
         """Runs a request on an engine returned by `acquire`."""
@@ -244,7 +237,7 @@ class EnginePool:
         """Probes an engine after a failed call, and replaces it unless it answers as healthy."""
         engine.finished_ahead = 0  # it is not known to which groups these belonged
         if engine.state is EngineState.LEAVING:
-            await self._drop(engine, error)
+            await self.lose(engine, error)
             return
         if engine.state is not EngineState.SERVING:
             return
@@ -253,8 +246,7 @@ class EnginePool:
         try:
             await engine.health(self.bounds.probe_timeout_s)
         except WorkerError as probe:
-            logger.warning("removing %s: %s", engine.name, probe)
-            await self._remove_failed(engine, probe)
+            await self.lose(engine, probe)
         else:
             if engine.state is EngineState.SUSPECT:
                 self._set_state(engine, EngineState.SERVING)
@@ -270,53 +262,25 @@ class EnginePool:
                 engine.missed_probes += 1
                 lost = isinstance(error, WorkerDied) or engine.missed_probes >= self.bounds.probe_misses
                 if lost and engine.state is EngineState.SERVING:
-                    logger.warning("removing %s: %s", engine.name, error)
-                    await self._remove_failed(engine, error)
+                    await self.lose(engine, error)
             else:
                 engine.missed_probes = 0
 
         await gather_all(probe(engine) for engine in self.serving)
 
-    async def join(self, name: str) -> None:
-        """Starts one more engine, which serves once it has the current weights.
-
-        Raises:
-            WorkerError: The engine failed to start.
-            TimeoutError: It did not start within `start_timeout_s`.
-        """
-        self._starting.append(name)
-        try:
-            await self._start(name)
-        finally:
-            await self._started(name)
-
-    async def retire(self, name: str, timeout_s: float) -> None:
-        """Removes an engine from the pool; the caller ends its process.
-
-        Waits until the engine has started (if it is starting) and then until it has finished its samples, at most
-        `timeout_s` seconds for these. Groups that are unfinished then fail with the process and run on other engines.
-        """
-        async with self._changed:
-            await self._changed.wait_for(lambda: name not in self._starting)
-        engine = next((engine for engine in self.engines if engine.name == name), None)
-        if engine is None:
+    async def lose(self, worker: Engine, error: WorkerError, may_replace: bool = True) -> None:
+        """Ends a lost engine and replaces it, unless it died like the engine that it replaced, before a first group."""
+        if worker not in self.workers:
             return
-        self._set_state(engine, EngineState.LEAVING)
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: not engine.outstanding)
-        except TimeoutError:
-            logger.warning("%s is removed with %d samples unfinished after %g s", name, engine.outstanding, timeout_s)
-        async with self.transfer_lock:
-            if engine in self.engines:
-                self.engines.remove(engine)
-        await self._notify()
-
-    async def close(self) -> None:
-        """Cancels the start of replacements."""
-        for task in self._replacing:
-            task.cancel()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
+        fault = error.fault if isinstance(error, WorkerDied) else ""
+        leaving = worker.state is EngineState.LEAVING
+        repeated = bool(fault) and fault == worker.predecessor_fault and not worker.finished_groups and not leaving
+        if repeated:
+            self._repeated_fault = f"{worker.name} died like the engine that it replaced, before a first group: {error}"
+        self._faults[worker.name] = fault
+        await super().lose(worker, error, may_replace and not repeated)
+        if worker.name not in self.starting:
+            self._faults.pop(worker.name, None)
 
     def _set_state(self, engine: Engine, state: EngineState) -> None:
         """Changes the state of the engine; only serving engines have an indexed load."""
@@ -338,9 +302,9 @@ class EnginePool:
                     waiter.set_result(engine)
                 elif self._repeated_fault:
                     waiter.set_exception(EnginesLost(self._repeated_fault))
-                elif not self.engines and not self.starting:
+                elif not self.workers and not self.starting:
                     waiter.set_exception(
-                        EnginesLost(f"no rollout engine is left ({self.budget}); the last loss: {self._last_loss}")
+                        EnginesLost(f"no rollout engine is left ({self.budget}); the last loss: {self.last_loss}")
                     )
                 else:
                     return
@@ -353,78 +317,33 @@ class EnginePool:
             return None
         return engine
 
-    async def _remove_failed(self, engine: Engine, error: WorkerError) -> None:
-        """Drops the engine and, unless it was leaving, starts a replacement if the restart budget allows one."""
-        fault = error.fault if isinstance(error, WorkerDied) else ""
-        if fault and fault == engine.predecessor_fault and not engine.finished_groups:
-            self._repeated_fault = f"{engine.name} died like the engine that it replaced, before a first group: {error}"
-        elif engine.state is not EngineState.LEAVING and self.budget.take():
-            self._starting.append(engine.name)
-            task = asyncio.create_task(self._replace(engine.name, fault))
-            self._replacing.add(task)
-            task.add_done_callback(self._replaced)
-        await self._drop(engine, error)
-
-    async def _drop(self, engine: Engine, error: WorkerError) -> None:
-        """Kills the engine's process and removes the engine from the pool; its running calls fail."""
-        if engine.state is EngineState.GONE:
-            return
-        self._set_state(engine, EngineState.GONE)
-        self._last_loss = str(error)
-        engine.handle.kill()
-        if engine in self.engines:
-            self.engines.remove(engine)
-        await self._notify()
-
-    async def _start(self, name: str, predecessor_fault: str = "") -> None:
+    async def _start(self, name: str) -> None:
         """Starts an engine, loads the current weights into it and adds it to the serving engines."""
         engine = await asyncio.wait_for(self._spawn(name), self.bounds.start_timeout_s)
-        engine.predecessor_fault = predecessor_fault
         try:
             async with self.transfer_lock:
                 if self.bring_up is not None:
                     await self.bring_up(engine)
-                self.engines.append(engine)
-                self._loads.update(engine)
+                engine.predecessor_fault = self._faults.pop(name, "")
+                self._add(engine)
         except BaseException:
-            engine.handle.kill()
+            engine.kill()
             raise
 
-    async def _started(self, name: str) -> None:
-        """Forgets that an engine is being started."""
-        self._starting.remove(name)
-        await self._notify()
+    def _add(self, worker: Engine) -> None:
+        super()._add(worker)
+        self._loads.update(worker)
 
-    async def _replace(self, name: str, predecessor_fault: str) -> None:
-        """Starts a replacement, again while the restart budget lasts; the remaining engines continue meanwhile.
+    def _unassign(self, worker: Engine) -> None:
+        self._set_state(worker, EngineState.LEAVING if worker in self.workers else EngineState.GONE)
 
-        The node of an engine may be lost with it, which Ray finds out later: until then a replacement dies there too.
-        """
-        try:
-            while True:
-                try:
-                    await self._start(name, predecessor_fault)
-                except (WorkerError, TimeoutError) as error:
-                    self._last_loss = str(error)
-                    again = self.budget.take()
-                    logger.error("cannot start a replacement for %s: %s%s", name, error, "; trying again" * again)
-                    if not again:
-                        return
-                    await asyncio.sleep(_RETRY_S)
-                else:
-                    logger.warning("%s was replaced and serves again", name)
-                    return
-        finally:
-            await self._started(name)
+    async def _drained(self, worker: Engine) -> None:
+        await self._wait_for(lambda: not worker.outstanding)
 
-    def _replaced(self, task: asyncio.Task[Any]) -> None:
-        """Forgets a task of `_replace` that has ended."""
-        self._replacing.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("replacing an engine failed: %s", task.exception())
+    async def _remove(self, worker: Engine) -> None:
+        async with self.transfer_lock:
+            await super()._remove(worker)
 
     async def _notify(self) -> None:
-        """Serves waiting calls and wakes `retire` after engines joined, left or finished their samples."""
         self._serve_waiting()
-        async with self._changed:
-            self._changed.notify_all()
+        await super()._notify()

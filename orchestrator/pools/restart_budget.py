@@ -18,7 +18,7 @@ class RestartBudget:
             limit: Restarts that can be in use at once.
             steps_per_restart: Steps without a loss that give one restart back; 0: none is given back.
         """
-        self._role = role
+        self.role = role
         self._limit = limit
         self._steps_per_restart = steps_per_restart
         self._steps = 0
@@ -44,4 +44,4 @@ class RestartBudget:
             self._steps = 0
 
     def __str__(self) -> str:
-        return f"{self.used} of {self._limit} restarts used: failures.{self._role}_restarts"
+        return f"{self.used} of {self._limit} restarts used: failures.{self.role}_restarts"

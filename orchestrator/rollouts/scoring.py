@@ -9,24 +9,19 @@ added and removed during a run.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import Scores, ScoreTokens, WorkerGroup, WorkerHandle
 from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError, WorkerTimeout
-from troupe.orchestrator.pools.replacement import Replacer
+from troupe.orchestrator.pools.replicas import ReplicaPool
+from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.rollouts.fault_log import FaultLog
 from troupe.orchestrator.training.micro_batches import plan_ranks
-from troupe.workers.contract.messages import GroupSummary, RankPlan, RewardSummary
+from troupe.workers.contract.messages import GroupSummary, RewardSummary
 from troupe.workers.contract.roles import Reward, TableRef
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _JUDGE_PAUSE_S = 1.0
 
@@ -82,7 +77,7 @@ class SignalTest:
     mask_truncated: bool = False
     """Whether truncated samples carry no loss, so that a group of them has no signal."""
     keep: Callable[[RewardSummary], bool] | None = None
-    """A filter of the user's own, in place of the comparison of rewards."""
+    """The user's filter, used instead of the comparison of rewards."""
 
     def problem(self, group: ScoredGroup) -> str:
         """Why the group is worth replacing; empty: it is not."""
@@ -99,63 +94,33 @@ class SignalTest:
         return ""
 
 
-class RewardPool:
-    """The reward workers; dispatches each group to the least-loaded one, and replaces those that are lost."""
+class RewardPool(ReplicaPool[WorkerHandle[Reward]]):
+    """The reward workers; the least-loaded one scores each group."""
 
     def __init__(
         self,
         workers: Sequence[WorkerHandle[Reward]],
         timeout_s: float,
-        replacer: Replacer[Reward] | None = None,
+        launch: Callable[[str], Awaitable[WorkerHandle[Reward]]] | None = None,
+        budget: RestartBudget | None = None,
         judge_start_s: float = 0.0,
     ) -> None:
-        """Asks nothing yet.
+        """See `ReplicaPool`.
 
         Args:
             workers: Those that have started.
             timeout_s: Bound on a call.
-            replacer: Starts lost workers again; None: the others score their groups.
+            launch: Starts a worker.
+            budget: Restarts of the role.
             judge_start_s: Longest time in which a judge that has died is replaced.
         """
-        self.workers = tuple(workers)
+        super().__init__(workers, launch, budget)
         self._timeout_s = timeout_s
-        self._replacer = replacer
         self._judge_start_s = judge_start_s
-        self._replacing: dict[str, asyncio.Task[None]] = {}
-        self._lost: WorkerError | None = None
-        """Why the last worker was not replaced."""
-        self._busy = dict.fromkeys(self.workers, 0)
-        self._call_ended = asyncio.Event()
         self._faults = FaultLog()
-
-    @property
-    def names(self) -> list[str]:
-        """Workers that receive groups, or are being replaced."""
-        return [*(worker.name for worker in self.workers), *self._replacing]
-
-    def join(self, worker: WorkerHandle[Reward]) -> None:
-        """Adds a started worker."""
-        self._busy[worker] = 0
-        self.workers = (*self.workers, worker)
-
-    async def retire(self, name: str) -> None:
-        """Sends the worker no more groups, and waits until its running calls have ended."""
-        leaving = [worker for worker in self.workers if worker.name == name]
-        self.workers = tuple(worker for worker in self.workers if worker.name != name)
-        while any(self._busy[worker] for worker in leaving):
-            self._call_ended.clear()
-            await self._call_ended.wait()
-
-    async def close(self) -> None:
-        """Starts no more workers."""
-        for task in self._replacing.values():
-            task.cancel()
-        await asyncio.gather(*self._replacing.values(), return_exceptions=True)
 
     async def score(self, rollouts: TableRef) -> tuple[RewardSummary, TableRef]:
         """Scores one group on the least-loaded worker. Without a judge the group waits until there is one again.
-
-        A worker that is lost receives no more groups, and another one, or its replacement, scores the group.
 
         Returns:
             Rewards by sample, and a reference to the REWARDS table.
@@ -167,7 +132,7 @@ class RewardPool:
         deadline = asyncio.get_running_loop().time() + self._judge_start_s + self._timeout_s
         while True:
             try:
-                summary, table = await self._on_a_worker(
+                summary, table = await self.call(
                     lambda worker: worker.call_for_table(Reward.score, self._timeout_s, rollouts)
                 )
             except JudgeLost:
@@ -180,63 +145,11 @@ class RewardPool:
 
     async def write(self, path: str, step: int, tables: Sequence[TableRef], timeout_s: float) -> None:
         """Writes the samples of a step as Parquet, on the least-loaded worker; raises WorkerError if that fails."""
-        await self._on_a_worker(lambda worker: worker.call(Reward.write_trajectories, timeout_s, path, step, *tables))
+        await self.call(lambda worker: worker.call(Reward.write_trajectories, timeout_s, path, step, *tables))
 
     async def write_evaluation(self, path: str, step: int, tables: Sequence[TableRef]) -> None:
         """Writes the samples of an evaluation as Parquet, on the least-loaded worker; raises WorkerError."""
-        await self._on_a_worker(
-            lambda worker: worker.call(Reward.write_evaluation, self._timeout_s, path, step, *tables)
-        )
-
-    async def _on_a_worker(self, call: Callable[[WorkerHandle[Reward]], Awaitable[T]]) -> T:
-        """The result of a call on the least-loaded worker; a lost worker's call is repeated on another one."""
-        while True:
-            worker = await self._least_loaded()
-            try:
-                with self._busy_during(worker):
-                    return await call(worker)
-            except (WorkerDied, WorkerTimeout) as error:
-                self._lose(worker, error)
-
-    async def _least_loaded(self) -> WorkerHandle[Reward]:
-        """The worker with the fewest calls; waits for a replacement where there is none. Raises WorkerError."""
-        while not self.workers:
-            if not self._replacing:
-                raise self._lost or WorkerError("reward", "score", "there is no worker")
-            await asyncio.wait(self._replacing.values(), return_when=asyncio.FIRST_COMPLETED)
-        return min(self.workers, key=lambda worker: self._busy[worker])
-
-    def _lose(self, worker: WorkerHandle[Reward], lost: WorkerError) -> None:
-        """Sends a worker no more groups, and begins to replace it, unless that was done before."""
-        if worker not in self.workers:
-            return
-        self.workers = tuple(other for other in self.workers if other is not worker)
-        replacer = self._replacer
-        if replacer is None:
-            logger.warning("%s receives no more groups: %s", worker.name, lost)
-            self._lost = lost
-            return
-
-        async def start() -> None:
-            try:
-                self.join(await replacer.replace(worker, lost))
-            except WorkerError as error:
-                logger.error("%s", error)
-                self._lost = error
-            finally:
-                del self._replacing[worker.name]
-
-        self._replacing[worker.name] = asyncio.create_task(start(), name=f"replace {worker.name}")
-
-    @contextmanager
-    def _busy_during(self, worker: WorkerHandle[Reward]) -> Iterator[None]:
-        """Counts a call of the worker while the block runs."""
-        self._busy[worker] += 1
-        try:
-            yield
-        finally:
-            self._busy[worker] -= 1
-            self._call_ended.set()
+        await self.call(lambda worker: worker.call(Reward.write_evaluation, self._timeout_s, path, step, *tables))
 
 
 _Waiting = tuple[list[int], TableRef, asyncio.Future[tuple[TableRef, ...]]]
@@ -255,7 +168,7 @@ class TokenScorer:
         group: WorkerGroup[Any],
         score: ScoreTokens,
         timeout_s: float,
-        replacer: Replacer[Any] | None = None,
+        pool: ReplicaPool[Any] | None = None,
     ) -> None:
         """Scores nothing yet.
 
@@ -263,21 +176,16 @@ class TokenScorer:
             group: The ranks.
             score: A method of the group.
             timeout_s: Bound on a wave.
-            replacer: Starts lost workers again, if they are independent of each other; None: their loss is an error.
+            pool: The workers of the group, if they are independent of each other: it replaces those that are lost, and
+                workers join and leave the group between two waves. None: the group does not change, and the loss of a
+                worker is an error.
         """
-        self._replacer = replacer
-        self.group = group
+        self._group = group
+        self._pool = pool
         self._score_tokens = score
         self._timeout_s = timeout_s
         self._waiting: list[_Waiting] = []
         self._runner: asyncio.Task[None] | None = None
-        self._wave_lock = asyncio.Lock()
-        """Held while a wave is being scored."""
-
-    async def resize(self, change: Callable[[Sequence[WorkerHandle[Any]]], Sequence[WorkerHandle[Any]]]) -> None:
-        """Changes the workers of the group between two waves; removed workers are idle when this returns."""
-        async with self._wave_lock:
-            self.group.workers = tuple(change(self.group.workers))
 
     async def score(self, lengths: list[int], rollouts: TableRef) -> tuple[TableRef, ...]:
         """Scores one group.
@@ -303,16 +211,18 @@ class TokenScorer:
         # One turn of the event loop lets groups that finished together join the first wave.
         await asyncio.sleep(0)
         while self._waiting:
-            async with self._wave_lock:
-                wave, self._waiting = self._waiting, []
-                await self._score(wave)
+            wave, self._waiting = self._waiting, []
+            await self._score(wave)
 
     async def _score(self, wave: Sequence[_Waiting]) -> None:
         """Scores a wave; every group in it receives the same tables or the same error."""
         lengths = [length for group, _, _ in wave for length in group]
-        plans = plan_ranks(lengths, range(len(lengths)), self.group.ranks, self.group.micro_batch_tokens)
+        rollouts = [ref for _, ref, _ in wave]
         try:
-            results = await self._on_all_ranks(plans, [ref for _, ref, _ in wave])
+            if self._pool is None:
+                results = await self._on_all_ranks(lengths, rollouts)
+            else:
+                results = await self._on_pool(self._pool, lengths, rollouts)
         except WorkerError as error:
             for _, _, future in wave:
                 if not future.done():
@@ -323,18 +233,31 @@ class TokenScorer:
             if not future.done():
                 future.set_result(tables)
 
-    async def _on_all_ranks(self, plans: Sequence[RankPlan], tables: Sequence[TableRef]) -> Scores:
-        """The scores of a wave; it is scored again where a lost worker has been replaced. Raises WorkerError."""
+    async def _on_all_ranks(self, lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
+        """The scores of a wave. Raises WorkerError."""
+        plans = plan_ranks(lengths, range(len(lengths)), self._group.ranks, self._group.micro_batch_tokens)
+        return await self._score_tokens(plans, *rollouts, timeout_s=self._timeout_s)
+
+    async def _on_pool(self, pool: ReplicaPool[Any], lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
+        """The scores of a wave on the workers that serve; repeated after a lost worker was replaced.
+
+        Raises:
+            WorkerError: A lost worker cannot be replaced, or the call failed.
+        """
         while True:
+            workers = pool.serving
+            if not workers:
+                raise pool.exhausted()
+            self._group.workers = tuple(workers)
             try:
-                return await self._score_tokens(plans, *tables, timeout_s=self._timeout_s)
+                async with pool.busy(*workers):
+                    return await self._on_all_ranks(lengths, rollouts)
             except (WorkerDied, WorkerTimeout) as error:
-                if self._replacer is None:
-                    raise
-                workers = self.group.workers
                 (lost,) = [worker for worker in workers if worker.name == error.worker]
-                new = await self._replacer.replace(lost, error)
-                self.group.workers = tuple(new if worker is lost else worker for worker in workers)
+                await pool.lose(lost, error)
+                await pool.until_started(lost.name)
+                if lost.name not in pool.names:
+                    raise pool.exhausted() from error
 
 
 class Scorer:

@@ -21,8 +21,9 @@ from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.orchestrator.rollout_run import load_data, pool_bounds
+from troupe.orchestrator.rollout_run import load_data
 from troupe.orchestrator.rollouts.weight_sync import FileSync
+from troupe.orchestrator.run_pools import pool_bounds
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.audit.scorer import score_tokens

@@ -33,18 +33,11 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.controller import RunOutcome
 from troupe.orchestrator.errors import DataLost, DoesNotFit, TroupeError, UsageError, WorkerDied
 from troupe.orchestrator.live import control
+from troupe.orchestrator.live.autoscale import autoscale_step
 from troupe.orchestrator.live.control import ControlServer, ask
 from troupe.orchestrator.live.diff import changed, differences, worker_changes
-from troupe.orchestrator.live.scaling import (
-    RemovalTimeouts,
-    RoleState,
-    ScaledEngines,
-    ScaledRewardWorkers,
-    ScaledScorers,
-    ScaledWorkers,
-    WorkerScaler,
-    autoscale_step,
-)
+from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
+from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 from troupe.orchestrator.spec.errors import SpecError
@@ -63,13 +56,17 @@ from troupe.workers.contract.messages import (
 )
 
 T = TypeVar("T")
-TIMEOUTS = RemovalTimeouts(finish_s=1.0, close_s=0.1)
 
 
 def tiny(*overrides: str) -> RolloutSpec:
     """The shipped spec with two engines, at most four."""
     sets = ("roles.rollout.workers=2", "roles.rollout.max_workers=4", "roles.reward.max_workers=3")
     return load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml", (*sets, *overrides))
+
+
+def quick() -> RolloutSpec:
+    """The same with one second for a removed worker to finish its work."""
+    return tiny("schedule.generate_timeout_s=1.0")
 
 
 class FakeLauncher:
@@ -102,7 +99,7 @@ class Scaled(RolloutRun):
         self, out: Path, script: dict[int, dict[str, Any]], spec: RolloutSpec | None = None, **options: Any
     ) -> None:
         super().__init__(out, **options)
-        self.spec = spec or tiny()
+        self.spec = spec or quick()
         self.script = script
         self.launcher = FakeLauncher()
         self.output = io.StringIO()
@@ -110,11 +107,14 @@ class Scaled(RolloutRun):
         self.save: Callable[[RolloutSpec], None] = self.saved.append
 
     def scaler(self, console: Console) -> WorkerScaler:
-        engines = ScaledEngines(self.pool, self.launcher, TIMEOUTS)
-        rewards = ScaledRewardWorkers(self.rewards, self.launcher, TIMEOUTS, self.launcher.replica)
-        console = Console(self.output)
+        self.rewards._launch = self.launcher.replica
         self.worker_scaler = WorkerScaler(
-            self.spec, {"rollout": engines, "reward": rewards}, console, self.save, "spec.yaml"
+            self.spec,
+            pools={"rollout": self.pool, "reward": self.rewards},
+            seats=self.launcher,
+            console=Console(self.output),
+            save=self.save,
+            file="spec.yaml",
         )
         return self.worker_scaler
 
@@ -286,21 +286,20 @@ def test_scorers_are_added_and_removed_between_two_waves() -> None:
     async def run() -> list[list[str]]:
         handles = [FaultyWorker(f"reference-{i}", FakePolicy(i)) for i in range(2)]
         group = PolicyGroup("reference", handles[:1], 64)
-        scorer = TokenScorer(group, group.compute_logprobs, 1.0)
 
-        class Launcher(FakeLauncher):
-            async def replica(self, name: str) -> FaultyWorker:
-                return handles[1]
+        async def launch(name: str) -> FaultyWorker:
+            return handles[1]
 
-        scaled = ScaledScorers(scorer, Launcher(), TIMEOUTS)
+        scaled = ReplicaPool(handles[:1], launch)
+        scorer = TokenScorer(group, group.compute_logprobs, 1.0, scaled)
         names = [scaled.names]
         wave = asyncio.create_task(scorer.score([8, 8], FakeTable("rollouts", ("a",))))
         await asyncio.sleep(0)
-        await scaled.add("reference-1")
+        await scaled.join("reference-1")
         await wave
         names.append(scaled.names)
         assert len(await scorer.score([8, 8], FakeTable("rollouts", ("b",)))) == 2
-        await scaled.remove("reference-0")
+        await scaled.retire("reference-0", 1.0)
         names.append(scaled.names)
         return names
 
@@ -439,8 +438,8 @@ class _Server:
 
     def __init__(self, folder: Path, save: Callable[[RolloutSpec], None] = lambda _: None) -> None:
         self.folder = folder
-        roles: dict[RoleName, ScaledWorkers] = {"rollout": _Instant(2), "reward": _Instant(1)}
-        self.scaler = WorkerScaler(tiny(), roles, Console(io.StringIO()), save, "spec.yaml")
+        pools: dict[RoleName, ReplicaPool[Any]] = {"rollout": _instant(2), "reward": _instant(1)}
+        self.scaler = WorkerScaler(tiny(), pools, FakeLauncher(), Console(io.StringIO()), save, "spec.yaml")
 
     def ask(self, changes: dict[str, Any]) -> tuple[RoleState, ...]:
         return self.during(lambda: ask(self.folder, changes, 10.0))
@@ -460,22 +459,9 @@ class _Server:
         return asyncio.run(go())
 
 
-class _Instant(ScaledWorkers):
+def _instant(workers: int) -> ReplicaPool[FaultyWorker[Any]]:
     """A role whose workers start instantly."""
-
-    def __init__(self, workers: int) -> None:
-        super().__init__(FakeLauncher(), TIMEOUTS)
-        self._workers = {f"x-{i}" for i in range(workers)}
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._workers)
-
-    async def _join(self, name: str) -> None:
-        self._workers.add(name)
-
-    async def _drain(self, name: str) -> None:
-        self._workers.discard(name)
+    return ReplicaPool([FaultyWorker(f"x-{i}", FakeReward()) for i in range(workers)], FakeLauncher().replica)
 
 
 def test_a_run_reports_its_state(tmp_path: Path) -> None:

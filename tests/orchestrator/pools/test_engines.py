@@ -185,7 +185,7 @@ async def lose(pool: EnginePool, fault: str) -> None:
     (engine,) = pool.engines
     engine.handle.kill()
     error = WorkerDied(engine.name, "health", f"the process has ended: {fault}", fault)
-    await pool._remove_failed(engine, error)
+    await pool.lose(engine, error)
     while pool.starting:
         await asyncio.sleep(0.001)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from tests.fakes import FaultyWorker
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import WorkerDied
-from troupe.orchestrator.pools.linked import Callers, LinkedPool, PoolLimits
+from troupe.orchestrator.pools.linked import Callers, LinkedPool
+from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.workers.contract.messages import WorkerGone, WorkerHealth
 from troupe.workers.contract.roles import Watched
 
@@ -94,8 +95,8 @@ def play(
             return worker
 
         first = [await launch(f"service-{index}") for index in range(workers)]
-        limits = PoolLimits(watch_s=0.05, restarts=restarts, role="service")
-        pool = LinkedPool(first, Callers(lambda: parts.callers, connect), make_link, launch, limits)
+        callers = Callers(lambda: parts.callers, connect)
+        pool = LinkedPool(first, callers, make_link, launch, RestartBudget("service", restarts), watch_s=0.05)
         await pool.start()
         try:
             await test(pool, parts)
@@ -188,7 +189,7 @@ def test_a_removed_worker_finishes_its_work_first() -> None:
         await asyncio.wait_for(leaving, 5)
         assert pool.names == ["service-1"] and pool.budget.total == 0
         await pool.retire("service-0", 10)  # it is gone already
-        await pool.join(parts.services["service-0"][0])
+        await pool.join("service-0")
         await parts.until(BOTH, ONE, BOTH)
 
     play(test)

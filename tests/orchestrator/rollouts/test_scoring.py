@@ -11,7 +11,7 @@ import pytest
 from tests.fakes import FakePolicy, FakeReward, FakeTable, FaultyWorker
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError
-from troupe.orchestrator.pools.replacement import Replacer
+from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
 
@@ -39,7 +39,7 @@ def with_pool(test: Callable[[RewardPool, Started], Awaitable[None]], workers: i
     async def run() -> None:
         started = Started(FakeReward)
         first = [await started.launch(f"reward-{number}") for number in range(workers)]
-        pool = RewardPool(first, 0.2, Replacer(started.launch, RestartBudget("reward", restarts)), judge_start_s=5.0)
+        pool = RewardPool(first, 0.2, started.launch, RestartBudget("reward", restarts), judge_start_s=5.0)
         try:
             await test(pool, started)
         finally:
@@ -116,8 +116,8 @@ def test_a_lost_rank_is_replaced_and_its_wave_is_scored_again(frozen: bool) -> N
         started = Started(FakePolicy)
         ranks = [await started.launch(f"reference-{number}") for number in range(2)]
         group = PolicyGroup("reference", ranks, 4096)
-        replacer = Replacer(started.launch, RestartBudget("reference", 1))
-        scorer = TokenScorer(group, group.compute_logprobs, 0.2, replacer)
+        replicas = ReplicaPool(ranks, started.launch, RestartBudget("reference", 1))
+        scorer = TokenScorer(group, group.compute_logprobs, 0.2, replicas)
         if frozen:
             ranks[1].frozen = True
         else:

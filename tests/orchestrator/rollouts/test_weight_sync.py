@@ -127,7 +127,7 @@ def test_weights_are_sent_to_each_node_once() -> None:
     async def run() -> None:
         pool = fake_pool([])
         hosts = ("host", "far", "far", "further")
-        pool.engines = [Engine(FaultyWorker(e.name, e), h) for e, h in zip(engines, hosts, strict=True)]
+        pool.workers = [Engine(FaultyWorker(e.name, e), h) for e, h in zip(engines, hosts, strict=True)]
         await FileSync(policy_group(publisher), pool, 1.0).push(1)
 
     asyncio.run(run())

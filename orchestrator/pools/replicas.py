@@ -1,0 +1,264 @@
+"""A pool of replicas: independent workers of one role that are started, given work, replaced and removed.
+
+Engines, reward workers, environments, judges and the workers of the frozen reference are such replicas. Their pools add
+to :class:`ReplicaPool` only what differs: how work is assigned, how a loss is noticed, and who is told of a change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Generic, Protocol, TypeVar
+
+from troupe.orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
+from troupe.orchestrator.pools.restart_budget import RestartBudget
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Replica(Protocol):
+    """One worker of a pool."""
+
+    @property
+    def name(self) -> str:
+        """Role and index, as in `reward-0`."""
+        ...
+
+    def kill(self) -> None:
+        """Ends its process."""
+        ...
+
+
+ReplicaT = TypeVar("ReplicaT", bound=Replica)
+
+
+class ReplicaPool(Generic[ReplicaT]):
+    """The replicas of one role.
+
+    A lost worker is replaced by one of the same name as long as the restart budget lasts; meanwhile the others do its
+    work. The pool runs a task only while it starts a replacement.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[ReplicaT],
+        launch: Callable[[str], Awaitable[ReplicaT]] | None = None,
+        budget: RestartBudget | None = None,
+        retry_s: float | None = 0.0,
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            workers: Those that have started.
+            launch: Starts the worker of a name, ready for work; raises WorkerError. None: no worker is started.
+            budget: Restarts of the role; None: no worker is replaced.
+            retry_s: Wait before a failed start of a replacement is repeated; None: it is not repeated.
+        """
+        self.workers = list(workers)
+        """Workers that run, including those that finish their work before they are removed."""
+        self.starting: list[str] = []
+        """Names of the workers that are being started."""
+        self.budget = budget or RestartBudget("no", 0)
+        self.last_loss: WorkerError | TimeoutError | None = None
+        """Why a worker was lost, or its replacement did not start."""
+        self.on_change: Callable[[], Awaitable[None]] | None = None
+        """Called after a worker has begun to serve or serves no more, and after a start has failed."""
+        self._launch = launch
+        self._retry_s = retry_s
+        self._leaving: set[ReplicaT] = set()
+        self._calls: Counter[ReplicaT] = Counter()
+        """Running calls of each worker."""
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+
+    @property
+    def serving(self) -> list[ReplicaT]:
+        """Workers that receive work."""
+        return [worker for worker in self.workers if worker not in self._leaving]
+
+    @property
+    def names(self) -> list[str]:
+        """Workers that run or are being started; not those that are being removed."""
+        return [*(worker.name for worker in self.workers if worker not in self._leaving), *self.starting]
+
+    async def call(self, call: Callable[[ReplicaT], Awaitable[T]]) -> T:
+        """Runs a call on the least-loaded worker; the call of a lost worker is repeated on another one.
+
+        Without a serving worker it waits for the one that is being started.
+
+        Raises:
+            WorkerError: The call failed, or every worker was lost and none can be replaced.
+        """
+        while True:
+            await self._wait_for(lambda: self.serving or not self.starting)
+            if not self.serving:
+                raise self.exhausted()
+            worker = min(self.serving, key=self._calls.__getitem__)
+            try:
+                async with self.busy(worker):
+                    return await call(worker)
+            except (WorkerDied, WorkerTimeout) as error:
+                await self.lose(worker, error)
+
+    @asynccontextmanager
+    async def busy(self, *workers: ReplicaT) -> AsyncIterator[None]:
+        """Counts a call of these workers while the block runs; a worker is not removed before its calls have ended."""
+        self._calls.update(workers)
+        try:
+            yield
+        finally:
+            self._calls.subtract(workers)
+            if self._leaving.intersection(workers):
+                await self._notify()
+
+    async def join(self, name: str) -> None:
+        """Starts one more worker.
+
+        Raises:
+            WorkerError: It failed to start.
+            TimeoutError: It did not start in time.
+        """
+        self.starting.append(name)
+        try:
+            await self._start(name)
+        finally:
+            await self._started(name)
+
+    async def retire(self, name: str, timeout_s: float) -> None:
+        """Removes a worker from the pool; the caller ends its process.
+
+        Waits until the worker has started (if it is starting) and then until it has finished its work, at most
+        `timeout_s` seconds for this. Unfinished work then fails with the process and is repeated on other workers.
+        """
+        await self.until_started(name)
+        worker = next((worker for worker in self.workers if worker.name == name), None)
+        if worker is None:
+            return
+        self._leaving.add(worker)
+        self._unassign(worker)
+        await self._membership_changed()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._drained(worker)
+        except TimeoutError:
+            logger.warning("%s is removed with unfinished work after %g s", name, timeout_s)
+        await self._remove(worker)
+        self._leaving.discard(worker)
+        await self._notify()
+
+    async def until_started(self, name: str) -> None:
+        """Waits until no worker of this name is being started."""
+        await self._wait_for(lambda: name not in self.starting)
+
+    async def lose(self, worker: ReplicaT, error: WorkerError, may_replace: bool = True) -> None:
+        """Ends the process of a lost worker and starts a replacement, if the restart budget allows one.
+
+        A worker that is being removed is not replaced. Does nothing if the worker has left the pool.
+        """
+        if worker not in self.workers:
+            return
+        self.workers.remove(worker)
+        self._unassign(worker)
+        self.last_loss = error
+        worker.kill()
+        replaced = may_replace and self._launch is not None and worker not in self._leaving and self.budget.take()
+        logger.warning("%s is lost: %s%s", worker.name, error, "; starting a replacement" if replaced else "")
+        if replaced:
+            self.starting.append(worker.name)
+            task = asyncio.create_task(self._replace(worker.name), name=f"replace {worker.name}")
+            self._replacing.add(task)
+            task.add_done_callback(self._replaced)
+        await self._membership_changed()
+
+    def exhausted(self) -> WorkerError:
+        """The error of work that no worker is left for."""
+        loss = self.last_loss
+        if not isinstance(loss, WorkerError):
+            return WorkerError("pool", "call", f"no worker is left: {loss} ({self.budget})")
+        if self._launch is None:
+            return loss
+        error = WorkerError(loss.worker, loss.method, f"{loss.detail} ({self.budget})")
+        error.__cause__ = loss
+        return error
+
+    async def close(self) -> None:
+        """Cancels the start of replacements."""
+        for task in self._replacing:
+            task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
+
+    async def _start(self, name: str) -> None:
+        """Starts a worker and adds it to the pool."""
+        if self._launch is None:
+            raise WorkerError(name, "start", "the pool starts no workers")
+        self._add(await self._launch(name))
+
+    def _add(self, worker: ReplicaT) -> None:
+        """Adds a started worker, which receives work from now on."""
+        self.workers.append(worker)
+
+    def _unassign(self, worker: ReplicaT) -> None:
+        """Gives a lost or leaving worker no more work."""
+
+    async def _drained(self, worker: ReplicaT) -> None:
+        """Waits until a leaving worker has finished its work."""
+        await self._wait_for(lambda: not self._calls[worker])
+
+    async def _remove(self, worker: ReplicaT) -> None:
+        """Removes a worker that has finished its work."""
+        if worker in self.workers:
+            self.workers.remove(worker)
+
+    async def _replace(self, name: str) -> None:
+        """Starts a replacement, again while the restart budget lasts.
+
+        The node of a worker may be lost with it, which Ray finds out later: until then a replacement dies there too.
+        """
+        try:
+            while True:
+                try:
+                    await self._start(name)
+                except (WorkerError, TimeoutError) as error:
+                    self.last_loss = error
+                    if self._retry_s is None or not self.budget.take():
+                        logger.error("cannot start a replacement for %s: %s", name, error)
+                        return
+                    logger.error("cannot start a replacement for %s: %s; trying again", name, error)
+                    await asyncio.sleep(self._retry_s)
+                else:
+                    logger.warning("%s was replaced and serves again", name)
+                    return
+        finally:
+            await self._started(name)
+
+    def _replaced(self, task: asyncio.Task[Any]) -> None:
+        """Forgets a task of `_replace` that has ended."""
+        self._replacing.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("replacing a worker failed: %s", task.exception())
+
+    async def _started(self, name: str) -> None:
+        """Forgets that a worker is being started."""
+        self.starting.remove(name)
+        await self._membership_changed()
+
+    async def _membership_changed(self) -> None:
+        await self._notify()
+        if self.on_change is not None:
+            await self.on_change()
+
+    async def _wait_for(self, condition: Callable[[], object]) -> None:
+        """Waits until the condition holds after a change of the pool."""
+        if not condition():
+            async with self._changed:
+                await self._changed.wait_for(condition)
+
+    async def _notify(self) -> None:
+        """Wakes the waiting calls after a change."""
+        async with self._changed:
+            self._changed.notify_all()

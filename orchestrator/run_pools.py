@@ -1,0 +1,166 @@
+"""The pools of an RL run: engines, reward workers, reference, environments and judges, and how they are connected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from troupe.orchestrator.cluster.worker_group import WorkerHandle
+from troupe.orchestrator.launcher import RunContext
+from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
+from troupe.orchestrator.pools.linked import Callers, LinkedPool
+from troupe.orchestrator.pools.replicas import ReplicaPool
+from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import RoleName
+from troupe.workers.contract import roles
+from troupe.workers.contract.judges import Judge
+
+_CONNECT_TIMEOUT_S = 60.0
+"""Timeout for giving an engine the link to the environment."""
+
+
+class RunPools:
+    """The pools of a run. Engines are connected to the environments, and reward workers to the judges."""
+
+    def __init__(self, spec: RolloutSpec, context: RunContext) -> None:
+        """Connects and watches nothing yet."""
+        self._spec = spec
+        self._context = context
+        self._workers = context.workers
+        self.engines = EnginePool(context.workers.engines, self._start_engine, pool_bounds(spec))
+        self.rewards = RewardPool(
+            context.workers.reward,
+            timeout_s=spec.schedule.score_timeout_s,
+            launch=self._start_reward_worker,
+            budget=self._budget("reward", spec.failures.reward_restarts),
+            judge_start_s=spec.schedule.start_timeout_s,
+        )
+        self.environments = self._environment_pool()
+        self.judges = self._judge_pool()
+        self.reference = self._reference_pool()
+
+    def by_role(self) -> dict[RoleName, ReplicaPool[Any]]:
+        """The pools that the run has."""
+        pools: dict[RoleName, ReplicaPool[Any] | None] = {
+            "rollout": self.engines,
+            "reward": self.rewards,
+            "reference": self.reference,
+            "environment": self.environments,
+            "judge": self.judges,
+        }
+        return {role: pool for role, pool in pools.items() if pool is not None}
+
+    def token_scorers(self) -> list[TokenScorer]:
+        """The models that score tokens of every group during generation."""
+        spec, workers = self._spec, self._workers
+        reference, policy, critic = workers.reference, workers.policy, workers.critic
+        timeout_s = spec.schedule.score_timeout_s
+        scorers: list[TokenScorer] = []
+        if reference is not None:
+            scorers.append(TokenScorer(reference, reference.score, timeout_s, self.reference))
+        if critic is not None:
+            scorers.append(TokenScorer(critic, critic.compute_values, timeout_s))
+        if policy is not None and spec.reference_in_policy:
+            scorers.append(TokenScorer(policy, policy.reference_logprobs, timeout_s))
+        if policy is not None and spec.needs_old_logprobs and spec.schedule.max_staleness == 0:
+            # The policy is idle during synchronous generation, so it computes log-probs group by group meanwhile.
+            scorers.append(TokenScorer(policy, policy.compute_logprobs, timeout_s))
+        return scorers
+
+    async def start(self) -> None:
+        """Connects the engines to the environments and the reward workers to the judges, if the run has them."""
+        for pool in (self.environments, self.judges):
+            if pool is not None:
+                await pool.start()
+
+    async def close(self) -> None:
+        """Starts no more workers."""
+        for pool in reversed(self.by_role().values()):
+            await pool.close()
+
+    async def _start_engine(self, name: str) -> Engine:
+        """Starts an engine, to replace one or to add one."""
+        engine = await self._context.launcher.engine(name)
+        if self.environments is not None:
+            await self.environments.connect(engine)
+        return engine
+
+    async def _start_reward_worker(self, name: str) -> WorkerHandle[roles.Reward]:
+        """Starts a reward worker, to replace one or to add one."""
+        worker: WorkerHandle[roles.Reward] = await self._context.launcher.replica(name)
+        if self.judges is not None:
+            await self.judges.connect(worker)
+        return worker
+
+    def _budget(self, role: str, restarts: int) -> RestartBudget:
+        """The restarts of a role."""
+        return RestartBudget(role, restarts, self._spec.failures.steps_per_restart)
+
+    def _reference_pool(self) -> ReplicaPool[WorkerHandle[roles.Reference]] | None:
+        group = self._workers.reference
+        if group is None:
+            return None
+        budget = self._budget("reference", self._spec.failures.reference_restarts)
+        return ReplicaPool(group.workers, self._context.launcher.replica, budget)
+
+    def _environment_pool(self) -> LinkedPool[roles.Environment, Engine, roles.EnvironmentLink] | None:
+        failures = self._spec.failures
+        if self._spec.roles.environment is None:
+            return None
+
+        async def connect(engine: Engine, link: roles.EnvironmentLink) -> None:
+            await engine.connect_environments(link, _CONNECT_TIMEOUT_S)
+
+        return LinkedPool(
+            self._workers.environments,
+            callers=Callers(lambda: self.engines.engines, connect),
+            make_link=self._context.cluster.environment_link,
+            launch=self._context.launcher.replica,
+            budget=self._budget("environment", failures.environment_restarts),
+            watch_s=failures.health_interval_s,
+        )
+
+    def _judge_pool(self) -> LinkedPool[roles.JudgeEngine, WorkerHandle[roles.Reward], Judge] | None:
+        failures, cluster, config = self._spec.failures, self._context.cluster, self._spec.judge_config()
+        if config is None:
+            return None
+        name = config.model_dump_json(exclude={"engine", "device"})  # what an answer depends on
+
+        async def connect(worker: WorkerHandle[roles.Reward], judge: Judge) -> None:
+            # A worker that scores a group answers when it has finished.
+            await worker.call(roles.Reward.connect_judge, self._spec.schedule.score_timeout_s, judge)
+
+        def make_link(workers: Sequence[WorkerHandle[roles.JudgeEngine]], lost: str) -> Judge:
+            return cluster.judge_link(name, workers, lost)
+
+        return LinkedPool(
+            self._workers.judges,
+            callers=Callers(lambda: self.rewards.workers, connect),
+            make_link=make_link,
+            launch=self._context.launcher.replica,
+            budget=self._budget("judge", failures.judge_restarts),
+            watch_s=failures.health_interval_s,
+        )
+
+
+def pool_bounds(spec: RolloutSpec) -> PoolBounds:
+    """Limits and timeouts of the engine pool.
+
+    Two groups can queue in a full engine and take the places that finished samples free before their group ends.
+    An episode that waits for its environment takes no place in the engine, so that an engine gets as many groups as
+    there are episodes.
+    """
+    environment, engines = spec.roles.environment, spec.roles.rollout.workers
+    episodes = 0 if environment is None else -(-environment.workers * environment.episodes // engines)
+    places = max(spec.roles.rollout.max_num_seqs, spec.group_size, episodes)
+    return PoolBounds(
+        max_load=places + 2 * spec.group_size,
+        generate_timeout_s=spec.schedule.generate_timeout_s,
+        probe_timeout_s=spec.failures.health_interval_s,
+        probe_misses=spec.failures.health_misses,
+        start_timeout_s=spec.schedule.start_timeout_s,
+        restarts=spec.failures.engine_restarts,
+        steps_per_restart=spec.failures.steps_per_restart,
+    )
