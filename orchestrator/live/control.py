@@ -22,7 +22,8 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.live.scaling import RoleState, WorkerScaler
+from troupe.orchestrator.live.role_state import RoleState
+from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.private_files import write_private
 from troupe.orchestrator.spec.errors import SpecError
 

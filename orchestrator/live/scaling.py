@@ -11,12 +11,12 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.live.autoscale import autoscale_step
 from troupe.orchestrator.live.diff import changed, differences
+from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -40,30 +40,6 @@ class Seats(Protocol):
     async def dismiss(self, name: str, timeout_s: float) -> None:
         """Stop a worker, if it exists, and release its resources."""
         ...
-
-
-@dataclass(frozen=True)
-class RoleState:
-    """Number of workers of a role that scales."""
-
-    role: str
-    wanted: int
-    """Workers the role is scaled to: the spec's number, or what is left of it after a failed start."""
-    running: int
-    """Workers that receive work now."""
-    scaling: bool
-    """Whether workers are being added or removed."""
-    min_workers: int
-    max_workers: int | None
-
-    def __str__(self) -> str:
-        text = f"{self.role}: {self.wanted} {'worker' if self.wanted == 1 else 'workers'}"
-        if self.scaling or self.running != self.wanted:
-            text += f", {self.running} running"
-        if self.scaling:
-            text += ", scaling"
-        limits = f"min {self.min_workers}" + ("" if self.max_workers is None else f", max {self.max_workers}")
-        return f"{text} ({limits})"
 
 
 class WorkerScaler:
@@ -136,11 +112,11 @@ class WorkerScaler:
         return tuple(
             RoleState(
                 role,
-                self._wanted[role],
-                len(self._pools[role].serving),
-                self._is_scaling(role),
-                config.min_workers,
-                config.max_workers,
+                wanted=self._wanted[role],
+                running=len(self._pools[role].serving),
+                scaling=self._is_scaling(role),
+                min_workers=config.min_workers,
+                max_workers=config.max_workers,
             )
             for role, config in self.spec.roles.scaled().items()
         )
