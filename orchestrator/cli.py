@@ -374,8 +374,8 @@ def algorithms_(
     args: Annotated[str, typer.Option(help="Its arguments, as a YAML mapping.")] = "{}",
 ) -> None:
     """List the algorithms, or describe one with its formula, source and defaults."""
+    from troupe.orchestrator.algorithms.description import description, listing
     from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-    from troupe.orchestrator.algorithms.reference import description, listing
     from troupe.orchestrator.algorithms.section import is_custom, unknown_algorithm
     from troupe.orchestrator.algorithms.table import ALGORITHMS
 
@@ -542,7 +542,7 @@ def _read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:
 def _own_algorithm(name: str, args: str, check: bool) -> None:
     """Describe or check an algorithm of the user's own."""
     from troupe.orchestrator.algorithms.custom import report
-    from troupe.orchestrator.algorithms.reference import describe_row
+    from troupe.orchestrator.algorithms.description import describe_row
     from troupe.orchestrator.algorithms.section import custom_row
     from troupe.workers.algorithms.custom_checks import check_custom
     from troupe.workers.contract.config import CustomConfig

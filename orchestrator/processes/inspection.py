@@ -196,7 +196,9 @@ def _describe(pid: int, worker: str) -> ProcessFacts:
     if not fields:
         return gone
     waits_in = _waits_in(Path(f"/proc/{pid}"))
-    return ProcessFacts(worker, node, pid, int(fields[1]), title, fields[0], 0.0, waits_in, False, resident, round(age, 1))
+    return ProcessFacts(
+        worker, node, pid, int(fields[1]), title, fields[0], 0.0, waits_in, False, resident, round(age, 1)
+    )
 
 
 def _cpu_seconds(pid: int) -> float:
