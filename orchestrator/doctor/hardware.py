@@ -61,9 +61,7 @@ def _no_gpus(machine: Machine, needs: Needs) -> Finding:
         if "mismatch" in graphics.error.lower():
             remedy = "reboot: the driver was updated while its old kernel module is still loaded"
         else:
-            remedy = (
-                "install NVIDIA's driver; in a container: docker run --gpus all (Kubernetes: nvidia.com/gpu)"
-            )
+            remedy = "install NVIDIA's driver; in a container: docker run --gpus all (Kubernetes: nvidia.com/gpu)"
         return Finding("driver", "problem", found, remedy)
     if needs.gpus:
         found = f"no NVIDIA GPU, but {needs.name} asks for {needs.gpus:g}"
