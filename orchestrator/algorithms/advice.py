@@ -33,5 +33,5 @@ def advice_on(name: str) -> Advice | None:
 @cache
 def all_advice() -> dict[str, Advice]:
     """The advice in `advice.yaml`, by name of the algorithm."""
-    text = files(__package__).joinpath("advice.yaml").read_text(encoding="utf-8")
+    text = files("troupe.orchestrator.algorithms").joinpath("advice.yaml").read_text(encoding="utf-8")
     return {name: Advice(**fields) for name, fields in yaml.safe_load(text).items()}
