@@ -18,6 +18,7 @@ PAGE = ROOT / "docs" / "guides" / "extending.md"
 COPIED = (
     "orchestrator",
     "workers",
+    "troupe",
     "tests",
     "deploy",
     "docs",
