@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.reward_curves import METRIC, curve
 from benchmarks.support.harness import command_parser, machine, versions, where
+from docs.tooling.algorithm_reference import Curves, spec_of
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.reference import Curves, spec_of
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent

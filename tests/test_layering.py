@@ -27,7 +27,7 @@ PURE = (
     "orchestrator.telemetry",
     *("orchestrator.doctor.machine", "orchestrator.doctor.checks", "orchestrator.doctor.needs"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
-    *(f"orchestrator.doctor.{name}" for name in ("software", "graphics", "resources", "network")),
+    *("orchestrator.doctor.software", "orchestrator.doctor.hardware"),
     *("orchestrator.training.ledger", "orchestrator.training.micro_batches", "orchestrator.training.state"),
 )
 """Layer 0, as folders and modules. They import each other, the standard library and data libraries."""

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.algorithm_curves import curves
+from docs.tooling.algorithm_reference import algorithm_reference
 from docs.tooling.cli_reference import cli_reference
-from troupe.orchestrator.algorithms.reference import algorithm_reference
-from troupe.orchestrator.reporting.reference import metric_reference
-from troupe.orchestrator.spec.reference import spec_reference
+from docs.tooling.metric_reference import metric_reference
+from docs.tooling.spec_reference import spec_reference
 
 
 def _algorithms() -> str:

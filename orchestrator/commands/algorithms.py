@@ -25,8 +25,8 @@ def algorithms(
     args: Annotated[str, typer.Option(help="Its arguments, as a YAML mapping.")] = "{}",
 ) -> None:
     """List the algorithms, or describe one with its formula, source and defaults."""
+    from troupe.orchestrator.algorithms.description import description, listing
     from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-    from troupe.orchestrator.algorithms.reference import description, listing
     from troupe.orchestrator.algorithms.section import is_custom, unknown_algorithm
     from troupe.orchestrator.algorithms.table import ALGORITHMS
 

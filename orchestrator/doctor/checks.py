@@ -6,38 +6,23 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
-from troupe.orchestrator.doctor.graphics import check_driver, check_gpus, check_links
+from troupe.orchestrator.doctor import hardware, software
 from troupe.orchestrator.doctor.machine import Finding, Machine, Needs
-from troupe.orchestrator.doctor.network import check_clock, check_container, check_hub, check_network
-from troupe.orchestrator.doctor.resources import check_cpus, check_disk, check_limits, check_memory, check_shm
-from troupe.orchestrator.doctor.software import (
-    check_compiler,
-    check_encoding,
-    check_engine,
-    check_packages,
-    check_platform,
-    check_python,
-)
 
 CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (
-    check_python,
-    check_platform,
-    check_packages,
-    check_engine,
-    check_compiler,
-    check_encoding,
-    check_driver,
-    check_gpus,
-    check_links,
-    check_cpus,
-    check_memory,
-    check_shm,
-    check_disk,
-    check_limits,
-    check_network,
-    check_clock,
-    check_container,
-    check_hub,
+    software.check_python,
+    software.check_platform,
+    software.check_packages,
+    software.check_engine,
+    software.check_compiler,
+    hardware.check_driver,
+    hardware.check_gpus,
+    hardware.check_cpus,
+    hardware.check_memory,
+    hardware.check_shm,
+    hardware.check_disk,
+    hardware.check_limits,
+    hardware.check_network,
 )
 
 

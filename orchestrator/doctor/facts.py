@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import importlib.util
-import locale
 import os
 import platform
 import re
@@ -15,17 +14,15 @@ import socket
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from troupe.orchestrator.doctor import nvidia
-from troupe.orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software, Surroundings
+from troupe.orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software
 from troupe.orchestrator.doctor.software import BUILT_ON
 
 _CGROUP = Path("/sys/fs/cgroup")
-_RAY_PORT = 6379
 _PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "grpc_proxy", "all_proxy", "ALL_PROXY")
 _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*'(\d+)\.(\d+)", re.MULTILINE)
 
@@ -36,10 +33,7 @@ def gather(working: Path) -> Machine:
     Args:
         working: Folder that runs are started from.
     """
-    wall, steady = time.time(), time.monotonic()
-    software, resources, graphics = _software(), _resources(working), nvidia.graphics()
-    around = _surroundings(wall, steady)
-    return Machine(software, resources, graphics, around)
+    return Machine(_software(), _resources(working), nvidia.graphics(), loopback=_loopback(), proxy=_proxy())
 
 
 def installed_versions() -> dict[str, str]:
@@ -72,11 +66,8 @@ def _software() -> Software:
         requirements=requirements,
         torch_cuda=torch_cuda(_torch_version()),
         compiler=shutil.which(os.environ.get("CXX", "g++").partition(" ")[0]) or shutil.which("clang++") or "",
-        ninja=shutil.which("ninja") or "",
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
         numa_library=_loads("libnuma.so.1"),
-        avx2=platform.machine() != "x86_64" or " avx2" in _read(Path("/proc/cpuinfo")),
-        encoding=locale.getencoding() if not sys.flags.utf8_mode else "utf-8",
     )
 
 
@@ -185,28 +176,6 @@ def _groups(controller: str) -> Iterator[Path]:
         yield from (folder for folder in (inner, *inner.parents) if folder.is_dir() and folder.is_relative_to(top))
 
 
-def _surroundings(wall: float, steady: float) -> Surroundings:
-    cache = Path(
-        os.environ.get("HF_HUB_CACHE")
-        or os.path.join(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub")
-    )
-    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
-    token_files = (Path(os.environ.get("HF_TOKEN_PATH") or home / "token"),)
-    return Surroundings(
-        loopback=_loopback(),
-        ports=_ports(),
-        ray_port_taken=_listens(_RAY_PORT),
-        proxy=_proxy(),
-        year=time.gmtime().tm_year,
-        clock_drift=(time.time() - wall) - (time.monotonic() - steady),
-        container=_container(),
-        hub_cache=str(cache),
-        hub_cache_writable=_folder("", cache).writable,
-        hub_token=bool(os.environ.get("HF_TOKEN")) or any(path.is_file() for path in token_files),
-        hub_offline=os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"},
-    )
-
-
 def _loopback() -> str:
     """Why a connection to a free port of 127.0.0.1 fails; empty: it works."""
     try:
@@ -219,37 +188,12 @@ def _loopback() -> str:
     return ""
 
 
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _ports() -> int:
-    low_high = _read(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
-    return int(low_high[1]) - int(low_high[0]) + 1 if len(low_high) == 2 else Surroundings().ports
-
-
 def _proxy() -> str:
     """The first proxy variable that is set, unless 127.0.0.1 is exempt."""
     exempt = [host.strip() for host in (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")]
     if any(host in ("*", "127.0.0.1", "127.0.0.0/8") for host in exempt):
         return ""
     return next((name for name in _PROXIES if os.environ.get(name)), "")
-
-
-def _container() -> str:
-    """Kind of container that this process runs in; empty: none."""
-    if os.environ.get("KUBERNETES_SERVICE_HOST"):
-        return "Kubernetes"
-    if Path("/.dockerenv").exists():
-        return "Docker"
-    if Path("/run/.containerenv").exists():
-        return "Podman"
-    if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
-        return "Apptainer"
-    environment = _read(Path("/proc/1/environ")).split("\0")
-    return next((entry.removeprefix("container=") for entry in environment if entry.startswith("container=")), "")
 
 
 def _read(path: Path) -> str:

@@ -68,15 +68,9 @@ class Software:
     """CUDA version that torch was built for; None: a build for CPUs, or no torch."""
     compiler: str
     """Path of the C++ compiler; empty: none."""
-    ninja: str
-    """Path of ninja; empty: not on the PATH."""
     python_headers: bool
     numa_library: bool
     """Whether libnuma, which vLLM's CPU build loads, is there."""
-    avx2: bool
-    """Whether the processor has AVX2; true on processors other than x86-64."""
-    encoding: str
-    """Encoding of files that name none."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +89,6 @@ class Graphics:
     """Why nvidia-smi gave no answer."""
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES."""
-    p2p: tuple[tuple[str, ...], ...] = ()
-    """nvidia-smi's answer for each pair of GPUs (`OK`: they read each other's memory); empty: not known."""
     infiniband: bool = False
 
 
@@ -123,38 +115,16 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """Network, clock, container and the Hugging Face hub."""
-
-    loopback: str = ""
-    """Why a connection to 127.0.0.1 failed; empty: it works."""
-    ports: int = 28232
-    """Ports that the kernel may hand out to Ray's processes."""
-    ray_port_taken: bool = False
-    """Whether 6379, the port of `ray start --head`, is in use."""
-    proxy: str = ""
-    """The proxy variable that also applies to 127.0.0.1; empty: none."""
-    year: int = 2026
-    clock_drift: float = 0.0
-    """Seconds by which the wall clock and the monotonic clock differ over the time of the checks."""
-    container: str = ""
-    """Kind of container; empty: none."""
-    hub_cache: str = ""
-    """Folder of the Hugging Face cache."""
-    hub_cache_writable: bool = True
-    hub_token: bool = False
-    """Whether a token is there. Its value is never read into a fact."""
-    hub_offline: bool = False
-
-
-@dataclass(frozen=True)
 class Machine:
     """Every fact that the checks look at."""
 
     software: Software
     resources: Resources
     graphics: Graphics = field(default_factory=Graphics)
-    surroundings: Surroundings = field(default_factory=Surroundings)
+    loopback: str = ""
+    """Why a connection to 127.0.0.1 failed; empty: it works."""
+    proxy: str = ""
+    """The proxy variable that also applies to 127.0.0.1; empty: none."""
 
 
 @dataclass(frozen=True)

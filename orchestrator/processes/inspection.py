@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import shutil
 import socket
 import threading
@@ -27,39 +26,12 @@ SHARED_MEMORY = Path("/dev/shm")
 _SAMPLE_S = 1.0
 """Time over which CPU seconds are counted."""
 _SETTLE_S = 0.3
-"""Time after which the request for stacks no longer interrupts a system call."""
+"""Time after which the request for stacks no longer changes the state of a thread."""
 _STACK_S = 1.5
 """Longest wait for stacks, from the beginning of the sample."""
 _DISK_S = 0.5
 """Longest wait for a file system."""
 _TICKS = os.sysconf("SC_CLK_TCK")
-_X86 = platform.machine() == "x86_64"
-_FILE_CALLS: Mapping[int, str] = {
-    0: "read",
-    1: "write",
-    17: "pread",
-    18: "pwrite",
-    20: "writev",
-    40: "sendfile",
-    74: "fsync",
-    75: "fdatasync",
-    77: "ftruncate",
-    285: "fallocate",
-    296: "pwritev",
-}
-"""System calls (x86-64) whose first argument is a descriptor."""
-_PATH_CALLS: Mapping[int, tuple[str, int]] = {
-    2: ("open", 0),
-    82: ("rename", 0),
-    83: ("mkdir", 0),
-    84: ("rmdir", 0),
-    87: ("unlink", 0),
-    257: ("openat", 1),
-    258: ("mkdirat", 1),
-    263: ("unlinkat", 1),
-    264: ("renameat", 1),
-}
-"""System calls (x86-64) with a path, and which of their arguments it is."""
 _SERVICES = ("gcs_server", "raylet")
 _LONGEST_TITLE = 60
 _MOST_STOPPED = 3
@@ -82,8 +54,8 @@ class ProcessFacts:
     """CPU seconds used in the last second."""
     waits_in: str = ""
     """The kernel's function in which it sleeps."""
-    file_call: str = ""
-    """System call on a regular file or FIFO in which a thread has been for the last second, with the path."""
+    waits_for_device: bool = False
+    """Whether a thread has been in state D, mostly on a file, for the last second."""
     resident: int = 0
     age_s: float = 0.0
     threads: tuple[Thread, ...] = ()
@@ -143,7 +115,7 @@ def inspect_node(request: InspectRequest) -> NodeReport:
     asked = request_stacks(request.stacks, [pid for pid, _ in found if pid != os.getpid()])
     before = {pid: _cpu_seconds(pid) for pid, _ in found}
     time.sleep(_SETTLE_S)
-    calls = {pid: _file_calls(pid) for pid, _ in found}
+    waiting = {pid: _waiting_threads(pid) for pid, _ in found}
     time.sleep(_SAMPLE_S - _SETTLE_S)
     seconds = time.monotonic() - began
     used = {pid: max(0.0, (_cpu_seconds(pid) - before[pid]) / seconds) for pid, _ in found}
@@ -154,7 +126,7 @@ def inspect_node(request: InspectRequest) -> NodeReport:
         replace(
             _describe(pid, worker),
             cpu=round(used[pid], 2),
-            file_call=next((call for t, call in _file_calls(pid).items() if calls[pid].get(t) == call), ""),
+            waits_for_device=not waiting[pid].isdisjoint(_waiting_threads(pid)),
             threads=stacks.get(pid, ()),
         )
         for pid, worker in found
@@ -224,7 +196,9 @@ def _describe(pid: int, worker: str) -> ProcessFacts:
     if not fields:
         return gone
     waits_in = _waits_in(Path(f"/proc/{pid}"))
-    return ProcessFacts(worker, node, pid, int(fields[1]), title, fields[0], 0.0, waits_in, "", resident, round(age, 1))
+    return ProcessFacts(
+        worker, node, pid, int(fields[1]), title, fields[0], 0.0, waits_in, False, resident, round(age, 1)
+    )
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -240,36 +214,13 @@ def _waits_in(task: Path) -> str:
     return "" if text == "0" else text
 
 
-def _file_calls(pid: int) -> dict[int, str]:
-    """System calls on files in which threads of a process are now: the main thread and those that wait for a device."""
-    tasks = Path(f"/proc/{pid}/task")
+def _waiting_threads(pid: int) -> set[int]:
+    """Threads of a process that wait for a device (state D)."""
     try:
-        threads = [int(name) for name in os.listdir(tasks)]
+        threads = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
-        return {}
-    calls = {thread: _file_call(tasks / str(thread)) for thread in threads if thread == pid or _state(thread) == "D"}
-    return {thread: call for thread, call in calls.items() if call}
-
-
-def _file_call(task: Path) -> str:
-    """The system call of a thread on a file, where it is in one; the kernel shows it to the process's user."""
-    try:
-        number, *arguments = (task / "syscall").read_text().split() if _X86 else ["-1"]
-        if (call := _PATH_CALLS.get(int(number))) is not None:
-            return f"{call[0]} {_text_at(task, int(arguments[call[1]], 16))}"
-        if (name := _FILE_CALLS.get(int(number))) is not None:
-            path = _text(os.readlink(task / "fd" / str(int(arguments[0], 16))))
-            return f"{name} {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
-    except (OSError, ValueError, IndexError):
-        pass
-    return f"a device, in {_waits_in(task)}" if _state(int(task.name)) == "D" else ""
-
-
-def _text_at(task: Path, address: int) -> str:
-    """The path at an address of another process. Raises OSError, ValueError."""
-    with (task / "mem").open("rb") as memory:
-        memory.seek(address)
-        return memory.read(256).split(b"\0")[0].decode(errors="replace")
+        return set()
+    return {thread for thread in threads if _state(thread) == "D"}
 
 
 def _text(name: str) -> str:

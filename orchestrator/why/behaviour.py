@@ -69,8 +69,8 @@ def process_line(process: ProcessFacts) -> str:
     words.append(f"{process.cpu:.2f} CPU seconds in the last second, {process.resident >> 20} MiB")
     if process.waits_in:
         words.append(f"in {process.waits_in}")
-    if process.file_call:
-        words.append(process.file_call)
+    if process.waits_for_device and process.state != "D":
+        words.append("a thread in state D")
     return f"{', '.join(words)}  [{process.title}]"
 
 
@@ -80,9 +80,9 @@ def _kind(process: ProcessFacts, thread: Thread | None, frame: Frame | None) -> 
         return "gone", "has ended"
     if process.state == "T":
         return "stopped", "is stopped (SIGSTOP, state T)"
-    if process.state == "D" or process.file_call:
-        what = process.file_call or process.waits_in
-        return "disk", f"waits for the disk ({what}){at}" if what else f"waits for a device (state D){at}"
+    if process.state == "D" or process.waits_for_device:
+        within = f", in {process.waits_in}" if process.state == "D" and process.waits_in else ""
+        return "disk", f"waits for the disk (state D{within}){at}"
     if thread is not None and _in_collective(thread):
         return "collective", f"waits in a collective for the other ranks{at}"
     if process.cpu >= BUSY or (process.state == "R" and process.cpu >= _STARVED):

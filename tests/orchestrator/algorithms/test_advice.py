@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from troupe.orchestrator.algorithms.advice import ADVICE, NONE
+from docs.tooling.algorithm_reference import Curves, algorithm_reference
+from troupe.orchestrator.algorithms.advice import all_advice
+from troupe.orchestrator.algorithms.description import description
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithmConfig
-from troupe.orchestrator.algorithms.reference import Curves, algorithm_reference, description
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.reporting.reference import SECTIONS
 from troupe.orchestrator.spec.rollout import RolloutSpec
 
+ADVICE = all_advice()
 ROWS = (*ALGORITHMS, *OFFLINE_ALGORITHMS)
 QUOTED = re.compile(r"`([^`]+)`")
 METRICS = [metric for section in SECTIONS.values() for metric in section]
@@ -66,7 +68,7 @@ def test_what_to_watch_names_metrics_and_fields_that_exist(name: str) -> None:
     assert [one for one in quoted if not (is_metric(one) or is_field(one) or one in ROWS)] == []
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if not ADVICE[name].trl.startswith(NONE)])
+@pytest.mark.parametrize("name", [name for name in ROWS if not ADVICE[name].trl.startswith("-")])
 def test_options_of_trl_are_fields_of_its_configurations(name: str) -> None:
     configs = trl_configs()
     call = ast.parse(QUOTED.findall(ADVICE[name].trl)[0], mode="eval").body

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.conftest import ROOT
+from troupe.orchestrator.algorithms.description import description, listing, row_defaults
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
-from troupe.orchestrator.algorithms.reference import description, listing, row_defaults
 from troupe.orchestrator.algorithms.section import (
     ALGORITHMS,
     CRITIC_OPTIONS,

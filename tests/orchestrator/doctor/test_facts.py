@@ -8,22 +8,11 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.doctor import facts
-from troupe.orchestrator.doctor.facts import gather, torch_cuda
+from troupe.orchestrator.doctor.facts import torch_cuda
 from troupe.orchestrator.doctor.machine import GIB, UNLIMITED
 from troupe.orchestrator.doctor.needs import needs_of
-from troupe.orchestrator.doctor.nvidia import is_visible, p2p_matrix
+from troupe.orchestrator.doctor.nvidia import is_visible
 from troupe.orchestrator.spec.stages import plan_runs, read_document
-
-TOPOLOGY = """ \tGPU0\tGPU1\tGPU2\t
- GPU0\tX\tOK\tCNS\t
- GPU1\tOK\tX\tOK\t
- GPU2\tCNS\tOK\tX\t
-
-Legend:
-
-  X    = Self
-  OK   = Status Ok
-"""
 
 
 def test_the_cuda_version_is_read_from_torchs_version_file() -> None:
@@ -39,12 +28,6 @@ def test_the_cuda_version_is_read_from_torchs_version_file() -> None:
 def test_the_visible_gpus_are_those_of_cuda_visible_devices(visible: str | None, shown: str) -> None:
     uuids = ("GPU-aaa", "GPU-bbb", "GPU-ccc")
     assert "".join(str(i) for i, uuid in enumerate(uuids) if is_visible(visible, str(i), uuid)) == shown
-
-
-def test_the_topology_is_that_of_the_visible_gpus() -> None:
-    assert p2p_matrix(TOPOLOGY, {0, 1, 2})[0] == ("X", "OK", "CNS")
-    assert p2p_matrix(TOPOLOGY, {1, 2}) == (("X", "OK"), ("OK", "X"))
-    assert p2p_matrix("topo is not supported", {0, 1}) == ()
 
 
 @pytest.mark.parametrize(
@@ -83,13 +66,6 @@ def test_limits_of_control_groups_are_read_in_both_versions(
 def test_without_control_groups_there_is_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_CGROUP", tmp_path)
     assert facts._memory_limit(64 * GIB) == (UNLIMITED, 0)
-
-
-def test_the_token_itself_is_no_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    machine = gather(tmp_path)
-    assert machine.surroundings.hub_token
-    assert "hf_secret" not in repr(machine)
 
 
 def test_a_proxy_counts_unless_loopback_is_exempt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ def test_a_look_tells_what_each_process_does(tmp_path: Path) -> None:
         (stopped,) = inspect_node(InspectRequest({busy.pid: "reward-0"}, tmp_path / "stacks")).processes
         busy.kill()
     writer, loop = report.processes
-    assert writer.file_call == f"openat {fifo}"
+    assert writer.threads[-1].frames[0].source == f"open('{fifo}', 'w')"
     assert writer.cpu < loop.cpu
     assert stopped.state == "T"
     assert [thread.frames[-1].function for thread in stopped.threads] in ([], ["<module>"])  # where py-spy may look

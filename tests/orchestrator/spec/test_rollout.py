@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from tests.conftest import NO_WEIGHTS
 from troupe.orchestrator.spec import yaml_reader
 from troupe.orchestrator.spec.errors import Source, SpecError, known_paths, models_in, parse_path
 from troupe.orchestrator.spec.load import load_rollout_spec, parse_rollout_spec, spec_schema
-from troupe.orchestrator.spec.reference import spec_reference
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import (
@@ -305,23 +302,6 @@ def test_the_demo_has_what_it_needs(demo_model: Path, tiny_model: Path, monkeypa
     monkeypatch.chdir(ROOT)
     for name in RUN_HERE:
         assert plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml"))[0].missing() == []
-
-
-def test_the_reference_is_current() -> None:
-    assert (ROOT / "docs" / "reference" / "spec.md").read_text() == spec_reference(), (
-        "run: python -m troupe.orchestrator.spec.reference > docs/reference/spec.md"
-    )
-
-
-def test_the_reference_is_written_by_the_documented_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "troupe.orchestrator.spec.reference"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == spec_reference()
 
 
 def test_every_field_has_a_description() -> None:

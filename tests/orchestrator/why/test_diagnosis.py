@@ -25,7 +25,7 @@ def process(worker: str, *frames: Frame, pid: int = 0, state: str = "S", cpu: fl
     threads = (Thread(frames),) if frames else ()
     return ProcessFacts(
         worker, "n1", pid or PIDS[worker], 1, f"ray::{worker}", state, cpu, more.get("waits_in", ""),
-        more.get("file_call", ""), 2**30, 99.0, threads,
+        False, 2**30, 99.0, threads,
     )  # fmt: skip
 
 
@@ -114,10 +114,14 @@ def test_a_worker_behind_a_call_that_has_ended_is_named() -> None:
 
 
 def test_a_write_that_hangs_is_the_disk() -> None:
-    saving = process("policy-1", USER, state="D", file_call="write /data/run/checkpoints/x.pt")
+    saving = process("policy-1", USER, state="D", waits_in="folio_wait_bit")
     found = diagnose(facts(saving, calls=(replace(UPDATE, method="save"),)))
     assert found.cause == "disk"
-    assert "waits for the disk (write /data/run/checkpoints/x.pt)" in found.verdict
+    assert found.culprit == "policy-1"
+    assert "waits for the disk (state D, in folio_wait_bit) in " in found.verdict
+    in_a_thread = replace(process("policy-1", USER), waits_for_device=True)
+    found = diagnose(facts(in_a_thread, calls=(replace(UPDATE, method="save"),)))
+    assert found.cause == "disk" and "waits for the disk (state D) in " in found.verdict
 
 
 def test_a_full_file_system_is_named() -> None:

@@ -89,7 +89,7 @@ def test_a_run_folder_on_a_disk_that_hangs_is_examined_from_outside(tmp_path: Pa
         time.sleep(6.0)  # the driver writes what it waits for, and hangs
         said = ask(disk)
     assert said["cause"] == "disk"
-    assert f"waits for the disk (openat {disk}/why/" in said["verdict"]
+    assert "waits for the disk (state D" in said["verdict"]
     assert said["seconds"] < 10.0
 
 

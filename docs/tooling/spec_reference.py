@@ -1,9 +1,8 @@
-"""The spec reference (`docs/reference/spec.md`), generated from its models by `make docs`."""
+"""The fields of a spec as a page (`docs/reference/spec.md`), from its models."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
@@ -12,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from troupe.orchestrator.algorithms.reference import as_yaml
+from troupe.orchestrator.algorithms.description import as_yaml
 from troupe.orchestrator.spec.errors import models_in
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -131,7 +130,3 @@ def _default(info: FieldInfo) -> str:
     if isinstance(info.default, BaseModel):
         return "its fields' defaults"
     return f"`{as_yaml(info.default)}`"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(spec_reference())

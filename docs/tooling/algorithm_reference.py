@@ -1,18 +1,14 @@
-"""The algorithm table as documentation: `troupe algorithms` and `docs/reference/algorithms.md`."""
+"""The algorithm table as a page (`docs/reference/algorithms.md`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from pydantic import BaseModel
-
-from troupe.orchestrator.algorithms.advice import ADVICE
-from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithm
-from troupe.orchestrator.algorithms.section import ESTIMATOR_OPTIONS, OBJECTIVE_OPTIONS
-from troupe.orchestrator.algorithms.table import ALGORITHMS, Algorithm
-from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
+from troupe.orchestrator.algorithms.advice import advice_on
+from troupe.orchestrator.algorithms.description import offline_defaults, offline_roles, roles_besides, row_defaults
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS
+from troupe.orchestrator.algorithms.table import ALGORITHMS
 
 _HEAD = """\
 # Algorithms
@@ -96,7 +92,7 @@ Nothing is generated: the policy's workers train on offline data (`orchestrator/
 
 @dataclass(frozen=True)
 class Curves:
-    """What runs of the shipped specs gave, as Markdown; they are recorded outside this package."""
+    """What runs of the shipped specs gave, as Markdown; `benchmarks/algorithm_curves.py` records them."""
 
     section: str = ""
     rows: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -112,7 +108,9 @@ def algorithm_reference(curves: Curves | None = None) -> str:
         "|---|---|---|",
     ]
     for row in ALGORITHMS.values():
-        lines.append(f"| [`{row.name}`](#{row.name}) | {_escaped(row.summary)} | {', '.join(_roles(row)) or 'none'} |")
+        lines.append(
+            f"| [`{row.name}`](#{row.name}) | {_escaped(row.summary)} | {', '.join(roles_besides(row)) or 'none'} |"
+        )
     lines.append("")
     for row in ALGORITHMS.values():
         lines += [f"## {row.name}", "", row.summary, "", f"- {_escaped(row.formula)}", f"- Source: {row.source}."]
@@ -129,7 +127,7 @@ def algorithm_reference(curves: Curves | None = None) -> str:
     lines.append("")
     for row in OFFLINE_ALGORITHMS.values():
         lines += [f"## {row.name}", "", row.summary, "", f"- {_escaped(row.formula)}", f"- Source: {row.source}."]
-        lines += [f"- Roles: {', '.join(_offline_roles(row))}. Trains a {row.trains.replace('_', ' ')}. "]
+        lines += [f"- Roles: {', '.join(offline_roles(row))}. Trains a {row.trains.replace('_', ' ')}. "]
         lines[-1] += f"Shipped spec: {shipped_spec(row.name)}."
         lines += [*_advice_lines(row.name, curves), "", "| default | value |", "|---|---|"]
         lines += [f"| {name} | `{value}` |" for name, value in offline_defaults(row)] + [""]
@@ -149,19 +147,14 @@ def _ratios() -> str:
 
 def _advice_lines(name: str, curves: Curves) -> list[str]:
     """When to use a row, what to watch, what others call it and what a run of it gave, as Markdown."""
-    advice = ADVICE[name]
+    advice = advice_on(name)
+    if advice is None:
+        raise KeyError(name)
     lines = [f"- When to use it: {advice.use}", f"- What to watch: {advice.watch}"]
     if name in curves.rows:
         lines.append(f"- A run of the shipped spec: {curves.rows[name]} ([curves](#curves)).")
     named = {"TRL": advice.trl, "verl": advice.verl, "OpenRLHF": advice.openrlhf}
     return [*lines, "", "| elsewhere | options |", "|---|---|", *(f"| {who} | {what} |" for who, what in named.items())]
-
-
-def listing() -> str:
-    """One line for every algorithm."""
-    rows = [*ALGORITHMS.values(), *OFFLINE_ALGORITHMS.values()]
-    width = max(len(row.name) for row in rows)
-    return "\n".join(f"{row.name:<{width}}  {row.summary}" for row in rows)
 
 
 @dataclass(frozen=True)
@@ -174,7 +167,7 @@ class ShippedSpec:
 
 
 _SPEC_OF_ANOTHER = {"ipo": "dpo"}
-"""Rows without a spec of their own in `deploy/specs/`, and the row whose spec runs them."""
+"""Rows without a separate spec in `deploy/specs/`, and the row whose spec runs them."""
 
 
 def spec_of(name: str) -> ShippedSpec:
@@ -191,99 +184,5 @@ def shipped_spec(name: str) -> str:
     return f"`{spec.path}`" if spec.name == name else f"`{spec.path}` with `--set algorithm.name={name}`"
 
 
-def description(name: str) -> str:
-    """One algorithm, as plain text.
-
-    Raises:
-        KeyError: no table has the name.
-    """
-    if name in OFFLINE_ALGORITHMS:
-        offline = OFFLINE_ALGORITHMS[name]
-        return _described(offline, _offline_roles(offline), offline_defaults(offline))
-    return describe_row(ALGORITHMS[name])
-
-
-def describe_row(row: Algorithm) -> str:
-    """An algorithm on rollouts, as plain text."""
-    return _described(row, ["rollout", "policy", "reward", *_roles(row)], row_defaults(row))
-
-
-def _described(row: Algorithm | OfflineAlgorithm, roles: list[str], defaults: Iterator[tuple[str, str]]) -> str:
-    lines = [row.name, f"  {row.summary}", f"  formula: {row.formula}", f"  source: {row.source}"]
-    if row.name in ADVICE:  # an algorithm of the user's own has none
-        advice = ADVICE[row.name]
-        lines += [f"  use: {advice.use}", f"  watch: {advice.watch}"]
-        lines += [f"  TRL: {advice.trl}", f"  verl: {advice.verl}", f"  OpenRLHF: {advice.openrlhf}"]
-    lines += [f"  roles: {', '.join(roles)}", "  defaults:"]
-    return "\n".join([*lines, *(f"    {name}: {value}" for name, value in defaults)])
-
-
-def row_defaults(row: Algorithm) -> Iterator[tuple[str, str]]:
-    """(field of the section `algorithm`, default) of what the row reads."""
-    unread = frozenset().union(*ESTIMATOR_OPTIONS.values(), *OBJECTIVE_OPTIONS.values())
-    unread -= ESTIMATOR_OPTIONS[row.advantage.estimator] | OBJECTIVE_OPTIONS[row.loss.objective]
-    yield "group_size", str(row.group_size)
-    yield "kl.coef", str(max(row.loss.kl_coef, row.advantage.kl_coef))
-    if row.dynamic_sampling:
-        yield "dynamic_sampling", str(row.dynamic_sampling)
-    if row.kl_penalty is not None:
-        yield "kl_old", f"{{coef: {row.kl_penalty.coef}, target: {row.kl_penalty.target}}}"
-    if row.trust_region is not None:
-        region = ", ".join(f"{name}: {value}" for name, value in vars(row.trust_region).items())
-        yield "trust_region", f"{{{region}}}"
-    sections: list[PolicyLossConfig | AdvantageConfig | CriticLossConfig] = [row.loss, row.advantage]
-    sections += [row.critic_loss] if row.critic_loss is not None else []
-    for section in sections:
-        for name, value in section:
-            other_kl = name == {"reward": "kl_estimator", "loss": "kl_to_go"}[row.kl_in]
-            hidden = name in _NEVER_SHOWN or name in unread or other_kl
-            if hidden or value is None:
-                continue
-            shown = (
-                f"{{{', '.join(f'{k}: {as_yaml(v)}' for k, v in value)}}}"
-                if isinstance(value, BaseModel)
-                else as_yaml(value)
-            )
-            yield _SPEC_NAMES.get(name, name), shown
-
-
-_SPEC_NAMES = {"kl_estimator": "kl.estimator", "kl_to_go": "kl.to_go"}
-_NEVER_SHOWN = frozenset(
-    {"objective", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "reward_to_go", "kl_coef", "custom"}
-    | {"kl_target", "kl_horizon"}
-)
-"""What makes a row this row and no other (the formula says it), or is named otherwise in a spec."""
-
-
-def offline_defaults(row: OfflineAlgorithm) -> Iterator[tuple[str, str]]:
-    """(field of the section `algorithm`, default) of what the row reads."""
-    yield from ((name, as_yaml(value)) for name, value in row.loss if name != "kind")
-    yield from ((name, "false") for name in sorted(row.options))
-
-
-def _offline_roles(row: OfflineAlgorithm) -> list[str]:
-    return ["policy", *(["reference"] if row.reference else [])]
-
-
-def _roles(row: Algorithm) -> list[str]:
-    needed = set(row.required)
-    if row.loss.kl_coef or row.advantage.kl_coef:
-        needed.add("reference")
-    return sorted(needed)
-
-
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
-
-
-def as_yaml(value: Any) -> str:
-    """A default as YAML."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(as_yaml(item) for item in value)}]"
-    if isinstance(value, str):
-        return f'"{value}"' if not value or "{" in value else value
-    return str(value)

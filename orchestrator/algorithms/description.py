@@ -1,0 +1,115 @@
+"""The algorithms as text: what `troupe algorithms` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from troupe.orchestrator.algorithms.advice import advice_on
+from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithm
+from troupe.orchestrator.algorithms.section import ESTIMATOR_OPTIONS, OBJECTIVE_OPTIONS
+from troupe.orchestrator.algorithms.table import ALGORITHMS, Algorithm
+from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
+
+_SPEC_NAMES = {"kl_estimator": "kl.estimator", "kl_to_go": "kl.to_go"}
+_NEVER_SHOWN = frozenset(
+    {"objective", "ratio", "dynamic_clip", "max_ratio", "estimator", "baseline", "reward_to_go", "kl_coef", "custom"}
+    | {"kl_target", "kl_horizon"}
+)
+"""What makes a row this row and no other (the formula says it), or is named otherwise in a spec."""
+
+
+def listing() -> str:
+    """One line for every algorithm."""
+    rows = [*ALGORITHMS.values(), *OFFLINE_ALGORITHMS.values()]
+    width = max(len(row.name) for row in rows)
+    return "\n".join(f"{row.name:<{width}}  {row.summary}" for row in rows)
+
+
+def description(name: str) -> str:
+    """One algorithm, as plain text.
+
+    Raises:
+        KeyError: no table has the name.
+    """
+    if name in OFFLINE_ALGORITHMS:
+        offline = OFFLINE_ALGORITHMS[name]
+        return _described(offline, offline_roles(offline), offline_defaults(offline))
+    return describe_row(ALGORITHMS[name])
+
+
+def describe_row(row: Algorithm) -> str:
+    """An algorithm on rollouts, as plain text."""
+    return _described(row, ["rollout", "policy", "reward", *roles_besides(row)], row_defaults(row))
+
+
+def _described(row: Algorithm | OfflineAlgorithm, roles: list[str], defaults: Iterator[tuple[str, str]]) -> str:
+    lines = [row.name, f"  {row.summary}", f"  formula: {row.formula}", f"  source: {row.source}"]
+    if (advice := advice_on(row.name)) is not None:  # a custom algorithm has none
+        lines += [f"  use: {advice.use}", f"  watch: {advice.watch}"]
+        lines += [f"  TRL: {advice.trl}", f"  verl: {advice.verl}", f"  OpenRLHF: {advice.openrlhf}"]
+    lines += [f"  roles: {', '.join(roles)}", "  defaults:"]
+    return "\n".join([*lines, *(f"    {name}: {value}" for name, value in defaults)])
+
+
+def row_defaults(row: Algorithm) -> Iterator[tuple[str, str]]:
+    """(field of the section `algorithm`, default) of what the row reads."""
+    unread = frozenset().union(*ESTIMATOR_OPTIONS.values(), *OBJECTIVE_OPTIONS.values())
+    unread -= ESTIMATOR_OPTIONS[row.advantage.estimator] | OBJECTIVE_OPTIONS[row.loss.objective]
+    yield "group_size", str(row.group_size)
+    yield "kl.coef", str(max(row.loss.kl_coef, row.advantage.kl_coef))
+    if row.dynamic_sampling:
+        yield "dynamic_sampling", str(row.dynamic_sampling)
+    if row.kl_penalty is not None:
+        yield "kl_old", f"{{coef: {row.kl_penalty.coef}, target: {row.kl_penalty.target}}}"
+    if row.trust_region is not None:
+        region = ", ".join(f"{name}: {value}" for name, value in vars(row.trust_region).items())
+        yield "trust_region", f"{{{region}}}"
+    sections: list[PolicyLossConfig | AdvantageConfig | CriticLossConfig] = [row.loss, row.advantage]
+    sections += [row.critic_loss] if row.critic_loss is not None else []
+    for section in sections:
+        for name, value in section:
+            other_kl = name == {"reward": "kl_estimator", "loss": "kl_to_go"}[row.kl_in]
+            hidden = name in _NEVER_SHOWN or name in unread or other_kl
+            if hidden or value is None:
+                continue
+            shown = (
+                f"{{{', '.join(f'{k}: {as_yaml(v)}' for k, v in value)}}}"
+                if isinstance(value, BaseModel)
+                else as_yaml(value)
+            )
+            yield _SPEC_NAMES.get(name, name), shown
+
+
+def offline_defaults(row: OfflineAlgorithm) -> Iterator[tuple[str, str]]:
+    """(field of the section `algorithm`, default) of what the row reads."""
+    yield from ((name, as_yaml(value)) for name, value in row.loss if name != "kind")
+    yield from ((name, "false") for name in sorted(row.options))
+
+
+def offline_roles(row: OfflineAlgorithm) -> list[str]:
+    """Roles of an algorithm on offline data."""
+    return ["policy", *(["reference"] if row.reference else [])]
+
+
+def roles_besides(row: Algorithm) -> list[str]:
+    """Roles that an algorithm needs besides rollout, policy and reward."""
+    needed = set(row.required)
+    if row.loss.kl_coef or row.advantage.kl_coef:
+        needed.add("reference")
+    return sorted(needed)
+
+
+def as_yaml(value: Any) -> str:
+    """A default as YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(as_yaml(item) for item in value)}]"
+    if isinstance(value, str):
+        return f'"{value}"' if not value or "{" in value else value
+    return str(value)
