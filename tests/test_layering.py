@@ -19,7 +19,7 @@ PACKAGES = ("orchestrator", "workers")
 
 PURE = (
     *("workers.contract", "workers.algorithms", "workers.models.token_batch"),
-    *("workers.telemetry", "workers.isolation.probe"),
+    *("workers.telemetry", "workers.isolation"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
     *("orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
     *("orchestrator.doctor.machine", "orchestrator.doctor.checks", "orchestrator.doctor.needs"),
