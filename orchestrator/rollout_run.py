@@ -36,7 +36,6 @@ from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
 from troupe.orchestrator.pools.linked import Callers, LinkedPool, PoolLimits
 from troupe.orchestrator.pools.replacement import Replacer
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.private_files import write_private
 from troupe.orchestrator.replay.step_recorder import KeeperSettings, StepKeeper
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -57,6 +56,7 @@ from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from troupe.orchestrator.why.facts import EngineQueue, Queues
 from troupe.workers.contract import roles
 from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.contract.judges import Judge
 
 CLOSE_TIMEOUT_S = 10.0
@@ -410,4 +410,4 @@ def pool_bounds(spec: RolloutSpec) -> PoolBounds:
 
 def write_spec(spec: RunSpec, file: Path) -> None:
     """Writes the resolved spec, with every default, for its owner only."""
-    write_private(file, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+    write_atomic(file, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False), PRIVATE)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.capacity.spec_memory import Seated, Sizes, step_batch, worker_memory
-from troupe.orchestrator.capacity.worker_memory import GIB, MIB, WIDTHS, Cache, Part, WorkerMemory
+from troupe.orchestrator.capacity.worker_memory import WIDTHS, Cache, Part, WorkerMemory
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import ModelConfig
+from troupe.workers.contract.units import GIB, MIB
 
 HEADROOM = 0.1
 """Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""

@@ -14,9 +14,10 @@ from troupe.orchestrator.capacity.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.capacity.placement import GPU_GIB, Node, Placement, demand, fit, place, role_sizes, room
 from troupe.orchestrator.capacity.remedies import Misfit, Remedy, describe, remedies
 from troupe.orchestrator.capacity.spec_memory import Seated, Sizes
-from troupe.orchestrator.capacity.worker_memory import GIB, Part
+from troupe.orchestrator.capacity.worker_memory import Part
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.load import RunSpec
+from troupe.workers.contract.units import GIB
 
 _MOST_GIB = 1_000_000
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from troupe.orchestrator.doctor.machine import GIB, MIB, UNLIMITED, Finding, Machine, Needs, gib, version
+from troupe.orchestrator.doctor.machine import UNLIMITED, Finding, Machine, Needs, gib, version
+from troupe.workers.contract.units import GIB, MIB
 
 _LEAST_CAPABILITY = (7, 0)
 """vLLM runs on GPUs from Volta on."""

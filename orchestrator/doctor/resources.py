@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from troupe.orchestrator.doctor.graphics import shm_remedy
-from troupe.orchestrator.doctor.machine import GIB, UNLIMITED, Finding, Folder, Machine, Needs, gib
+from troupe.orchestrator.doctor.machine import UNLIMITED, Finding, Folder, Machine, Needs, gib
+from troupe.workers.contract.units import GIB
 
 _LEAST_MEMORY = 4 * GIB
 """An engine and a trainer without a model take 2.3 GiB."""

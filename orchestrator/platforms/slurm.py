@@ -12,10 +12,10 @@ from pathlib import Path
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, plan
 from troupe.orchestrator.capacity.spec_memory import Sizes
-from troupe.orchestrator.capacity.worker_memory import GIB
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.workers.contract.units import GIB
 
 _LARGEST = 100_000
 """Upper limit of every resource number: a larger one is a typing error."""

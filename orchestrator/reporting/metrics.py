@@ -13,6 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from troupe.workers.contract.messages import Answer, Peak, UpdateMetrics
+from troupe.workers.contract.units import GIB
 from troupe.workers.telemetry.peak_memory import resident_peak
 
 logger = logging.getLogger(__name__)
@@ -105,9 +106,6 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     if not (0 <= correct <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} is not defined for {correct} correct of {samples} samples")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-GIB = 2**30
 
 
 class PeakMemory:

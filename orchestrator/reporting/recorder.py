@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -18,10 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from troupe.orchestrator.errors import StopRequested
-from troupe.orchestrator.reporting.metrics import GIB
 from troupe.orchestrator.reporting.run_folder import EVENTS, TIMELINES, TRAJECTORIES, step_files
 from troupe.orchestrator.reporting.sinks.jsonl import JsonlSink
 from troupe.orchestrator.telemetry.timeline import DRIVER, Span, timeline_table
+from troupe.workers.contract.atomic_file import replacing
+from troupe.workers.contract.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -168,18 +168,15 @@ class RunRecorder:
         """Writes one file. Runs in a thread."""
         table = timeline_table(step, spans)
         path = folder / TIMELINES / f"step-{step:06d}.parquet"
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if append and path.exists():
                 table = pa.concat_tables([pq.read_table(path), table])
-            pq.write_table(table, unfinished, compression="zstd")
-            os.replace(unfinished, path)
+            with replacing(path) as unfinished:
+                pq.write_table(table, unfinished, compression="zstd")
             if self._bound:
                 delete_oldest(folder, self._bound)
         except (OSError, pa.ArrowException) as error:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
             logger.warning("the timeline of step %d is not written: %s", step, error)
 
 

@@ -6,12 +6,12 @@ Reads a few small files and imports nothing heavy.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from troupe.orchestrator.errors import nearest
+from troupe.orchestrator.model_facts.model_size import CONFIG_BYTES, config_or_empty
 from troupe.orchestrator.spec.hub_names import is_hub_name
 from troupe.workers.contract.config import NO_TEMPLATE, ModelConfig
 
@@ -21,7 +21,6 @@ RESOLVED_SPEC = "spec.yaml"
 Finding = tuple[str, str]
 """(dotted path of a field, what is wrong)"""
 
-_CONFIG_BYTES = 1 << 20
 _OWN_LENGTH = "roles.reward.model"
 """A model that reads the conversation through its own tokenizer, and fails samples that are too long for it."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -66,8 +65,8 @@ def model_folder(folder: Path) -> str:
         return f"no such folder: {folder}"
     if not (folder / "config.json").is_file():
         return f"{folder} is not a model folder: it has no config.json"
-    if (folder / "config.json").stat().st_size > _CONFIG_BYTES:
-        return f"{folder / 'config.json'} is larger than {_CONFIG_BYTES >> 20} MiB: this is no model's configuration"
+    if (folder / "config.json").stat().st_size > CONFIG_BYTES:
+        return f"{folder / 'config.json'} is larger than {CONFIG_BYTES >> 20} MiB: this is no model's configuration"
     if not any(folder.glob("*.safetensors")):
         return f"{folder} has no *.safetensors"
     if not any((folder / name).is_file() for name in TOKENIZERS):
@@ -124,14 +123,8 @@ def _steady_positions(config: dict[str, Any]) -> tuple[int, str] | None:
 
 
 def _text_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the language model in a folder; empty where it cannot be read."""
-    try:
-        with (folder / "config.json").open("rb") as file:
-            config = json.loads(file.read(_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(config, dict):
-        return {}
+    """The configuration of the language model in a folder; empty if it cannot be read."""
+    config = config_or_empty(folder)
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.model_facts.families import FieldUnknown, shape_of, undivided
-from troupe.orchestrator.model_facts.model_size import SizeUnknown, check_weights, quantization, read_config
+from troupe.orchestrator.model_facts.model_size import (
+    SizeUnknown,
+    check_weights,
+    config_or_empty,
+    quantization,
+    read_config,
+)
 from troupe.orchestrator.spec.preflight import Finding, model_folder
 from troupe.workers.contract.config import ModelConfig
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
 
-_CONFIG_BYTES = 1 << 20
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 _REWARD_MODEL = "roles.reward.model"
@@ -36,7 +40,7 @@ def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[F
         trains: What kind of model the run writes; training of a reward model starts from either kind.
     """
     for section, model in models.items():
-        config = _read(Path(model.path))
+        config = config_or_empty(Path(model.path))
         kind = _architecture(config)
         if section == _REWARD_MODEL:
             wrong = _not_a_reward_model(kind, config)
@@ -50,7 +54,7 @@ def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[F
 
 def unsupported_head_size(model: Path) -> Iterator[Finding]:
     """A size of attention heads that vLLM's CPU build does not support."""
-    config = _read(model)
+    config = config_or_empty(model)
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
     size, heads = config.get("head_dim"), config.get("num_attention_heads")
@@ -69,7 +73,7 @@ def unsupported_head_size(model: Path) -> Iterator[Finding]:
 def quantized(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
     """Quantized weights where they cannot be used, by the path of their field."""
     for section, model in models.items():
-        method = quantization(_read(Path(model.path)))
+        method = quantization(config_or_empty(Path(model.path)))
         if method and section != _JUDGE:
             why = "only a judge uses quantized weights; name the model that they were made from"
             yield f"{section}.path", f"its weights are quantized ({method}): {why}"
@@ -118,13 +122,3 @@ def _architecture(config: Mapping[str, Any]) -> str:
     """Name of the model's class; empty where the config does not say."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    """The model's config.json; empty where it cannot be read."""
-    try:
-        with (folder / "config.json").open("rb") as file:
-            config = json.loads(file.read(_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}

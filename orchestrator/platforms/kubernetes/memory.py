@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from troupe.orchestrator.capacity.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.spec_memory import Seated, Sizes
-from troupe.orchestrator.capacity.worker_memory import GIB
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.kubernetes.options import Options
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, Share, shares
 from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.workers.contract.units import GIB
 
 HEAD = "head"
 HEAD_CPUS = 4

@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 from troupe.orchestrator.capacity.plan import local_node, plan
-from troupe.orchestrator.capacity.worker_memory import GIB
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.reporting.reference import SECTIONS, metric_named
 from troupe.orchestrator.reporting.run_folder import RunFolder
@@ -23,6 +22,7 @@ from troupe.orchestrator.reporting.verdicts.history import History, Series
 from troupe.orchestrator.reporting.verdicts.judge import judge
 from troupe.orchestrator.spec.load import RunSpec, parse_spec
 from troupe.orchestrator.spec.yaml_reader import read_file
+from troupe.workers.contract.units import GIB
 
 Json = dict[str, Any]
 

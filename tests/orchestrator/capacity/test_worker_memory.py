@@ -16,7 +16,6 @@ from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, lo
 from troupe.orchestrator.capacity.spec_memory import Sizes
 from troupe.orchestrator.capacity.worker_memory import (
     CPU_BATCH_TOKENS,
-    GIB,
     KV_BLOCK,
     Part,
     Scoring,
@@ -38,6 +37,7 @@ from troupe.orchestrator.reporting.plan_table import notes, unknown_sizes
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, TrainerConfig
+from troupe.workers.contract.units import GIB
 
 SMALL = ModelSize(
     backbone=1000,

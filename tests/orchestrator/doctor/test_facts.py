@@ -9,10 +9,11 @@ import pytest
 from tests.conftest import ROOT
 from troupe.orchestrator.doctor import facts
 from troupe.orchestrator.doctor.facts import gather, torch_cuda
-from troupe.orchestrator.doctor.machine import GIB, UNLIMITED
+from troupe.orchestrator.doctor.machine import UNLIMITED
 from troupe.orchestrator.doctor.needs import needs_of
 from troupe.orchestrator.doctor.nvidia import is_visible, p2p_matrix
 from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.workers.contract.units import GIB
 
 TOPOLOGY = """ \tGPU0\tGPU1\tGPU2\t
  GPU0\tX\tOK\tCNS\t

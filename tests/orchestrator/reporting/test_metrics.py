@@ -12,15 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.orchestrator.reporting.metrics import (
-    GIB,
-    PeakMemory,
-    PhaseTimers,
-    merge_update_metrics,
-    pass_at_k,
-    std,
-)
+from troupe.orchestrator.reporting.metrics import PeakMemory, PhaseTimers, merge_update_metrics, pass_at_k, std
 from troupe.workers.contract.messages import Peak, RewardSummary, ScoreSummary, UpdateMetrics, WeightAck, WorkerHealth
+from troupe.workers.contract.units import GIB
 from troupe.workers.telemetry.peak_memory import resident_peak
 
 
