@@ -25,9 +25,13 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
         OSError: The file cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.unlink(missing_ok=True)  # left by a process that was killed; its mode may be another
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode))
+        try:
+            os.close(os.open(unfinished, flags, mode))
+        except FileExistsError:  # left by a process that was killed; its mode may be another
+            unfinished.unlink()
+            os.close(os.open(unfinished, flags, mode))
         yield unfinished
         unfinished.replace(path)
     finally:
