@@ -30,8 +30,9 @@ from typing import Any
 from benchmarks.support.harness import command_parser
 from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.roles.memory import TRAINER_PROCESS
-from troupe.orchestrator.roles.worker_memory import MIB, Training, WorkerMemory, training
+from troupe.orchestrator.roles.worker_memory import Training, WorkerMemory, training
 from troupe.workers.contract.config import Dtype, TrainerConfig
+from troupe.workers.contract.units import MIB
 from troupe.workers.telemetry.peak_memory import resident_peak
 
 MODELS = Path(".cache/models")

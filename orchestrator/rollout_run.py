@@ -24,7 +24,6 @@ from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.private_files import write_private
 from troupe.orchestrator.replay.step_recorder import KeeperSettings, StepKeeper
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -44,6 +43,7 @@ from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from troupe.orchestrator.why.facts import EngineQueue, Queues
 from troupe.workers.contract.advantage_state import AdvantageState
+from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
 
 @dataclass(frozen=True)
@@ -275,4 +275,4 @@ def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluste
 
 def write_spec(spec: RunSpec, file: Path) -> None:
     """Writes the resolved spec, with every default, for its owner only."""
-    write_private(file, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
+    write_atomic(file, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False), PRIVATE)

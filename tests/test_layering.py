@@ -21,7 +21,7 @@ PACKAGES = ("orchestrator", "workers")
 
 PURE = (
     *("workers.contract", "workers.algorithms", "workers.models.token_batch"),
-    *("workers.telemetry", "workers.isolation.probe"),
+    *("workers.telemetry", "workers.isolation"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
     *("orchestrator.roles", "orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
     "orchestrator.telemetry",

@@ -24,8 +24,8 @@ from deploy.gpu_check.figures import figures
 from deploy.gpu_check.pieces import PIECES, Decision, arguments, decide
 from deploy.gpu_check.processes import last_lines, run_commands
 from deploy.gpu_check.record import Record, Result, read
-from troupe.orchestrator.doctor.machine import GIB
 from troupe.orchestrator.doctor.nvidia import graphics
+from troupe.workers.contract.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 

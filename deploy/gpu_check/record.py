@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from troupe.workers.contract.atomic_file import write_atomic
 
 Status = Literal["passed", "failed", "skipped"]
 Figure = float | str
@@ -63,9 +64,7 @@ class Record:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text)
-    os.replace(new, path)
+    write_atomic(path, text)
 
 
 def read(path: Path) -> Record | None:

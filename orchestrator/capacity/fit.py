@@ -11,8 +11,9 @@ from troupe.orchestrator.capacity.remedies import Misfit
 from troupe.orchestrator.model_facts.families import undivided
 from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.roles.table import named, row_of, settings_of
-from troupe.orchestrator.roles.worker_memory import GIB, MIB, WIDTHS, Cache, Part, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import WIDTHS, Cache, Part, WorkerMemory
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.workers.contract.units import GIB, MIB
 
 HEADROOM = 0.1
 """Share of a GPU or of a node's memory that a plan should leave free: estimates can be wrong by as much."""

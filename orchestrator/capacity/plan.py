@@ -15,8 +15,9 @@ from troupe.orchestrator.capacity.placement import GPU_GIB, Node, Placement, dem
 from troupe.orchestrator.capacity.remedies import Misfit, Remedy, describe, remedies
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.roles.memory import Seated, Sizes
-from troupe.orchestrator.roles.worker_memory import GIB, Part
+from troupe.orchestrator.roles.worker_memory import Part
 from troupe.orchestrator.spec.load import RunSpec
+from troupe.workers.contract.units import GIB
 
 _MOST_GIB = 1_000_000
 

@@ -20,8 +20,8 @@ from ray.exceptions import RayError
 
 from troupe.orchestrator.capacity.placement import GPU_GIB, Node
 from troupe.orchestrator.errors import ClusterUnreachable
-from troupe.orchestrator.private_files import write_private
 from troupe.workers.contract.arrow import pickle_tables
+from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def _create_token() -> None:
     scratch = token.with_name(f".auth_token-{os.getpid()}")
     with suppress(OSError):  # Ray says what is wrong with the folder; or another run was faster
         token.parent.mkdir(parents=True, exist_ok=True)
-        write_private(scratch, secrets.token_hex(32))
+        write_atomic(scratch, secrets.token_hex(32), PRIVATE)
         os.link(scratch, token)  # whole, or not at all
     with suppress(OSError):
         scratch.unlink()

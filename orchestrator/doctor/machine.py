@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-GIB = 1 << 30
-MIB = 1 << 20
+from troupe.workers.contract.units import GIB, MIB
+
 UNLIMITED = -1
 """A limit that is not set."""
 

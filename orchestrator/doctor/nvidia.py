@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from troupe.orchestrator.doctor.machine import MIB, Gpu, Graphics
+from troupe.orchestrator.doctor.machine import Gpu, Graphics
+from troupe.workers.contract.units import MIB
 
 _TIMEOUT_S = 20.0
 _QUERY = "name,memory.total,memory.used,compute_cap,driver_version,index,uuid"

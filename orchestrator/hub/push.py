@@ -8,8 +8,7 @@ from pathlib import Path
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.hub import client
 from troupe.orchestrator.spec.hub_names import is_name
-
-_MIB = 2**20
+from troupe.workers.contract.units import MIB
 
 
 def contents(folder: Path, name: str, *, private: bool) -> Iterator[str]:
@@ -30,8 +29,8 @@ def contents(folder: Path, name: str, *, private: bool) -> Iterator[str]:
     kind = "private" if private else "public"
     yield f"{folder} to {client.Repo('model', name).url} ({kind} if it is new):"
     for path, size in zip(files, sizes, strict=True):
-        yield f"  {path.relative_to(folder)}  {size / _MIB:,.2f} MiB"
-    yield f"{len(files)} files, {sum(sizes) / _MIB:,.1f} MiB"
+        yield f"  {path.relative_to(folder)}  {size / MIB:,.2f} MiB"
+    yield f"{len(files)} files, {sum(sizes) / MIB:,.1f} MiB"
 
 
 def push_model(folder: Path, name: str, *, private: bool) -> str:

@@ -28,6 +28,7 @@ from troupe.orchestrator.spec.sections import HubFiles
 from troupe.orchestrator.spec.stages import PlannedRun
 from troupe.orchestrator.spec.yaml_reader import read_file
 from troupe.workers.contract.config import Frozen, ModelConfig
+from troupe.workers.contract.units import MIB
 
 SpecT = TypeVar("SpecT", bound=RunSpec)
 SpecT_co = TypeVar("SpecT_co", bound=RunSpec, covariant=True)
@@ -38,7 +39,6 @@ _CODE_FILES = ("*.py",)
 """With `trust_remote_code` only."""
 _NOT_LOADED = ("*/*", "consolidated*.safetensors")
 """Copies of the weights in other formats, which transformers and vLLM do not load."""
-_MIB = 2**20
 _SPLITS = ("train", "training", "test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev")
 """Words that name a split in a file's path."""
 
@@ -119,7 +119,7 @@ def describe(spec: RunSpec) -> list[str]:
         else:
             sizes = client.list_files(snapshot.repo, snapshot.commit)
             total = sum(sizes[name] for name in snapshot.names(list(sizes)))
-            state = f"{total / _MIB:,.1f} MiB to download"
+            state = f"{total / MIB:,.1f} MiB to download"
         lines.append(f"{section}: {snapshot.repo.name} at commit {snapshot.commit[:12]} ({state})")
     return lines
 
@@ -150,7 +150,7 @@ def _download(snapshot: Snapshot, console: Console) -> Path:
     console.message(f"downloading {name} at commit {snapshot.commit[:12]} to {snapshot.cache}")
 
     def show(done: int, total: int) -> None:
-        console.phase(f"download {name} (MiB)", done // _MIB, total // _MIB)
+        console.phase(f"download {name} (MiB)", done // MIB, total // MIB)
 
     return client.download(snapshot, show)
 

@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.live.scaling import WorkerScaler
-from troupe.orchestrator.private_files import write_private
 from troupe.orchestrator.spec.errors import SpecError
+from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def _require_run(run_folder: Path) -> None:
 
 def _write(path: Path, content: BaseModel) -> None:
     """Write a file atomically, for its owner only."""
-    write_private(path, json.dumps(content.model_dump(mode="json")))
+    write_atomic(path, json.dumps(content.model_dump(mode="json")), PRIVATE)
 
 
 def _wait(condition: Callable[[], bool], timeout_s: float) -> None:

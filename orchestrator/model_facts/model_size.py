@@ -24,7 +24,8 @@ from troupe.orchestrator.model_facts.families import (
     with_defaults,
 )
 
-_CONFIG_BYTES = 1 << 20
+CONFIG_BYTES = 1 << 20
+"""Size limit of a config.json."""
 _INDEX_BYTES = 64 << 20
 _HEADER_BYTES = 32 << 20
 """Longest header that is parsed: one of 200 000 tensors. The safetensors library reads 100 MB, which as Python objects
@@ -100,9 +101,17 @@ def read_size(folder: Path) -> ModelSize:
 
 def read_config(folder: Path) -> Mapping[str, Any]:
     """The configuration of a folder's language model, with what its family leaves out. Raises SizeUnknown."""
-    config = _object(folder / "config.json", _CONFIG_BYTES)
+    config = _object(folder / "config.json", CONFIG_BYTES)
     text = config.get("text_config")
     return with_defaults(config | text if isinstance(text, dict) else config)
+
+
+def config_or_empty(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder as it is; empty if it cannot be read."""
+    try:
+        return _object(folder / "config.json", CONFIG_BYTES)
+    except SizeUnknown:
+        return {}
 
 
 def check_weights(folder: Path) -> None:

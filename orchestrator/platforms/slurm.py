@@ -13,9 +13,9 @@ from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, plan
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.roles.memory import Sizes
-from troupe.orchestrator.roles.worker_memory import GIB
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.workers.contract.units import GIB
 
 _LARGEST = 100_000
 """Upper limit of every resource number: a larger one is a typing error."""

@@ -17,14 +17,14 @@ import yaml
 
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerError
-from troupe.orchestrator.private_files import write_private
 from troupe.orchestrator.replay.step_record import REPLAY, STEP, KeptStep, folder_of, kept_steps, packed_texts, size_of
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
-from troupe.orchestrator.telemetry.peak_memory import GIB
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.versions import versions
+from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
+from troupe.workers.contract.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def _publish(settings: KeeperSettings, unfinished: Path, step: int, kept: Callab
     Returns:
         The bytes of the step. One that alone is beyond the bound is removed, and the others stay.
     """
-    write_private(unfinished / RESOLVED_SPEC, settings.spec)
+    write_atomic(unfinished / RESOLVED_SPEC, settings.spec, PRIVATE)
     (unfinished / STEP).write_text(kept().model_dump_json())
     nbytes = size_of(unfinished)
     if nbytes > settings.nbytes:

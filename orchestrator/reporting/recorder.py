@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,8 +18,9 @@ import pyarrow.parquet as pq
 from troupe.orchestrator.reporting.run_folder import TIMELINES, TRAJECTORIES, step_files
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.telemetry.peak_memory import GIB
 from troupe.orchestrator.telemetry.timeline import DRIVER, Span, timeline_table
+from troupe.workers.contract.atomic_file import replacing
+from troupe.workers.contract.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -101,18 +101,15 @@ class RunRecorder:
         """Writes one file. Runs in a thread."""
         table = timeline_table(step, spans)
         path = folder / TIMELINES / f"step-{step:06d}.parquet"
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if append and path.exists():
                 table = pa.concat_tables([pq.read_table(path), table])
-            pq.write_table(table, unfinished, compression="zstd")
-            os.replace(unfinished, path)
+            with replacing(path) as unfinished:
+                pq.write_table(table, unfinished, compression="zstd")
             if self._bound:
                 delete_oldest(folder, self._bound)
         except (OSError, pa.ArrowException) as error:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
             logger.warning("the timeline of step %d is not written: %s", step, error)
 
 

@@ -7,7 +7,6 @@ call of its worker is a complete slice (`X`); calls of one worker that overlap a
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pyarrow as pa
 
 from troupe.orchestrator.reporting.utilization import step_windows
 from troupe.orchestrator.telemetry.timeline import OK
+from troupe.workers.contract.atomic_file import replacing
 
 Event = dict[str, Any]
 Row = Mapping[str, Any]
@@ -52,13 +52,8 @@ def trace_events(timeline: pa.Table) -> list[Event]:
 def write_trace(events: Sequence[Event], path: Path) -> None:
     """Writes the events as JSON, atomically. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            json.dump({"displayTimeUnit": "ms", "traceEvents": events}, file, allow_nan=False)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        json.dump({"displayTimeUnit": "ms", "traceEvents": events}, file, allow_nan=False)
 
 
 def _roles(rows: Sequence[Row]) -> list[str]:

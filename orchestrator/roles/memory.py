@@ -9,7 +9,6 @@ from typing import Any
 
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
 from troupe.orchestrator.roles.worker_memory import (
-    MIB,
     TRANSFER_BUFFER,
     Cache,
     Part,
@@ -25,6 +24,7 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.offline_config import RewardLossConfig
+from troupe.workers.contract.units import MIB
 
 TRAINER_PROCESS = 700 * MIB
 """Host memory of a training rank without a model. `benchmarks.plan_memory` measures 461 MiB after the imports and the

@@ -14,12 +14,11 @@ from typing import Literal
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, TrainerConfig
+from troupe.workers.contract.units import GIB, MIB
 
 Where = Literal["gpu", "host"]
 Phase = Literal["always", "pass", "step"]
 
-MIB = 2**20
-GIB = 2**30
 WIDTHS: dict[Dtype, int] = {"bfloat16": 2, "float32": 4}
 """Bytes per number."""
 

@@ -6,7 +6,6 @@ Reads small files and headers and imports nothing heavy; the user's code is load
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +13,13 @@ from typing import Any, Protocol, runtime_checkable
 from troupe.orchestrator.algorithms.offline import Trains
 from troupe.orchestrator.errors import nearest
 from troupe.orchestrator.model_facts.families import FieldUnknown, shape_of, undivided
-from troupe.orchestrator.model_facts.model_size import SizeUnknown, check_weights, quantization, read_config
+from troupe.orchestrator.model_facts.model_size import (
+    CONFIG_BYTES,
+    SizeUnknown,
+    check_weights,
+    config_or_empty,
+    quantization,
+)
 from troupe.orchestrator.spec.hub_names import is_hub_name
 from troupe.workers.contract.config import NO_TEMPLATE, EnvironmentConfig, ModelConfig, RewardFunctionConfig
 from troupe.workers.isolation.probe import ProbeFailed, ask
@@ -25,7 +30,6 @@ RESOLVED_SPEC = "spec.yaml"
 Finding = tuple[str, str]
 """(dotted path of a field, what is wrong)"""
 
-_CONFIG_BYTES = 1 << 20
 _REWARD_MODEL = "roles.reward.model"
 """A model that reads the conversation through its own tokenizer, and fails samples that are too long for it."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -85,8 +89,8 @@ def model_folder(folder: Path) -> str:
         return f"no such folder: {folder}"
     if not (folder / "config.json").is_file():
         return f"{folder} is not a model folder: it has no config.json"
-    if (folder / "config.json").stat().st_size > _CONFIG_BYTES:
-        return f"{folder / 'config.json'} is larger than {_CONFIG_BYTES >> 20} MiB: this is no model's configuration"
+    if (folder / "config.json").stat().st_size > CONFIG_BYTES:
+        return f"{folder / 'config.json'} is larger than {CONFIG_BYTES >> 20} MiB: this is no model's configuration"
     if not any(folder.glob("*.safetensors")):
         return f"{folder} has no *.safetensors"
     if not any((folder / name).is_file() for name in TOKENIZERS):
@@ -150,7 +154,7 @@ def wrong_kinds(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[F
         trains: What kind of model the run writes; training of a reward model starts from either kind.
     """
     for section, model in models.items():
-        config = _config(Path(model.path))
+        config = config_or_empty(Path(model.path))
         kind = _architecture(config)
         if section == _REWARD_MODEL:
             wrong = _not_a_reward_model(kind, config)
@@ -181,7 +185,7 @@ def unsupported_head_size(model: Path) -> Iterator[Finding]:
 def quantized(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
     """Quantized weights where they cannot be used, by the path of their field."""
     for section, model in models.items():
-        method = quantization(_config(Path(model.path)))
+        method = quantization(config_or_empty(Path(model.path)))
         if method and section != _JUDGE:
             why = "only a judge uses quantized weights; name the model that they were made from"
             yield f"{section}.path", f"its weights are quantized ({method}): {why}"
@@ -234,19 +238,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _text_config(folder: Path) -> dict[str, Any]:
     """The configuration of the language model in a folder; empty if it cannot be read."""
-    config = _config(folder)
+    config = config_or_empty(folder)
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    """A model's config.json; empty if it cannot be read."""
-    try:
-        with (folder / "config.json").open("rb") as file:
-            config = json.loads(file.read(_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+from troupe.workers.contract.atomic_file import write_atomic
+
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 10_000
@@ -83,9 +85,7 @@ def _keep_lines(path: Path, keep_through: int) -> None:
     if len(kept) == len(lines):
         return
     logger.info("%s: dropped %d lines of steps after %d", path, len(lines) - len(kept), keep_through)
-    shorter = path.with_name(f".{path.name}.{os.getpid()}")
-    shorter.write_text("".join(kept), encoding="utf-8")
-    os.replace(shorter, path)
+    write_atomic(path, "".join(kept))
 
 
 def _step_of(line: str) -> float:

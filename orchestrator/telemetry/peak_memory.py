@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from troupe.workers.contract.messages import Answer, Peak
+from troupe.workers.contract.units import GIB
 from troupe.workers.telemetry.peak_memory import resident_peak
-
-GIB = 2**30
 
 
 class PeakMemory:

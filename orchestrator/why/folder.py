@@ -8,7 +8,6 @@ answers are files as in `orchestrator/live/control.py`. `reports/` has the newes
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from troupe.orchestrator.processes.proc import started_at
 from troupe.orchestrator.why.facts import Diagnosis, Facts
+from troupe.workers.contract.atomic_file import write_atomic
 
 FOLDER = "why"
 _KEPT_REPORTS = 20
@@ -81,10 +81,7 @@ class _File(Generic[T]):
 
     def write(self, folder: Path, value: T, name: str = "") -> None:
         """Write it atomically. Raises OSError."""
-        path = folder / (name or self.name)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_bytes(self._adapter.dump_json(value))
-        scratch.rename(path)
+        write_atomic(folder / (name or self.name), self._adapter.dump_json(value))
 
     def read(self, folder: Path, name: str = "") -> T | None:
         """The value; None where there is none, or none that can be read."""

@@ -13,10 +13,10 @@ import pytest
 from tests.conftest import ROOT
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.live.control import FOLDER, ControlServer
-from troupe.orchestrator.private_files import write_private
 from troupe.orchestrator.rollout_run import write_spec
 from troupe.orchestrator.run_lock import LOCK_FILE, locked
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.rewards.judge_cache import AnswerCache
 
 
@@ -36,8 +36,8 @@ def test_a_private_file_replaces_what_was_there(tmp_path: Path) -> None:
     path, elsewhere = tmp_path / "spec.yaml", tmp_path / "elsewhere"
     elsewhere.write_text("theirs")
     path.symlink_to(elsewhere)
-    (tmp_path / ".spec.yaml.new").write_text("left by a killed process")
-    write_private(path, "mine é")
+    (tmp_path / f".spec.yaml.{os.getpid()}").write_text("left by a killed process")
+    write_atomic(path, "mine é", PRIVATE)
     assert (path.read_text(encoding="utf-8"), mode(path), path.is_symlink()) == ("mine é", "0o600", False)
     assert elsewhere.read_text() == "theirs"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "spec.yaml"]
@@ -46,9 +46,9 @@ def test_a_private_file_replaces_what_was_there(tmp_path: Path) -> None:
 def test_a_private_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError):
-        write_private(tmp_path / "folder", "text")
+        write_atomic(tmp_path / "folder", "text", PRIVATE)
     with pytest.raises(OSError):
-        write_private(tmp_path / "none" / "file", "text")
+        write_atomic(tmp_path / "none" / "file", "text", PRIVATE)
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
 
 

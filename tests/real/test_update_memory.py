@@ -32,9 +32,9 @@ from troupe.workers.contract.config import (
     TrainerConfig,
 )
 from troupe.workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
+from troupe.workers.contract.units import MIB
 from troupe.workers.policy import PolicyWorker
 
-MIB = 2**20
 PROMPT, GROUP = 64, 8
 RESPONSE = 64
 """Response tokens where the number of groups varies."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from troupe.workers.contract.atomic_file import replacing
 from troupe.workers.contract.messages import (
     IDENTITY_NAMES,
     REWARDS,
@@ -130,10 +130,6 @@ def write_evaluation(path: str | Path, step: int, tables: Sequence[pa.Table]) ->
 
 def _write(path: Path, table: pa.Table) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as unfinished:
         pq.write_table(table, unfinished, compression="zstd")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
     return table.num_rows

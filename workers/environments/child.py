@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import ctypes
 import inspect
-import io
 import json
 import os
 import signal
@@ -29,47 +28,36 @@ from typing import Any
 from troupe.workers.contract.environments import Row, read_observation
 from troupe.workers.environments.base import Environment
 from troupe.workers.environments.loading import EnvironmentLoadError, load
-from troupe.workers.isolation.descendants import guard
 from troupe.workers.isolation.environment import MARK
-from troupe.workers.rewards.child import die_with, limit_memory
+from troupe.workers.isolation.inside import connection, limit_memory
 from troupe.workers.rewards.results import describe, user_traceback
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
+def main(control: str, lifeline: str) -> None:
     """Load the environment and fork a seat for every request, until the socket closes.
 
-    The first argument is the descriptor of the socket, the second that of a pipe. The process ends when the other end
-    of the pipe closes.
+    The arguments are those of `troupe.workers.isolation.child.Child`.
     """
-    control, lifeline = int(sys.argv[1]), int(sys.argv[2])
-    for descriptor in (control, lifeline):
-        os.set_inheritable(descriptor, False)
-    guard(lifeline, os.environ[MARK])
-    die_with(lifeline)
-    write_stacks_on_signal()
-    os.dup2(2, 1)  # user code prints to the log
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the seats
-    with socket.socket(fileno=control) as connection:
-        order = json.loads(_read_line(connection))
+    with connection(int(control), int(lifeline)) as parent:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the seats
+        order = json.loads(_read_line(parent))
         try:
             create = load(order["name"], order["args"])
         except EnvironmentLoadError as error:
-            connection.sendall(json.dumps({"failure": str(error)}).encode() + b"\n")
+            parent.sendall(json.dumps({"failure": str(error)}).encode() + b"\n")
             return
-        connection.sendall(b'{"ready": true}\n')
+        parent.sendall(b'{"ready": true}\n')
         while True:
-            data, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+            data, descriptors, _, _ = socket.recv_fds(parent, 1, 1)
             if not data:
                 return
             seat = socket.socket(fileno=descriptors[0])
             if os.fork() == 0:
-                connection.close()
-                os.close(lifeline)
+                parent.close()
+                os.close(int(lifeline))
                 _become_seat(seat, create, order["memory_limit_mib"])
             seat.close()
 

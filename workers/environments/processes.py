@@ -1,4 +1,4 @@
-"""Runs the episodes of one environment, each in a process of its own, so that a fault costs one episode.
+"""Runs the episodes of one environment, each in a separate process, so that a fault costs one episode.
 
 This isolates faults (hangs, exits, memory), not attacks: an environment is the user's own code. Code that a model wrote
 belongs in a sandbox.
@@ -12,25 +12,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from troupe.workers.contract.environments import EpisodeReply, Message, Row, failed, read_observation
-from troupe.workers.isolation.descendants import end_marked, new_mark
-from troupe.workers.isolation.environment import child_environment
-from troupe.workers.isolation.output import BoundedOutput
+from troupe.workers.isolation.child import LOAD_TIMEOUT_S, Child, InvalidReply
+from troupe.workers.isolation.descendants import end_marked
 
-LOAD_TIMEOUT_S = 120.0
-"""Longest import of an environment's module."""
 MAX_REPLY = 2**24
 """Longest reply of an environment, in bytes."""
 _SEAT_TIMEOUT_S = 30.0
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from troupe.workers.environments.child import main; main()"
-)
+_ENTRY = "troupe.workers.environments.child:main"
 
 
 class SeatFailed(Exception):
@@ -120,20 +112,17 @@ class EnvironmentProcesses:
         """`env`: names of variables with secrets that the environment may read."""
         self._order = {"name": name, "args": dict(args), "memory_limit_mib": memory_limit_mib}
         self._env = tuple(env)
-        self._mark = new_mark()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._lifeline = -1
+        self._child: Child | None = None
 
     @property
     def pid(self) -> int | None:
         """Process id of the loading process; None before `start`."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.pid
 
     @property
     def alive(self) -> bool:
         """Whether the loading process runs."""
-        return self._process is not None and self._process.poll() is None
+        return self._child is not None and self._child.alive
 
     async def start(self) -> None:
         """Start the loading process.
@@ -147,38 +136,15 @@ class EnvironmentProcesses:
             raise ValueError(str(reply.get("failure", "the process that loads the environment died")))
 
     def _start(self) -> dict[str, Any]:
-        ours, theirs = socket.socketpair()
-        lifeline_read, self._lifeline = os.pipe()
-        path = json.dumps([entry or os.getcwd() for entry in sys.path])
-        output = BoundedOutput(str(self._order["name"]))
+        name = str(self._order["name"])
+        self._child = Child(_ENTRY, name, self._env)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno()), str(lifeline_read), path],
-                stdin=subprocess.DEVNULL,
-                stdout=output.descriptor,
-                stderr=output.descriptor,
-                env=child_environment(self._mark, self._env),
-                pass_fds=(theirs.fileno(), lifeline_read),
-                start_new_session=True,
-            )
-        except OSError:
-            output.discard()
-            raise
-        finally:
-            theirs.close()
-            os.close(lifeline_read)
-        output.started()
-        self._control = ours
-        ours.settimeout(LOAD_TIMEOUT_S)
-        line = b""
-        try:
-            ours.sendall(json.dumps(self._order).encode() + b"\n")
-            while not line.endswith(b"\n") and (chunk := ours.recv(2**16)):
-                line += chunk
-            return json.loads(line) if line else {}
+            return self._child.exchange(self._order, LOAD_TIMEOUT_S)
         except TimeoutError:
-            return {"failure": f"{self._order['name']}: not loaded after {LOAD_TIMEOUT_S:g} s"}
-        except OSError:
+            return {"failure": f"{name}: not loaded after {LOAD_TIMEOUT_S:g} s"}
+        except InvalidReply as error:
+            return {"failure": f"{name}: the process that loads it {error}"}
+        except (EOFError, OSError):
             return {}
 
     async def seat(self) -> SeatProcess:
@@ -187,11 +153,12 @@ class EnvironmentProcesses:
         Raises:
             SeatFailed: the loading process has died, or cannot fork.
         """
+        child = self._child
         ours, theirs = socket.socketpair()
         try:
-            if self._control is None:
+            if child is None:
                 raise SeatFailed("the environment's processes are closed")
-            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+            socket.send_fds(child.connection, [b"+"], [theirs.fileno()])
         except OSError as error:
             ours.close()
             raise SeatFailed(f"the process that loads the environment has died: {error}") from None
@@ -201,20 +168,13 @@ class EnvironmentProcesses:
         try:
             async with asyncio.timeout(_SEAT_TIMEOUT_S):
                 line = await reader.readline()
-            return SeatProcess(reader, writer, int(json.loads(line)["pid"]), self._mark)
+            return SeatProcess(reader, writer, int(json.loads(line)["pid"]), child.mark)
         except (TimeoutError, ValueError, OSError) as error:
             writer.close()
             raise SeatFailed(f"no process could be started for the episode: {error or 'no answer'}") from None
 
     def close(self) -> None:
         """End the loading process; its seats end with it."""
-        process, self._process = self._process, None
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            os.close(self._lifeline)
-            end_marked(self._mark)
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()

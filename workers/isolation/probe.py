@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from typing import Any
 
-_BOOTSTRAP = (
-    "import importlib, json, os, sys; replies = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1); "
-    "sys.path[:], module, function, request = json.load(sys.stdin); "
-    "[print(json.dumps(reply), file=replies, flush=True) "
-    "for reply in vars(importlib.import_module(module))[function](request)]"
-)
-"""Replies have a pipe of their own: user code may print."""
+from troupe.workers.isolation.child import python_command
+
 _LONGEST = 400
 
 
@@ -41,11 +37,9 @@ def ask(entry: str, request: Any, timeout_s: float) -> list[Any]:
     Raises:
         ProbeFailed: The process failed.
     """
-    module, function = entry.split(":")
     # The current directory: Ray puts it on the path of its workers.
-    path = [*(folder or os.getcwd() for folder in sys.path), os.getcwd()]
-    command = [sys.executable, "-P", "-c", _BOOTSTRAP]
-    text = json.dumps([path, module, function, request])
+    text = json.dumps([os.getcwd(), entry, request])
+    command = python_command("troupe.workers.isolation.probe:answer")
     try:
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as error:
@@ -61,3 +55,15 @@ def ask(entry: str, request: Any, timeout_s: float) -> list[Any]:
 
 def _replies(output: str) -> list[Any]:
     return [json.loads(line) for line in output.splitlines()]
+
+
+def answer() -> None:
+    """Answer the request on standard input, in the process that `ask` starts."""
+    replies = os.fdopen(os.dup(1), "w")  # a separate pipe: user code may print
+    os.dup2(2, 1)
+    folder, entry, request = json.load(sys.stdin)
+    sys.path.append(folder)
+    module, function = entry.split(":")
+    for reply in vars(importlib.import_module(module))[function](request):
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()

@@ -9,48 +9,25 @@ one reply per sample (`troupe.workers.rewards.results`), or by ``{"failure", "la
 
 from __future__ import annotations
 
-import fcntl
 import inspect
-import io
 import json
-import os
 import reprlib
-import resource
-import select
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.isolation.descendants import guard
-from troupe.workers.isolation.environment import MARK
+from troupe.workers.isolation.inside import connection, limit_memory
 from troupe.workers.rewards.loading import RewardFunctionError, check_machine, load
 from troupe.workers.rewards.results import Reply, describe, parse_batch, parse_value, user_traceback
-from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
 if TYPE_CHECKING:
     import asyncio
 
-F_SETOWN = 8  # not in Python's fcntl module
 
-
-def main() -> None:
-    """Serve requests until the socket closes.
-
-    The first argument is the descriptor of the socket, the second that of a pipe. The process ends when the other end
-    of the pipe closes.
-    """
-    control, lifeline = int(sys.argv[1]), int(sys.argv[2])
-    for descriptor in (control, lifeline):  # or processes that user code starts would keep the connection open
-        os.set_inheritable(descriptor, False)
-    guard(lifeline, os.environ[MARK])
-    die_with(lifeline)
-    write_stacks_on_signal()
-    os.dup2(2, 1)  # user code prints to the log, line by line: a killed process flushes nothing
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
-    with socket.socket(fileno=control) as connection, connection.makefile("rb") as requests:
+def main(control: str, lifeline: str) -> None:
+    """Serve requests until the socket closes. The arguments are those of `troupe.workers.isolation.child.Child`."""
+    with connection(int(control), int(lifeline)) as parent, parent.makefile("rb") as requests:
         start = requests.readline()
         if not start:
             return
@@ -59,14 +36,14 @@ def main() -> None:
             caller = FunctionCaller(load(order["function"], order["args"], order["batched"]), order)
             check_machine(order["function"])
         except RewardFunctionError as error:
-            _reply(connection, {"failure": str(error)})
+            _reply(parent, {"failure": str(error)})
             return
         limit_memory(order["memory_limit_mib"])
-        _reply(connection, {"ready": True, "concurrent": caller.concurrent})
-        _serve(connection, requests, caller, order["memory_limit_mib"])
+        _reply(parent, {"ready": True, "concurrent": caller.concurrent})
+        _serve(parent, requests, caller, order["memory_limit_mib"])
 
 
-def _serve(connection: socket.socket, requests: Any, caller: FunctionCaller, limit_mib: int) -> None:
+def _serve(parent: socket.socket, requests: Any, caller: FunctionCaller, limit_mib: int) -> None:
     # Prepared in advance: there may be no memory left for it later.
     exhausted = json.dumps({"failure": f"out of memory (limit {limit_mib} MiB)", "last": True}).encode() + b"\n"
     for line in requests:
@@ -74,9 +51,9 @@ def _serve(connection: socket.socket, requests: Any, caller: FunctionCaller, lim
         try:
             results = caller.results(request["samples"])
         except MemoryError:
-            connection.sendall(exhausted)
+            parent.sendall(exhausted)
             return
-        _reply(connection, {"id": request["id"], "results": results})
+        _reply(parent, {"id": request["id"], "results": results})
 
 
 class FunctionCaller:
@@ -182,31 +159,5 @@ def read_metadata(sample: dict[str, Any]) -> dict[str, Any]:
     return {**metadata, "sample": facts | ({"conversation": json.loads(conversation)} if conversation else {})}
 
 
-def _reply(connection: socket.socket, reply: dict[str, Any]) -> None:
-    connection.sendall(json.dumps(reply).encode() + b"\n")
-
-
-def die_with(lifeline: int) -> None:
-    """Let the kernel end this process group when the other end of the pipe closes, which it does when the parent dies.
-
-    The default action of SIGIO ends the process. A thread that waits for the end of file is not enough: code that holds
-    the interpreter lock, such as a regular expression that backtracks forever, would keep it from running.
-    """
-    fcntl.fcntl(lifeline, F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    closed = select.poll()
-    closed.register(lifeline, select.POLLHUP)
-    if closed.poll(0):  # the parent died before the kernel was asked
-        os._exit(1)
-
-
-def limit_memory(limit_mib: int) -> None:
-    """Limit the address space to its current size plus `limit_mib`, and disable core files."""
-    with open("/proc/self/statm") as statm:
-        used = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    limit = used + limit_mib * 2**20
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def _reply(parent: socket.socket, reply: dict[str, Any]) -> None:
+    parent.sendall(json.dumps(reply).encode() + b"\n")

@@ -16,8 +16,8 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.kubernetes.options import Options
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, Share, shares
 from troupe.orchestrator.roles.memory import Seated, Sizes
-from troupe.orchestrator.roles.worker_memory import GIB
 from troupe.orchestrator.spec.stages import PlannedRun
+from troupe.workers.contract.units import GIB
 
 HEAD = "head"
 HEAD_CPUS = 4

@@ -10,11 +10,12 @@ from typing import Any
 from troupe.orchestrator.reporting.html.budget import spread
 from troupe.orchestrator.reporting.html.overview import MOST_POINTS
 from troupe.orchestrator.reporting.html.page import render
-from troupe.orchestrator.reporting.html.report import MIB, first_groups, sample_block, span_block, summary
+from troupe.orchestrator.reporting.html.report import first_groups, sample_block, span_block, summary
 from troupe.orchestrator.reporting.html.timeline import phases_from_metrics
 from troupe.orchestrator.reporting.html.token_texts import TokenTexts
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.workers.contract.units import MIB
 
 Json = dict[str, Any]
 Block = Callable[[int, int], Json | None]

@@ -20,9 +20,9 @@ from troupe.orchestrator.reporting.reference import SECTIONS, metric_named
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.apply import apply_rules
 from troupe.orchestrator.reporting.verdicts.history import History, Series
-from troupe.orchestrator.roles.worker_memory import GIB
 from troupe.orchestrator.spec.load import RunSpec, parse_spec
 from troupe.orchestrator.spec.yaml_reader import read_file
+from troupe.workers.contract.units import GIB
 
 Json = dict[str, Any]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +24,14 @@ from troupe.orchestrator.reporting.html.timeline import (
 from troupe.orchestrator.reporting.html.token_texts import TokenTexts
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.verdicts.history import History
+from troupe.workers.contract.atomic_file import write_atomic
+from troupe.workers.contract.units import MIB
 
 logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 REPORT = "report.html"
 """Name of the file in a run's folder, where no other is asked for."""
-MIB = 2**20
 
 _TOKEN_STEPS = 64
 """Steps whose tokens are asked for at once."""
@@ -59,13 +59,8 @@ def write_report(folders: Sequence[Path], output: Path, budget: Budget | None = 
         The file. Raises UsageError where a folder holds no run, and OSError where the file cannot be written.
     """
     text = render(page_data([RunFolder(folder) for folder in folders], budget or Budget()))
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
     output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, output)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_atomic(output, text)
     return output
 
 

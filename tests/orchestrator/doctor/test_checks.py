@@ -12,8 +12,6 @@ import pytest
 from deploy.install.lock import LEFT_OUT
 from troupe.orchestrator.doctor.checks import as_json, as_text, examine, healthy
 from troupe.orchestrator.doctor.machine import (
-    GIB,
-    MIB,
     UNLIMITED,
     Folder,
     Gpu,
@@ -24,6 +22,7 @@ from troupe.orchestrator.doctor.machine import (
     Software,
 )
 from troupe.orchestrator.doctor.software import UNUSED
+from troupe.workers.contract.units import GIB, MIB
 
 REQUIREMENTS = {
     "troupe-rl": ("torch>=2.10", "transformers<5.20,>=5.16", "vllm==0.32.0; extra == 'gpu'"),

@@ -9,10 +9,11 @@ import pytest
 from tests.conftest import ROOT
 from troupe.orchestrator.doctor import facts
 from troupe.orchestrator.doctor.facts import torch_cuda
-from troupe.orchestrator.doctor.machine import GIB, UNLIMITED
+from troupe.orchestrator.doctor.machine import UNLIMITED
 from troupe.orchestrator.doctor.needs import needs_of
 from troupe.orchestrator.doctor.nvidia import is_visible
 from troupe.orchestrator.spec.stages import plan_runs, read_document
+from troupe.workers.contract.units import GIB
 
 
 def test_the_cuda_version_is_read_from_torchs_version_file() -> None:

@@ -18,7 +18,6 @@ from troupe.orchestrator.model_facts.model_size import ModelSize
 from troupe.orchestrator.roles.memory import Sizes
 from troupe.orchestrator.roles.worker_memory import (
     CPU_BATCH_TOKENS,
-    GIB,
     KV_BLOCK,
     Part,
     Scoring,
@@ -37,6 +36,7 @@ from troupe.orchestrator.roles.worker_memory import (
 from troupe.orchestrator.spec.load import RunSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.contract.config import CHUNK_LOGITS, EngineConfig, TrainerConfig
+from troupe.workers.contract.units import GIB
 
 SMALL = ModelSize(
     backbone=1000,

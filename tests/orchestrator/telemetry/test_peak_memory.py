@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from troupe.orchestrator.telemetry.peak_memory import GIB, PeakMemory
+from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.workers.contract.messages import Peak, RewardSummary, UpdateMetrics, WeightAck
+from troupe.workers.contract.units import GIB
 from troupe.workers.telemetry.peak_memory import resident_peak
 
 

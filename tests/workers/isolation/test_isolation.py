@@ -41,7 +41,7 @@ def score(process: RewardProcess, response: str = "x") -> Outcome:
 
 def mark_of(process: RewardProcess) -> str:
     """The mark of the child that runs now."""
-    return process._mark
+    return process._child.mark if process._child else ""
 
 
 def gone(mark: str) -> bool:
@@ -90,7 +90,7 @@ from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.rewards.runner import RewardProcess, Sample
 process = RewardProcess(RewardFunctionConfig(name=sys.argv[1], timeout_s=60.0), 256)
 process.score([Sample("returns", "", "{}", 1, "stop")])
-print(process._mark, flush=True)
+print(process._child.mark, flush=True)
 time.sleep(600)
 """
 

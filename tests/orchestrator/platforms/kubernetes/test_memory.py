@@ -23,8 +23,7 @@ from tests.orchestrator.platforms.kubernetes.manifests import (
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import plan
 from troupe.orchestrator.errors import UsageError
-
-GIB = 2**30
+from troupe.workers.contract.units import GIB
 
 
 def limit(document: dict[str, Any], group: str) -> int:

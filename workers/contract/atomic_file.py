@@ -1,0 +1,44 @@
+"""Files that are written atomically: readers see the whole old content or the whole new one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PRIVATE = 0o600
+"""Mode of a file that only its owner can read."""
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
+    """Yield the path of a new empty file beside `path`, which replaces it if the block succeeds.
+
+    If the block fails, the new file is removed and the old one stays.
+
+    Args:
+        path: The file to replace.
+        mode: Mode of the file; the umask applies.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        try:
+            os.close(os.open(unfinished, flags, mode))
+        except FileExistsError:  # left by a process that was killed; its mode may be another
+            unfinished.unlink()
+            os.close(os.open(unfinished, flags, mode))
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a file atomically, text as UTF-8. See :func:`replacing`."""
+    with replacing(path, mode) as unfinished:
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -1,0 +1,167 @@
+"""A child process that runs user code: its start, its connection, and its removal with all that it started.
+
+The parent side. A child begins with `troupe.workers.isolation.inside.connection`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from troupe.workers.isolation.descendants import end_marked, new_mark
+from troupe.workers.isolation.environment import child_environment
+from troupe.workers.isolation.output import BoundedOutput
+
+LOAD_TIMEOUT_S = 120.0
+"""Maximum duration of the import of user code."""
+MAX_REPLY = 2**22
+"""Default size limit of a reply, in bytes."""
+_CHUNK = 2**16
+_WATCH_S = 0.5
+"""Seconds between two calls of the function that watches an exchange."""
+_BOOTSTRAP = (
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); module, function = sys.argv[2].split(':'); "
+    "vars(importlib.import_module(module))[function](*sys.argv[3:])"
+)
+
+
+class InvalidReply(Exception):
+    """The child sent something other than one JSON object per line."""
+
+
+def python_command(entry: str, *args: str) -> list[str]:
+    """The command of a Python process that has this process's `sys.path` and calls a function.
+
+    Args:
+        entry: `package.module:function`.
+        args: Arguments of the function.
+    """
+    path = [folder or os.getcwd() for folder in sys.path]
+    return [sys.executable, "-P", "-c", _BOOTSTRAP, json.dumps(path), entry, *args]
+
+
+class Child:
+    """A running child process. It ends when this process ends."""
+
+    def __init__(self, entry: str, name: str, keep: Collection[str] = ()) -> None:
+        """Start the child.
+
+        Args:
+            entry: `package.module:function`; called with the descriptors of the socket and the lifeline, as strings.
+            name: Name of the user code, for messages.
+            keep: Names of variables with secrets that the user code may read.
+
+        Raises:
+            OSError: The process cannot be started.
+        """
+        self.mark = new_mark()
+        """Identifies the child and all processes that it starts."""
+        self.connection, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        output = BoundedOutput(name)
+        self._buffer = b""
+        try:
+            self._process = subprocess.Popen(
+                python_command(entry, str(theirs.fileno()), str(lifeline)),
+                stdin=subprocess.DEVNULL,
+                stdout=output.descriptor,
+                stderr=output.descriptor,
+                env=child_environment(self.mark, keep),
+                pass_fds=(theirs.fileno(), lifeline),
+                start_new_session=True,  # its group ends as a whole and does not receive the terminal's Ctrl-C
+            )
+        except OSError:
+            self._disconnect()
+            output.discard()
+            raise
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        output.started()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the child runs."""
+        return self._process.poll() is None
+
+    def exchange(
+        self,
+        request: dict[str, Any],
+        timeout_s: float,
+        max_reply: int = MAX_REPLY,
+        watch: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
+        """Send one line and receive one line, both JSON objects.
+
+        Args:
+            request: The object to send.
+            timeout_s: Timeout for the reply.
+            max_reply: Size limit of the reply, in bytes.
+            watch: Called about twice a second during the wait; what it raises ends the exchange.
+
+        Raises:
+            TimeoutError: There is no reply in time.
+            EOFError, ConnectionError: The child has ended.
+            InvalidReply: The reply is too long or no JSON object.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.connection.settimeout(timeout_s)
+        self.connection.sendall(json.dumps(request).encode() + b"\n")
+        while b"\n" not in self._buffer:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            self.connection.settimeout(min(left, _WATCH_S))
+            try:
+                chunk = self.connection.recv(_CHUNK)
+            except TimeoutError:
+                if watch is not None:
+                    watch()
+                continue
+            if not chunk:
+                raise EOFError
+            self._buffer += chunk
+            if len(self._buffer) > max_reply:
+                raise InvalidReply(f"replied more than {max_reply} bytes")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            reply = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InvalidReply("replied something other than JSON") from error
+        if not isinstance(reply, dict):
+            raise InvalidReply("replied something other than a JSON object")
+        return reply
+
+    def wait(self, timeout_s: float) -> str:
+        """End a child that closed its connection; returns how it ended."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        finally:
+            self.close()
+        return f"died with exit code {code}" if code >= 0 else f"died with signal {-code} ({signal.strsignal(-code)})"
+
+    def close(self) -> None:
+        """End the child and all processes that it started."""
+        with contextlib.suppress(ProcessLookupError):  # the group outlives its leader if that started other processes
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._disconnect()
+        end_marked(self.mark)
+
+    def _disconnect(self) -> None:
+        self.connection.close()
+        os.close(self._lifeline)

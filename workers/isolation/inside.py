@@ -1,0 +1,63 @@
+"""The first steps of a child process that runs user code (`troupe.workers.isolation.child`), and its limits."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import resource
+import select
+import socket
+import sys
+
+from troupe.workers.isolation.descendants import PAGE, guard
+from troupe.workers.isolation.environment import MARK
+from troupe.workers.telemetry.stacks import write_stacks_on_signal
+
+F_SETOWN = 8  # not in Python's fcntl module
+
+
+def connection(control: int, lifeline: int) -> socket.socket:
+    """Prepare this process for user code; returns the socket to the parent.
+
+    The process and all that it starts end when the parent closes the other end of the lifeline.
+
+    Args:
+        control: Descriptor of the socket.
+        lifeline: Descriptor of the pipe.
+    """
+    for descriptor in (control, lifeline):  # or processes that user code starts would keep the connection open
+        os.set_inheritable(descriptor, False)
+    guard(lifeline, os.environ[MARK])
+    die_with(lifeline)
+    write_stacks_on_signal()
+    os.dup2(2, 1)  # user code prints to the log, line by line: a killed process flushes nothing
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    return socket.socket(fileno=control)
+
+
+def die_with(lifeline: int) -> None:
+    """Let the kernel end this process group when the other end of the pipe closes, which it does when the parent dies.
+
+    The default action of SIGIO ends the process. A thread that waits for the end of file is not enough: code that holds
+    the interpreter lock, such as a regular expression that backtracks forever, would keep it from running.
+    """
+    fcntl.fcntl(lifeline, F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    closed = select.poll()
+    closed.register(lifeline, select.POLLHUP)
+    if closed.poll(0):  # the parent died before the kernel was asked
+        os._exit(1)
+
+
+def limit_memory(limit_mib: int) -> None:
+    """Limit the address space to its current size plus `limit_mib`, and disable core files."""
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * PAGE
+    limit = used + limit_mib * 2**20
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
