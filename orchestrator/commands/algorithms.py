@@ -45,7 +45,7 @@ def algorithms(
 def _custom_algorithm(name: str, args: str, check: bool) -> None:
     """Describe or check a custom algorithm."""
     from troupe.orchestrator.algorithms.custom import report
-    from troupe.orchestrator.algorithms.reference import describe_row
+    from troupe.orchestrator.algorithms.description import describe_row
     from troupe.orchestrator.algorithms.section import custom_row
     from troupe.workers.algorithms.custom_checks import check_custom
     from troupe.workers.contract.config import CustomConfig

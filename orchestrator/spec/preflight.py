@@ -19,6 +19,7 @@ from troupe.orchestrator.model_facts.model_size import (
     check_weights,
     config_or_empty,
     quantization,
+    read_config,
 )
 from troupe.orchestrator.spec.hub_names import is_hub_name
 from troupe.workers.contract.config import NO_TEMPLATE, EnvironmentConfig, ModelConfig, RewardFunctionConfig
