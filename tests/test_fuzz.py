@@ -37,7 +37,6 @@ from troupe.orchestrator.errors import DataError, TroupeError, UsageError
 from troupe.orchestrator.live.control import FOLDER, ControlServer, ask
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.reporting.run_folder import RunFolder
-from troupe.orchestrator.reporting.sample_filter import parse_filter
 from troupe.orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
 from troupe.orchestrator.reporting.sinks.jsonl import JsonlSink
 from troupe.orchestrator.spec.errors import SpecError
@@ -50,7 +49,6 @@ from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
-from troupe.workers.contract.samples import SAMPLES
 from troupe.workers.environments.agent import read_request
 from troupe.workers.rewards.runner import RewardProcess, Sample
 from troupe.workers.training.resharding import opened
@@ -563,13 +561,18 @@ def test_records_of_a_run(tmp_path: Path) -> None:
             refuses(read, UsageError, DataError)
 
 
-def test_conditions_on_samples() -> None:
-    good = b'reward < 0 and not (step in (1, 2)) or "x" in response and len(response_ids) > 3 or answer is None'
+def test_conditions_on_samples(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("name: tiny\n")
+    (tmp_path / "trajectories").mkdir()
+    content = _parquet([{"step": 1, "prompt_uid": "p", "response": "é", "reward": 1.0, "response_ids": [1]}])
+    (tmp_path / "trajectories" / "step-000001.parquet").write_bytes(content)
+    run = RunFolder(tmp_path)
+    good = b"reward < 0 AND NOT (step IN (1, 2)) OR response LIKE '%x%' AND len(response_ids) > 3 OR answer IS NULL"
     refused = 0
-    for data in Mutations().of_bytes(good, 1500):
+    for data in Mutations().of_bytes(good, 500):
         text = data.decode("utf-8", "surrogateescape")
-        refused += refuses(lambda text=text: parse_filter(text, SAMPLES), UsageError)
-    assert refused > 500
+        refused += refuses(lambda text=text: count_samples(run, SampleQuery(where=text)), UsageError)
+    assert refused > 150
 
 
 def test_metrics_of_an_earlier_run(tmp_path: Path) -> None:
