@@ -37,7 +37,6 @@ from troupe.orchestrator.errors import DataError, TroupeError, UsageError
 from troupe.orchestrator.live.control import FOLDER, ControlServer, ask
 from troupe.orchestrator.model_facts.model_size import SizeUnknown, read_size
 from troupe.orchestrator.reporting.run_folder import RunFolder
-from troupe.orchestrator.reporting.sample_filter import parse_filter
 from troupe.orchestrator.reporting.samples import SampleQuery, count_samples, select_samples
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.preflight import model_folder, too_long, unsupported_head_size, wrong_kinds
@@ -49,7 +48,6 @@ from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.state import ControllerState
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
-from troupe.workers.contract.samples import SAMPLES
 from troupe.workers.environments.agent import read_request
 from troupe.workers.rewards.runner import RewardProcess, Sample
 from troupe.workers.training.resharding import opened
@@ -278,7 +276,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "policy/weights"])
 def test_files_of_a_checkpoint(checkpoint: Path, name: str) -> None:
     good = (checkpoint / name).read_bytes()
-    for data in Mutations().of_bytes(good, 500):
+    for data in Mutations().of_bytes(good, 150):
         (checkpoint / name).write_bytes(data)
         refused = refuses(lambda: verify(checkpoint), InvalidCheckpoint)
         assert refused or data == good or name == "manifest.json"
@@ -557,18 +555,23 @@ def test_records_of_a_run(tmp_path: Path) -> None:
         for other, content in goods.items():
             other.write_bytes(content)
         read()
-        for data in mutations.of_bytes(good, 300):
+        for data in mutations.of_bytes(good, 100 if path == file else 40):
             path.write_bytes(data)
             refuses(read, UsageError, DataError)
 
 
-def test_conditions_on_samples() -> None:
-    good = b'reward < 0 and not (step in (1, 2)) or "x" in response and len(response_ids) > 3 or answer is None'
+def test_conditions_on_samples(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text("name: tiny\n")
+    (tmp_path / "trajectories").mkdir()
+    content = _parquet([{"step": 1, "prompt_uid": "p", "response": "é", "reward": 1.0, "response_ids": [1]}])
+    (tmp_path / "trajectories" / "step-000001.parquet").write_bytes(content)
+    run = RunFolder(tmp_path)
+    good = b"reward < 0 AND NOT (step IN (1, 2)) OR response LIKE '%x%' AND len(response_ids) > 3 OR answer IS NULL"
     refused = 0
-    for data in Mutations().of_bytes(good, 1500):
+    for data in Mutations().of_bytes(good, 150):
         text = data.decode("utf-8", "surrogateescape")
-        refused += refuses(lambda text=text: parse_filter(text, SAMPLES), UsageError)
-    assert refused > 500
+        refused += refuses(lambda text=text: count_samples(run, SampleQuery(where=text)), UsageError)
+    assert refused > 40
 
 
 def test_metrics_of_an_earlier_run(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ TENSORS_IN_PURE = ("workers.algorithms", "workers.models.token_batch")
 OWNERS = {
     "ray": ("orchestrator.cluster", "orchestrator.platforms"),
     "deepspeed": ("workers.training",),
+    "duckdb": ("orchestrator.reporting.samples",),
     "huggingface_hub": ("orchestrator.hub.client",),
     "vllm": ("workers.rollout", "workers.engine", "workers.weights.vllm_transfer"),
 }

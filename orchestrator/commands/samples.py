@@ -26,7 +26,7 @@ def samples(
         str | None, typer.Option("--group", help="Only this group: its number in the step, from 0, or a prompt_uid.")
     ] = None,
     where: Annotated[
-        str | None, typer.Option("--where", metavar="CONDITION", help="As in 'reward < 0 and step > 40'.")
+        str | None, typer.Option("--where", metavar="SQL", help="A condition, as in 'reward < 0 AND step > 40'.")
     ] = None,
     sort: Annotated[
         str | None, typer.Option("--sort", metavar="COLUMNS", help="Order, as in reward or -reward,step.")
@@ -54,13 +54,12 @@ def samples(
 
 
 def _export(run: RunFolder, query: SampleQuery, columns: Sequence[str] | None, form: str, path: Path) -> None:
-    from troupe.orchestrator.reporting.sample_export import Format, export_samples
-    from troupe.orchestrator.reporting.samples import stream_samples
+    from troupe.orchestrator.reporting.samples import Format, export_samples
     from troupe.workers.contract.samples import SAMPLES
 
     if form not in list(Format):
         raise UsageError(f"--export: {form!r} is no format: use {', '.join(Format)}")
-    rows = export_samples(stream_samples(run, query, columns or SAMPLES.names), Format(form), path)
+    rows = export_samples(run, query, columns or SAMPLES.names, Format(form), path)
     typer.echo(f"wrote {rows} samples to {path}")
 
 

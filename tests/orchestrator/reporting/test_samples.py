@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
@@ -22,15 +23,15 @@ from typer.testing import CliRunner
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import DataError, UsageError
 from troupe.orchestrator.reporting.run_folder import RunFolder
-from troupe.orchestrator.reporting.sample_export import Format, export_samples
-from troupe.orchestrator.reporting.sample_filter import FilterError, parse_filter
 from troupe.orchestrator.reporting.sample_view import CONVERSATION_COLUMNS, show_samples, show_table, visible
 from troupe.orchestrator.reporting.samples import (
+    Format,
     SampleQuery,
+    _connect,
     count_samples,
+    export_samples,
     select_samples,
     split_columns,
-    stream_samples,
 )
 from troupe.workers.contract.samples import SAMPLES
 
@@ -102,19 +103,19 @@ def selected(run: RunFolder, **query: Any) -> list[tuple[int, float | None]]:
 @pytest.mark.parametrize(
     ("condition", "expected"),
     [
-        ("reward < 0 and step > 1", [(2, -1.5), (2, -0.5)]),
-        ("0 < reward <= 1.5", [(1, 0.5), (1, 1.5)]),
+        ("reward < 0 AND step > 1", [(2, -1.5), (2, -0.5)]),
+        ("reward BETWEEN 0 AND 1.5", [(1, 0.5), (1, 1.5)]),
         ("step == 2 and not trained", [(2, None)]),
-        ("reward is None or finish_reason == 'length'", [(1, 1.5), (2, None)]),
-        ("reward != null and status != 'ok'", []),
-        ('"therefore" in response', [(2, -0.5)]),
-        ('step == 2 and "therefore" not in response', [(2, -1.5), (2, None)]),
-        ("reward in (-1.5, 1.5)", [(1, -1.5), (1, 1.5), (2, -1.5)]),
-        ("sample_index not in [0] and step in (1, 3)", [(1, -0.5), (1, 1.5)]),
-        ("len(response_ids) > 3 or len(response) == 15", [(1, 1.5), (2, -0.5)]),
-        ("returns is None and entropy is not None and reward > 1", [(1, 1.5)]),
-        ("trained == true and step != 1", [(2, -1.5), (2, -0.5)]),
-        ("generate_s == 0.5 and reward == +1.5", [(1, 1.5)]),
+        ("reward IS NULL OR finish_reason = 'length'", [(1, 1.5), (2, None)]),
+        ("reward IS NOT NULL AND status != 'ok'", []),
+        ("response LIKE '%therefore%'", [(2, -0.5)]),
+        ("step = 2 AND NOT contains(response, 'therefore')", [(2, -1.5), (2, None)]),
+        ("reward IN (-1.5, 1.5)", [(1, -1.5), (1, 1.5), (2, -1.5)]),
+        ("sample_index NOT IN (0) AND step IN [1, 3]", [(1, -0.5), (1, 1.5)]),
+        ("len(response_ids) > 3 OR len(response) = 15", [(1, 1.5), (2, -0.5)]),
+        ('"returns" IS NULL AND list_avg(entropy) > 1 AND reward > 1', [(1, 1.5)]),
+        ("components[1].value = 3 -- of the exact answer", [(1, 1.5)]),
+        ("step < 99999999999999999999 AND reward > 1", [(1, 1.5)]),
     ],
 )
 def test_a_condition_selects_its_samples(
@@ -125,52 +126,64 @@ def test_a_condition_selects_its_samples(
 
 
 @pytest.mark.parametrize(
-    ("condition", "column", "problem"),
+    ("condition", "problem"),
     [
-        ("rewrd < 0", 1, "there is no column 'rewrd': did you mean 'reward'?"),
-        ("step > 1 and reward = 0", 21, "one = assigns; compare with =="),
-        ("reward < 'a'", 1, "a number cannot be compared with a text"),
-        ("'ü' in response and respnse == 'x'", 21, "there is no column 'respnse': did you mean 'response'?"),
-        ("advantages > 0", 1, "compare its length, len(advantages)"),
-        ("reward", 1, "reward is a number, not true or false"),
-        ("reward < ", 9, "invalid syntax"),
-        ("response contains 'x'", 10, 'text is searched by "text" in COLUMN'),
-        ("__import__('os').system('true')", 1, "expected a comparison"),
-        ("reward < open('x')", 10, "the only function is len(COLUMN)"),
-        ("reward < response.__class__", 10, "expected a column, a number, a text, true or false"),
-        ("reward < (lambda: 1)", 11, "expected a column"),
-        ("len(reward) > 1", 5, "reward is a number: it has no length"),
-        ("step in ('a',)", 10, "a number cannot be compared with a text"),
-        ("step in reward", 9, "expected values"),
-        ("1e400 < 10**9", 9, "expected a column"),
-        ("step < 99999999999999999999", 8, "the number is too large"),
-        ("reward < None", 10, "expected a comparison with None"),
-        ("-trained", 1, "expected a comparison"),
+        ("rewrd < 0", "there is no column 'rewrd': did you mean 'reward'?"),
+        ("reward < 'a'", "Could not convert string 'a' to DOUBLE"),
+        ("advantages > 0", "Cannot compare values of type FLOAT[]"),
+        ("reward < ", "syntax error"),
+        ("0 < reward <= 1", "use AND"),
+        ("reward is None", "IS NULL or IS NOT NULL"),
+        ("response contains 'x'", "response LIKE '%text%'"),
+        ('status == "ok"', "there is no column 'ok'; SQL writes text in single quotes"),
+        ("__import__('os').system('true')", "does not exist"),
+        ("CAST(response AS INT) > 1", "Could not convert string 'answer 0'"),
+        ("regexp_matches(response, '(')", "missing )"),
+        ("true; SELECT 1", "expression list"),
+        ("true) OR (true", "syntax error"),
+        ("step, step", "single expression"),
+        ("sum(step) > 1", "aggregates"),
+        ("", "SELECT clause"),
+        ("\ud800", "surrogate"),
+        ("NOT " * 600 + "trained", "longer than 2000 characters"),
     ],
 )
-def test_a_condition_that_cannot_be_used_says_where_and_why(condition: str, column: int, problem: str) -> None:
-    with pytest.raises(FilterError) as error:
-        parse_filter(condition, SAMPLES)
-    first, _, marker = str(error.value).split("\n")
-    assert first.startswith(f"--where, column {column}: ") and problem in first
-    assert marker.index("^") - 1 == column
+def test_a_condition_that_cannot_be_used_is_one_line(run: RunFolder, condition: str, problem: str) -> None:
+    with pytest.raises(UsageError) as error:
+        selected(run, where=condition)
+    assert str(error.value).startswith("--where: ") and problem in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.one_of(st.text(max_size=60), st.text("()<>=!'\"andorti nrewps.,1[]{}\\\n#@-", max_size=60)))
-def test_any_text_is_a_filter_or_an_error_with_a_place(condition: str) -> None:
-    try:
-        parse_filter(condition, SAMPLES)
-    except FilterError as error:
-        assert str(error).startswith("--where")
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "step < (SELECT count(*) FROM read_text('{file}'))",
+        "EXISTS (FROM read_csv('{file}'))",
+        "EXISTS (FROM '{file}')",
+        "EXISTS (FROM read_parquet('{file}'))",
+        "EXISTS (FROM glob('{folder}/*'))",
+        "true; COPY (SELECT 1) TO '{folder}/new.csv'",
+        "true; SET enable_external_access = true",
+        "EXISTS (FROM run)",
+    ],
+)
+def test_a_condition_reaches_nothing_but_the_samples(run: RunFolder, condition: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.csv"
+    secret.write_text("a\n1\n")
+    text = condition.format(file=secret, folder=tmp_path)
+    with pytest.raises(UsageError, match="--where: "):
+        selected(run, where=text)
+    with pytest.raises(UsageError, match="--where: "):
+        export_samples(run, SampleQuery(where=text), ["step"], Format.csv, tmp_path / "out" / "samples")
+    assert not list((tmp_path / "out").iterdir()) and not (tmp_path / "new.csv").exists()
 
 
-@pytest.mark.parametrize("condition", ["(" * 500 + "1" + ")" * 500, "not " * 400 + "trained", "x" * 3000, "\x00"])
-def test_an_extreme_condition_is_an_error_or_a_filter(condition: str) -> None:
-    try:
-        parse_filter(condition, SAMPLES)
-    except FilterError as error:
-        assert "--where" in str(error)
+def test_a_database_loads_no_extension_and_keeps_its_settings() -> None:
+    with _connect() as connection:
+        for statement in ("INSTALL httpfs", "LOAD httpfs", "SET enable_external_access = true"):
+            with pytest.raises(duckdb.Error, match=r"disabled|locked"):
+                connection.execute(statement)
 
 
 def test_step_group_sort_and_limit(run: RunFolder) -> None:
@@ -202,7 +215,7 @@ def test_files_of_earlier_versions_are_read_with_null(run: RunFolder) -> None:
     write(run.path, 3, [{name: values[name] for name in earlier.names}], earlier)
     table = select_samples(run, SampleQuery(where="step == 3"), ["step", "reward", "entropy", "trained"])
     assert table.to_pylist() == [{"step": 3, "reward": -1.5, "entropy": None, "trained": None}]
-    assert selected(run, where="entropy is None", step=3) == [(3, -1.5)]
+    assert selected(run, where="entropy IS NULL", step=3) == [(3, -1.5)]
 
 
 def test_a_run_without_samples_says_why(tmp_path: Path) -> None:
@@ -280,51 +293,55 @@ READERS: Mapping[Format, Callable[[Path], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("form", list(Format))
 def test_an_export_has_every_row_and_column(run: RunFolder, tmp_path: Path, form: Format) -> None:
-    write(run.path, 7, [row(7, 1, rollout_logprobs=[math.nan, -1.0], response='"quoted",\nline')])
-    path = tmp_path / "out" / f"samples.{form}"
-    assert export_samples(stream_samples(run, SampleQuery(), SAMPLES.names), form, path) == 8
+    spans = [{"name": "exact", "value": math.inf}]
+    write(run.path, 7, [row(7, 1, rollout_logprobs=[math.nan, -1.0], components=spans, response='"quoted",\nline')])
+    path = tmp_path / "it's out" / f"samples.{form}"
+    assert export_samples(run, SampleQuery(), SAMPLES.names, form, path) == 8
     rows = READERS[form](path)
     assert len(rows) == 8 and list(rows[0]) == SAMPLES.names
     assert [str(one["step"]) for one in rows] == ["1"] * 4 + ["2"] * 3 + ["7"]
     assert rows[-1]["response"] == '"quoted",\nline'
-    logprobs = rows[-1]["rollout_logprobs"]
-    logprobs = json.loads(logprobs) if form is Format.csv else logprobs
+    logprobs, components = rows[-1]["rollout_logprobs"], rows[-1]["components"]
+    if form is Format.csv:
+        logprobs, components = json.loads(logprobs), json.loads(components)
     assert len(logprobs) == 2 and logprobs[1] == -1.0 and (logprobs[0] is None or math.isnan(logprobs[0]))
+    assert components == (spans if form is Format.parquet else [{"name": "exact", "value": None}])
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_an_export_is_read_while_it_is_written(run: RunFolder, tmp_path: Path) -> None:
-    """A file that appears whole only after the first part was written shows that not all is read at first."""
-    for step in range(3, 40):
-        write(run.path, step, [row(step, number % 4) for number in range(200)])
-    damaged = run.path / "trajectories" / "step-000039.parquet"
-    whole = damaged.read_bytes()
-    damaged.write_bytes(b"PAR1 not a file")
+def test_a_damaged_file_is_a_data_error_and_leaves_no_export(run: RunFolder, tmp_path: Path) -> None:
+    (run.path / "trajectories" / "step-000003.parquet").write_bytes(b"PAR1 not a file")
+    (run.path / "trajectories" / ".step-000004.parquet.12").write_bytes(b"being written")
     with pytest.raises(DataError, match="cannot be read"):
-        export_samples(stream_samples(run, SampleQuery(), ["step"]), Format.jsonl, tmp_path / "out" / "samples.jsonl")
+        selected(run, where="reward < 0")
+    with pytest.raises(DataError, match="cannot be read"):
+        export_samples(run, SampleQuery(), ["step"], Format.jsonl, tmp_path / "out" / "samples.jsonl")
     assert not list((tmp_path / "out").iterdir())
-    samples = stream_samples(run, SampleQuery(), ["step"])
-    assert samples.read_next_batch()["step"].to_pylist() == [1] * 4
-    damaged.write_bytes(whole)
-    assert samples.read_all().num_rows == 3 + 37 * 200
+    assert selected(run, step=2, limit=1) == [(2, -1.5)]
 
 
 @pytest.mark.parametrize("form", list(Format))
-def test_an_export_is_written_in_parts(run: RunFolder, tmp_path: Path, form: Format) -> None:
+def test_a_large_export_is_in_order_and_parquet_has_row_groups(run: RunFolder, tmp_path: Path, form: Format) -> None:
     for step in range(3, 11):
         write(run.path, step, [row(step, number % 4) for number in range(500)])
-    rows = export_samples(stream_samples(run, SampleQuery(), ["step", "response_ids"]), form, tmp_path / "samples")
+    rows = export_samples(run, SampleQuery(), ["step", "response_ids"], form, tmp_path / "samples")
     steps = [int(one["step"]) for one in READERS[form](tmp_path / "samples")]
     assert len(steps) == rows == 7 + 8 * 500 and steps == sorted(steps)
     if form is Format.parquet:
-        assert pq.ParquetFile(tmp_path / "samples").num_row_groups == 3
+        assert pq.ParquetFile(tmp_path / "samples").num_row_groups > 1
 
 
 @pytest.mark.parametrize("form", list(Format))
 def test_an_export_of_no_rows_is_a_file(run: RunFolder, tmp_path: Path, form: Format) -> None:
-    none = stream_samples(run, SampleQuery(where="reward > 99"), ["step", "response_ids"])
-    assert export_samples(none, form, tmp_path / "samples") == 0
+    none = SampleQuery(where="reward > 99")
+    assert export_samples(run, none, ["step", "response_ids"], form, tmp_path / "samples") == 0
     assert READERS[form](tmp_path / "samples") == []
+
+
+def test_an_export_that_cannot_be_written_is_an_error_of_the_system(run: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        export_samples(run, SampleQuery(), ["step"], Format.csv, tmp_path / "folder")
 
 
 def test_the_command_shows_exports_and_refuses(run: RunFolder, tmp_path: Path) -> None:
