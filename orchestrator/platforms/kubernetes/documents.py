@@ -28,6 +28,7 @@ from troupe.orchestrator.spec.stages import PlannedRun
 USER = 1000
 """The images' user; also the group that owns mounted volumes."""
 
+_FOLDER = files("troupe.orchestrator.platforms.kubernetes")
 _SPEC_FILE = "spec.yaml"
 _LARGEST_CONFIG_MAP = 1_000_000
 """Bytes of a spec in a ConfigMap; Kubernetes rejects objects of more than 1 MiB."""
@@ -135,7 +136,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 def _template() -> Template:
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = _to_json
-    return environment.from_string((files(__package__) / "rayjob.yaml.j2").read_text(encoding="utf-8"))
+    return environment.from_string((_FOLDER / "rayjob.yaml.j2").read_text(encoding="utf-8"))
 
 
 def _to_json(value: Any) -> str:
