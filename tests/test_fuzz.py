@@ -49,6 +49,8 @@ from troupe.orchestrator.training.state import ControllerState
 from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
 from troupe.workers.environments.agent import read_request
+from troupe.workers.isolation.child import Child
+from troupe.workers.isolation.descendants import new_mark
 from troupe.workers.rewards.runner import RewardProcess, Sample
 from troupe.workers.training.resharding import opened
 from troupe.workers.training.shards import read_shard
@@ -477,8 +479,7 @@ def test_replies_of_a_reward_process(process: bool) -> None:
         runner = RewardProcess(config, 512)
         ours, theirs = socket.socketpair()
         # The child's side of the protocol; no process is started.
-        runner._connection, runner._process = ours, _Ended()  # pyright: ignore[reportAttributeAccessIssue]
-        runner._lifeline = os.open(os.devnull, os.O_RDONLY)
+        runner._child = _ConnectedChild(ours)
         child = threading.Thread(target=_reply, args=(theirs, line.replace(b"\n", b" ") + b"\n"))
         child.start()
         (outcome,) = runner.score([sample])
@@ -495,8 +496,17 @@ def _reply(connection: socket.socket, line: bytes) -> None:
         connection.sendall(line)
 
 
+class _ConnectedChild(Child):
+    """A child of which only the connection exists."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.mark, self.connection, self._buffer = new_mark(), connection, b""
+        self._lifeline = os.open(os.devnull, os.O_RDONLY)
+        self._process = _Ended()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class _Ended:
-    """In the place of the child: it is there, and ends when it is told to."""
+    """Stands for the process: it runs, and ends when it is told to."""
 
     pid, returncode = 2**22 + 1, 0
 

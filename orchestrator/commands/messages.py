@@ -27,6 +27,8 @@ def typer_error(error: typer.TyperException) -> str:
     context = vars(error).get("ctx")  # not every error has one
     command = "troupe" if context is None else context.command_path
     said = " ".join(error.format_message().split()).rstrip(".")
+    if command == "troupe deploy" and said.startswith("No such option"):
+        said += "; --patch sets any other field of a manifest"
     return f"error: {said}; see `{command} --help`" if said else ""
 
 

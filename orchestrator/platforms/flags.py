@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -57,54 +57,21 @@ class KubernetesFlags(Flags):
     namespace: Annotated[str | None, _kubernetes(help="Kubernetes namespace.")] = None
     cluster_only: Annotated[bool, _kubernetes("--cluster-only", help="Write a RayCluster without a job.")] = False
     pvc: Annotated[
-        list[str], _kubernetes("--pvc", metavar="CLAIM:/FOLDER", help="Mount a PersistentVolumeClaim in all pods.")
-    ] = field(default_factory=list)
-    root: Annotated[str | None, _kubernetes(help="Base of relative paths (default: the first --pvc).")] = None
-    env: Annotated[list[str], _kubernetes("--env", metavar="NAME=VALUE", help="Set an environment variable.")] = field(
-        default_factory=list
-    )
-    secret_env: Annotated[
-        list[str],
-        _kubernetes("--secret-env", metavar="NAME=SECRET:KEY", help="Set a variable from a Secret's key."),
-    ] = field(default_factory=list)
-    env_from_secret: Annotated[
-        list[str],
-        _kubernetes("--env-from-secret", metavar="SECRET", help="Set every key of a Secret as a variable."),
-    ] = field(default_factory=list)
-    auth_secret: Annotated[
-        str | None, _kubernetes(help="Secret with Ray's token as `auth_token` (default: KubeRay creates one).")
+        list[str] | None,
+        _kubernetes("--pvc", metavar="CLAIM:/FOLDER", help="Mount a PersistentVolumeClaim in all pods."),
     ] = None
-    pull_secret: Annotated[
-        list[str], _kubernetes("--pull-secret", metavar="SECRET", help="Pull images with this Secret.")
-    ] = field(default_factory=list)
-    label: Annotated[
-        list[str],
-        _kubernetes("--label", metavar="KEY=VALUE", help="Label the job, as in kueue.x-k8s.io/queue-name=rl."),
-    ] = field(default_factory=list)
-    annotation: Annotated[list[str], _kubernetes("--annotation", metavar="KEY=VALUE", help="Annotate the job.")] = (
-        field(default_factory=list)
-    )
-    node_selector: Annotated[
-        list[str],
-        _kubernetes("--node-selector", metavar="KEY=VALUE", help="Run all pods on nodes with this label."),
-    ] = field(default_factory=list)
-    toleration: Annotated[
-        list[str],
-        _kubernetes("--toleration", metavar="KEY[=VALUE][:EFFECT]", help="Let all pods run on nodes with this taint."),
-    ] = field(default_factory=list)
-    rdma: Annotated[
-        str | None,
-        _kubernetes(metavar="RESOURCE[=COUNT]", help="Request RDMA devices for pods with GPUs, as in rdma/hca=8."),
+    root: Annotated[str | None, _kubernetes(help="Base of relative paths (default: the first --pvc).")] = None
+    env: Annotated[
+        list[str] | None, _kubernetes("--env", metavar="NAME=VALUE", help="Set an environment variable.")
+    ] = None
+    secret_env: Annotated[
+        list[str] | None,
+        _kubernetes("--secret-env", metavar="NAME=SECRET:KEY", help="Set a variable from a Secret's key."),
     ] = None
     shm_gib: Annotated[
         int | None, _kubernetes(help="Size of /dev/shm of a worker pod, in GiB (default: from the plan).")
     ] = None
     stop_s: Annotated[int | None, _kubernetes(help="Seconds a stopped run has to save (default: 600).")] = None
-    ttl_s: Annotated[int | None, _kubernetes(help="Seconds to keep a finished cluster (default: 300).")] = None
-    retries: Annotated[int | None, _kubernetes(help="New clusters after failures (default: 1).")] = None
-    deadline_s: Annotated[
-        int | None, _kubernetes(help="Longest lifetime of the job, in seconds (default: from the spec's timeouts).")
-    ] = None
     patch: Annotated[
         Path | None, _kubernetes(metavar="FILE", help="YAML that is merged over the manifest, for everything else.")
     ] = None
@@ -135,7 +102,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             continue
         options = get_type_hints(groups[name], include_extras=True)
         parameters += [
-            inspect.Parameter(field.name, parameter.kind, default=_default(field), annotation=options[field.name])
+            inspect.Parameter(field.name, parameter.kind, default=field.default, annotation=options[field.name])
             for field in fields(groups[name])
         ]
 
@@ -150,7 +117,3 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     vars(flat)["__signature__"] = inspect.Signature(parameters)
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()

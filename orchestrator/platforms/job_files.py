@@ -25,7 +25,7 @@ _UNNEEDED = (
     *(".git", ".hg", ".svn", ".venv", "venv", "__pycache__", "node_modules", ".cache", "runs"),
     *("*.safetensors", "*.pt"),
 )
-"""Names of files and folders that are large, or that the cluster has of its own."""
+"""Names of files and folders that are large, or that the cluster has already."""
 _SECRET = (
     *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pypirc", ".npmrc", ".git-credentials", ".htpasswd"),
     *(".ssh", ".gnupg", ".aws", ".azure", ".gcloud", ".kube", ".docker", ".huggingface", ".ray", "kubeconfig"),

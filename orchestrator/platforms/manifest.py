@@ -8,26 +8,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags
-from troupe.orchestrator.platforms.kubernetes.documents import manifests, notes, run_folder, to_yaml, unmounted
+from troupe.orchestrator.platforms.kubernetes.documents import manifests, notes, to_yaml, unmounted
 from troupe.orchestrator.platforms.kubernetes.options import Options
 from troupe.orchestrator.platforms.kubernetes.patch import read_patches
 from troupe.orchestrator.platforms.kubernetes.pods import Limits
-from troupe.orchestrator.platforms.kubernetes.values import (
-    parse_annotation,
-    parse_claim,
-    parse_label,
-    parse_rdma,
-    parse_secret_variable,
-    parse_toleration,
-    parse_variable,
-)
+from troupe.orchestrator.platforms.kubernetes.values import parse_claim, parse_secret_variable, parse_variable
 from troupe.orchestrator.platforms.slurm import Options as SlurmOptions
 from troupe.orchestrator.platforms.slurm import script
-from troupe.orchestrator.spec.paths import absolute_paths, path_fields
+from troupe.orchestrator.spec.paths import absolute_paths
 from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
 
 
@@ -78,35 +69,24 @@ def manifest(request: Request, nodes: NodeFlags, flags: KubernetesFlags) -> tupl
     options = _options(request, sent.name, runs, nodes, flags)
     data = absolute_paths(sent.model_dump(mode="json"), Path(options.base))
     text = to_yaml(manifests(data, runs, options))
-    return text, [*([] if options.cluster_only else _unmounted(data, options)), *notes(runs, options)]
+    return text, [*([] if options.cluster_only else unmounted(data, options)), *notes(runs, options)]
 
 
 def _options(
     request: Request, name: str, runs: Sequence[PlannedRun], nodes: NodeFlags, flags: KubernetesFlags
 ) -> Options:
-    same = ("namespace", "cluster_only", "root", "auth_secret", "shm_gib", "stop_s", "ttl_s", "retries", "deadline_s")
-    given = flags.given()
     device = "gpu" if any(run.spec.device == "cuda" for run in runs) else "cpu"
-    default = Limits()
+    size, given = nodes.given(), flags.given()
+    same = ("namespace", "cluster_only", "root", "shm_gib", "stop_s")
     return Options(
         name=request.name or name,
         image=flags.image if flags.image is not None else _image(device),
         ray_version=importlib.metadata.version("ray"),  # the images are built with the same version
         out=str(request.out) if request.out is not None else None,
-        claims=tuple(parse_claim(text) for text in flags.pvc),
-        variables=tuple(parse_variable(text) for text in flags.env),
-        secret_variables=tuple(parse_secret_variable(text) for text in flags.secret_env),
-        secrets=tuple(flags.env_from_secret),
-        pull_secrets=tuple(flags.pull_secret),
-        labels=tuple(parse_label("--label", text) for text in flags.label),
-        annotations=tuple(parse_annotation(text) for text in flags.annotation),
-        node_selector=tuple(parse_label("--node-selector", text) for text in flags.node_selector),
-        tolerations=tuple(parse_toleration(text) for text in flags.toleration),
-        rdma=parse_rdma(flags.rdma) if flags.rdma is not None else None,
-        limits=Limits(
-            gpus=default.gpus if nodes.gpus_per_node is None else nodes.gpus_per_node,
-            cpus=default.cpus if nodes.cpus_per_node is None else nodes.cpus_per_node,
-        ),
+        claims=tuple(parse_claim(text) for text in flags.pvc or ()),
+        variables=tuple(parse_variable(text) for text in flags.env or ()),
+        secret_variables=tuple(parse_secret_variable(text) for text in flags.secret_env or ()),
+        limits=Limits(gpus=size.get("gpus_per_node", Limits.gpus), cpus=size.get("cpus_per_node", Limits.cpus)),
         gib_per_node=nodes.gib_per_node,
         patch=read_patches(flags.patch) if flags.patch is not None else (),
         **{name: given[name] for name in same if name in given},
@@ -146,11 +126,6 @@ def write(file: Path, text: str) -> None:
         file.write_text(text)
     except OSError as error:
         raise UsageError(f"--output {file}: {error.strerror or error}") from error
-
-
-def _unmounted(data: dict[str, Any], options: Options) -> list[str]:
-    out = ("output.folder", run_folder(data, options))
-    return unmounted([*(f for f in path_fields(data) if f[0] != out[0]), out], options)
 
 
 def _image(device: str) -> str:

@@ -13,8 +13,8 @@ import pytest
 
 from deploy.install import install
 from tests.conftest import ROOT
+from troupe.orchestrator.platforms.kubernetes.documents import USER
 from troupe.orchestrator.platforms.kubernetes.options import WORKSPACE
-from troupe.orchestrator.platforms.kubernetes.templates import USER
 
 IMAGES = ("cpu", "gpu")
 

@@ -1,6 +1,6 @@
 """Types of GPUs (`roles.*.accelerator`) as labels of Kubernetes nodes.
 
-Ray and Kubernetes name GPUs differently, and every distributor of Kubernetes has a label of its own: NVIDIA's GPU
+Ray and Kubernetes name GPUs differently, and every distributor of Kubernetes has a separate label: NVIDIA's GPU
 feature discovery, GKE, and Karpenter on AWS. A node with any of them matches.
 """
 

@@ -1,36 +1,39 @@
-"""The YAML documents of a KubeRay deployment: a RayJob with its spec in a ConfigMap, or a RayCluster alone."""
+"""The YAML documents of a KubeRay deployment (`rayjob.yaml.j2`): the values of the template, and its patches."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
+from jinja2 import Environment, StrictUndefined, Template
 
 from troupe.orchestrator.capacity.placement import ACCELERATOR
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.platforms.kubernetes import templates
 from troupe.orchestrator.platforms.kubernetes.accelerators import node_affinity
-from troupe.orchestrator.platforms.kubernetes.memory import HEAD, PodMemory, memory, unplanned
-from troupe.orchestrator.platforms.kubernetes.options import LONGEST_S, SPEC_FOLDER, Options
-from troupe.orchestrator.platforms.kubernetes.patch import apply_patches
+from troupe.orchestrator.platforms.kubernetes.memory import HEAD, HEAD_CPUS, memory, unplanned
+from troupe.orchestrator.platforms.kubernetes.options import API_TOKEN_FOLDER, LONGEST_S, SPEC_FOLDER, Options
+from troupe.orchestrator.platforms.kubernetes.patch import Document, apply_patches
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, pod_groups
 from troupe.orchestrator.spec.load import RunSpec
+from troupe.orchestrator.spec.paths import path_fields
 from troupe.orchestrator.spec.stages import PlannedRun
 
-SPEC_FILE = "spec.yaml"
+USER = 1000
+"""The images' user; also the group that owns mounted volumes."""
 
+_FOLDER = files("troupe.orchestrator.platforms.kubernetes")
+_SPEC_FILE = "spec.yaml"
 _LARGEST_CONFIG_MAP = 1_000_000
 """Bytes of a spec in a ConfigMap; Kubernetes rejects objects of more than 1 MiB."""
-_SUBMITTER_RETRIES = 20
-"""Times the submitter connects to the job's log again. The job goes on without it, but KubeRay takes the job for failed
-when it gives up, and a connection rarely lasts as long as a run."""
-
-Document = dict[str, Any]
-"""One YAML document."""
+_KILL_S = 60
+"""Seconds of the grace period that remain for Ray to end once the run has saved."""
 
 
 def manifests(sent: Document, runs: Sequence[PlannedRun], options: Options) -> list[Document]:
@@ -48,29 +51,28 @@ def manifests(sent: Document, runs: Sequence[PlannedRun], options: Options) -> l
     specs = [run.spec for run in runs]
     groups = pod_groups(specs, options.limits)
     sizes = memory(runs, groups, options)
-    if options.cluster_only:
-        cluster = _cluster(groups, sizes, options, None)
-        return apply_patches([_object("ray.io/v1", "RayCluster", options, spec=cluster)], options.patch)
-    config = f"{options.name}-spec"
-    text = yaml.safe_dump(sent, sort_keys=False)
-    if (size := len(text.encode())) > _LARGEST_CONFIG_MAP:
+    spec = yaml.safe_dump(sent, sort_keys=False)
+    if not options.cluster_only and (size := len(spec.encode())) > _LARGEST_CONFIG_MAP:
         raise UsageError(f"the spec has {size} bytes; a ConfigMap holds at most {_LARGEST_CONFIG_MAP}")
-    job = {
-        "entrypoint": entrypoint(run_folder(sent, options)),
-        "submissionMode": "K8sJobMode",
-        "submitterConfig": {"backoffLimit": _SUBMITTER_RETRIES},
-        "submitterPodTemplate": {"spec": templates.submitter(options)},
-        "shutdownAfterJobFinishes": True,
-        "ttlSecondsAfterFinished": options.ttl_s,
-        "activeDeadlineSeconds": options.deadline_s or longest_s(specs),
-        "backoffLimit": options.retries,
-        "rayClusterSpec": _cluster(groups, sizes, options, config),
-    }
-    documents = [
-        _object("v1", "ConfigMap", options, name=config, data={SPEC_FILE: text}),
-        _object("ray.io/v1", "RayJob", options, spec=job),
-    ]
-    return apply_patches(documents, options.patch)
+    text = _template().render(
+        options=options,
+        config=f"{options.name}-spec",
+        spec=spec,
+        spec_file=_SPEC_FILE,
+        spec_folder=SPEC_FOLDER,
+        api_token_folder=API_TOKEN_FOLDER,
+        entrypoint=entrypoint(run_folder(sent, options)),
+        deadline_s=longest_s(specs),
+        user=USER,
+        kill_s=_KILL_S,
+        head=sizes[HEAD],
+        head_cpus=HEAD_CPUS,
+        groups=groups,
+        sizes=sizes,
+        nodes={group.name: _nodes(group) for group in groups},
+        elastic=any(group.min_replicas < group.max_replicas for group in groups),
+    )
+    return apply_patches(list(yaml.safe_load_all(text)), options.patch)
 
 
 def notes(runs: Sequence[PlannedRun], options: Options) -> Iterator[str]:
@@ -91,9 +93,9 @@ def run_folder(sent: Document, options: Options) -> str:
 
 
 def entrypoint(out: str) -> str:
-    """The job's command line. It starts again by itself after an unexpected end, on the same pods; a retry on new ones
+    """The job's command line. It restarts automatically after an unexpected end, on the same pods; a retry on new ones
     resumes from the checkpoints of the previous attempt."""
-    spec = f"{SPEC_FOLDER}/{SPEC_FILE}"
+    spec = f"{SPEC_FOLDER}/{_SPEC_FILE}"
     return shlex.join(["troupe", "run", spec, "--address", "auto", "--out", out, "--resume", "--supervise"])
 
 
@@ -103,11 +105,12 @@ def longest_s(specs: Sequence[RunSpec]) -> int:
     return min(math.ceil(total), LONGEST_S)
 
 
-def unmounted(paths: Iterable[tuple[str, str]], options: Options) -> list[str]:
-    """One line for each (field, absolute path) that is not on a mounted claim."""
+def unmounted(sent: Document, options: Options) -> list[str]:
+    """One line for each path of the spec that is not on a mounted claim."""
+    paths = {**dict(path_fields(sent)), "output.folder": run_folder(sent, options)}
     return [
         f"{field}: {path} is not on any --pvc; the image must contain it, or every pod must mount the same folder"
-        for field, path in paths
+        for field, path in paths.items()
         if not any(PurePosixPath(path).is_relative_to(claim.path) for claim in options.claims)
     ]
 
@@ -130,52 +133,23 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def _cluster(
-    groups: Sequence[PodGroup], sizes: Mapping[str, PodMemory], options: Options, config: str | None
-) -> Document:
-    """The cluster section. If a role scales, Ray's autoscaler adds the pods that `troupe scale` requests and removes
-    idle ones; KubeRay creates its service account with a role for this cluster's pods."""
-    elastic = any(group.min_replicas < group.max_replicas for group in groups)
-    scaling = {"enableInTreeAutoscaling": True, "autoscalerOptions": templates.autoscaler()}
-    return {
-        "rayVersion": options.ray_version,
-        # KubeRay passes the token to every container, the submitter's included, and uses it itself.
-        "authOptions": {"mode": "token", **({"secretName": options.auth_secret} if options.auth_secret else {})},
-        **(scaling if elastic else {}),
-        "headGroupSpec": {
-            "rayStartParams": {"num-cpus": "0", "num-gpus": "0", **_store(sizes[HEAD])},
-            "template": {"spec": templates.head(options, sizes[HEAD], config, elastic)},
-        },
-        "workerGroupSpecs": [_worker_group(group, sizes[group.name], options) for group in groups],
-    }
+def _template() -> Template:
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = _to_json
+    return environment.from_string((_FOLDER / "rayjob.yaml.j2").read_text(encoding="utf-8"))
 
 
-def _worker_group(group: PodGroup, size: PodMemory, options: Options) -> Document:
-    """One group of pods. KubeRay passes the container's CPUs and GPUs to Ray; without a GPU limit, `num-gpus` is set to
-    0 because Ray would count every GPU it can see. The labels are Ray's: the autoscaler knows the pods by them too."""
-    return {
-        "groupName": group.name,
-        "replicas": group.replicas,
-        "minReplicas": group.min_replicas,
-        "maxReplicas": group.max_replicas,
-        **({"labels": dict(group.labels)} if group.labels else {}),
-        "rayStartParams": {**({} if group.gpus else {"num-gpus": "0"}), **_store(size)},
-        "template": {"spec": templates.worker(group, options, size)},
-    }
+def _to_json(value: Any) -> str:
+    """JSON that YAML reads as the same value, in ASCII.
+
+    Jinja's filter and `ensure_ascii` write characters outside the basic plane as two escapes, which YAML does not join.
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    return re.sub(r"[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", text)
 
 
-def _store(size: PodMemory) -> dict[str, str]:
-    return {"object-store-memory": str(size.store * 2**30)}
-
-
-def _object(version: str, kind: str, options: Options, *, name: str | None = None, **body: Any) -> Document:
-    labels = {"app.kubernetes.io/name": "troupe", "app.kubernetes.io/instance": options.name}
-    metadata: Document = {"name": name or options.name}
-    if options.namespace is not None:
-        metadata["namespace"] = options.namespace
-    if kind == "ConfigMap":
-        return {"apiVersion": version, "kind": kind, "metadata": {**metadata, "labels": labels}, **body}
-    metadata["labels"] = labels | dict(options.labels)
-    if options.annotations:
-        metadata["annotations"] = dict(options.annotations)
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, **body}
+def _nodes(group: PodGroup) -> dict[str, Any]:
+    """The labels that the Kubernetes nodes of a group's pods must have, and the affinity for its accelerator."""
+    labels = dict(group.labels)
+    accelerator = labels.pop(ACCELERATOR, None)
+    return {"selector": labels, "affinity": None if accelerator is None else node_affinity(accelerator)}

@@ -10,16 +10,7 @@ from typing import Any
 
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.kubernetes.pods import Limits
-from troupe.orchestrator.platforms.kubernetes.values import (
-    SUBDOMAIN,
-    Claim,
-    Rdma,
-    SecretVariable,
-    Toleration,
-    Variable,
-    folder,
-    short,
-)
+from troupe.orchestrator.platforms.kubernetes.values import Claim, SecretVariable, Variable, folder, short
 
 SPEC_FOLDER = "/etc/troupe"
 """Mount path of the ConfigMap with the spec."""
@@ -56,18 +47,6 @@ class Options:
     claims: tuple[Claim, ...] = ()
     variables: tuple[Variable, ...] = ()
     secret_variables: tuple[SecretVariable, ...] = ()
-    secrets: tuple[str, ...] = ()
-    """Secrets whose keys become environment variables."""
-    auth_secret: str | None = None
-    """Secret with Ray's token under `auth_token`; None: KubeRay creates one."""
-    pull_secrets: tuple[str, ...] = ()
-    labels: tuple[tuple[str, str], ...] = ()
-    """Labels of the RayJob or RayCluster."""
-    annotations: tuple[tuple[str, str], ...] = ()
-    node_selector: tuple[tuple[str, str], ...] = ()
-    """Labels that the nodes of every pod must have."""
-    tolerations: tuple[Toleration, ...] = ()
-    rdma: Rdma | None = None
     root: str | None = None
     """Base of the spec's relative paths; None: the first claim, else the images' working directory."""
     out: str | None = None
@@ -79,12 +58,6 @@ class Options:
     """Size of /dev/shm in worker pods; None: from the plan."""
     stop_s: int = 600
     """Seconds that a stopped run has to save."""
-    ttl_s: int = 300
-    """Seconds a finished job's cluster (and its GPUs) is kept for inspection."""
-    retries: int = 1
-    """New clusters after a failure; each resumes from the newest checkpoint."""
-    deadline_s: int | None = None
-    """Longest lifetime of the job; None: the sum of the spec's own timeouts."""
     patch: tuple[dict[str, Any], ...] = ()
     """Documents that are merged over the manifest (`orchestrator/platforms/kubernetes/patch.py`)."""
 
@@ -104,15 +77,6 @@ def _problems(options: Options) -> Iterator[str]:
         yield f"--namespace {short(options.namespace)}: not a DNS label (lowercase letters, digits and '-')"
     if not _IMAGE.fullmatch(options.image):
         yield f"--image {short(options.image)}: not an image reference"
-    secrets = {
-        "--env-from-secret": options.secrets,
-        "--auth-secret": (options.auth_secret,),
-        "--pull-secret": options.pull_secrets,
-    }
-    for flag, names in secrets.items():
-        for name in names:
-            if name is not None and not SUBDOMAIN.fullmatch(name):
-                yield f"{flag}: expected the name of a Secret (lowercase letters, digits, '-' and '.')"
     for flag, path in (("--root", options.root), ("--out", options.out)):
         if path is not None:
             folder(flag, path)
@@ -149,7 +113,7 @@ def _variable_problems(options: Options) -> Iterator[str]:
     for flag, name in flags:
         if name in _RESERVED_VARIABLES:
             instead = "set it with --stop-s" if name == "RAY_JOB_STOP_WAIT_TIME_S" else "KubeRay sets this variable"
-            yield f"{flag} {name}: {instead}" + ("; set Ray's token with --auth-secret" if "AUTH" in name else "")
+            yield f"{flag} {name}: {instead}" + ("; name the Secret of a token by --patch" if "AUTH" in name else "")
         if names.count(name) > 1:
             yield f"{flag} {name}: specified twice"
 
@@ -161,9 +125,6 @@ def _number_problems(options: Options) -> Iterator[str]:
         "--gib-per-node": (options.gib_per_node, 1),
         "--shm-gib": (options.shm_gib, 1),
         "--stop-s": (options.stop_s, 1),
-        "--ttl-s": (options.ttl_s, 0),
-        "--retries": (options.retries, 0),
-        "--deadline-s": (options.deadline_s, 1),
     }
     for flag, (number, least) in numbers.items():
         if number is not None and not least <= number <= LONGEST_S:

@@ -76,7 +76,7 @@ def shares(specs: Sequence[RunSpec], limits: Limits) -> tuple[tuple[Share, ...],
     """What each run of a file needs of each group of pods.
 
     All roles with GPUs share pods of whole nodes (`gpu`), all roles without GPUs share others (`cpu`); roles that
-    require different node labels have pods of their own (`gpu-2`). So has a role that scales, one worker each, because
+    require different node labels have separate pods (`gpu-2`). So has a role that scales, one worker each, because
     the autoscaler adds and removes whole pods.
 
     Args:

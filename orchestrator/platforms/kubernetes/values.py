@@ -1,22 +1,17 @@
-"""Values of `troupe deploy` flags that have a form of their own, such as `CLAIM:/FOLDER`, parsed and checked."""
+"""Values of `troupe deploy` flags with a special form, such as `CLAIM:/FOLDER`, parsed and checked."""
 
 from __future__ import annotations
 
 import posixpath
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from troupe.orchestrator.errors import UsageError
 
 SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,200}")
-_LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
-_RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _CREDENTIAL = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|APIKEY)$", re.IGNORECASE)
-_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 @dataclass(frozen=True)
@@ -42,30 +37,6 @@ class SecretVariable:
     variable: str
     secret: str
     key: str
-
-
-@dataclass(frozen=True)
-class Toleration:
-    """A taint of nodes that pods may run on nevertheless."""
-
-    key: str
-    value: str | None = None
-    """None: every value."""
-    effect: str | None = None
-    """None: every effect."""
-
-    def document(self) -> dict[str, Any]:
-        """The toleration as a pod spec has it."""
-        matched = {"operator": "Exists"} if self.value is None else {"operator": "Equal", "value": self.value}
-        return {"key": self.key, **matched, **({"effect": self.effect} if self.effect else {})}
-
-
-@dataclass(frozen=True)
-class Rdma:
-    """The resource of an RDMA device plugin, and how many of it a pod with GPUs requests."""
-
-    resource: str
-    count: int = 1
 
 
 def parse_claim(text: str) -> Claim:
@@ -109,42 +80,6 @@ def parse_secret_variable(text: str) -> SecretVariable:
     if not SUBDOMAIN.fullmatch(secret) or not _KEY.fullmatch(key):
         raise UsageError(f"--secret-env {variable}: expected {variable}=SECRET:KEY; store the value in a Secret")
     return SecretVariable(variable, secret, key)
-
-
-def parse_label(flag: str, text: str) -> tuple[str, str]:
-    """Parse `KEY=VALUE` of a label. Raises UsageError."""
-    key, equals, value = text.partition("=")
-    if not equals or not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
-        raise UsageError(f"{flag} {short(text)}: expected KEY=VALUE with the characters of a label, as in team=rl")
-    return key, value
-
-
-def parse_annotation(text: str) -> tuple[str, str]:
-    """Parse `KEY=VALUE` of --annotation; the value is any text. Raises UsageError."""
-    key, equals, value = text.partition("=")
-    if not equals or not _LABEL_KEY.fullmatch(key):
-        raise UsageError(f"--annotation {short(text)}: expected KEY=VALUE, as in example.com/owner=rl")
-    return key, value
-
-
-def parse_toleration(text: str) -> Toleration:
-    """Parse `KEY[=VALUE][:EFFECT]` of --toleration, the form of `kubectl taint`. Raises UsageError."""
-    taint, colon, effect = text.partition(":")
-    key, equals, value = taint.partition("=")
-    if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value) or (colon and effect not in _EFFECTS):
-        effects = ", ".join(_EFFECTS)
-        raise UsageError(
-            f"--toleration {short(text)}: expected KEY, KEY=VALUE or KEY=VALUE:EFFECT (effects: {effects})"
-        )
-    return Toleration(key, value if equals else None, effect if colon else None)
-
-
-def parse_rdma(text: str) -> Rdma:
-    """Parse `RESOURCE[=COUNT]` of --rdma. Raises UsageError."""
-    resource, equals, count = text.partition("=")
-    if not _RESOURCE.fullmatch(resource) or (equals and not re.fullmatch(r"[1-9]\d{0,3}", count)):
-        raise UsageError(f"--rdma {short(text)}: expected RESOURCE or RESOURCE=COUNT, as in rdma/hca=8")
-    return Rdma(resource, int(count) if equals else 1)
 
 
 def folder(flag: str, path: str) -> str:

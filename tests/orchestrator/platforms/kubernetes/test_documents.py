@@ -35,14 +35,6 @@ FLAGS = {
     "pvc": ["models:/models", "team.data:/data"],
     "env": ["NCCL_DEBUG=INFO", "PLAIN="],
     "secret_env": ["HF_TOKEN=hugging-face:token", "WANDB_API_KEY=wandb:key"],
-    "env_from_secret": ["team-settings"],
-    "auth_secret": "ray-token",
-    "pull_secret": ["registry", "mirror"],
-    "label": ["kueue.x-k8s.io/queue-name=rl", "team=rl"],
-    "annotation": ["example.com/owner=someone else"],
-    "node_selector": ["pool=train"],
-    "toleration": ["dedicated=rl:NoSchedule", "spot"],
-    "rdma": "rdma/hca=8",
     "namespace": "rl",
     "image": "registry.example/troupe:1@sha256:abc",
 }
@@ -182,42 +174,6 @@ def test_pods_of_a_spread_role_prefer_different_nodes(role: str) -> None:
     assert constraint["labelSelector"] == {"matchLabels": {"ray.io/group": group}}
 
 
-def test_every_pod_has_the_selector_the_tolerations_and_the_pull_secrets() -> None:
-    job = documents(NODE, **FLAGS)[0]
-    for name, pod in [*pods_of(job), ("submitter", job["spec"]["submitterPodTemplate"]["spec"])]:
-        assert pod["nodeSelector"] == {"pool": "train"}
-        assert pod["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
-        gpu = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if name == "gpu" else []
-        assert pod["tolerations"] == [
-            *gpu,
-            {"key": "dedicated", "operator": "Equal", "value": "rl", "effect": "NoSchedule"},
-            {"key": "spot", "operator": "Exists"},
-        ]
-
-
-def test_a_queue_is_a_label_of_the_job_and_not_of_its_pods() -> None:
-    """Kueue would queue pods with the label on their own."""
-    job, config = documents(NODE, **FLAGS)
-    assert job["metadata"]["labels"] == {
-        "app.kubernetes.io/name": "troupe",
-        "app.kubernetes.io/instance": "node-8gpu-grpo",
-        "kueue.x-k8s.io/queue-name": "rl",
-        "team": "rl",
-    }
-    assert job["metadata"]["annotations"] == {"example.com/owner": "someone else"}
-    assert "annotations" not in config["metadata"] and "team" not in config["metadata"]["labels"]
-    assert "queue-name" not in json.dumps(job["spec"])
-
-
-def test_pods_with_gpus_request_rdma_devices_and_may_lock_memory() -> None:
-    job = documents(NODE, **FLAGS)[0]
-    for name, pod in pods_of(job):
-        container = pod["containers"][0]
-        assert container["resources"]["limits"].get("rdma/hca") == ("8" if name == "gpu" else None)
-        added = container["securityContext"]["capabilities"].get("add")
-        assert added == (["IPC_LOCK"] if name == "gpu" else None)
-
-
 def test_a_pod_without_gpus_offers_and_sees_none() -> None:
     job, _ = documents(PPO)
     for group in cluster_of(job)["workerGroupSpecs"]:
@@ -234,7 +190,6 @@ def test_a_job_shuts_down_at_its_end_and_retries_after_a_failure() -> None:
     assert spec["shutdownAfterJobFinishes"] is True
     assert (spec["ttlSecondsAfterFinished"], spec["backoffLimit"]) == (300, 1)
     assert spec["activeDeadlineSeconds"] == 600 + 300 * 7200
-    assert documents(NODE, deadline_s=60)[0]["spec"]["activeDeadlineSeconds"] == 60
     assert documents(NODE, "schedule.steps=100000000")[0]["spec"]["activeDeadlineSeconds"] == 2**31 - 1
 
 
@@ -268,14 +223,10 @@ def test_secrets_are_referenced_and_never_read(monkeypatch: pytest.MonkeyPatch, 
     assert CANARY not in text and not any(CANARY in note for note in notes)
     config, job = yaml.safe_load_all(text)
     assert "secret" not in json.dumps(config).lower()
-    assert cluster_of(job)["authOptions"] == {"mode": "token", "secretName": "ray-token"}
+    assert cluster_of(job)["authOptions"] == {"mode": "token"}
     for _, pod in pods_of(job):
-        container = pod["containers"][0]
-        assert container["envFrom"] == [{"secretRef": {"name": "team-settings"}}]
-        assert {
-            "name": "HF_TOKEN",
-            "valueFrom": {"secretKeyRef": {"name": "hugging-face", "key": "token"}},
-        } in container["env"]
+        token = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hugging-face", "key": "token"}}}
+        assert token in pod["containers"][0]["env"]
 
 
 def test_paths_outside_every_claim_are_reported() -> None:
@@ -298,6 +249,20 @@ def test_a_spec_that_is_too_large_for_a_config_map_is_refused(monkeypatch: pytes
     monkeypatch.setattr("troupe.orchestrator.platforms.kubernetes.documents._LARGEST_CONFIG_MAP", 100)
     with pytest.raises(UsageError, match=r"the spec has \d+ bytes; a ConfigMap holds at most 100"):
         documents(GRPO)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("{{ options }}", "{% if x %}", "{# x #}", "a: {b: [c], 'd': \"e\"} # f", "<&>", "\\n"),
+        *("a\nb: c\n---\nd", "!!int 5", "5", "true", "~", "", " ", "\x7f\x85\u2028\ufeff", "é\U0001f600"),
+    ],
+)
+def test_a_value_stays_what_it_is_in_the_template(value: str) -> None:
+    job, _ = documents(GRPO, env=[f"A={value}"])
+    check(job)
+    for _, pod in pods_of(job):
+        assert {"name": "A", "value": value} in pod["containers"][0]["env"]
 
 
 def test_a_manifest_is_readable() -> None:

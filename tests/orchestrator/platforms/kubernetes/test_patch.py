@@ -1,13 +1,16 @@
-"""`troupe deploy --patch`: everything that has no flag of its own."""
+"""`troupe deploy --patch`: everything that has no flag."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.orchestrator.platforms.kubernetes.manifests import NODE, check, documents, pod_of, pods_of
+from tests.conftest import ROOT
+from tests.orchestrator.platforms.kubernetes.manifests import NODE, check, cluster_of, documents, pod_of, pods_of
 from troupe.orchestrator.errors import UsageError
 
 
@@ -54,6 +57,57 @@ def test_containers_volumes_and_variables_are_merged_by_name(patched: Any) -> No
     assert container["resources"]["limits"] == original["resources"]["limits"] | {"memory": "700Gi"}
     assert pod["volumes"][-1] == {"name": "scratch", "hostPath": {"path": "/mnt/nvme"}}
     assert "priorityClassName" not in pod_of(job, "cpu") and "priorityClassName" not in pod_of(job, "head")
+
+
+def example(heading: str) -> str:
+    """The patch below a heading of the guide."""
+    page = (ROOT / "docs" / "guides" / "clusters.md").read_text(encoding="utf-8")
+    found = re.search(rf"^#### {re.escape(heading)}\n.*?^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_the_guide_shows_how_all_pods_get_a_selector_tolerations_and_a_pull_secret(patched: Any) -> None:
+    job, _ = patched(example("Nodes and private registries"))
+    check(job)
+    for name, pod in [*pods_of(job), ("submitter", job["spec"]["submitterPodTemplate"]["spec"])]:
+        assert pod["nodeSelector"] == {"pool": "train"}
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        gpu = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if name == "gpu" else []
+        dedicated = {"key": "dedicated", "operator": "Equal", "value": "rl", "effect": "NoSchedule"}
+        assert pod["tolerations"] == [*gpu, dedicated]
+
+
+def test_the_guide_shows_how_a_job_gets_a_queue_and_its_pods_do_not(patched: Any) -> None:
+    """Kueue would queue pods with the label separately."""
+    job, config = patched(example("Queues"))
+    assert job["metadata"]["labels"] == {
+        "app.kubernetes.io/name": "troupe",
+        "app.kubernetes.io/instance": "node-8gpu-grpo",
+        "kueue.x-k8s.io/queue-name": "rl",
+    }
+    assert job["metadata"]["annotations"] == {"example.com/owner": "my-team"}
+    assert "annotations" not in config["metadata"] and len(config["metadata"]["labels"]) == 2
+    assert "queue-name" not in json.dumps(job["spec"])
+
+
+def test_the_guide_shows_how_pods_with_gpus_request_rdma_devices(patched: Any) -> None:
+    job, _ = patched(example("RDMA"))
+    check(job)
+    for name, pod in pods_of(job):
+        container = pod["containers"][0]
+        assert container["resources"]["limits"].get("rdma/hca") == ("8" if name == "gpu" else None)
+        added = container["securityContext"]["capabilities"].get("add")
+        assert added == (["IPC_LOCK"] if name == "gpu" else None)
+
+
+def test_the_guide_shows_how_to_name_secrets_and_to_keep_a_cluster_for_longer(patched: Any) -> None:
+    job, _ = patched("---\n".join(map(example, ("Tokens and Secrets", "The end of a job"))))
+    check(job)
+    assert cluster_of(job)["authOptions"] == {"mode": "token", "secretName": "ray-token"}
+    assert all(pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "team-settings"}}] for _, pod in pods_of(job))
+    spec = job["spec"]
+    assert (spec["ttlSecondsAfterFinished"], spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (3600, 3, 86400)
 
 
 def test_a_star_patches_every_group(patched: Any) -> None:
