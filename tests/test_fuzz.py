@@ -502,7 +502,7 @@ class _ConnectedChild(Child):
     def __init__(self, connection: socket.socket) -> None:
         self.mark, self.connection, self._buffer = new_mark(), connection, b""
         self._lifeline = os.open(os.devnull, os.O_RDONLY)
-        self._process = _Ended()  # pyright: ignore[reportAttributeAccessIssue]
+        self._process = _Ended()
 
 
 class _Ended:
