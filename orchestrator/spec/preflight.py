@@ -6,7 +6,9 @@ Reads small files and headers and imports nothing heavy; the user's code is load
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -279,13 +281,23 @@ def unusable_environment(environment: EnvironmentConfig | None) -> Iterator[Find
         yield f"roles.environment.{field}", problem
 
 
+def _load_functions(request: str) -> list[Any]:
+    """What is wrong with each reward function of a request."""
+    return ask(_FUNCTIONS, json.loads(request), LOAD_TIMEOUT_S)
+
+
+_load_built_in = cache(_load_functions)
+"""The same for requests that name built-in functions only; `troupe init` checks several specs with the same ones."""
+
+
 def unusable_functions(functions: Sequence[RewardFunctionConfig]) -> Iterator[Finding]:
     """Reward functions that cannot be imported, or that do not take their arguments."""
     if not functions:
         return
     request = [{"name": f.name, "args": f.args, "batched": f.batched} for f in functions]
     try:
-        replies = ask(_FUNCTIONS, request, LOAD_TIMEOUT_S)
+        load = _load_functions if any(":" in function.name for function in functions) else _load_built_in
+        replies = load(json.dumps(request))
     except ProbeFailed as error:  # the import exits, crashes or hangs
         name = functions[len(error.replies)].name
         replies = [*error.replies, ["name", f"{name}: cannot be loaded: {error}"]]
