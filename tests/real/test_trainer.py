@@ -212,7 +212,7 @@ class Scenario:
         self.record(f"rows-{name}", rows)
         metrics = [worker.update(plan, table, 0.0, texts())]
         worker.save(checkpoint)
-        before = weights_of(worker)
+        before, digest_before = weights_of(worker), worker.digest()
         skipped = worker.update(plan, batch_with_nan(), 0.0, texts())
         self.record(
             f"skip-{name}", [skipped.skipped, equal(before, weights_of(worker)), str(skipped.values["grad_norm"])]
@@ -222,7 +222,7 @@ class Scenario:
         worker.hold_distributions(plan, table, 1)
         metrics.append(worker.update(plan, table, 0.0, texts()))
         self.record(f"divergence-{name}", worker.divergence())
-        end = weights_of(worker)
+        end, digests = weights_of(worker), (worker.digest(), worker.weight_digests())
         self.save_weights(f"end-{name}", end)
         self.record(f"metrics-{name}", [self.flatten(item) for item in metrics])
         worker.export_average(str(self.out / f"average-{name}"))
@@ -245,6 +245,8 @@ class Scenario:
         for _ in range(UPDATES - 1):
             resumed.update(plan, table, 0.0, texts())
         self.record(f"resume-{name}", [same_random, equal(end, weights_of(resumed))])
+        repeated = digests == (resumed.digest(), resumed.weight_digests())
+        self.record(f"digests-{name}", [repeated, digests[0] != digest_before, bool(digests[1]) == (self.rank == 0)])
         resumed.export_average(str(self.out / f"average-resumed-{name}"))
         self.shortened_step(resumed, plan, table, name)
 
@@ -671,6 +673,13 @@ def test_bfloat16_stays_close_to_float32(groups: dict[int, Path]) -> None:
 def test_updates_after_loading_a_checkpoint_are_bitwise_equal(groups: dict[int, Path], world: int) -> None:
     for stage, dtype in CASES:
         assert facts(groups[world])[f"resume-{stage}-{dtype}"] == [True, True], (stage, dtype)
+
+
+@pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_repeated_updates_have_the_digests_of_the_first_ones(groups: dict[int, Path], world: int, rank: int) -> None:
+    """What `troupe replay` compares, of each rank's part and of whole parameters, under every ZeRO stage and type."""
+    for stage, dtype in CASES:
+        assert facts(groups[world], rank)[f"digests-{stage}-{dtype}"] == [True, True, True], (stage, dtype)
 
 
 @pytest.mark.parametrize("world", [1, 2])
