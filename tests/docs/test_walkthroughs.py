@@ -19,7 +19,6 @@ COPIED = (
     "troupe",
     "orchestrator",
     "workers",
-    "troupe",
     "tests",
     "deploy",
     "docs",
