@@ -131,7 +131,7 @@ class Comparison:
 def compare(request: ReplayRequest, checkout: Path, console: Console, each: Each) -> Comparison:
     """Repeats the steps of a plan with another checkout, then with this code until the weights differ.
 
-    The size of the difference needs the other weights of that step: the other checkout repeats the steps once more.
+    The size of the difference needs the other weights of that step: the other checkout repeats the steps again.
 
     Args:
         request: The plan.

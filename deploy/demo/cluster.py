@@ -101,7 +101,7 @@ def cluster(engines: int) -> Iterator[tuple[str, psutil.Process, *tuple[psutil.P
 
 
 def submit(url: str, runs: Path, name: str, job: str) -> None:
-    """Submit the spec as a job; engines run on nodes of their own, the other workers on the head node."""
+    """Submit the spec as a job; engines run on separate nodes, the other workers on the head node."""
     overrides = (
         f"name={name}",
         f"output.folder={runs}",
@@ -169,7 +169,7 @@ def node(part: str, *arguments: str, tries: int = 3) -> Iterator[psutil.Process]
     command += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_port()}"]
     command += [f"--labels=part={part}", f"--object-store-memory={OBJECT_STORE_BYTES}", *arguments]
     with (
-        # Each node needs a folder of its own, because each unpacks a job's files and would replace those of the others.
+        # Each node needs a separate folder, because each unpacks a job's files and would replace those of the others.
         # The folder contains sockets, whose paths must be short.
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch,
         tempfile.NamedTemporaryFile("w+") as output,

@@ -1,4 +1,4 @@
-"""Runs a piece's commands, each in a process group of its own and within a bound, and ends whatever they leave."""
+"""Runs a piece's commands, each in a separate process group and within a bound, and ends whatever they leave."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Distribution:
 
 
 Find = Callable[[str], Distribution | None]
-"""The distribution of a normalized name; None: there is none."""
+"""The distribution of a normalized name; None if there is none."""
 
 
 def installed(name: str) -> Distribution | None:

@@ -53,7 +53,7 @@ class RoleSize:
     labels: tuple[tuple[str, str], ...] = ()
     """Labels that its nodes must have."""
     separate: bool = False
-    """Whether each worker has a placement group of its own."""
+    """Whether each worker has a separate placement group."""
 
 
 @dataclass(frozen=True)

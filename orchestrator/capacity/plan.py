@@ -129,7 +129,7 @@ def _own_memory() -> int:
 
 
 def described_nodes(text: str, cpus: int, node_gib: float = 0.0) -> list[Node]:
-    """Nodes of a cluster that is described in words.
+    """Nodes of a cluster that is described as text.
 
     Args:
         text: NODESxGPUS (2x8: two nodes of eight GPUs) or NODESxGPUSxTYPE (2x8xH200).

@@ -217,7 +217,7 @@ def _submit_when_ready(client: Any, **job: Any) -> str:
 
 
 def entrypoint(spec_file: str) -> str:
-    """The job's command line, which resumes by itself after an unexpected end.
+    """The job's command line, which resumes automatically after an unexpected end.
 
     It uses this interpreter if the cluster has it, else the one on the cluster's PATH.
     """

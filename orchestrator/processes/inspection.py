@@ -49,7 +49,7 @@ class ProcessFacts:
     parent: int
     title: str
     state: str
-    """The kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; empty: there is none."""
+    """The kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; empty if unknown."""
     cpu: float = 0.0
     """CPU seconds used in the last second."""
     waits_in: str = ""

@@ -65,7 +65,7 @@ class Difference:
     parameters: dict[str, int]
     """Parameters of each role."""
     metrics: list[str]
-    """Metrics of the updates that differ, in words."""
+    """Metrics of the updates that differ, as text."""
 
 
 def require_checkout(path: Path) -> Path:
@@ -79,7 +79,7 @@ def require_checkout(path: Path) -> Path:
 
 
 def replay_there(root: Path, run: Path, step: int, folder: Path, timeout_s: float, *, weights: bool) -> ReplayThere:
-    """Repeats a run up to a step with the code of a checkout, in a process of its own.
+    """Repeats a run up to a step with the code of a checkout, in a separate process.
 
     Args:
         root: The checkout.
@@ -172,6 +172,6 @@ def _weights(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _python_path(root: Path) -> str:
-    """The checkout first; then what this process sees, so that functions of the user's own are found."""
+    """The checkout first; then what this process sees, so that the user's functions are found."""
     entries = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), os.getcwd()]
     return os.pathsep.join([str(root), *(entry for entry in entries if Path(entry).resolve() != own_root())])

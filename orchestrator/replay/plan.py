@@ -32,7 +32,7 @@ class ReplayPlan:
 
     @property
     def origin(self) -> str:
-        """Where it starts, in words."""
+        """Where it starts, as text."""
         return "the initial model" if self.checkpoint is None else f"the checkpoint of step {self.checkpoint.step}"
 
 
@@ -121,6 +121,6 @@ def _trained_by(spec: RunSpec, role: RoleName) -> tuple[object, ...]:
 
 
 def steps_of(folders: Sequence[KeptFolder]) -> str:
-    """The steps in words: `step 3`, `steps 3 to 5`."""
+    """The steps as text: `step 3`, `steps 3 to 5`."""
     first, last = folders[0].kept.step, folders[-1].kept.step
     return f"step {last}" if first == last else f"steps {first} to {last}"

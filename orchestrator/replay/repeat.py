@@ -56,7 +56,7 @@ class Repeated:
 def different_metrics(
     there: Sequence[Mapping[str, float]], here: Sequence[Mapping[str, float]], where: str
 ) -> list[str]:
-    """Metrics of the first update that differ between two repetitions of a step, in words."""
+    """Metrics of the first update that differ between two repetitions of a step, as text."""
     for number, (first, second) in enumerate(zip(there, here, strict=False), start=1):
         names = [name for name in first if not _same(first[name], second.get(name, math.nan))]
         if names:

@@ -68,7 +68,7 @@ class Resampled:
         return not self.differences
 
     def lines(self) -> list[str]:
-        """The result in words."""
+        """The result as text."""
         same = self.samples - len(self.differences)
         lines = [f"step {self.step}: {same} of {self.samples} samples have the tokens of the run"]
         lines.append(f"  log-probs of equal tokens differ by up to {self.largest_gap:.3g}")
@@ -138,7 +138,7 @@ def compare_samples(recorded: pa.Table, found: Iterable[pa.Table], uids: Iterabl
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Position of the first token that differs, also where one ends and the other goes on; None: they are equal."""
+    """Position of the first token that differs, also where one ends and the other continues; None: they are equal."""
     for position, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return position

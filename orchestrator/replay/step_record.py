@@ -1,4 +1,4 @@
-"""What a step keeps for `troupe replay`, in a folder of its own: `replay/step-000003/` in the folder of the run.
+"""What a step keeps for `troupe replay`, in a separate folder: `replay/step-000003/` in the folder of the run.
 
 | file | content |
 |---|---|

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from troupe.orchestrator.reporting.run_summary import Glance, duration
+from troupe.orchestrator.reporting.run_summary import RunSummary, duration
 
 SHOWN_STEPS = 8
 """Rows of the live table."""
@@ -83,7 +83,7 @@ class Console:
         self._done = 0
         self._phase = ("", 0, 0, "")
         self._phase_started = self._started = self._step_ended = time.monotonic()
-        self._glance = Glance(0)
+        self._summary = RunSummary(0)
         self._latest: deque[tuple[int, Mapping[str, object]]] = deque(maxlen=SHOWN_STEPS)
         self._quiet_s = quiet_s
         self._printed = time.monotonic()
@@ -93,7 +93,7 @@ class Console:
     def start(self, spec_name: str, total_steps: int) -> None:
         """Start showing a run."""
         self._name, self._total = spec_name, total_steps
-        self._started, self._glance = time.monotonic(), Glance(total_steps)
+        self._started, self._summary = time.monotonic(), RunSummary(total_steps)
         if self._terminal.is_terminal:
             self._live = Live(
                 get_renderable=self._render, console=self._terminal, refresh_per_second=4, vertical_overflow="crop"
@@ -115,11 +115,11 @@ class Console:
         self._done = step
         self._step_ended = time.monotonic()
         self._latest.append((step, metrics))
-        self._glance.add(step, metrics)
+        self._summary.add(step, metrics)
         if self._live is None:
             cells = ((column.title, cell(metrics, column)) for column in COLUMNS)
             shown = [f"{title} {text}" for title, text in cells if text != "-"]
-            self._line("  ".join(filter(None, [f"step {step}/{self._total}", *shown, self._glance.left()])))
+            self._line("  ".join(filter(None, [f"step {step}/{self._total}", *shown, self._summary.left()])))
 
     def progress(self) -> Progress:
         """Where the run is. May be called from any thread."""
@@ -136,14 +136,14 @@ class Console:
                 self._terminal.print(Text(text))
 
     def finish(self, summary: Mapping[str, object]) -> None:
-        """Close the live display and print a summary of the run: these lines, and what a glance at its steps says."""
+        """Close the live display and print a summary of the run: these lines, and the summary of its steps."""
         self.close()
-        glance = {
-            "learning": self._glance.learns(),
-            "time": ", ".join(filter(None, [duration(time.monotonic() - self._started), self._glance.bound()])),
-            "to be faster": self._glance.advice(),
+        summarized = {
+            "learning": self._summary.learns(),
+            "time": ", ".join(filter(None, [duration(time.monotonic() - self._started), self._summary.bound()])),
+            "bottleneck": self._summary.advice(),
         }
-        summary = {**summary, **{name: text for name, text in glance.items() if text}}
+        summary = {**summary, **{name: text for name, text in summarized.items() if text}}
         if self._terminal.is_terminal:
             table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
             for name, value in summary.items():
@@ -198,7 +198,7 @@ class Console:
             Text(progress),
             Text(self._progress()),
         )
-        glance = " · ".join(filter(None, [self._glance.learns(), self._glance.left(), self._glance.bound()]))
+        glance = " · ".join(filter(None, [self._summary.learns(), self._summary.left(), self._summary.bound()]))
         return Group(head, Text(glance, style="dim"), self._table()) if self._latest else head
 
     def _table(self) -> Table:

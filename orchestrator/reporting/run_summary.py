@@ -1,4 +1,4 @@
-"""A run at one glance: whether it learns, how long it still takes, what bounds it and what to try."""
+"""Summary of a run: whether it learns, how long it still takes, its bottleneck and what to try."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLEAR = 2.0
 _GENERATE, _TRAIN = "seconds/generate", ("seconds/prepare", "seconds/update")
 
 
-class Glance:
+class RunSummary:
     """What a console says about the steps that it has shown."""
 
     def __init__(self, total: int) -> None:
@@ -66,22 +66,22 @@ class Glance:
         return fmean(self._recent_values(_GENERATE) or [0.0]) / steps, train / steps
 
     def bound(self) -> str:
-        """What most of a step goes to: `58 % of a step waits for samples, 36 % trains`; empty: not known."""
+        """Shares of a step: `58% waiting for samples, 36% training`; empty if unknown."""
         generate, train = self.shares()
         if not generate and not train:
             return ""
         if not generate:
-            return f"{train:.0%} of a step trains"
-        return f"{generate:.0%} of a step waits for samples, {train:.0%} trains"
+            return f"{train:.0%} training"
+        return f"{generate:.0%} waiting for samples, {train:.0%} training"
 
     def advice(self) -> str:
-        """What makes the run faster; empty: not known."""
+        """The bottleneck and how to widen it; empty if unknown."""
         generate, train = self.shares()
         if not generate:
             return ""  # offline, or no step yet
         if generate > train:
-            return "the engines bound it: raise roles.rollout.workers, or set schedule.max_staleness: 1"
-        return "the trainer bounds it: raise roles.policy.workers"
+            return "engines: increase roles.rollout.workers, or set schedule.max_staleness: 1"
+        return "trainer: increase roles.policy.workers"
 
     def _recent_values(self, name: str) -> list[float]:
         found = (metrics.get(name) for metrics in self._recent)

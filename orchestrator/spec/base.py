@@ -118,7 +118,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     @property
     @abstractmethod
     def batch_description(self) -> str:
-        """Size of a step's batch, in words: `128 samples`."""
+        """Size of a step's batch, as text: `128 samples`."""
 
     @property
     @abstractmethod
@@ -181,7 +181,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return []
 
     def with_model(self, path: Path) -> list[str]:
-        """Overrides (`--set`) that put another model in the place of the trained one."""
+        """Overrides (`--set`) that replace the trained model."""
         return [f"model.path={json.dumps(str(path))}"]
 
     @property

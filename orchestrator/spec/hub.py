@@ -33,7 +33,7 @@ def uses_hub(spec: RunSpec) -> bool:
 
 
 def with_sections(spec: SpecT, sections: Mapping[str, Frozen]) -> SpecT:
-    """The spec with other sections in the places of its own.
+    """The spec with some sections replaced.
 
     Args:
         spec: The spec.

@@ -59,7 +59,7 @@ class _Examples(PromptText):
     response: str = "response"
     """Column with the response (sft, kto): text, or a list of messages that begins and ends with the assistant's."""
     messages: str | None = None
-    """Column with whole conversations (sft, kto) in the place of `prompt` and `response`: lists of messages, the last
+    """Column with whole conversations (sft, kto) instead of `prompt` and `response`: lists of messages, the last
     one the assistant's."""
     loss_on: Literal["all", "last"] = "all"
     """Turns of the assistant in `messages` that have a loss: `all`, or only the `last`, as the response to all before
@@ -69,7 +69,7 @@ class _Examples(PromptText):
     rejected: str = "rejected"
     """Column with the worse answer (reward_model, dpo, ipo, orpo): text, or a list of messages."""
     margin: str | None = None
-    """Column with how much better the better answer is (reward_model); null: there is none."""
+    """Column with how much better the better answer is (reward_model); null if there is none."""
     answers: str | None = None
     """Column with a list of answers, best first (reward_model, dpo) or in any order with `scores` (rrhf: `answers`)."""
     scores: str | None = None
@@ -210,7 +210,7 @@ class OfflineSpec(RunSpec, frozen=True):
 
     @property
     def batch_description(self) -> str:
-        """Size of a step's batch, in words."""
+        """Size of a step's batch, as text."""
         return f"{self.schedule.examples_per_step} examples"
 
     @property
@@ -228,9 +228,9 @@ class OfflineSpec(RunSpec, frozen=True):
         return {name: source for name, source in sources.items() if source is not None}
 
     def with_model(self, path: Path) -> list[str]:
-        """Overrides (`--set`) that put another model in the place of the trained one.
+        """Overrides (`--set`) that replace the trained model.
 
-        A reference without a model of its own keeps the model that training starts from.
+        A reference without a separate model keeps the model that training starts from.
         """
         overrides = super().with_model(path)
         reference = self.roles.reference

@@ -293,7 +293,7 @@ class RolloutSpec(RunSpec, frozen=True):
 
     @property
     def batch_description(self) -> str:
-        """Size of a step's batch, in words."""
+        """Size of a step's batch, as text."""
         return f"{self.samples_per_step} samples"
 
     @property

@@ -246,7 +246,7 @@ def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
     elif backend == "ipc" and not shared:
         yield "weight_sync.backend", "ipc needs rollout on the policy's GPUs (roles.rollout.colocate_with: policy)"
     elif backend == "nccl" and shared:
-        yield "weight_sync.backend", "nccl needs rollout and policy on GPUs of their own; here use ipc (or auto)"
+        yield "weight_sync.backend", "nccl needs rollout and policy on separate GPUs; here use ipc (or auto)"
 
 
 def _reward(spec: RolloutSpec) -> Iterator[Finding]:

@@ -231,7 +231,7 @@ class PromptText(Frozen):
     """How a row's text becomes a prompt."""
 
     system: str = ""
-    """System message put before the prompt; empty: none. A row with a system message of its own keeps that."""
+    """System message put before the prompt; empty: none. A row that has a system message keeps it."""
     template: str = "{prompt}"
     """The user message; `{prompt}` stands for the row's text."""
     max_chars: int = Field(default=20_000, ge=1)
@@ -311,12 +311,12 @@ class _Prompts(PromptText):
     """Column with the prompt: text, or a list of messages with `role` and `content`."""
     answer: str | None = "answer"
     """Column with the correct answer, as the reward functions read it, or with a list of answers that are all correct;
-    null: there is none."""
+    null if there is none."""
     metadata: tuple[str, ...] = ()
     """Further columns passed to the reward functions."""
     candidates: str | None = None
     """Column with answers from other sources, a list of texts: they are scored like the policy's samples, and the best
-    of all is trained on (raft); null: there is none."""
+    of all is trained on (raft); null if there is none."""
 
 
 class JsonlSource(_Prompts, JsonlFile):

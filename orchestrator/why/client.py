@@ -94,7 +94,7 @@ def _ask(folder: Path, timeout_s: float) -> Report | None:
 
 
 def _in_a_child(write: Callable[[], object]) -> bool:
-    """Writes in a process of its own; whether it has ended well. On a disk that hangs, that process hangs alone."""
+    """Writes in a forked child, so that a disk that hangs does not block this process; returns whether it succeeded."""
     child = os.fork()
     if child == 0:
         code = 1

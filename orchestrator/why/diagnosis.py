@@ -211,7 +211,7 @@ def _serving(facts: Facts) -> bool:
 
 
 def _full(facts: Facts, *, nearly: bool = False) -> str:
-    """The fullest file system that is full, or nearly full; empty: there is none."""
+    """The fullest file system that is full, or nearly full; empty if there is none."""
     places = [
         (free, total, f"{path} on {node.name}")
         for node in facts.nodes

@@ -2,7 +2,7 @@
 
 `driver.json` is rewritten every few seconds and tells where the driver and its workers are and what the driver waits
 for; it is what remains when the driver is dead or does not answer. `ended.json` is the last report. Requests and
-answers are files as in `orchestrator/live/control.py`. `reports/` has the newest reports that the run made by itself.
+answers are files as in `orchestrator/live/control.py`. `reports/` has the newest automatic reports of the run.
 """
 
 from __future__ import annotations

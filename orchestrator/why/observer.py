@@ -1,4 +1,4 @@
-"""Observes a run from a thread of its driver: answers `troupe why`, and reports by itself what takes too long.
+"""Observes a run from a thread of its driver: answers `troupe why`, and reports slow or blocked calls automatically.
 
 A thread, because the event loop may be what is stuck. It needs no answer from a worker: it knows every open call, and
 what the kernel and the files of stacks say about the processes (`orchestrator/cluster/process_watch.py`).
@@ -48,12 +48,12 @@ _NODES_S = 2.0
 _BLOCKED_S = 2.0
 """Time without a turn of the event loop from which on it counts as blocked."""
 SHARE = 0.5
-"""Share of a call's bound at which the run reports by itself."""
+"""Share of a call's bound at which the run reports automatically."""
 _TIMES = 5.0
 _LEAST_S = 30.0
-"""A step reports by itself after so many times its median, and not before so many seconds."""
+"""A step is reported automatically after so many times its median, and not before so many seconds."""
 _PAUSE_S = 60.0
-"""Shortest time between two reports that the run makes by itself."""
+"""Shortest time between two automatic reports."""
 _MOST_CALLS = 256
 """The oldest calls; thousands of engines have more."""
 _STEPS = 20
@@ -295,7 +295,9 @@ class RunObserver:
             if process.node == cluster.node and process.pid not in alive:
                 line = last_error_line(cluster.logs, process.pid)
                 words = (
-                    f"its log: {line}" if line else "its log has no error: it was killed (SIGKILL), or left by itself"
+                    f"its log: {line}"
+                    if line
+                    else "its log shows no error: it was killed (SIGKILL) or exited on its own"
                 )
                 yield f"{name} (process {process.pid}) has ended; {words}"
 

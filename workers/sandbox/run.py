@@ -84,7 +84,7 @@ class SandboxUnavailable(SandboxError):
 def run_python(
     code: str, stdin: str = "", *, limits: SandboxLimits | None = None, modules: Mapping[str, str] | None = None
 ) -> SandboxResult:
-    """Run Python code in a sandbox of its own, and return when nothing of it is left.
+    """Run Python code in a separate sandbox, and return when nothing of it is left.
 
     Args:
         code: The program.

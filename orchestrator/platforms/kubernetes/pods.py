@@ -19,7 +19,7 @@ from troupe.orchestrator.spec.sections import ScaledRole
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest pods. A worker that needs more gets a pod of its own size."""
+    """The largest pods. A worker that needs more gets a pod of that size."""
 
     gpus: int = 8
     """GPUs of a pod."""

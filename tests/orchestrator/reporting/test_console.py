@@ -111,9 +111,9 @@ def test_a_step_says_how_long_the_run_still_takes_and_the_end_what_bounded_it() 
     console.finish({})
     text = stream.getvalue()
     assert "step 10/40  reward 1.000  generate s 18.0  update s 9.0  15 min left" in text
-    assert "learning      reward 0.2 to 0.9: rises\n" in text
-    assert "60% of a step waits for samples, 30% trains\n" in text
-    assert "to be faster  the engines bound it: raise roles.rollout.workers" in text
+    assert "learning    reward 0.2 to 0.9: rises\n" in text
+    assert "60% waiting for samples, 30% training\n" in text
+    assert "bottleneck  engines: increase roles.rollout.workers" in text
 
 
 def test_a_run_that_prints_steps_prints_no_progress_between_them() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from troupe.orchestrator.reporting.run_summary import Glance, duration, trend
+from troupe.orchestrator.reporting.run_summary import RunSummary, duration, trend
 
 
-def glance(*steps: Mapping[str, object], total: int = 100) -> Glance:
-    found = Glance(total)
+def glance(*steps: Mapping[str, object], total: int = 100) -> RunSummary:
+    found = RunSummary(total)
     for number, metrics in enumerate(steps, 1):
         found.add(number, metrics)
     return found
@@ -64,8 +64,8 @@ def test_the_bound_is_what_most_of_a_step_goes_to() -> None:
         "seconds/prepare": 1.0,
         "seconds/update": 6.0,
     }
-    assert glance(step).bound() == "20% of a step waits for samples, 70% trains"
-    assert glance(step).advice() == "the trainer bounds it: raise roles.policy.workers"
+    assert glance(step).bound() == "20% waiting for samples, 70% training"
+    assert glance(step).advice() == "trainer: increase roles.policy.workers"
     offline = glance({"seconds/step": 10.0, "seconds/update": 9.0})
-    assert (offline.bound(), offline.advice()) == ("90% of a step trains", "")
+    assert (offline.bound(), offline.advice()) == ("90% training", "")
     assert glance({}).bound() == ""

@@ -876,7 +876,7 @@ GPU_CASES = [
     ),
     case(
         "nccl_shared",
-        ("24: weight_sync.backend: nccl needs rollout and policy on GPUs of their own; here use ipc (or auto)"),
+        ("24: weight_sync.backend: nccl needs rollout and policy on separate GPUs; here use ipc (or auto)"),
         (
             "    gpus: 1\n  policy:\n    workers: 2\n    gpus: 1",
             "    gpus: 0.4\n    colocate_with: policy\n  policy:\n    workers: 2\n    gpus: 0.5",
