@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import secrets
 import sys
+from collections import Counter
+from collections.abc import Generator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,13 +23,12 @@ MODELS = ROOT / ".cache" / "models"
 NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 """A safetensors file without tensors."""
 REAL_TIMEOUT_S = 1200
-LONG_FIRST = (
-    *("test_offline_runs.py", "test_trainer.py", "test_grpo_run.py", "test_algorithms.py", "test_ppo_run.py"),
-    *("test_reward_failures.py", "test_weight_sync.py", "test_rollout.py", "test_submit.py", "test_wheel.py"),
-    *("test_cluster_demo.py", "test_staged_run.py", "test_worker_deaths.py", "test_rollout_worker_killed.py"),
-    *("test_data_forms.py", "test_audit.py", "test_replay.py"),
-)
-"""Files of real tests by duration, longest first. Files that are not listed are short."""
+CHEAP = -math.inf
+"""Rank of files without real tests."""
+DURATIONS = ROOT / "tests" / "durations.json"
+"""Seconds of every file of real tests in `make test` and in `make test-long`, written by `--record-durations`."""
+seconds: Counter[tuple[str, str]] = Counter()
+"""Seconds so far by (file, make target)."""
 
 # Set before any library reads them: no access to a model hub, no usage reports, and ninja on the path.
 os.environ |= {
@@ -51,8 +55,30 @@ def pytest_configure(config: pytest.Config) -> None:
         token.write_text(secrets.token_hex(32))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that records how long the files take."""
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}, which orders the files")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up the durations of a file's tests and fixtures."""
+    if "real" in report.keywords:
+        seconds[report.nodeid.partition("::")[0], _target(report.keywords)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Replace the recorded durations of the files that have run."""
+    config = session.config
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        recorded = json.loads(DURATIONS.read_text())
+        for (file, target), duration in seconds.items():
+            recorded.setdefault(target, {})[file] = round(duration)
+        ordered = {target: dict(sorted(files.items(), key=lambda item: -item[1])) for target, files in recorded.items()}
+        DURATIONS.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Run cheap tests first and real-stack tests last, and skip GPU tests on a machine without a GPU."""
     for item in items:
         if ROOT / "tests" / "real" in item.path.parents:
@@ -61,18 +87,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(REAL_TIMEOUT_S))
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    items.sort(key=_rank)
+    yield  # here -m removes items
+    ranks = _ranks(items)
+    items.sort(key=lambda item: ranks[item.path])
     if hasattr(config, "workerinput"):
         # One of several processes, which take whole files in this order. The longest file comes first, so that one
         # process starts with it while the others run the cheap tests.
-        items.sort(key=lambda item: _rank(item) != 0)
+        longest = min((rank for rank in ranks.values() if rank != CHEAP), default=CHEAP)
+        items.sort(key=lambda item: ranks[item.path] != longest)
 
 
-def _rank(item: pytest.Item) -> int:
-    """Sort key: real tests after the others, long files before short ones, so that processes end at about one time."""
-    if item.get_closest_marker("real") is None:
-        return -1
-    return LONG_FIRST.index(item.path.name) if item.path.name in LONG_FIRST else len(LONG_FIRST)
+def _ranks(items: list[pytest.Item]) -> dict[Path, float]:
+    """Sort key of each file: real tests after the others, long files before short ones, to end at about one time."""
+    recorded = json.loads(DURATIONS.read_text())
+    ranks: dict[Path, float] = {}
+    for item in items:
+        if item.get_closest_marker("real") is None:
+            ranks.setdefault(item.path, CHEAP)
+        else:
+            file = str(item.path.relative_to(ROOT))
+            ranks[item.path] = -recorded.get(_target(item.keywords), {}).get(file, 0)
+    return ranks
+
+
+def _target(keywords: Mapping[str, Any]) -> str:
+    """The target of the Makefile that runs a test."""
+    return "test-long" if "long" in keywords else "test"
 
 
 @cache

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.real.models import save_llama
+from tests.real.poison import poisoned
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
 from troupe.workers.contract.config import (
@@ -53,6 +54,10 @@ CASES = [
     *((stage, "float32") for stage in range(4)),
     *((stage, "bfloat16") for stage in range(4)),
 ]
+CHANGED = [(0, "float32"), (1, "bfloat16"), (3, "float32")]
+"""Cases in which the settings of the optimizer change on a resume."""
+POISONED = [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")]
+"""Cases in which the files of a checkpoint contain code."""
 ONE_BATCH = [[tuple(range(6))]]
 MANY_BATCHES = [[(3, 0), (), (5,), (1, 2, 4)]]
 TWO_RANKS = [[(0, 1), (4, 5), (2,)], [(), (3,), ()]]
@@ -313,6 +318,33 @@ class Scenario:
         self.save_weights(f"critic-{stage}", weights_of(worker))
         worker.export(str(self.out / f"critic-export-{stage}"))
 
+    def changed_settings(self, stage: int, dtype: str) -> None:
+        """Load a checkpoint with other settings of Adam."""
+        config = policy_config(self.model, stage, dtype)
+        settings = config.trainer.model_copy(update={"adam_betas": (0.5, 0.6), "adam_eps": 1e-3, "weight_decay": 0.25})
+        worker = PolicyWorker(config.model_copy(update={"trainer": settings}), "changed")
+        worker.build()
+        worker.load(str(self.out / f"checkpoint-{stage}-{dtype}"))
+        groups = worker.engine._engine.optimizer.param_groups
+        found = [[group["betas"], group["eps"], group["weight_decay"]] for group in groups]
+        self.record(f"changed-{stage}-{dtype}", found)
+
+    def poisoned(self, stage: int, dtype: str) -> None:
+        """Load copies of a checkpoint, each with code in one file: [file, how, what the load said, whether it ran]."""
+        worker = PolicyWorker(policy_config(self.model, stage, dtype), "poisoned")
+        worker.build()
+        canary = self.out / "canary"
+        found = []
+        for name, damage, copy in poisoned(self.out / f"checkpoint-{stage}-{dtype}", canary):
+            try:
+                worker.load(str(copy))
+                said = "loaded"
+            except (OSError, ValueError) as error:
+                said = f"{type(error).__name__}: {error}"
+            found.append([name, damage, said, canary.exists()])
+            shutil.rmtree(copy)
+        self.record(f"poisoned-{stage}-{dtype}", found)
+
     def wait_for_other_group(self, name: str) -> None:
         """Wait until rank 0 of the other group has reached this point."""
         deadline = time.monotonic() + TIMEOUT_S
@@ -413,6 +445,10 @@ class Scenario:
         if self.world == 1:
             for stage in range(4):
                 self.whole_batch(stage)
+            for stage, dtype in CHANGED:
+                self.changed_settings(stage, dtype)
+            for stage, dtype in POISONED:
+                self.poisoned(stage, dtype)
         self.mark_reached("scenarios-done")
         if self.world == 2:
             self.continue_on_two_ranks()
@@ -732,6 +768,25 @@ def test_a_missing_or_damaged_rank_file_is_named_and_nothing_is_loaded(groups: d
 def test_a_bfloat16_checkpoint_needs_the_same_zero_mode(groups: dict[int, Path]) -> None:
     assert "was written without ZeRO" in facts(groups[1])["refused-1"]
     assert "was written with ZeRO" in facts(groups[1])["refused-0"]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), CHANGED)
+def test_a_resumed_trainer_uses_its_own_adam_settings(groups: dict[int, Path], stage: int, dtype: str) -> None:
+    """Not those of the checkpoint."""
+    found = facts(groups[1])[f"changed-{stage}-{dtype}"]
+    assert [betas for betas, _, _ in found] == [[0.5, 0.6]] * len(found)
+    assert {eps for _, eps, _ in found} == {1e-3}
+    assert {decay for _, _, decay in found} == {0.25, 0.0}
+
+
+def test_no_file_of_a_checkpoint_runs_code(groups: dict[int, Path]) -> None:
+    """A poisoned file is refused and named."""
+    found = [one for stage, dtype in POISONED for one in facts(groups[1])[f"poisoned-{stage}-{dtype}"]]
+    assert len(found) >= 15
+    assert [one for one in found if one[-1]] == []
+    assert [one for one in found if one[0] not in one[2] or "\n" in one[2]] == []
+    added = [said for _, damage, said, _ in found if damage == "an entry"]
+    assert added and all("posix.system" in said for said in added)
 
 
 @pytest.mark.parametrize("world", [1, 2])
