@@ -164,7 +164,7 @@ class WorkerLauncher:
         names = [worker.name for group in groups for worker in group.workers]
         self._cluster.events.record("trainer_restarted", workers=names)
 
-    async def judge_tokens(self, request: ScoreRequest, *tables: roles.TableRef) -> TokenScores:
+    async def score_tokens(self, request: ScoreRequest, *tables: roles.TableRef) -> TokenScores:
         """Runs the scorer of an audit in a separate process on the node of the policy's first worker.
 
         Raises:

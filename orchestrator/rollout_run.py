@@ -165,7 +165,7 @@ class RolloutRun:
         if policy is None:
             raise TroupeError("the run has no policy workers: there is nothing to audit")
         prompts = self._data.train, self._context.cluster.put(self._data.train.table)
-        auditor = Auditor(spec, self._pool, policy, prompts, self._context.launcher.judge_tokens)
+        auditor = Auditor(spec, self._pool, policy, prompts, self._context.launcher.score_tokens)
         self._context.console.phase("audit", 0, 1)
         if found is None:
             report = await auditor.run(AuditedWeights("the initial weights", 0, model))
