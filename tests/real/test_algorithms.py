@@ -1,4 +1,4 @@
-"""Every algorithm of the table, and GRPO with process rewards, by its shipped spec on the real stack.
+"""Every algorithm of the table, and what else an algorithm can use, by the shipped specs on the real stack.
 
 Only the start of the workers differs from `troupe run`: all algorithms share one cluster and one rollout engine, and
 the trainers and the reward worker are reconfigured for the next algorithm instead of being restarted.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 import pytest_asyncio
 
 from tests.conftest import ROOT
+from tests.real.commands import Command, ledger_balances, running, trajectories, troupe_command
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
@@ -32,16 +35,28 @@ from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.checkpoint import CheckpointStore
-from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig
+from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig, RolloutConfig
 from troupe.workers.critic import CriticWorker
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
+from troupe.workers.rollout import RolloutWorker
 
 TIMEOUT_S = 240.0
 SEATS = Placement("reusable", ({"CPU": 1.0},), "PACK", (Seat("policy", 0, 0, 0.5, 0.0), Seat("critic", 0, 0, 0.5, 0.0)))
-STEPS = 2
 SPECS = {name: f"algorithms/{name}" for name in ALGORITHMS} | {"grpo_process": "tiny-grpo-process"}
-"""File of each spec in deploy/."""
+"""File of each spec in deploy/specs/."""
+TWO_STEPS = {"grpo", "ppo", "ppo_penalty", "trpo", "remax", "reinforce", "dcpo", "distill", "grpo_process"}
+"""Algorithms whose second step uses what the first has left. The others differ from them in formulas of one step."""
+GUIDE = ROOT / "docs" / "guides" / "algorithm.md"
+GUIDES_ALGORITHM = "my_algorithms:median_grpo"
+
+
+class ReusableRollout(RolloutWorker):
+    """A rollout worker whose sampling can be reconfigured."""
+
+    async def reconfigure(self, config: RolloutConfig) -> None:
+        """Sample as another configuration says."""
+        self._config = self._config.model_copy(update={"sampling": config.sampling, "seed": config.seed})
 
 
 class ReusablePolicy(PolicyWorker):
@@ -75,6 +90,19 @@ class ReusableReward(RewardWorker):
             self.start()
 
 
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that has ended."""
+
+    out: Path
+    outcome: RunOutcome
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl."""
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+
+
 @dataclass
 class SharedWorkers:
     """Workers that all algorithms share."""
@@ -85,7 +113,7 @@ class SharedWorkers:
     policy: ActorWorker[ReusablePolicy]
     critic: ActorWorker[ReusableCritic]
 
-    async def run(self, spec: RolloutSpec, out: Path) -> RunOutcome:
+    async def run(self, spec: RolloutSpec, out: Path) -> FinishedRun:
         """Run a spec."""
         await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, spec.policy_config())
         policy = PolicyGroup("policy", [self.policy], spec.roles.policy.micro_batch_tokens)
@@ -96,6 +124,8 @@ class SharedWorkers:
             critic = CriticGroup("critic", [self.critic], spec.roles.trainers()["critic"].micro_batch_tokens)
         for worker in cast("Sequence[ActorWorker[ReusableReward]]", self.workers.reward):
             await worker.call(ReusableReward.reconfigure, TIMEOUT_S, spec.reward_config())
+        for engine in cast("Sequence[Engine]", self.workers.engines):
+            await engine.handle.call(ReusableRollout.reconfigure, TIMEOUT_S, spec.rollout_config())
         engines = tuple(Engine(engine.handle, engine.host) for engine in self.workers.engines)
         trainers = {"policy": policy} | ({} if critic is None else {"critic": critic})
         workers = Workers({**self.workers.by_role, **trainers, "rollout": engines})
@@ -108,18 +138,40 @@ class SharedWorkers:
             controller = await parts.controller(store, None)
             assert controller.components.sync is not None
             await controller.components.sync.push(0)  # the engine still serves the previous policy
-            return await controller.run()
+            return FinishedRun(out, await controller.run())
         finally:
             await parts.close()
 
 
+def guides_module() -> str:
+    """The module of the page on custom algorithms."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert len(code.splitlines()) < 30
+    return code
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[SharedWorkers]:
-    """A cluster with an engine, a reward worker and trainers that all algorithms share."""
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedWorkers]:
+    """A cluster with an engine, a reward worker and trainers that all algorithms share.
+
+    They start in the root of the checkout, with the guide's module on their path.
+    """
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "my_algorithms.py").write_text(guides_module())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.syspath_prepend(str(modules))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(modules), os.environ.get("PYTHONPATH", "")])))
+        async for workers in started():
+            yield workers
+
+
+async def started() -> AsyncIterator[SharedWorkers]:
+    """The workers, until they are no longer needed."""
     spec, with_critic = shipped("dapo"), shipped("ppo")
     cluster = Cluster.connect({"CPU": 4.0, "GPU": 0.0})
     try:
-        launcher = WorkerLauncher(spec, cluster, classes={"reward": ReusableReward})
+        launcher = WorkerLauncher(spec, cluster, classes={"reward": ReusableReward, "rollout": ReusableRollout})
         cluster.watch(TIMEOUT_S)
         workers = await launcher.open(frozenset({"rollout", "reward"}))
         await cluster.reserve([SEATS], TIMEOUT_S)
@@ -140,8 +192,8 @@ async def shared() -> AsyncIterator[SharedWorkers]:
 
 
 def shipped(name: str, *overrides: str) -> RolloutSpec:
-    """The shipped spec of an algorithm, shortened to `STEPS` steps."""
-    return load_rollout_spec(ROOT / "deploy" / "specs" / f"{SPECS[name]}.yaml", [f"schedule.steps={STEPS}", *overrides])
+    """A shipped spec."""
+    return load_rollout_spec(ROOT / "deploy" / "specs" / f"{SPECS.get(name, name)}.yaml", overrides)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -153,19 +205,15 @@ async def test_workers_say_what_they_do_while_they_start(shared: SharedWorkers) 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", SPECS)
-async def test_the_shipped_spec_of_every_algorithm_trains(
-    name: str, shared: SharedWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    spec = shipped(name)
-    outcome = await shared.run(spec, tmp_path / name)
-    lines: list[dict[str, Any]] = [
-        json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert outcome.steps_done == STEPS == len(lines)
+async def test_the_shipped_spec_of_every_algorithm_trains(name: str, shared: SharedWorkers, tmp_path: Path) -> None:
+    steps = 2 if name in TWO_STEPS else 1
+    spec = shipped(name, f"schedule.steps={steps}")
+    run = await shared.run(spec, tmp_path / name)
+    outcome, lines = run.outcome, run.metrics
+    assert outcome.steps_done == steps == len(lines)
     assert outcome.ledger["in_flight"] == 0
     assert outcome.ledger["dispatched"] == outcome.ledger["trained"] + outcome.ledger["dropped"]
-    assert outcome.ledger["trained"] == STEPS * spec.samples_per_step
+    assert outcome.ledger["trained"] == steps * spec.samples_per_step
     for line in lines:
         # Every step has a finite, non-zero gradient.
         assert line["policy/grad_norm"] > 0 and line["policy/skipped_updates"] == 0
@@ -175,23 +223,107 @@ async def test_the_shipped_spec_of_every_algorithm_trains(
         assert ("policy/ptx_loss" in line) == (spec.algorithm.ptx_coef > 0)
     if spec.roles.critic is not None:
         assert all(line["critic/grad_norm"] > 0 for line in lines)
-    trajectories = pq.read_table(tmp_path / name / "trajectories")
-    assert trajectories.num_rows == STEPS * spec.samples_per_step
+    table = pq.read_table(run.out / "trajectories")
+    assert table.num_rows == steps * spec.samples_per_step
     process = any(function.process for function in spec.roles.reward.functions)
-    assert any(trajectories["reward_spans"].to_pylist()) == process
+    assert any(table["reward_spans"].to_pylist()) == process
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_batch_of_truncated_samples_leaves_the_policy_as_it_is(
-    shared: SharedWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_batch_of_truncated_samples_leaves_the_policy_as_it_is(shared: SharedWorkers, tmp_path: Path) -> None:
     """The random model does not end a response in six tokens, so no sample carries a loss."""
-    monkeypatch.chdir(ROOT)
-    spec, out = shipped("grpo", "algorithm.mask_truncated=true"), tmp_path / "truncated"
-    outcome = await shared.run(spec, out)
-    assert outcome.steps_done == STEPS
-    assert outcome.ledger["trained"] == 0
-    assert outcome.drop_reasons == {"truncated: it carries no loss": STEPS * spec.samples_per_step}
-    for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()):
+    spec = shipped("grpo", "algorithm.mask_truncated=true", "schedule.steps=2")
+    run = await shared.run(spec, tmp_path / "truncated")
+    assert run.outcome.steps_done == 2
+    assert run.outcome.ledger["trained"] == 0
+    assert run.outcome.drop_reasons == {"truncated: it carries no loss": 2 * spec.samples_per_step}
+    for line in run.metrics:
         assert line["masked_samples"] == spec.samples_per_step
         assert line["policy/empty_updates"] == 1.0 and "policy/grad_norm" not in line
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def dapo(shared: SharedWorkers, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Two steps of DAPO with its filters: of truncated samples, of groups, and of prompts."""
+    return await shared.run(shipped("tiny-dapo", "schedule.steps=2"), tmp_path_factory.mktemp("dapo") / "run")
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_truncated_samples_carry_no_loss(dapo: FinishedRun) -> None:
+    spec = shipped("tiny-dapo")
+    masked = 0
+    for line in dapo.metrics:
+        truncated = trajectories(dapo.out, line["step"])["finish_reason"].to_pylist().count("length")
+        masked += truncated
+        assert line["masked_samples"] == truncated
+        assert line["policy/sequences"] <= spec.samples_per_step - truncated
+        assert line["policy/grad_norm"] > 0
+    assert 0 < masked < 2 * spec.samples_per_step
+    last = dapo.metrics[-1]
+    assert last["ledger/trained"] == 2 * spec.samples_per_step - masked
+    assert dapo.outcome.drop_reasons["truncated: it carries no loss"] == masked
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_groups_are_replaced_by_the_values_of_one_component(dapo: FinishedRun) -> None:
+    """Letter shares differ in every group: on the reward, no group would be replaced."""
+    values: dict[str, set[float]] = {}
+    for line in dapo.metrics:
+        for row in trajectories(dapo.out, line["step"]).to_pylist():
+            found = {component["name"]: component["value"] for component in row["components"]}
+            values.setdefault(row["prompt_uid"], set()).add(found["has_ing"])
+    assert set(map(frozenset, values.values())) == {frozenset({0.0, 1.0})}
+    assert "no signal: all values of has_ing in the group are equal" in dapo.outcome.drop_reasons
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_results_of_all_groups_are_remembered(dapo: FinishedRun) -> None:
+    """Of trained and of replaced groups alike, with the truncated samples."""
+    last = dapo.metrics[-1]
+    groups = last["ledger/dispatched"] / shipped("tiny-dapo").group_size
+    state = json.loads((dapo.out / "checkpoints" / "step-000002" / "state.json").read_text())
+    results = state["source"]["prompts"]["curriculum"]["results"]
+    assert len(results) == last["curriculum/seen"] == min(groups, 12)  # the first pass over the 12 prompts
+    assert 0 < last["curriculum/pass_rate"] < 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_raft_learns_the_best_answers_from_other_sources(shared: SharedWorkers, tmp_path: Path) -> None:
+    """A random model writes no true equation, so a candidate wins every group, and its likelihood rises."""
+    spec = shipped("tiny-raft", "schedule.steps=2")
+    run = await shared.run(spec, tmp_path / "raft")
+    first, second = run.metrics
+    assert second["ledger/trained"] == second["ledger/dispatched"] == 2 * spec.samples_per_step
+    for line in (first, second):
+        rows = trajectories(run.out, line["step"]).to_pylist()
+        own, given = ([row for row in rows if bool(row["weight_versions"]) is by_policy] for by_policy in (True, False))
+        assert len(own) == spec.samples_per_step and len(given) > 2 * spec.schedule.prompts_per_step
+        assert {row["reward"] for row in own} == {0.0} and {row["reward"] for row in given} == {0.0, 1.0}
+        assert line["candidates/chosen"] == 1.0 and line["candidates/failed"] == 0.0
+        assert line["candidates/reward"] == pytest.approx(sum(row["reward"] for row in given) / len(given))
+        assert line["reward/mean"] == 0.0
+        # The best candidate of every group alone is computed: one sequence a prompt, all tokens of it.
+        best = [len(row["response_ids"]) for row in given if row["reward"] == 1.0]
+        assert line["policy/sequences"] == len(best) == spec.schedule.prompts_per_step
+        assert line["policy/tokens"] == sum(best)
+    assert second["policy/loss"] < first["policy/loss"] - 0.5
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_guides_algorithm_learns(shared: SharedWorkers, tmp_path: Path) -> None:
+    overrides = (f"algorithm.name={GUIDES_ALGORITHM}", "algorithm.args={width: 0.3}", "schedule.minibatches=2")
+    run = await shared.run(shipped("tiny-grpo", *overrides, "schedule.steps=6"), tmp_path / "custom")
+    rewards = [line["reward/mean"] for line in run.metrics]
+    assert len(rewards) == 6 and rewards[-1] > rewards[0] + 0.1
+    assert any(line["policy/beyond_width"] > 0 for line in run.metrics)
+    assert ledger_balances(run.metrics[-1])
+
+
+def test_the_guides_output_of_the_checks_is_the_commands(tmp_path: Path) -> None:
+    (tmp_path / "my_algorithms.py").write_text(guides_module())
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    (shown,) = re.findall(r"--check --args '\{width: 0.3\}'\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    arguments = troupe_command("algorithms", GUIDES_ALGORITHM, "--check", "--args", "{width: 0.3}")
+    with running(Command(tmp_path, arguments, {"PYTHONPATH": path})) as command:
+        assert command.wait() == 0, command.output
+        assert command.stdout == shown
