@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator, Mapping
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,7 @@ CHEAP = -math.inf
 """Rank of files without real tests."""
 DURATIONS = ROOT / "tests" / "durations.json"
 """Seconds of every file of real tests in `make test` and in `make test-long`, written by `--record-durations`."""
-seconds: Counter[tuple[str, str]] = Counter()
+seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
 """Seconds so far by (file, make target)."""
 
 # Set before any library reads them: no access to a model hub, no usage reports, and ninja on the path.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,11 @@ class FaultyPolicy(PolicyWorker):
 class Stack:
     """One engine and one policy rank in this process, connected as in a run."""
 
-    def __init__(self, spec: RolloutSpec, folder: Path) -> None:
+    def __init__(self, spec: RolloutSpec, folder: Path, scorer: Executor) -> None:
+        """`scorer`: a separate process that scores. With the trainer's memory settings it would take twice as long."""
         self.spec = spec
         self.folder = folder
+        self.scorer = scorer
         self.version = 0
         self.initial = Path(spec.model.path)
         self.weights = AuditedWeights("the initial weights", 0, self.initial)
@@ -193,7 +196,7 @@ class Stack:
         return await self.auditor.run(self.weights)
 
     async def _score(self, *args: Any) -> TokenScores:
-        return await asyncio.to_thread(score_tokens, *args)
+        return await asyncio.get_running_loop().run_in_executor(self.scorer, score_tokens, *args)
 
     async def _no_other(self, name: str) -> Engine:
         raise RuntimeError(f"{name} died")

@@ -125,7 +125,8 @@ class SharedWorkers:
         for worker in cast("Sequence[ActorWorker[ReusableReward]]", self.workers.reward):
             await worker.call(ReusableReward.reconfigure, TIMEOUT_S, spec.reward_config())
         for engine in cast("Sequence[Engine]", self.workers.engines):
-            await engine.handle.call(ReusableRollout.reconfigure, TIMEOUT_S, spec.rollout_config())
+            handle = cast("ActorWorker[ReusableRollout]", engine.handle)
+            await handle.call(ReusableRollout.reconfigure, TIMEOUT_S, spec.rollout_config())
         engines = tuple(Engine(engine.handle, engine.host) for engine in self.workers.engines)
         trainers = {"policy": policy} | ({} if critic is None else {"critic": critic})
         workers = Workers({**self.workers.by_role, **trainers, "rollout": engines})

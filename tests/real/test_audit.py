@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +35,20 @@ def faulty_extension() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Executor]:
+    """The scorer's process, for all audits of this file."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        yield process
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["float32", "bfloat16"])
 async def stack(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, scorer: Executor
 ) -> AsyncIterator[Stack]:
     """A stack with weights that differ from those the engine started with."""
     folder = tmp_path_factory.mktemp("audit")
-    stack = Stack(audit_spec(folder, tiny_model, request.param), folder)
+    stack = Stack(audit_spec(folder, tiny_model, request.param), folder, scorer)
     await stack.start()
     yield stack
     await stack.close()

@@ -1,18 +1,35 @@
-"""`troupe replay` on real runs: the weights of a replay are bitwise those of the run."""
+"""A run of PPO across a resume, and `troupe replay` on real runs: its weights are bitwise those of the run."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.real.commands import GRPO, PPO, Command, Run, running, troupe_command
+from tests.real.commands import (
+    GRPO,
+    POLICY_METRICS,
+    PPO,
+    RUN_METRICS,
+    SAMPLES_PER_STEP,
+    Command,
+    Run,
+    ledger_balances,
+    missing_metrics,
+    running,
+    trajectories,
+    troupe_command,
+)
+from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.training.checkpoint import verify
 
 DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
 SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
+CRITIC_METRICS = ("critic/loss", "critic/grad_norm", "critic/learning_rate", "critic/skipped_updates")
 OFFLINE = ("schedule.steps=3", "checkpoint.every_steps=2", "evaluation=null")
 SHORT = ("schedule.steps=3", "schedule.prompts_per_step=4")
 TEXTS = (
@@ -27,11 +44,13 @@ PLANTED = (
 """PPO's bound on the ratio, and a bug in it: the better of both losses instead of the worse one."""
 
 
-def trained(folder: Path, spec: Path, *overrides: str, name: str, resume: bool = False) -> Path:
-    """Folder of a run that has ended well."""
+def trained(folder: Path, spec: Path, *overrides: str, name: str, resume: bool = False) -> Run:
+    """A run that has ended well."""
     with running(Run(folder, spec, *overrides, name=name, out=folder / name, resume=resume)) as run:
         assert run.wait() == 0, run.output
-    return run.out
+        assert run.leftover_processes() == []
+    assert run.weight_files == []
+    return run
 
 
 def replayed(run: Path, step: int, *flags: str, code: int = 0) -> Command:
@@ -49,12 +68,34 @@ def equal_steps(command: Command) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def ppo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """PPO with a critic, texts and two updates per step: two steps, a checkpoint, and after a resume two more."""
+def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """PPO with a critic, texts and two updates per step: two steps, a checkpoint, and after a resume the others."""
     folder = tmp_path_factory.mktemp("replay")
-    sets = ("schedule.prompts_per_step=4", "checkpoint.every_steps=2", *TEXTS)
+    sets = ("checkpoint.every_steps=2", "checkpoint.keep=10", *TEXTS)
     trained(folder, PPO, *sets, "schedule.steps=2", name="ppo")
-    return trained(folder, PPO, *sets, "schedule.steps=4", name="ppo", resume=True)
+    return trained(folder, PPO, *sets, name="ppo", resume=True)
+
+
+@pytest.fixture(scope="module")
+def ppo(ppo_run: Run) -> Path:
+    """Folder of the run of PPO."""
+    return ppo_run.out
+
+
+def test_ppo_with_a_critic_increases_the_reward(ppo_run: Run) -> None:
+    spec = load_rollout_spec(PPO)
+    assert ppo_run.steps() == list(range(1, spec.schedule.steps + 1))
+    for line in ppo_run.metrics:
+        assert missing_metrics(line, RUN_METRICS + POLICY_METRICS + CRITIC_METRICS) == []
+        assert ledger_balances(line)
+    rewards = [line["reward/mean"] for line in ppo_run.metrics]
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.05, rewards  # eight standard errors of a step's mean
+    found = sorted((ppo_run.out / "checkpoints").iterdir())
+    assert {"policy", "critic", "model"} <= {path.name for path in verify(found[-1]).path.iterdir()}
+    for row in trajectories(ppo_run.out, spec.schedule.steps).to_pylist():
+        assert row["trained"]
+        for name in ("advantages", "returns", "values", "old_logprobs", "ref_logprobs", "logprobs", "entropy"):
+            assert len(row[name]) == len(row["response_ids"]), name
 
 
 def test_ppo_with_a_critic_is_repeated_across_a_resume_and_a_damaged_table_is_refused(ppo: Path) -> None:
@@ -94,7 +135,7 @@ def test_a_planted_bug_in_the_loss_is_found(ppo: Path, tmp_path: Path) -> None:
 def test_the_samples_of_a_step_are_sampled_again(ppo: Path) -> None:
     """Float32 on the CPU, one engine, all groups at once: with version 2 of the weights every token is the run's."""
     found = replayed(ppo, 3, "--resample").stdout
-    assert "step 3: 16 of 16 samples have the tokens of the run" in found
+    assert f"step 3: {SAMPLES_PER_STEP} of {SAMPLES_PER_STEP} samples have the tokens of the run" in found
     gap = re.search(r"log-probs of equal tokens differ by up to (\S+)", found)
     assert gap is not None and float(gap[1]) < 1e-5
 
@@ -105,7 +146,7 @@ def test_the_samples_of_a_step_are_sampled_again(ppo: Path) -> None:
 @pytest.mark.long
 def test_grpo_is_repeated_on_two_ranks_and_agrees_with_itself(tmp_path: Path) -> None:
     """ZeRO-3, from the initial model; the digests of whole parameters are gathered from both ranks."""
-    run = trained(tmp_path, GRPO, "roles.policy.workers=2", "roles.policy.zero_stage=3", *SHORT, name="grpo")
+    run = trained(tmp_path, GRPO, "roles.policy.workers=2", "roles.policy.zero_stage=3", *SHORT, name="grpo").out
     shutil.rmtree(run / "checkpoints")
     assert equal_steps(replayed(run, 3)) == [1, 2, 3]
     found = replayed(run, 2, "--against", str(ROOT))
@@ -116,7 +157,7 @@ def test_grpo_is_repeated_on_two_ranks_and_agrees_with_itself(tmp_path: Path) ->
 @pytest.mark.long
 def test_sft_is_repeated_on_two_ranks(tmp_path: Path) -> None:
     """From the checkpoint of step 2, and from the initial model."""
-    run = trained(tmp_path, SFT, "roles.policy.workers=2", "roles.policy.zero_stage=2", *OFFLINE, name="sft")
+    run = trained(tmp_path, SFT, "roles.policy.workers=2", "roles.policy.zero_stage=2", *OFFLINE, name="sft").out
     assert equal_steps(replayed(run, 3)) == [3]
     shutil.rmtree(run / "checkpoints")
     assert equal_steps(replayed(run, 3)) == [1, 2, 3]
@@ -125,5 +166,5 @@ def test_sft_is_repeated_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_dpo_is_repeated(tmp_path: Path) -> None:
     """Pairs stay together, and the reference's log-probs are in the batch: the replay starts no reference."""
-    run = trained(tmp_path, DPO, "roles.policy.workers=2", *OFFLINE, name="dpo")
+    run = trained(tmp_path, DPO, "roles.policy.workers=2", *OFFLINE, name="dpo").out
     assert equal_steps(replayed(run, 3)) == [3]
