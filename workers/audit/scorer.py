@@ -29,6 +29,8 @@ _RANGE = 4.0
 """Largest ratio of a temperature that is tried to the run's own, either way."""
 _TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 _TOP_K = (1, 5, 10, 20, 40, 50, 100)
+_BORDER = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+"""Nats by which the engine's rounding may lift a token into those that are sampled, by the run's data type."""
 _HEADS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHOWN_TOKENS = 8
 _SHOWN_PROMPTS = 3
@@ -154,7 +156,7 @@ def _score(request: ScoreRequest, model: PreTrainedModel, rows: list[_Row]) -> t
         exact.append(_logprobs(logits, row.targets, temperature))
         tempered.append(torch.stack([_logprobs(logits, row.targets, float(value)) for value in grid], -1))
         for key, found in [
-            *_truncated(logits, row.targets, temperature),
+            *_truncated(logits, row.targets, temperature, _BORDER[request.model.dtype]),
             *_heads(request, model, logits, states, row.targets),
         ]:
             others.setdefault(key, []).append(found)
@@ -170,26 +172,27 @@ def _temperatures(request: ScoreRequest) -> Floats:
     return request.temperature * np.exp(np.linspace(-np.log(_RANGE), np.log(_RANGE), _TEMPERATURES[request.thorough]))
 
 
-def _truncated(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Log-probs where only the most probable tokens are sampled: top-p and top-k."""
+def _truncated(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, border: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Log-probs where only the most probable tokens are sampled: top-p and top-k.
+
+    Args:
+        logits: float [T, V].
+        targets: int64 [T, 1].
+        temperature: The run's own.
+        border: Nats by which a sampled token may be less probable than the last of those tokens.
+    """
     logprobs = torch.log_softmax(logits.float() / temperature, -1)
-    ordered, order = logprobs.sort(-1, descending=True)
-    place = (order == targets).float().argmax(-1)
+    ordered, _ = logprobs.sort(-1, descending=True)
     mass = ordered.exp().cumsum(-1)
-    own = logprobs.gather(-1, targets)[:, 0]
-    for top_p in _TOP_P:
-        count = (mass < top_p).sum(-1) + 1  # the token that reaches top_p belongs to them
-        yield f"top_p:{top_p:g}", _renormalised(own, place, count, mass)
-    for top_k in _TOP_K:
-        count = torch.full_like(place, min(top_k, logits.shape[-1]))
-        yield f"top_k:{top_k}", _renormalised(own, place, count, mass)
-
-
-def _renormalised(own: torch.Tensor, place: torch.Tensor, count: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """`own` among the first `count` tokens of the order; -inf for a token that is not among them."""
-    count = count.clamp(max=mass.shape[-1])
-    total = mass.gather(-1, count[:, None] - 1)[:, 0]
-    return torch.where(place < count, own - total.log(), -torch.inf)
+    own = logprobs.gather(-1, targets)
+    counts = {f"top_p:{top_p:g}": (mass < top_p).sum(-1) + 1 for top_p in _TOP_P}  # with the token that reaches top_p
+    counts |= {f"top_k:{top_k}": torch.full((len(logits),), top_k) for top_k in _TOP_K}
+    for key, count in counts.items():
+        last = count.clamp(max=logits.shape[-1])[:, None] - 1
+        inside = own >= ordered.gather(-1, last) - border
+        yield key, torch.where(inside, own - mass.gather(-1, last).log(), -torch.inf)[:, 0]
 
 
 def _heads(

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
-from troupe.workers.audit.scorer import score_tokens
+from troupe.workers.audit.scorer import _truncated, score_tokens
 from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import ROLLOUTS
@@ -185,6 +185,16 @@ def test_truncated_distributions(folders: tuple[Path, Path]) -> None:
     assert inside.any()
     assert (found.hypotheses["top_k:50"][inside] > found.scorer[inside]).all()
     assert np.allclose(found.hypotheses["top_k:100"], found.scorer, atol=1e-5)  # more than the vocabulary has
+
+
+@pytest.mark.parametrize(("border", "inside"), [(1e-4, False), (0.1, True)])
+def test_rounding_may_lift_a_token_into_the_sampled_ones(border: float, inside: bool) -> None:
+    """Its log-prob is 0.05 below that of the last token of top-p 0.5, as an engine's rounding can hide."""
+    logits = torch.tensor([[1.0, 0.95, 0.9, -0.3]])
+    assert logits.softmax(-1)[0, 0] < 0.5 < logits.softmax(-1)[0, :2].sum()
+    (found,) = (column for key, column in _truncated(logits, torch.tensor([[2]]), 1.0, border) if key == "top_p:0.5")
+    expected = logits.log_softmax(-1)[0, 2] - logits.softmax(-1)[0, :2].sum().log() if inside else -torch.inf
+    assert found.item() == pytest.approx(float(expected))
 
 
 def test_rounding_is_that_of_the_runs_type(folders: tuple[Path, Path]) -> None:
