@@ -93,8 +93,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         # One of several processes, which take whole files in this order. The longest file comes first, so that one
         # process starts with it while the others run the cheap tests.
-        longest = min((rank for rank in ranks.values() if rank != CHEAP), default=CHEAP)
-        items.sort(key=lambda item: ranks[item.path] != longest)
+        longest = next((path for path, rank in sorted(ranks.items(), key=lambda of: of[1]) if rank != CHEAP), None)
+        items.sort(key=lambda item: item.path != longest)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the processor represent the smallest floats again: libraries of vLLM flush them to zero in their process."""
+    if "torch" in sys.modules and item.get_closest_marker("real") is None:
+        sys.modules["torch"].set_flush_denormal(False)
 
 
 def _ranks(items: list[pytest.Item]) -> dict[Path, float]:
