@@ -28,7 +28,7 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.data.texts import cut_texts, text_batches
-from troupe.workers.models.capabilities import shares_prompts
+from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_stages import Stage, announce
@@ -60,7 +60,6 @@ class PolicyWorker(TrainingRank):
         super().__init__(name, config.device, config.model, config.seed, config.trainer.threads)
         self._config = config
         self._reference: CausalLogprobs | None = None
-        self._shares_prompts = False
         self._publisher: WeightPublisher | None = None
         self._sender: Sender | None = None
         self._link: EngineLink | None = None
@@ -79,11 +78,14 @@ class PolicyWorker(TrainingRank):
         announce(Stage.MODEL)
         model = load_causal(config.model)
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
-        self._shares_prompts = config.share_prompts and shares_prompts(module)
+        self._packs = adapt(module, model, config.device, config.trainer.packing)
         announce(Stage.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
-            reference = self._logprobs(load_causal(config.reference_model), entropy_grad=False)
+            frozen = load_causal(config.reference_model)
+            reference = self._logprobs(frozen, entropy_grad=False)
+            # Both score the same micro-batches.
+            self._packs = adapt(reference, frozen, config.device, self._packs) and self._packs
             self._reference = reference.requires_grad_(False).to(self._engine.device)
         return self.health()
 
@@ -104,9 +106,9 @@ class PolicyWorker(TrainingRank):
     def shares_prompts(self) -> bool:
         """Whether samples of a group train behind one copy of their prompt.
 
-        They do where it is configured and the result is exact with this model.
+        They do where it is configured and they are packed.
         """
-        return self._shares_prompts
+        return self._config.share_prompts and self._packs
 
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
         """See `troupe.workers.algorithms.train_batch.prepare`. Not collective: one rank prepares the batch for all."""
@@ -137,7 +139,7 @@ class PolicyWorker(TrainingRank):
 
         # Micro-batches are cut one at a time: the memory of an update does not grow with their number.
         def of_rollouts(rows: Sequence[int], forward: Forward) -> torch.Tensor:
-            micro_batch = table.cut(rows, plan.shared).to(self.engine.device)
+            micro_batch = table.cut(rows, plan).to(self.engine.device)
             output = self._loss(forward, micro_batch, table, plan, kl_old_coef)
             outputs.append(output.statistics())
             return output.loss
@@ -178,7 +180,7 @@ class PolicyWorker(TrainingRank):
             weights: Store the weights too, for `shorten_step`.
         """
         self._held_step = self.engine.hold_step() if weights else None
-        parts = TokenTable(batch).batches(plan.micro_batches, plan.shared)
+        parts = TokenTable(batch).batches(plan)
         batches = [_subsample(stride, part).to(self.engine.device) for part in parts]
         self._held = [(part, self._distributions(part)) for part in batches]
 
@@ -275,7 +277,9 @@ class PolicyWorker(TrainingRank):
     @staticmethod
     def _text_loss(forward: Forward, batch: TokenBatch, total_tokens: int) -> torch.Tensor:
         """This micro-batch's share of the texts' mean negative log-likelihood per token, at temperature 1."""
-        logprobs, _ = forward(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, temperature=1.0)
+        logprobs, _ = forward(
+            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids, temperature=1.0
+        )
         return -logprobs.sum() / max(total_tokens, 1)
 
     def _loss(

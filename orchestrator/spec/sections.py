@@ -105,8 +105,8 @@ class PolicyRole(TrainerRole):
     """Workers that train the policy: one DeepSpeed rank each."""
 
     share_prompts: bool = True
-    """Train the samples of a group behind one copy of their prompt where the model can and it saves work; the result is
-    the same to float tolerance."""
+    """Train the samples of a group behind one copy of their prompt where they are packed and it saves work; the result
+    is the same to float tolerance."""
 
 
 class CriticRole(TrainerRole):

@@ -227,11 +227,13 @@ class RolloutUpdates(Updates):
             policy.ranks,
             policy.micro_batch_tokens,
             skip_zero_advantage=self.settings.skip_zero_advantage,
+            packed=policy.packs,
             share_prompts=policy.shares_prompts,
         )
         table = None
         if texts is not None:
-            text_plans = plan_texts(texts.tokens, pieces, policy.ranks, policy.micro_batch_tokens)
+            size = policy.ranks, policy.micro_batch_tokens
+            text_plans = plan_texts(texts.tokens, pieces, *size, packed=policy.packs)
             plans = [replace(plan, texts=part) for plan, part in zip(plans, text_plans, strict=True)]
             table = texts.table
         timeout_s = self.settings.train_timeout_s
@@ -241,7 +243,7 @@ class RolloutUpdates(Updates):
     async def _update_critic(self, critic: CriticGroup, batch: Batch, rows: Sequence[int]) -> Metrics:
         """One update on rows of the batch."""
         size = critic.ranks, critic.micro_batch_tokens
-        plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False)
+        plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False, packed=critic.packs)
         update = partial(critic.update, plans, batch.table, timeout_s=self.settings.train_timeout_s)
         return await self._update(critic, plans, update)
 
@@ -251,8 +253,15 @@ class RolloutUpdates(Updates):
         rows, stride = pick_states(batch.summary.rows, settings.kl_states, (settings.seed, step))
         if not rows:
             return False
-        size, share = (policy.ranks, policy.micro_batch_tokens), policy.shares_prompts
-        plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False, share_prompts=share)
+        plans = plan_update(
+            batch.summary.rows,
+            rows,
+            policy.ranks,
+            policy.micro_batch_tokens,
+            skip_zero_advantage=False,
+            packed=policy.packs,
+            share_prompts=policy.shares_prompts,
+        )
         weights = settings.trust_region is not None
         await policy.hold_distributions(plans, batch.table, stride, weights, timeout_s=settings.train_timeout_s)
         return True

@@ -189,6 +189,9 @@ class TrainerConfig(OptimizerConfig):
     """Recompute activations in the backward pass: less memory for about a third more compute."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Maximum number of tokens, padding included, in one forward pass of one worker."""
+    packing: bool = True
+    """Concatenate the sequences of a micro-batch into one row, without padding, where the model takes that; the result
+    is the same to float tolerance. False: pad them to one length."""
     threads: int = Field(default=0, ge=0)
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
     ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)

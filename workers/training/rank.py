@@ -32,6 +32,7 @@ class TrainingRank:
         self._seed = seed
         self._threads = threads
         self._version = 0
+        self._packs = False
         self._store: TCPStore | None = None
         self._engine: TrainEngine | None = None
 
@@ -56,6 +57,10 @@ class TrainingRank:
         torch.manual_seed(self._seed)
         announce(Stage.GROUP)
         join_group(rendezvous, self._device, self._store)
+
+    def packs(self) -> bool:
+        """Whether all models of the rank take the rows of a micro-batch concatenated, without padding."""
+        return self._packs
 
     def save(self, directory: str) -> None:
         """Write this rank's part of a resumable checkpoint."""
