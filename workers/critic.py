@@ -50,14 +50,17 @@ class CriticWorker(TrainingRank):
         """One optimizer step on the plan's rows of a TRAIN table with values and returns. Collective."""
         table = TokenTable(batch)
         outputs: list[LossOutput] = []
+        meter = self._meter()
 
         def loss_fn(forward: Forward, rows: Sequence[int]) -> torch.Tensor:
-            output = self._loss(forward, table.cut(rows, plan).to(self.engine.device), table, plan)
+            micro_batch = table.cut(rows, plan).to(self.engine.device)
+            meter.note(micro_batch)
+            output = self._loss(forward, micro_batch, table, plan)
             outputs.append(output.statistics())
             return output.loss
 
         step = self.engine.update(plan.micro_batches, loss_fn)
-        return update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
+        return update_metrics(step, outputs, meter, self._device, sum(map(len, plan.micro_batches)))
 
     def _loss(self, forward: Forward, micro_batch: TokenBatch, table: TokenTable, plan: RankPlan) -> LossOutput:
         values = forward(

@@ -43,6 +43,7 @@ from troupe.workers.telemetry.start_stages import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
 from troupe.workers.training.group import all_reduce
 from troupe.workers.training.rank import TrainingRank, own_peak
+from troupe.workers.training.throughput import UpdateMeter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,17 +92,19 @@ class ExampleTrainer(TrainingRank):
 
     def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
         """One optimizer step on the plan's rows of an EXAMPLE_BATCH table. Collective."""
-        table = ExampleTable(batch)
+        table, meter = ExampleTable(batch), self._meter()
         point = self._reference_point(self.engine.module, plan, table)
         outputs: list[ObjectiveOutput] = []
 
         def loss_fn(forward: Forward, rows: Sequence[int]) -> torch.Tensor:
-            output = self._loss(forward, self._batch(table, rows, plan), plan, point)
+            micro_batch = self._batch(table, rows, plan)
+            meter.note(micro_batch.tokens)
+            output = self._loss(forward, micro_batch, plan, point)
             outputs.append(output.statistics())
             return output.loss
 
         step = self.engine.update(plan.micro_batches, loss_fn)
-        return self._metrics(step, outputs, sum(map(len, plan.micro_batches)))
+        return self._metrics(step, outputs, meter, sum(map(len, plan.micro_batches)))
 
     def evaluate(self, plan: RankPlan, batch: pa.Table) -> EvaluationPart:
         """This rank's share of the loss and metrics of the plan's rows, without an update. Collective."""
@@ -137,14 +140,16 @@ class ExampleTrainer(TrainingRank):
         """The micro-batch under the model."""
         raise NotImplementedError
 
-    def _metrics(self, step: StepResult, outputs: Sequence[ObjectiveOutput], sequences: int) -> UpdateMetrics:
+    def _metrics(
+        self, step: StepResult, outputs: Sequence[ObjectiveOutput], meter: UpdateMeter, sequences: int
+    ) -> UpdateMetrics:
         tally = _tally(outputs)
         totals = all_reduce({f"{n}/total": t for n, (t, _) in tally.items()}, self._device, "sum")
         weights = all_reduce({f"{n}/weight": w for n, (_, w) in tally.items()}, self._device, "sum")
         means = tally_means({name: (totals[f"{name}/total"], weights[f"{name}/weight"]) for name in tally})
         return UpdateMetrics(
             sums=_terms(outputs) | {"sequences": float(sequences)},
-            values=means | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
+            values=means | meter.metrics() | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
             skipped=step.skipped,
             peak=own_peak(self._device),
         )
@@ -155,7 +160,8 @@ class ExampleTrainer(TrainingRank):
         return self._tokenizer
 
     def _chunks(self, model: Any) -> int:
-        return head_chunks(model.config.get_text_config().vocab_size, self._config.trainer.micro_batch_tokens)
+        vocabulary = model.config.get_text_config().vocab_size
+        return head_chunks(vocabulary, self._config.trainer.micro_batch_tokens, self._config.device)
 
 
 class ExamplePolicyWorker(ExampleTrainer):

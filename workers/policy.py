@@ -135,17 +135,20 @@ class PolicyWorker(TrainingRank):
         """
         table = TokenTable(batch)
         outputs: list[LossOutput] = []
+        meter = self._meter()
         text_losses: list[torch.Tensor] = []
 
         # Micro-batches are cut one at a time: the memory of an update does not grow with their number.
         def of_rollouts(rows: Sequence[int], forward: Forward) -> torch.Tensor:
             micro_batch = table.cut(rows, plan).to(self.engine.device)
+            meter.note(micro_batch)
             output = self._loss(forward, micro_batch, table, plan, kl_old_coef)
             outputs.append(output.statistics())
             return output.loss
 
         def of_texts(part: TokenBatch, forward: Forward) -> torch.Tensor:
             micro_batch = part.to(self.engine.device)
+            meter.note(micro_batch)
             loss = self._text_loss(forward, micro_batch, plan.texts.total_loss_tokens if plan.texts is not None else 0)
             text_losses.append(loss.detach())
             return self._config.ptx_coef * loss
@@ -157,7 +160,7 @@ class PolicyWorker(TrainingRank):
         step = self.engine.update(work, lambda forward, loss: loss(forward))
         if self._records is not None:
             self._records.end_update(batch)
-        metrics = update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
+        metrics = update_metrics(step, outputs, meter, self._device, sum(map(len, plan.micro_batches)))
         return _with_texts(metrics, text_losses, self._config.ptx_coef) if text_losses else metrics
 
     def token_records(self) -> tuple[int, pa.Table]:
@@ -266,7 +269,8 @@ class PolicyWorker(TrainingRank):
         return self._publisher
 
     def _logprobs(self, model: Any, entropy_grad: bool) -> CausalLogprobs:
-        chunks = head_chunks(model.config.get_text_config().vocab_size, self._config.trainer.micro_batch_tokens)
+        vocabulary, tokens = model.config.get_text_config().vocab_size, self._config.trainer.micro_batch_tokens
+        chunks = head_chunks(vocabulary, tokens, self._config.device)
         return CausalLogprobs(model, self._config.sampling.temperature, chunks, entropy_grad)
 
     def _distributions(self, batch: TokenBatch) -> torch.Tensor:

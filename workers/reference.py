@@ -27,11 +27,12 @@ class ReferenceWorker:
         """Load the model. Raises OSError if it is missing."""
         prepare_torch(self._config.threads)
         announce(Stage.MODEL)
-        model = load_causal(self._config.model)
-        chunks = head_chunks(model.config.get_text_config().vocab_size, self._config.micro_batch_tokens)
-        module = CausalLogprobs(model, self._config.temperature, chunks)
-        self._packs = adapt(module, model, self._config.device, packing=True)
-        self._module = module.requires_grad_(False).to(self._config.device)
+        config = self._config
+        model = load_causal(config.model)
+        chunks = head_chunks(model.config.get_text_config().vocab_size, config.micro_batch_tokens, config.device)
+        module = CausalLogprobs(model, config.temperature, chunks)
+        self._packs = adapt(module, model, config.device, packing=True)
+        self._module = module.requires_grad_(False).to(config.device)
         return self.health()
 
     def packs(self) -> bool:

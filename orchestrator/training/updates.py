@@ -168,7 +168,8 @@ class OfflineUpdates(Updates):
             for chosen in minibatches(len(units), settings.minibatches, (settings.seed, step, epoch)):
                 self._console.phase("update", len(updates), settings.updates_per_step)
                 rows = [units[unit] for unit in chosen]
-                plans = plan_units(batch.summary.rows, rows, trainer.ranks, trainer.micro_batch_tokens)
+                size = trainer.ranks, trainer.micro_batch_tokens
+                plans = plan_units(batch.summary.rows, rows, *size, packed=trainer.packs)
                 update = partial(trainer.update, plans, batch.table, timeout_s=settings.train_timeout_s)
                 updates.append(await self._update(trainer, plans, update))
         return updates, state

@@ -19,8 +19,10 @@ Dtype = Literal["bfloat16", "float32"]
 TransferBackend = Literal["shm", "ipc", "nccl"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
 
-CHUNK_LOGITS = 2**24
-"""Maximum number of logits the output head holds at once: 64 MiB in float32. Larger chunks are not faster."""
+CHUNK_LOGITS: dict[Device, int] = {"cpu": 2**24, "cuda": 2**26}
+"""Maximum number of logits the output head holds at once: 64 and 256 MiB in float32. Larger chunks are not faster on
+the CPU. On a GPU every chunk reads the head's weight and adds to its gradient: 1 GB each for a vocabulary of 152,000
+and a hidden size of 3,584."""
 
 REDUCE_BUCKET = 500_000_000
 """Maximum number of gradient elements that DeepSpeed reduces together. On a GPU this buffer is allocated up front."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from troupe.workers.contract.config import CHUNK_LOGITS, Dtype, ModelConfig
+from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelConfig
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.heads import Float32Head, Float32Logits
@@ -124,12 +124,12 @@ def _multiply_in_float32(model: PreTrainedModel) -> None:
         logger.warning("float32_head has no effect: the output head of %s is no linear layer", type(model).__name__)
 
 
-def head_chunks(vocabulary: int, micro_batch_tokens: int) -> int:
+def head_chunks(vocabulary: int, micro_batch_tokens: int, device: Device) -> int:
     """Number of chunks for the output head, so that at most `CHUNK_LOGITS` logits exist at a time.
 
     It depends only on the configuration: under ZeRO-3 every rank must gather the head's weight equally often.
     """
-    return max(1, math.ceil(vocabulary * micro_batch_tokens / CHUNK_LOGITS))
+    return max(1, math.ceil(vocabulary * micro_batch_tokens / CHUNK_LOGITS[device]))
 
 
 class ModelModule(nn.Module):
@@ -140,6 +140,7 @@ class ModelModule(nn.Module):
     because transformers recomputes in no other mode; `check_deterministic` tries the result.
     """
 
+    model: PreTrainedModel
     masks_padding = True
     """Whether the model gets the mask of a padded batch; `capabilities.adapt` finds out whether it needs it."""
 

@@ -109,19 +109,25 @@ class TokenBatch:
     loss_mask: torch.Tensor
     """bool [T]: False where the policy did not sample the token."""
     rows: torch.Tensor
-    """int64 [B]: row numbers in the table the batch was cut from."""
+    """int64 [B]: row numbers in the table the batch was cut from, in host memory."""
     padding: int = 0
     """Tokens of `input_ids` that are padding."""
     position_ids: torch.Tensor | None = None
     """Packed: int64 [1, L], restarting with every sequence; those of a response continue its prompt's."""
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch on `device`; a table of segments stays in host memory, where it is read."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        """The same batch on `device`; row numbers and a table of segments stay in host memory, where they are read."""
+        host = {"rows", "attention_mask"} if is_table(self.attention_mask) else {"rows"}
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in host}
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-        if is_table(self.attention_mask):
-            del tensors["attention_mask"]
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+        return replace(self, **{name: to_device(tensor, device) for name, tensor in tensors.items()})
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor on `device`. A copy to a GPU starts from pinned memory, so that nothing waits for it."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def filler_batch() -> TokenBatch:
@@ -261,7 +267,7 @@ class TokenTable:
         """float32 [T] of column `name` for the response tokens of `batch`, on its device; None if it is absent."""
         if name not in self._floats:
             return None
-        return self._floats[name].take(batch.rows.cpu()).values.to(batch.targets.device)
+        return to_device(self._floats[name].take(batch.rows).values, batch.targets.device)
 
 
 def _segments(

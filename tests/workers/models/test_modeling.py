@@ -227,11 +227,12 @@ def test_a_nonstandard_head_falls_back_to_full_logits(tmp_path: Path) -> None:
 
 
 def test_head_chunks_follow_from_the_configuration() -> None:
-    assert head_chunks(50, 8) == 1
+    assert head_chunks(50, 8, "cpu") == 1
     vocabulary = 2**16
-    assert head_chunks(vocabulary, CHUNK_LOGITS // vocabulary) == 1
-    assert head_chunks(vocabulary, CHUNK_LOGITS // vocabulary + 1) == 2
-    assert head_chunks(vocabulary, 5 * CHUNK_LOGITS // vocabulary) == 5
+    for device, logits in CHUNK_LOGITS.items():
+        assert head_chunks(vocabulary, logits // vocabulary, device) == 1
+        assert head_chunks(vocabulary, logits // vocabulary + 1, device) == 2
+        assert head_chunks(vocabulary, 5 * logits // vocabulary, device) == 5
 
 
 def test_values(llama: ModelConfig, tmp_path: Path) -> None:
