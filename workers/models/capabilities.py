@@ -56,13 +56,13 @@ def adapt(module: ModelModule, model: PreTrainedModel, device: Device, packing: 
         device: Where it will run.
         packing: Whether it may pack.
     """
-    if packing and _takes_segments(model, device):
+    if packing and takes_segments(model, device):
         return True
     module.masks_padding = not _ignores_padding(model)
     return False
 
 
-def _takes_segments(model: PreTrainedModel, device: Device) -> bool:
+def takes_segments(model: PreTrainedModel, device: Device) -> bool:
     """Whether the model isolates the segments of packed rows; tested by running it. If so, it is prepared for them.
 
     False for attention within windows or chunks: the test is too short to show their effect.
