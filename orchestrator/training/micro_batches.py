@@ -16,7 +16,7 @@ import numpy as np
 
 from troupe.workers.contract.messages import RankPlan, TrainRow
 
-_SHARING_THRESHOLD = 0.8
+_SHARING_THRESHOLD = 0.95
 """Prompts are shared only if at most this fraction of the tokens remains on the rank that has the most."""
 
 
