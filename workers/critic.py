@@ -13,6 +13,7 @@ from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHeal
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
+from troupe.workers.telemetry.profiling import profiled
 from troupe.workers.telemetry.start_stages import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
 from troupe.workers.training.rank import TrainingRank, update_metrics
@@ -59,7 +60,8 @@ class CriticWorker(TrainingRank):
             outputs.append(output.statistics())
             return output.loss
 
-        step = self.engine.update(plan.micro_batches, loss_fn)
+        with profiled(plan.trace, self._device):
+            step = self.engine.update(plan.micro_batches, loss_fn)
         return update_metrics(step, outputs, meter, self._device, sum(map(len, plan.micro_batches)))
 
     def _loss(self, forward: Forward, micro_batch: TokenBatch, table: TokenTable, plan: RankPlan) -> LossOutput:

@@ -39,6 +39,7 @@ from troupe.workers.models.modeling import (
     share_backbone,
     torch_dtype,
 )
+from troupe.workers.telemetry.profiling import profiled
 from troupe.workers.telemetry.start_stages import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
 from troupe.workers.training.group import all_reduce
@@ -103,7 +104,8 @@ class ExampleTrainer(TrainingRank):
             outputs.append(output.statistics())
             return output.loss
 
-        step = self.engine.update(plan.micro_batches, loss_fn)
+        with profiled(plan.trace, self._device):
+            step = self.engine.update(plan.micro_batches, loss_fn)
         return self._metrics(step, outputs, meter, sum(map(len, plan.micro_batches)))
 
     def evaluate(self, plan: RankPlan, batch: pa.Table) -> EvaluationPart:

@@ -31,6 +31,7 @@ from troupe.workers.data.texts import cut_texts, text_batches
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
+from troupe.workers.telemetry.profiling import profiled
 from troupe.workers.telemetry.start_stages import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
 from troupe.workers.training.group import free_port, own_address
@@ -157,7 +158,8 @@ class PolicyWorker(TrainingRank):
         work = [partial(of_rollouts, rows) for rows in plan.micro_batches or ((),)]
         if texts is not None and plan.texts is not None:
             work += [partial(of_texts, part) for part in text_batches(texts, plan.texts)]
-        step = self.engine.update(work, lambda forward, loss: loss(forward))
+        with profiled(plan.trace, self._device):
+            step = self.engine.update(work, lambda forward, loss: loss(forward))
         if self._records is not None:
             self._records.end_update(batch)
         metrics = update_metrics(step, outputs, meter, self._device, sum(map(len, plan.micro_batches)))
