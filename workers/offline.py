@@ -39,10 +39,10 @@ from troupe.workers.models.modeling import (
     share_backbone,
     torch_dtype,
 )
-from troupe.workers.telemetry.profiling import profiled
 from troupe.workers.telemetry.start_stages import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
 from troupe.workers.training.group import all_reduce
+from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, own_peak
 from troupe.workers.training.throughput import UpdateMeter
 
