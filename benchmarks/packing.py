@@ -176,7 +176,7 @@ def _worker(given: argparse.Namespace) -> PolicyWorker:
         reference_model=None,
         total_updates=1000,
         seed=given.seed,
-        device="cpu",
+        device=given.device,
     )
     worker = PolicyWorker(config, "policy-0")
     address, port = worker.rendezvous()
@@ -190,6 +190,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--groups", type=int, default=8)
     add("--samples", type=int, default=4, help="responses to each prompt (default: 4)")
     add("--prompt-tokens", type=int, default=64)
