@@ -30,12 +30,13 @@ from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Clus
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
 from troupe.orchestrator.data.conversations import chat_messages
 from troupe.orchestrator.data.examples import load_examples
-from troupe.orchestrator.launcher import RunContext, WorkerLauncher
+from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.offline_run import OfflineRun
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
-from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.offline_config import OfflineConfig
