@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.seats import Seats
@@ -185,7 +186,8 @@ class WorkerLauncher:
     def _spawn(self, name: str) -> ActorWorker[Any]:
         placement, seat = self._seats[name]
         row, settings = row_of(self._spec, seat.role), settings_of(self._spec, seat.role)
-        worker_class = self._classes.get(row.kind) or resolve(row.worker)
+        own = self._classes.get(row.kind)
+        worker_class = own or actor_class(row.worker, row.protocol, concurrent=row.concurrent)
         arguments = (settings.config, name, *settings.extra)
         actor = ActorSpec(worker_class, arguments, settings.env, row.concurrent)
         worker = self._cluster.spawn(placement, seat, name, actor)
