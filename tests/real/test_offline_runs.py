@@ -60,7 +60,7 @@ SEATS = Placement(
     "PACK",
     (
         *(Seat("policy", index, 0, 0.15, 0.0) for index in range(3)),
-        *(Seat("reward_model", index, 0, 0.15, 0.0) for index in range(3)),
+        *(Seat("reward", index, 0, 0.15, 0.0) for index in range(3)),
         Seat("reference", 0, 0, 0.1, 0.0),
     ),
 )
@@ -90,11 +90,11 @@ class ReusableRewardModel(RewardTrainer):
         self.build()
 
 
-_TRAINED: dict[str, tuple[str, Any]] = {
-    "policy": ("tiny-dpo", ReusablePolicy),
-    "reward_model": ("tiny-reward-model", ReusableRewardModel),
+_TRAINED: dict[str, tuple[str, Any, str]] = {
+    "policy": ("tiny-dpo", ReusablePolicy, "policy"),
+    "reward_model": ("tiny-reward-model", ReusableRewardModel, "reward"),
 }
-"""What a spec trains: a spec whose configuration the workers start with, and their class."""
+"""By what a spec trains: the spec whose configuration the workers start with, their class, the role of their seats."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,12 @@ class SharedWorkers:
 
     async def start_trainers(self, trains: str, *indices: int) -> None:
         """Start the trainers with these seats as one process group."""
-        spec = shipped(_TRAINED[trains][0])
-        seats = {(seat.role, seat.index): seat for seat in SEATS.seats}
+        spec_name, worker_class, role = _TRAINED[trains]
+        config = shipped(spec_name).trainer_config()
         ranks: list[ActorWorker[Any]] = []
-        for index in indices:
-            name = f"{trains}-{index}"
-            actor = ActorSpec(_TRAINED[trains][1], (spec.trainer_config(), name), ENVIRONMENT)
-            ranks.append(self.cluster.spawn(SEATS, seats[trains, index], name, actor))
+        for seat in (seat for seat in SEATS.seats if seat.role == role and seat.index in indices):
+            name = f"{trains}-{seat.index}"
+            ranks.append(self.cluster.spawn(SEATS, seat, name, ActorSpec(worker_class, (config, name), ENVIRONMENT)))
         await ExampleGroup(trains, ranks, 1).start(TIMEOUT_S)
         self.trainers[trains, len(ranks)] = ranks
 
