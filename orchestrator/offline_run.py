@@ -9,10 +9,10 @@ from troupe.orchestrator.data.examples import ExamplePool
 from troupe.orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
 from troupe.orchestrator.data.summary import data_metrics, named
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.replay.step_recorder import KeeperSettings, StepKeeper
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger

@@ -19,8 +19,6 @@ from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
 from troupe.orchestrator.data.summary import Pools, data_metrics, named
 from troupe.orchestrator.data.texts import Pieces, TextOrder, TextPool, load_texts
-from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
@@ -32,6 +30,7 @@ from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSet
 from troupe.orchestrator.rollouts.scoring import Scorer, SignalTest
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, WeightSync
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
@@ -99,9 +98,7 @@ class RolloutRun:
 
     async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
-        spec, policy = self._spec, self._workers.policy
-        if policy is None:
-            raise TroupeError("the run has no policy workers: it cannot train")
+        spec, policy = self._spec, self._workers.require_policy()
         done = found.step if found is not None else 0
         ledger, advantages, state = Ledger(), None, None
         curriculum = None if spec.data.curriculum is None else Curriculum(spec.data.curriculum, spec.seed)
@@ -118,7 +115,7 @@ class RolloutRun:
             await self._load(found)
         scheduler = self._scheduler(ledger, prompts, curriculum, done)
         rollouts = RolloutComponents(
-            policy=policy,
+            workers=self._workers,
             pool=self._pool,
             scheduler=scheduler,
             rewards=self._rewards,
@@ -163,9 +160,7 @@ class RolloutRun:
             found: The checkpoint; None: the initial weights.
             controller: The run's, which has loaded the checkpoint; None: nothing has loaded it.
         """
-        policy, model = self._workers.policy, Path(spec.model.path)
-        if policy is None:
-            raise TroupeError("the run has no policy workers: there is nothing to audit")
+        policy, model = self._workers.require_policy(), Path(spec.model.path)
         prompts = self._data.train, self._context.cluster.put(self._data.train.table)
         auditor = Auditor(spec, self._pool, policy, prompts, self._context.launcher.score_tokens)
         self._context.console.phase("audit", 0, 1)

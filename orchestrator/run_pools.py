@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles

@@ -33,6 +33,7 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup, TrainerGroup, 
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -187,7 +188,7 @@ class Simulation:
         prompts = PromptSource(_Pool((shape.steps + shape.staleness + 1) * shape.groups), 17)
         schedule = ScheduleSettings(shape.groups, shape.samples, shape.staleness, shape.steps, 3, 0.0, 1, 17)
         scheduler = RolloutScheduler(schedule, pool, Scorer(rewards, ()), ledger, self._drawn(prompts), None)
-        makers = RolloutComponents(policy, pool, scheduler, rewards, prompts, ledger)
+        makers = RolloutComponents(Workers({"policy": policy}), pool, scheduler, rewards, prompts, ledger)
         rollouts = RolloutSettings(False, shape.staleness, TIMEOUT_S, out / "trajectories")
         source = RolloutSource(rollouts, makers, self.clock, self.stop)
         updates = RolloutUpdates(_update_settings(), policy, None, self.clock)

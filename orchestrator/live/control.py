@@ -1,29 +1,23 @@
-"""Requests of commands to an active run, through files in the run's folder.
-
-While a run is active, its folder has a subfolder `control` that only the run's user can open. A command writes a
-request there and waits for the answer, both JSON. No port is opened, and the folder may be on a shared file system.
-"""
+"""Requests of commands to change an active run: JSON in the mailbox `control`, which exists while the run is active."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import shutil
 import socket
-import time
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from troupe.orchestrator import mailbox
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
@@ -32,8 +26,6 @@ logger = logging.getLogger(__name__)
 FOLDER = "control"
 _OWNER = "run.json"
 _POLL_S = 0.5
-_LARGEST = 64 * 1024
-"""Longest request, in bytes."""
 
 
 class Request(BaseModel):
@@ -72,15 +64,16 @@ class ControlServer:
     """
 
     def __init__(self, run_folder: Path, scaler: WorkerScaler) -> None:
-        self._folder = run_folder / FOLDER
+        self._mailbox = Mailbox(run_folder / FOLDER)
         self._scaler = scaler
         self._task: asyncio.Task[None] | None = None
 
     def open(self) -> None:
         """Start answering. Files of earlier runs in the folder are deleted."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(mode=0o700, parents=True)
-        _write(self._folder / _OWNER, _Owner(host=socket.gethostname(), pid=os.getpid()))
+        folder = self._mailbox.folder
+        shutil.rmtree(folder, ignore_errors=True)
+        self._mailbox.open()
+        write_atomic(folder / _OWNER, _Owner(host=socket.gethostname(), pid=os.getpid()).model_dump_json(), PRIVATE)
         self._task = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
@@ -89,31 +82,27 @@ class ControlServer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._mailbox.folder, ignore_errors=True)
 
     async def _serve(self) -> None:
         while True:
             try:
-                for file in await asyncio.to_thread(lambda: sorted(self._folder.glob("request-*.json"))):
-                    answer = self._answer(file)
-                    file.unlink(missing_ok=True)
-                    _write(file.with_name(file.name.replace("request", "answer", 1)), answer)
+                for request in await asyncio.to_thread(lambda: list(self._mailbox.take())):
+                    self._mailbox.answer(request, self._answer(request).model_dump_json())
             except OSError as error:
-                logger.warning("%s: cannot answer a request: %s", self._folder, error)
+                logger.warning("%s: cannot answer a request: %s", self._mailbox.folder, error)
             await asyncio.sleep(_POLL_S)
 
-    def _answer(self, file: Path) -> Answer:
+    def _answer(self, request: mailbox.Request) -> Answer:
         try:
-            with file.open("rb") as stream:
-                text = stream.read(_LARGEST + 1)
-            if len(text) > _LARGEST:
-                raise UsageError(f"the request exceeds {_LARGEST} bytes")
-            request = Request.model_validate_json(text)
-            if request.changes:
-                self._scaler.change(request.changes)
+            if request.too_long:
+                raise UsageError(f"the request exceeds {mailbox.LONGEST} bytes")
+            asked = Request.model_validate_json(request.content or b"")
+            if asked.changes:
+                self._scaler.change(asked.changes)
         except (SpecError, UsageError) as error:
             return Answer(error=str(error))
-        except (OSError, ValidationError) as error:
+        except ValidationError as error:
             return Answer(error=f"cannot read the request: {type(error).__name__}")
         return Answer(roles=self._scaler.states())
 
@@ -133,22 +122,15 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
         UsageError: The folder has no active run, or the run refuses the change.
         TroupeError: The run does not answer in time, or ends meanwhile.
     """
-    folder = run_folder / FOLDER
     _require_run(run_folder)
-    name = f"{uuid.uuid4().hex}.json"
-    request, answer = folder / f"request-{name}", folder / f"answer-{name}"
     try:
-        _write(request, Request(changes=changes))
-        _wait(lambda: answer.exists() or not folder.exists(), timeout_s)
-        text = answer.read_text()
-        answer.unlink(missing_ok=True)
-    except TimeoutError:
-        request.unlink(missing_ok=True)
-        raise TroupeError(f"{run_folder}: the run did not answer within {timeout_s:g} s") from None
+        text = Mailbox(run_folder / FOLDER).ask(Request(changes=changes).model_dump_json(), timeout_s)
     except OSError as error:
         raise TroupeError(
             f"{run_folder}: the run has ended, or its folder is not accessible: {error.strerror}"
         ) from error
+    if text is None:
+        raise TroupeError(f"{run_folder}: the run did not answer within {timeout_s:g} s")
     try:
         found = Answer.model_validate_json(text)
     except ValidationError:
@@ -168,16 +150,3 @@ def _require_run(run_folder: Path) -> None:
         raise UsageError(f"{run_folder}: no active run, or it has not started all its workers yet") from None
     if owner.host == socket.gethostname() and not psutil.pid_exists(owner.pid):
         raise UsageError(f"{run_folder}: its run (process {owner.pid}) has ended")
-
-
-def _write(path: Path, content: BaseModel) -> None:
-    """Write a file atomically, for its owner only."""
-    write_atomic(path, json.dumps(content.model_dump(mode="json")), PRIVATE)
-
-
-def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(_POLL_S / 5)

@@ -18,8 +18,9 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles
-from troupe.workers.contract.config import Device
+from troupe.workers.contract.config import CPU_THREADS, Device
 
+_CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
 
 
@@ -35,6 +36,11 @@ class WorkerSettings:
     """Most tokens in one forward pass; 0: the role's workers do not share rows by their tokens."""
     extra: tuple[Any, ...] = ()
     """Constructor arguments after the worker's name."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables of its process."""
+        return worker_env(self.threads, self.device)
 
 
 @dataclass(frozen=True)
@@ -245,3 +251,9 @@ def resolve(path: str) -> Any:
     """What `module:name` names. It is imported here, since model libraries take seconds to import."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def worker_env(threads: int, device: Device) -> dict[str, str]:
+    """Environment variables of a worker's process, set before any library is loaded."""
+    env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return {**env, **_CPU_ENV} if device == "cpu" else env

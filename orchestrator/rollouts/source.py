@@ -11,12 +11,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.data.texts import TextOrder
 from troupe.orchestrator.errors import DataLost, TroupeError, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers, std
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
@@ -50,7 +50,7 @@ class RolloutSettings:
 class RolloutComponents:
     """The parts that produce a batch of rollouts."""
 
-    policy: PolicyGroup
+    workers: Workers
     pool: EnginePool
     scheduler: RolloutScheduler
     rewards: RewardPool
@@ -148,7 +148,7 @@ class RolloutSource:
         """Writes the tables of a step with what the policy computed in its updates. Raises WorkerError."""
         timeout_s = self._settings.train_timeout_s
         try:
-            tables = tables + await self._components.policy.token_records(timeout_s=timeout_s)
+            tables = tables + await self._components.workers.require_policy().token_records(timeout_s=timeout_s)
         except WorkerError as error:
             logger.warning("the samples of step %d have no log-probs of its updates: %s", version, error)
         path = str(folder / f"step-{version:06d}.parquet")
@@ -184,7 +184,7 @@ class RolloutSource:
         self._check_staleness(version, groups)
         rollouts = [group.rollouts for group in groups]
         tables = [*rollouts, *(group.reward_table for group in groups), *_unique(groups)]
-        policy, timeout_s = self._components.policy, self._settings.train_timeout_s
+        policy, timeout_s = self._components.workers.require_policy(), self._settings.train_timeout_s
         if self._settings.old_logprobs_at_batch:
             self._console.phase("old log-probs", 0, 1)
             lengths = [length for group in groups for length in row_lengths(group.summary)]

@@ -6,7 +6,6 @@ import json
 import os
 import textwrap
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,13 @@ from pathlib import Path
 import psutil
 
 from troupe.orchestrator.errors import TroupeError, UsageError
+from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, inspect_node, node_facts
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Diagnosis, DriverState, Facts
-from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot
+from troupe.orchestrator.why.folder import ENDED, FOLDER, SNAPSHOT, Report, Snapshot
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 
 _OUTSIDE_S = 4.0
@@ -77,20 +77,9 @@ def _last_report(folder: Path, snapshot: Snapshot) -> Report | None:
 
 
 def _ask(folder: Path, timeout_s: float) -> Report | None:
-    """The run's own answer; None where there is none in time."""
-    name = uuid.uuid4().hex
-    request, answer = folder / f"request-{name}", folder / f"answer-{name}"
-    deadline = time.monotonic() + timeout_s
-    if not _in_a_child(lambda: request.touch(mode=0o600)):
-        return None
-    while time.monotonic() < deadline:
-        if answer.exists():
-            found = ANSWER.read(folder, answer.name)
-            answer.unlink(missing_ok=True)
-            return found
-        time.sleep(_POLL_S)
-    _in_a_child(lambda: request.unlink(missing_ok=True))
-    return None
+    """The run's own answer; None if there is none in time."""
+    answer = Mailbox(folder).ask(b"", timeout_s, change=_in_a_child)
+    return None if answer is None else ENDED.decode(answer)
 
 
 def _in_a_child(write: Callable[[], object]) -> bool:

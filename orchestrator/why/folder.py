@@ -2,7 +2,7 @@
 
 `driver.json` is rewritten every few seconds and tells where the driver and its workers are and what the driver waits
 for; it is what remains when the driver is dead or does not answer. `ended.json` is the last report. Requests and
-answers are files as in `orchestrator/live/control.py`. `reports/` has the newest automatic reports of the run.
+answers are those of `orchestrator/mailbox.py`. `reports/` has the newest automatic reports of the run.
 """
 
 from __future__ import annotations
@@ -79,21 +79,31 @@ class _File(Generic[T]):
         self.name = name
         self._adapter = TypeAdapter(kind)
 
-    def write(self, folder: Path, value: T, name: str = "") -> None:
+    def write(self, folder: Path, value: T) -> None:
         """Write it atomically. Raises OSError."""
-        write_atomic(folder / (name or self.name), self._adapter.dump_json(value))
+        write_atomic(folder / self.name, self.encode(value))
 
-    def read(self, folder: Path, name: str = "") -> T | None:
-        """The value; None where there is none, or none that can be read."""
+    def read(self, folder: Path) -> T | None:
+        """The value; None if there is none, or none that can be read."""
         try:
-            return self._adapter.validate_json((folder / (name or self.name)).read_bytes())
-        except (OSError, ValidationError):
+            return self.decode((folder / self.name).read_bytes())
+        except OSError:
+            return None
+
+    def encode(self, value: T) -> bytes:
+        """The value as JSON."""
+        return self._adapter.dump_json(value)
+
+    def decode(self, content: bytes) -> T | None:
+        """The value that JSON contains; None if it contains another."""
+        try:
+            return self._adapter.validate_json(content)
+        except ValidationError:
             return None
 
 
 SNAPSHOT = _File("driver.json", Snapshot)
 ENDED = _File("ended.json", Report)
-ANSWER = _File("answer", Report)
 
 
 def keep_report(folder: Path, report: Report) -> Path:

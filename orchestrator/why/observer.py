@@ -24,6 +24,7 @@ from typing import Protocol
 
 from troupe.orchestrator.cluster.process_watch import Process
 from troupe.orchestrator.errors import StopRequested, UsageError
+from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.processes.inspection import NodeReport, ProcessFacts
 from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
 from troupe.orchestrator.processes.stack_dumps import thread_at
@@ -33,7 +34,7 @@ from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
-from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
+from troupe.orchestrator.why.folder import ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
 from troupe.orchestrator.why.waiting import is_bounded, roles_behind
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
@@ -89,6 +90,7 @@ class RunObserver:
     def __init__(self, run_folder: Path, name: str, console: Console, cluster: Observed) -> None:
         """Observes from now on; a folder that cannot be written costs the observer, not the run."""
         self.folder = run_folder / FOLDER
+        self._mailbox = Mailbox(self.folder)
         self.queues: Callable[[], Queues] = Queues
         """What waits for engines."""
         self._run_folder = run_folder
@@ -110,9 +112,8 @@ class RunObserver:
     def _start(self) -> None:
         """Starts the thread, with no files of an earlier run in the folder."""
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for stale in (*self.folder.glob("request-*"), *self.folder.glob("answer-*"), self.folder / ENDED.name):
-                stale.unlink(missing_ok=True)
+            self._mailbox.open()
+            (self.folder / ENDED.name).unlink(missing_ok=True)
             self._write_snapshot()
         except OSError as error:
             logger.warning("`troupe why` will not reach this run: %s", error)
@@ -196,8 +197,8 @@ class RunObserver:
         while not self._closed.wait(_TICK_S):
             try:
                 self._ping()
-                for request in sorted(self.folder.glob("request-*")):
-                    self._answer(request)
+                for request in self._mailbox.take():
+                    self._mailbox.answer(request, ENDED.encode(self._examined()))
                 if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
                     self._write_snapshot()
                     if (reason := self._too_long()) is not None:
@@ -205,14 +206,12 @@ class RunObserver:
             except Exception as error:
                 logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
 
-    def _answer(self, request: Path) -> None:
-        """Answers one request; where that fails, the answer says what failed."""
-        request.unlink(missing_ok=True)
-        name = request.name.replace("request", "answer", 1)
+    def _examined(self) -> Report:
+        """A diagnosis of now; where that fails, what failed."""
         try:
-            ANSWER.write(self.folder, self.report(), name)
+            return self.report()
         except Exception as problem:
-            ANSWER.write(self.folder, _unexamined(problem), name)
+            return _unexamined(problem)
 
     def _ping(self) -> None:
         """Asks the event loop for a turn."""

@@ -35,6 +35,7 @@ from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.data.texts import Pieces, TextOrder
 from troupe.orchestrator.errors import TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.recorder import RunRecorder
@@ -120,7 +121,7 @@ class RolloutRun(FakeRun):
         observe = None if curriculum is None else curriculum.observe
         scheduler = RolloutScheduler(schedule, pool, scorer, ledger, prompts.next, None, done, observe)
         makers = RolloutComponents(
-            policy,
+            Workers({"policy": policy}),
             pool,
             scheduler,
             rewards,

@@ -27,13 +27,14 @@ from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import RunOutcome
-from troupe.orchestrator.launcher import RunContext, WorkerLauncher
+from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollout_run import RolloutRun, load_data
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig, RolloutConfig
 from troupe.workers.critic import CriticWorker

@@ -46,9 +46,9 @@ def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_episodes_survive_their_environment_worker_and_their_engine(tmp_path: Path) -> None:
+def test_episodes_survive_their_environment_worker_and_their_engine_until_no_restart_is_left(tmp_path: Path) -> None:
     """SIGKILL of an environment worker, of all its processes and of the engine, each in the middle of episodes."""
-    with running(Run(tmp_path, TINY, *ENDLESS, name="killed")) as run:
+    with running(Run(tmp_path, TINY, *ENDLESS, "failures.environment_restarts=1", name="killed")) as run:
         run.wait_for_step(2)
         kill(run, "EnvironmentWorker")
         step = run.wait_until(lambda: restarted(run), "episodes that start again")
@@ -59,18 +59,11 @@ def test_episodes_survive_their_environment_worker_and_their_engine(tmp_path: Pa
         for line in run.metrics:
             assert ledger_balances(line) and line["ledger/dropped"] == 0
             assert line["ledger/trained"] == 16 * line["step"]
-    assert run.leftover_processes() == []
-
-
-@pytest.mark.long
-def test_a_run_whose_environment_cannot_be_started_again_ends_and_says_so(tmp_path: Path) -> None:
-    with running(Run(tmp_path, TINY, *ENDLESS, "failures.environment_restarts=0", name="lost")) as run:
-        run.wait_for_step(1)
         kill(run, "EnvironmentWorker")
         assert run.wait() == 1
         assert len(run.error_lines) == 1, run.output
-        assert "no environment worker is left (0 of 0 restarts used: failures.environment_restarts)" in run.output
-        assert run.leftover_processes() == []
+        assert "no environment worker is left (1 of 1 restarts used: failures.environment_restarts)" in run.output
+    assert run.leftover_processes() == []
 
 
 def restarted(run: Run) -> int:

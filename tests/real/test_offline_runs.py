@@ -1,7 +1,7 @@
 """Whole runs of the shipped specs on offline data.
 
 Only the start of the workers differs from `troupe run`: all specs share the trainers, which are reconfigured for the
-next spec instead of being restarted. The tests of resumption and of several ranks run the command itself.
+next spec instead of being restarted. The test of resumption runs the command itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import json
 import shutil
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,16 +26,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from tests.conftest import ROOT
 from tests.real.commands import Command, Run, checkpoint_weights, interrupt, running, troupe_command
 from troupe.orchestrator.capacity.placement import Placement, Seat
+from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
 from troupe.orchestrator.data.conversations import chat_messages
 from troupe.orchestrator.data.examples import load_examples
-from troupe.orchestrator.launcher import RunContext, WorkerLauncher
+from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.offline_run import OfflineRun
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
-from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.offline_config import OfflineConfig
@@ -56,8 +58,13 @@ SEATS = Placement(
     "reusable",
     ({"CPU": 1.0},),
     "PACK",
-    (Seat("policy", 0, 0, 0.4, 0.0), Seat("reward", 0, 0, 0.4, 0.0), Seat("reference", 0, 0, 0.2, 0.0)),
+    (
+        *(Seat("policy", index, 0, 0.15, 0.0) for index in range(3)),
+        *(Seat("reward", index, 0, 0.15, 0.0) for index in range(3)),
+        Seat("reference", 0, 0, 0.1, 0.0),
+    ),
 )
+"""One trainer of each kind, two of each kind that train together, and a reference."""
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -83,6 +90,13 @@ class ReusableRewardModel(RewardTrainer):
         self.build()
 
 
+_TRAINED: dict[str, tuple[str, Any, str]] = {
+    "policy": ("tiny-dpo", ReusablePolicy, "policy"),
+    "reward_model": ("tiny-reward-model", ReusableRewardModel, "reward"),
+}
+"""By what a spec trains: the spec whose configuration the workers start with, their class, the role of their seats."""
+
+
 @dataclass(frozen=True)
 class FinishedRun:
     """The output folder of a finished run."""
@@ -100,10 +114,21 @@ class SharedWorkers:
     """Workers that all specs share."""
 
     cluster: Cluster
-    policy: ActorWorker[ReusablePolicy]
-    reward_model: ActorWorker[ReusableRewardModel]
     reference: ActorWorker[ReferenceWorker]
     folder: Path
+    trainers: dict[tuple[str, int], list[ActorWorker[Any]]] = field(default_factory=dict)
+    """Process groups, by what they train and their number of ranks."""
+
+    async def start_trainers(self, trains: str, *indices: int) -> None:
+        """Start the trainers with these seats as one process group."""
+        spec_name, worker_class, role = _TRAINED[trains]
+        config = shipped(spec_name).trainer_config()
+        ranks: list[ActorWorker[Any]] = []
+        for seat in (seat for seat in SEATS.seats if seat.role == role and seat.index in indices):
+            name = f"{trains}-{seat.index}"
+            ranks.append(self.cluster.spawn(SEATS, seat, name, ActorSpec(worker_class, (config, name), ENVIRONMENT)))
+        await ExampleGroup(trains, ranks, 1).start(TIMEOUT_S)
+        self.trainers[trains, len(ranks)] = ranks
 
     async def train(self, name: str, *overrides: str, folder: str = "") -> FinishedRun:
         """Run a shipped spec."""
@@ -130,12 +155,9 @@ class SharedWorkers:
 
     async def _parts(self, spec: OfflineSpec, out: Path) -> OfflineRun:
         config, tokens = spec.trainer_config(), spec.roles.policy.micro_batch_tokens
-        if spec.trains == "policy":
-            await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, config)
-            trainer = ExampleGroup(spec.trains, [self.policy], tokens)
-        else:
-            await self.reward_model.call(ReusableRewardModel.reconfigure, TIMEOUT_S, config)
-            trainer = ExampleGroup(spec.trains, [self.reward_model], tokens)
+        ranks = self.trainers[spec.trains, spec.roles.policy.workers]
+        await gather_all(rank.call(_TRAINED[spec.trains][1].reconfigure, TIMEOUT_S, config) for rank in ranks)
+        trainer = ExampleGroup(spec.trains, ranks, tokens)
         role = spec.reference_config()
         reference = None if role is None else ReferenceGroup("reference", [self.reference], role.micro_batch_tokens)
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
@@ -156,22 +178,23 @@ async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
     cluster = Cluster.connect({"CPU": 1.0, "GPU": 0.0})
     try:
         await cluster.reserve([SEATS], TIMEOUT_S)
-        dpo, reward_model, kto = (shipped(f"tiny-{name}") for name in ("dpo", "reward-model", "kto"))
-        actors = (
-            ActorSpec(ReusablePolicy, (dpo.trainer_config(), "policy-0"), ENVIRONMENT),
-            ActorSpec(ReusableRewardModel, (reward_model.trainer_config(), "reward_model-0"), ENVIRONMENT),
-            ActorSpec(ReferenceWorker, (kto.reference_config(), "reference-0"), ENVIRONMENT),
-        )
-        policy, reward_model, reference = (
-            cluster.spawn(SEATS, seat, f"{seat.role}-0", actor) for seat, actor in zip(SEATS.seats, actors, strict=True)
-        )
-        for trainer in (policy, reward_model):
-            await ExampleGroup("policy", [trainer], 1).start(TIMEOUT_S)
-        await reference.call(ReferenceWorker.start, TIMEOUT_S)
-        yield SharedWorkers(cluster, policy, reward_model, reference, folder)
+        actor = ActorSpec(ReferenceWorker, (shipped("tiny-kto").reference_config(), "reference-0"), ENVIRONMENT)
+        workers = SharedWorkers(cluster, cluster.spawn(SEATS, SEATS.seats[-1], "reference-0", actor), folder)
+        await workers.reference.call(ReferenceWorker.start, TIMEOUT_S)
+        for trains in _TRAINED:
+            await workers.start_trainers(trains, 0)
+        yield workers
     finally:
         await cluster.close(10.0)
         cluster.abandon()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pairs(shared: SharedWorkers) -> SharedWorkers:
+    """The shared workers, and two trainers of each kind that train together."""
+    for trains in _TRAINED:
+        await shared.start_trainers(trains, 1, 2)
+    return shared
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +313,7 @@ def two_steps(name: str, tied: Path, *overrides: str) -> tuple[str, ...]:
     return ("schedule.steps=2", "evaluation.at_end=false", *data, *overrides)
 
 
-def assert_same_updates(run: FinishedRun | Run, other: FinishedRun, name: str) -> None:
+def assert_same_updates(run: FinishedRun, other: FinishedRun, name: str) -> None:
     """Check that two runs of a spec have the same metrics and no skipped update."""
     trains = shipped(name).row.trains
     for metric in (f"{trains}/{what.partition('/')[2]}" for what in LEARNING):
@@ -312,16 +335,16 @@ async def test_smaller_micro_batches_give_the_same_updates(
 
 @pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(("name", "options"), [(name, options) for name, *options in (RANKED, BOUNDED, BY_TOKEN)])
-async def test_two_workers_give_the_same_updates(
-    name: str, options: list[str], shared: SharedWorkers, tied: Path, folder: Path
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, options) for name, *options in (("tiny-dpo",), RANKED, BOUNDED, BY_TOKEN)]
+)
+async def test_two_workers_with_smaller_micro_batches_give_the_same_updates(
+    name: str, options: list[str], pairs: SharedWorkers, tied: Path
 ) -> None:
     overrides = two_steps(name, tied, *options)
-    alone = await shared.train(name, *overrides, folder=f"{name}-alone")
+    alone = await pairs.train(name, *overrides, folder=f"{name}-alone")
     more = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256")
-    with running(Run(folder, ROOT / "deploy" / "specs" / f"{name}.yaml", *overrides, *more, name=f"{name}-two")) as run:
-        assert run.wait() == 0, run.output
-        assert_same_updates(run, alone, name)
+    assert_same_updates(await pairs.train(name, *overrides, *more, folder=f"{name}-two"), alone, name)
 
 
 @pytest.mark.long
@@ -338,15 +361,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, folder: Pat
         assert {name: line[name] for name in LEARNING} == {name: expected[name] for name in LEARNING}
     expected, resumed = checkpoint_weights(dpo.out, 5), checkpoint_weights(second.out, 5)
     assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
-
-
-@pytest.mark.long
-def test_two_policy_workers_and_smaller_micro_batches_give_the_same_updates(dpo: FinishedRun, folder: Path) -> None:
-    overrides = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256", "schedule.steps=2")
-    with running(Run(folder, DPO, *overrides, name="two-workers")) as run:
-        assert run.wait() == 0, run.output
-    for name in LEARNING:
-        assert run.metrics[1][name] == pytest.approx(dpo.metrics[1][name], rel=1e-3, abs=1e-5), name
 
 
 def accuracy(model: RewardModel) -> float:

@@ -28,7 +28,6 @@ from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.checkpoint import verify
 
 DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
-SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
 CRITIC_METRICS = ("critic/loss", "critic/grad_norm", "critic/learning_rate", "critic/skipped_updates")
 OFFLINE = ("schedule.steps=3", "checkpoint.every_steps=2", "evaluation=null")
 SHORT = ("schedule.steps=3", "schedule.prompts_per_step=4")
@@ -155,16 +154,12 @@ def test_grpo_is_repeated_on_two_ranks_and_agrees_with_itself(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_sft_is_repeated_on_two_ranks(tmp_path: Path) -> None:
-    """From the checkpoint of step 2, and from the initial model."""
-    run = trained(tmp_path, SFT, "roles.policy.workers=2", "roles.policy.zero_stage=2", *OFFLINE, name="sft").out
+def test_dpo_is_repeated_on_two_ranks(tmp_path: Path) -> None:
+    """From the checkpoint of step 2, and from the initial model.
+
+    Pairs stay together, and the reference's log-probs are in the batch: the replay starts no reference.
+    """
+    run = trained(tmp_path, DPO, "roles.policy.workers=2", "roles.policy.zero_stage=2", *OFFLINE, name="dpo").out
     assert equal_steps(replayed(run, 3)) == [3]
     shutil.rmtree(run / "checkpoints")
     assert equal_steps(replayed(run, 3)) == [1, 2, 3]
-
-
-@pytest.mark.long
-def test_dpo_is_repeated(tmp_path: Path) -> None:
-    """Pairs stay together, and the reference's log-probs are in the batch: the replay starts no reference."""
-    run = trained(tmp_path, DPO, "roles.policy.workers=2", *OFFLINE, name="dpo").out
-    assert equal_steps(replayed(run, 3)) == [3]

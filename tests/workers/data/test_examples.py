@@ -22,9 +22,9 @@ from tests.fakes import FakeTrainer, FaultyWorker
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.data.examples import load_examples, load_pool
 from troupe.orchestrator.data.prompts import DataError
-from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.training.offline_source import ExampleEvaluator
 from troupe.workers.algorithms.offline_objectives import OBJECTIVES, Scored, Totals
