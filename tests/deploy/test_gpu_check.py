@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.support.workload import on_device
 from benchmarks.packing import parse as parse_packing
+from benchmarks.support.workload import on_device
 from benchmarks.weight_sync import parse as parse_weight_sync
 from deploy.gpu_check import __main__ as gpu_check
 from deploy.gpu_check import sleep
