@@ -158,6 +158,7 @@ class SharedWorkers:
         ranks = self.trainers[spec.trains, spec.roles.policy.workers]
         await gather_all(rank.call(_TRAINED[spec.trains][1].reconfigure, TIMEOUT_S, config) for rank in ranks)
         trainer = ExampleGroup(spec.trains, ranks, tokens)
+        trainer.packs = all(await gather_all(rank.call(_TRAINED[spec.trains][1].packs, TIMEOUT_S) for rank in ranks))
         role = spec.reference_config()
         reference = None if role is None else ReferenceGroup("reference", [self.reference], role.micro_batch_tokens)
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))

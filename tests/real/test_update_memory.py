@@ -198,11 +198,11 @@ def test_peak_does_not_grow_with_the_number_of_groups(found: dict[str, Any], lay
     assert many - few <= found["groups"][layout]["arrow"] + ALLOWANCE
 
 
-def test_packed_rows_take_less_memory_than_padded_ones_of_the_same_tokens(found: dict[str, Any]) -> None:
-    """All sequences are of one length: there is no padding to save."""
+def test_packed_rows_take_no_more_memory_than_padded_ones(found: dict[str, Any]) -> None:
+    """All sequences are of one length: there is neither padding nor a mask to save."""
     padded, packed = (found["groups"][layout] for layout in ("padded", "packed"))
     assert padded["micro_batches"] == packed["micro_batches"]
-    assert packed["peaks"][-1] < padded["peaks"][-1]
+    assert packed["peaks"][-1] <= padded["peaks"][-1] + ALLOWANCE
 
 
 def test_responses_four_times_as_long_fit_in_the_same_memory_with_more_micro_batches(found: dict[str, Any]) -> None:
