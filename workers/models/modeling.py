@@ -401,8 +401,9 @@ def score_plan(
     ranks must run equally often.
     """
     tokens = TokenTable.concat(tables)
-    scores = [score(module, batch.to(device)).cpu() for batch in tokens.batches(plan)]
+    # Copied at the end: on a GPU the next micro-batch is cut while one is computed.
+    scores = [score(module, batch.to(device)) for batch in tokens.batches(plan)]
     rows = [row for micro_batch in plan.micro_batches for row in micro_batch]
-    values = torch.cat(scores) if scores else torch.zeros(0)
+    values = torch.cat(scores).cpu() if scores else torch.zeros(0)
     chosen = tokens.table.take(pa.array(rows, pa.int64()))
     return len(rows), score_table(column, chosen, values, tokens.responses.lengths[rows])
