@@ -9,7 +9,6 @@ import os
 import random
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from tests.fakes import (
     FaultyReward,
     FaultyWorker,
     fake_pool,
+    pool_bounds,
     train_settings,
 )
 from tests.orchestrator.test_cli import troupe
@@ -243,7 +243,7 @@ def test_groups_a_removed_engine_does_not_finish_are_rescheduled_without_countin
         for engine in harness.pool.engines:
             assert isinstance(engine.handle, FaultyWorker)
             handles[engine.name] = engine.handle
-        harness.pool.bounds = replace(harness.pool.bounds, restarts=0)
+        harness.pool.bounds = pool_bounds(restarts=0)
         return controller
 
     harness.build = built
