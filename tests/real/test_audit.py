@@ -22,7 +22,7 @@ from tests.real.audit_faults import EXTENSION, LEFT_OUT, OTHER_TEMPLATE, Stack, 
 from troupe.orchestrator.audit.report import AuditReport
 from troupe.workers.engine import settings
 
-pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 RESULTS = "TROUPE_AUDIT_RESULTS"
 FOUND: list[dict[str, Any]] = []
