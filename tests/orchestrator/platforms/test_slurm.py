@@ -38,9 +38,10 @@ STUBS = {
     + 'cat "$RAY_AUTH_TOKEN_PATH" > "$SEEN"; for folder in "$@"; do [[ $folder == --temp-dir=* ]] && break; done; '
     + 'folder="${folder#--temp-dir=}"; echo "temp $(stat -c %a "$folder") $TMPDIR" >> "$LOG"; touch "$folder/socket"; '
     + "exec sleep 300",
-    "python": "cat > /dev/null; for _ in {1..300}; do "  # until both nodes have joined
-    + '(( $(grep -c "^temp " "$LOG") >= 2 )) && break; sleep 0.05; done',
-    "troupe": NOTE + 'echo "address $RAY_ADDRESS" >> "$LOG"; exit "$CODE"',
+    "python": "cat > /dev/null; sleep 0.2",
+    "troupe": NOTE
+    + 'echo "address $RAY_ADDRESS" >> "$LOG"; '
+    + 'for _ in {1..300}; do (( $(grep -c "^temp " "$LOG") >= 2 )) && break; sleep 0.05; done; exit "$CODE"',
 }
 
 
