@@ -238,9 +238,10 @@ def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, folder
     assert "policy restarted from the initial model, " in run.stdout
     assert "policy restarted from the checkpoint of step 5, " in run.stdout
     assert run.steps() == list(range(1, 11))
-    for line, other in zip(run.metrics, grpo.metrics, strict=False):
+    for line in run.metrics:
         assert ledger_balances(line)
         assert (line["ledger/dropped"], line["ledger/retries"]) == (0, 0)
+    for line, other in zip(run.metrics[:-1], grpo.metrics, strict=False):  # beside its last step, nothing is in flight
         assert repeatable(line) == repeatable(other)
     assert run.metrics[-1]["trainer_restarts"] == 2
     expected, weights = checkpoint_weights(grpo.out, 10), checkpoint_weights(run.out, 10)
