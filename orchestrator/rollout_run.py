@@ -38,7 +38,7 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.profiling import UpdateProfiles
-from troupe.orchestrator.training.recovery import RecoverySettings, TrainerRecovery
+from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from troupe.orchestrator.why.facts import EngineQueue, Queues
@@ -127,7 +127,6 @@ class RolloutRun:
         updates = RolloutUpdates(UpdateSettings.from_spec(spec), policy, self._workers.critic, self._context.console)
         updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
-        recovery = RecoverySettings.from_spec(spec), updates, sync.push, store, self._context.launcher.restart
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
@@ -135,7 +134,16 @@ class RolloutRun:
                 _rollout_settings(spec, self._out), rollouts, self._context.console, self._context.stop, advantages
             ),
             updates=updates,
-            recovery=TrainerRecovery(*recovery, self._context.console, done),
+            recovery=TrainerRecovery(
+                schedule=spec.schedule,
+                failures=spec.failures,
+                updates=updates,
+                push=sync.push,
+                store=store,
+                restart=self._context.launcher.restart,
+                console=self._context.console,
+                done=done,
+            ),
             sync=sync,
             keeper=StepKeeper(KeeperSettings.from_spec(spec, self._out), updates.trainers),
             evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
@@ -221,14 +229,11 @@ class RolloutRun:
     def _scheduler(
         self, ledger: Ledger, prompts: PromptSource, curriculum: Curriculum | None, done: int
     ) -> RolloutScheduler:
-        spec, schedule = self._spec, self._spec.schedule
+        spec = self._spec
         settings = ScheduleSettings(
-            groups_per_step=schedule.prompts_per_step,
+            schedule=spec.schedule,
+            failures=spec.failures,
             group_size=spec.group_size,
-            max_staleness=schedule.max_staleness,
-            steps=schedule.steps,
-            max_attempts=spec.failures.max_attempts,
-            max_failed_fraction=spec.failures.max_failed_fraction,
             min_group=algorithms.row_of(spec.algorithm).min_group_size,
             seed=spec.seed,
             replaceable=algorithms.dynamic_sampling(spec.algorithm),
@@ -254,8 +259,7 @@ class RolloutRun:
 def _rollout_settings(spec: RolloutSpec, out: Path) -> RolloutSettings:
     return RolloutSettings(
         old_logprobs_at_batch=spec.needs_old_logprobs and spec.schedule.max_staleness > 0,
-        max_staleness=spec.schedule.max_staleness,
-        train_timeout_s=spec.schedule.train_timeout_s,
+        schedule=spec.schedule,
         trajectories=out / "trajectories" if spec.output.trajectories else None,
         mask_truncated=spec.algorithm.mask_truncated,
     )

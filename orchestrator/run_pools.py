@@ -155,12 +155,4 @@ def pool_bounds(spec: RolloutSpec) -> PoolBounds:
     environment, engines = spec.roles.environment, spec.roles.rollout.workers
     episodes = 0 if environment is None else -(-environment.workers * environment.episodes // engines)
     places = max(spec.roles.rollout.max_num_seqs, spec.group_size, episodes)
-    return PoolBounds(
-        max_load=places + 2 * spec.group_size,
-        generate_timeout_s=spec.schedule.generate_timeout_s,
-        probe_timeout_s=spec.failures.health_interval_s,
-        probe_misses=spec.failures.health_misses,
-        start_timeout_s=spec.schedule.start_timeout_s,
-        restarts=spec.failures.engine_restarts,
-        steps_per_restart=spec.failures.steps_per_restart,
-    )
+    return PoolBounds(places + 2 * spec.group_size, spec.schedule, spec.failures)

@@ -42,6 +42,8 @@ from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker
 
+pytestmark = pytest.mark.long
+
 TIMEOUT_S = 240.0
 SEATS = Placement("reusable", ({"CPU": 1.0},), "PACK", (Seat("policy", 0, 0, 0.5, 0.0), Seat("critic", 0, 0, 0.5, 0.0)))
 SPECS = {name: f"algorithms/{name}" for name in ALGORITHMS} | {"grpo_process": "tiny-grpo-process"}

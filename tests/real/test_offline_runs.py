@@ -1,7 +1,7 @@
 """Whole runs of the shipped specs on offline data.
 
 Only the start of the workers differs from `troupe run`: all specs share the trainers, which are reconfigured for the
-next spec instead of being restarted. The test of resumption runs the command itself.
+next spec instead of being restarted. The test of resumption and one of two ranks run the command itself.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import contextlib
 import io
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,9 +25,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.conftest import ROOT
-from tests.real.commands import Command, Run, checkpoint_weights, interrupt, running, troupe_command
+from tests.real.commands import (
+    Command,
+    Run,
+    checkpoint_weights,
+    equal_steps,
+    interrupt,
+    replayed,
+    running,
+    troupe_command,
+)
 from troupe.orchestrator.capacity.placement import Placement, Seat
-from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
 from troupe.orchestrator.data.conversations import chat_messages
@@ -48,6 +57,8 @@ from troupe.workers.offline import ExamplePolicyWorker, RewardTrainer
 from troupe.workers.reference import ReferenceWorker
 from troupe.workers.rewards.model import RewardModel
 
+pytestmark = pytest.mark.long
+
 DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
 LEARNING = ("policy/loss", "policy/grad_norm", "policy/accuracy", "policy/margin", "policy/learning_rate")
 RANKED = ("tiny-dpo-ranked", "algorithm.label_smoothing=0.1")
@@ -59,12 +70,10 @@ SEATS = Placement(
     ({"CPU": 1.0},),
     "PACK",
     (
-        *(Seat("policy", index, 0, 0.15, 0.0) for index in range(3)),
-        *(Seat("reward", index, 0, 0.15, 0.0) for index in range(3)),
+        *(Seat(role, place, 0, 0.15, 0.0) for role in ("policy", "reward") for place in range(3)),
         Seat("reference", 0, 0, 0.1, 0.0),
     ),
 )
-"""One trainer of each kind, two of each kind that train together, and a reference."""
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -90,13 +99,6 @@ class ReusableRewardModel(RewardTrainer):
         self.build()
 
 
-_TRAINED: dict[str, tuple[str, Any, str]] = {
-    "policy": ("tiny-dpo", ReusablePolicy, "policy"),
-    "reward_model": ("tiny-reward-model", ReusableRewardModel, "reward"),
-}
-"""By what a spec trains: the spec whose configuration the workers start with, their class, the role of their seats."""
-
-
 @dataclass(frozen=True)
 class FinishedRun:
     """The output folder of a finished run."""
@@ -114,21 +116,11 @@ class SharedWorkers:
     """Workers that all specs share."""
 
     cluster: Cluster
+    policies: dict[int, list[ActorWorker[ReusablePolicy]]]
+    """The ranks, by their number."""
+    reward_models: dict[int, list[ActorWorker[ReusableRewardModel]]]
     reference: ActorWorker[ReferenceWorker]
     folder: Path
-    trainers: dict[tuple[str, int], list[ActorWorker[Any]]] = field(default_factory=dict)
-    """Process groups, by what they train and their number of ranks."""
-
-    async def start_trainers(self, trains: str, *indices: int) -> None:
-        """Start the trainers with these seats as one process group."""
-        spec_name, worker_class, role = _TRAINED[trains]
-        config = shipped(spec_name).trainer_config()
-        ranks: list[ActorWorker[Any]] = []
-        for seat in (seat for seat in SEATS.seats if seat.role == role and seat.index in indices):
-            name = f"{trains}-{seat.index}"
-            ranks.append(self.cluster.spawn(SEATS, seat, name, ActorSpec(worker_class, (config, name), ENVIRONMENT)))
-        await ExampleGroup(trains, ranks, 1).start(TIMEOUT_S)
-        self.trainers[trains, len(ranks)] = ranks
 
     async def train(self, name: str, *overrides: str, folder: str = "") -> FinishedRun:
         """Run a shipped spec."""
@@ -154,11 +146,16 @@ class SharedWorkers:
         return FinishedRun(out)
 
     async def _parts(self, spec: OfflineSpec, out: Path) -> OfflineRun:
-        config, tokens = spec.trainer_config(), spec.roles.policy.micro_batch_tokens
-        ranks = self.trainers[spec.trains, spec.roles.policy.workers]
-        await gather_all(rank.call(_TRAINED[spec.trains][1].reconfigure, TIMEOUT_S, config) for rank in ranks)
-        trainer = ExampleGroup(spec.trains, ranks, tokens)
-        trainer.packs = all(await gather_all(rank.call(_TRAINED[spec.trains][1].packs, TIMEOUT_S) for rank in ranks))
+        config, policy = spec.trainer_config(), spec.roles.policy
+        if spec.trains == "policy":
+            ranks: list[Any] = self.policies[policy.workers]
+            await asyncio.gather(*(rank.call(ReusablePolicy.reconfigure, TIMEOUT_S, config) for rank in ranks))
+        else:
+            ranks = self.reward_models[policy.workers]
+            await asyncio.gather(*(rank.call(ReusableRewardModel.reconfigure, TIMEOUT_S, config) for rank in ranks))
+        trainer = ExampleGroup(spec.trains, ranks, policy.micro_batch_tokens)
+        packs = await asyncio.gather(*(rank.call(ExamplePolicyWorker.packs, TIMEOUT_S) for rank in ranks))
+        trainer.packs = all(packs)
         role = spec.reference_config()
         reference = None if role is None else ReferenceGroup("reference", [self.reference], role.micro_batch_tokens)
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
@@ -179,23 +176,24 @@ async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
     cluster = Cluster.connect({"CPU": 1.0, "GPU": 0.0})
     try:
         await cluster.reserve([SEATS], TIMEOUT_S)
-        actor = ActorSpec(ReferenceWorker, (shipped("tiny-kto").reference_config(), "reference-0"), ENVIRONMENT)
-        workers = SharedWorkers(cluster, cluster.spawn(SEATS, SEATS.seats[-1], "reference-0", actor), folder)
-        await workers.reference.call(ReferenceWorker.start, TIMEOUT_S)
-        for trains in _TRAINED:
-            await workers.start_trainers(trains, 0)
-        yield workers
+        dpo, reward_model, kto = (shipped(f"tiny-{name}") for name in ("dpo", "reward-model", "kto"))
+        actors = {
+            "policy": ActorSpec(ReusablePolicy, (dpo.trainer_config(), "policy"), ENVIRONMENT),
+            "reward": ActorSpec(ReusableRewardModel, (reward_model.trainer_config(), "reward_model"), ENVIRONMENT),
+            "reference": ActorSpec(ReferenceWorker, (kto.reference_config(), "reference-0"), ENVIRONMENT),
+        }
+        workers: defaultdict[str, list[ActorWorker[Any]]] = defaultdict(list)
+        for seat in SEATS.seats:
+            workers[seat.role].append(cluster.spawn(SEATS, seat, f"{seat.role}-{seat.index}", actors[seat.role]))
+        policies, reward_models = ({1: found[:1], 2: found[1:]} for found in (workers["policy"], workers["reward"]))
+        for ranks in (*policies.values(), *reward_models.values()):
+            await ExampleGroup("policy", ranks, 1).start(TIMEOUT_S)
+        (reference,) = workers["reference"]
+        await reference.call(ReferenceWorker.start, TIMEOUT_S)
+        yield SharedWorkers(cluster, policies, reward_models, reference, folder)
     finally:
         await cluster.close(10.0)
         cluster.abandon()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pairs(shared: SharedWorkers) -> SharedWorkers:
-    """The shared workers, and two trainers of each kind that train together."""
-    for trains in _TRAINED:
-        await shared.start_trainers(trains, 1, 2)
-    return shared
 
 
 @pytest.fixture(scope="module")
@@ -334,21 +332,17 @@ async def test_smaller_micro_batches_give_the_same_updates(
     assert_same_updates(split, whole, name)
 
 
-@pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(
-    ("name", "options"), [(name, options) for name, *options in (("tiny-dpo",), RANKED, BOUNDED, BY_TOKEN)]
-)
-async def test_two_workers_with_smaller_micro_batches_give_the_same_updates(
-    name: str, options: list[str], pairs: SharedWorkers, tied: Path
+@pytest.mark.parametrize(("name", "options"), [(name, options) for name, *options in (RANKED, BOUNDED, BY_TOKEN)])
+async def test_two_ranks_give_the_same_updates(
+    name: str, options: list[str], shared: SharedWorkers, tied: Path
 ) -> None:
     overrides = two_steps(name, tied, *options)
-    alone = await pairs.train(name, *overrides, folder=f"{name}-alone")
+    alone = await shared.train(name, *overrides, folder=f"{name}-alone")
     more = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256")
-    assert_same_updates(await pairs.train(name, *overrides, *more, folder=f"{name}-two"), alone, name)
+    assert_same_updates(await shared.train(name, *overrides, *more, folder=f"{name}-two"), alone, name)
 
 
-@pytest.mark.long
 def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, folder: Path) -> None:
     overrides = ("checkpoint.keep=10", "checkpoint.every_steps=1", "schedule.steps=5", "evaluation.at_end=false")
     with running(Run(folder, DPO, *overrides, name="resumed")) as first:
@@ -362,6 +356,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, folder: Pat
         assert {name: line[name] for name in LEARNING} == {name: expected[name] for name in LEARNING}
     expected, resumed = checkpoint_weights(dpo.out, 5), checkpoint_weights(second.out, 5)
     assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+
+
+def test_two_policy_workers_give_the_same_updates_and_are_repeated(dpo: FinishedRun, folder: Path) -> None:
+    """ZeRO-2. Pairs stay together, and the replay's batch has the reference's log-probs."""
+    ranks = ("roles.policy.workers=2", "roles.policy.zero_stage=2", "roles.policy.micro_batch_tokens=256")
+    short = ("schedule.steps=2", "checkpoint.every_steps=1", "evaluation=null")
+    with running(Run(folder, DPO, *ranks, *short, name="two-workers")) as run:
+        assert run.wait() == 0, run.output
+    for name in LEARNING:
+        assert run.metrics[-2][name] == pytest.approx(dpo.metrics[1][name], rel=1e-3, abs=1e-5), name
+    assert equal_steps(replayed(run.out, 2)) == [2]
 
 
 def accuracy(model: RewardModel) -> float:
