@@ -11,7 +11,7 @@ from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.seats import Seats
-from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
+from troupe.orchestrator.cluster.worker_group import ReferenceGroup, TrainerGroup, WorkerGroup
 from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
@@ -94,8 +94,9 @@ class WorkerLauncher:
         label = self._spec.trains if role == "policy" else role  # its name in metrics and checkpoints
         tokens = settings_of(self._spec, role).micro_batch_tokens
         group: WorkerGroup[Any] = resolve(row.group)(label, workers, tokens, self._spec.failures.hung_s)
-        if isinstance(group, TrainerGroup):
+        if isinstance(group, TrainerGroup | ReferenceGroup):
             await group.start(self._spec.schedule.start_timeout_s)
+        if row.trains:
             for name in names:
                 self._started(name)
         return group

@@ -24,6 +24,7 @@ from troupe.orchestrator.training.offline_source import (
     ReferenceScorer,
     Tokenized,
 )
+from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.updates import OfflineUpdates, UpdateSettings
 from troupe.workers.contract.roles import TableRef
@@ -63,6 +64,7 @@ class OfflineRun:
                 self._context.console.message(line)
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
         updates = OfflineUpdates(UpdateSettings.from_spec(spec), self._trainer, self._context.console)
+        updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(

@@ -37,6 +37,7 @@ from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
+from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
@@ -124,6 +125,7 @@ class RolloutRun:
             curriculum=curriculum,
         )
         updates = RolloutUpdates(UpdateSettings.from_spec(spec), policy, self._workers.critic, self._context.console)
+        updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)

@@ -400,6 +400,10 @@ class FakeTrainer:
         """An address nobody connects to."""
         return "127.0.0.1", 1
 
+    async def packs(self) -> bool:
+        """No."""
+        return False
+
     async def start(self, rendezvous: Rendezvous) -> WorkerHealth:
         """Starts."""
         return await self.health()

@@ -58,7 +58,6 @@ OFFLINE_ALGORITHMS: dict[str, OfflineAlgorithm] = {
             formats=("demonstrations",),
             reference=False,
             loss=SftLossConfig(),
-            options=frozenset({"packing"}),
         ),
         OfflineAlgorithm(
             name="reward_model",
@@ -168,9 +167,6 @@ class OfflineAlgorithmConfig(Frozen):
     from_divergence: bool | None = None
     """dpo, ipo: only tokens from the first difference between the answers on carry the loss. This leaves DPO's loss
     unchanged (shared tokens cancel) and changes IPO's, which is a mean over tokens."""
-    packing: bool | None = None
-    """sft: concatenate the examples of a micro-batch in one row instead of padding them. Worth it with an attention
-    that skips other examples' blocks (flash attention on GPUs); see docs/guides/offline.md."""
 
     @field_validator("name")
     @classmethod

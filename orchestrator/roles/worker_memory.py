@@ -119,7 +119,8 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         parts[device].append(Part("head", tokens * size.hidden * (width + 4), "pass"))
     else:
         extra = (1 if rank.scaled else 0) + (2 if rank.entropy_grad else 0)
-        parts[device].append(Part("logits", head(size, width, tokens) + 4 * extra * _chunk(size, tokens), "pass"))
+        logits = head(size, width, tokens, rank.gpu) + 4 * extra * _chunk(size, tokens, rank.gpu)
+        parts[device].append(Part("logits", logits, "pass"))
     if rank.gpu:
         parts["gpu"] += [Part("transfer", rank.transfer), Part("process", CUDA_CONTEXT)]
         # Every rank builds the whole model in host memory before it moves to the GPU.
@@ -228,27 +229,27 @@ def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpoi
     return tokens * (kept + ends + at_work)
 
 
-def head(size: ModelSize, width: int, tokens: int) -> int:
+def head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
     """Bytes of the output head in a pass: hidden states of `tokens` tokens, and the larger of two moments.
 
     In the backward pass of a chunk exist its logits in float32 (and in the type of the weights), the gradient of the
     chosen ones, and difference, exponential and product of the log-sum; besides, the gradient of the head's weight
     from the chunks before. Then autograd adds the gradient of this chunk to that sum, in new memory.
     """
-    weight, logits = width * size.vocabulary * size.hidden, _chunk(size, tokens)
+    weight, logits = width * size.vocabulary * size.hidden, _chunk(size, tokens, gpu)
     made = 20 + (width if width < 4 else 0)
-    moments = (weight + made * logits, 3 * weight) if _chunks(size, tokens) > 1 else (made * logits, weight)
+    moments = (weight + made * logits, 3 * weight) if _chunks(size, tokens, gpu) > 1 else (made * logits, weight)
     return width * size.hidden * tokens + max(moments)
 
 
-def _chunks(size: ModelSize, tokens: int) -> int:
+def _chunks(size: ModelSize, tokens: int, gpu: bool) -> int:
     """Chunks of the output head (`troupe.workers.models.modeling.head_chunks`)."""
-    return max(1, math.ceil(size.vocabulary * tokens / CHUNK_LOGITS))
+    return max(1, math.ceil(size.vocabulary * tokens / CHUNK_LOGITS["cuda" if gpu else "cpu"]))
 
 
-def _chunk(size: ModelSize, tokens: int) -> int:
+def _chunk(size: ModelSize, tokens: int, gpu: bool) -> int:
     """Logits that are held at once."""
-    return math.ceil(tokens / _chunks(size, tokens)) * size.vocabulary
+    return math.ceil(tokens / _chunks(size, tokens, gpu)) * size.vocabulary
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class Scoring:
 def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     """Memory of a frozen model that scores: its weights and the activations of one layer."""
     size, width, tokens = model.size, WIDTHS[model.dtype], model.tokens
-    logits = 0 if model.values else (16 + (width if width < 4 else 0)) * _chunk(size, tokens)
+    logits = 0 if model.values else (16 + (width if width < 4 else 0)) * _chunk(size, tokens, model.gpu)
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
     parts["gpu" if model.gpu else "host"] += [
         Part("weights", width * size.parameters),

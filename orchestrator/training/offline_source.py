@@ -64,7 +64,7 @@ class BatchMaker:
     async def _with_reference(self, reference: ReferenceScorer, summary: TrainSummary, table: TableRef) -> TableRef:
         """The batch's table with the reference's log-probs."""
         group, lengths = reference.group, [row.tokens for row in summary.rows]
-        plans = plan_ranks(lengths, range(len(lengths)), group.ranks, group.micro_batch_tokens)
+        plans = plan_ranks(lengths, range(len(lengths)), group.ranks, group.micro_batch_tokens, packed=group.packs)
         scored = await reference.score(plans, table, timeout_s=self._schedule.score_timeout_s)
         scores = (part for _, part in scored)
         return await self._trainer.attach(table, *scores, timeout_s=self._schedule.train_timeout_s)
@@ -163,7 +163,9 @@ class ExampleEvaluator:
             progress(0, len(self._picks))
         batch = self._batch = self._batch or await self._maker.make(self._picks)
         trainer = self._trainer
-        plans = plan_units(batch.summary.rows, batch.units or (), trainer.ranks, trainer.micro_batch_tokens)
+        plans = plan_units(
+            batch.summary.rows, batch.units or (), trainer.ranks, trainer.micro_batch_tokens, packed=trainer.packs
+        )
         parts = await trainer.evaluate(plans, batch.table, timeout_s=self._timeout_s)
         terms = {name: sum(part.terms[name] for part in parts) for name in parts[0].terms}
         metrics = terms | tally_means(add_tallies(part.tally for part in parts))

@@ -120,11 +120,13 @@ class SharedWorkers:
         """Run a spec."""
         await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, spec.policy_config())
         policy = PolicyGroup("policy", [self.policy], spec.roles.policy.micro_batch_tokens)
+        policy.packs = await self.policy.call(ReusablePolicy.packs, TIMEOUT_S)
         policy.shares_prompts = await self.policy.call(ReusablePolicy.shares_prompts, TIMEOUT_S)
         critic, critic_config = None, spec.critic_config()
         if critic_config is not None:
             await self.critic.call(ReusableCritic.reconfigure, TIMEOUT_S, critic_config)
             critic = CriticGroup("critic", [self.critic], spec.roles.trainers()["critic"].micro_batch_tokens)
+            critic.packs = await self.critic.call(ReusableCritic.packs, TIMEOUT_S)
         for worker in cast("Sequence[ActorWorker[ReusableReward]]", self.workers.reward):
             await worker.call(ReusableReward.reconfigure, TIMEOUT_S, spec.reward_config())
         for engine in cast("Sequence[Engine]", self.workers.engines):

@@ -154,6 +154,8 @@ class SharedWorkers:
             ranks = self.reward_models[policy.workers]
             await asyncio.gather(*(rank.call(ReusableRewardModel.reconfigure, TIMEOUT_S, config) for rank in ranks))
         trainer = ExampleGroup(spec.trains, ranks, policy.micro_batch_tokens)
+        packs = await asyncio.gather(*(rank.call(ExamplePolicyWorker.packs, TIMEOUT_S) for rank in ranks))
+        trainer.packs = all(packs)
         role = spec.reference_config()
         reference = None if role is None else ReferenceGroup("reference", [self.reference], role.micro_batch_tokens)
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))

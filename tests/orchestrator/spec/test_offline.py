@@ -101,7 +101,6 @@ def test_a_resolved_spec_is_a_good_spec() -> None:
     [
         ("seed: 3", "sampling: {max_tokens: 3}", "2: sampling: unknown field (fields of a spec: "),
         ("  beta: 0.2", "  clip_range: 0.2", "10: algorithm.clip_range: unknown field (fields of algorithm: name, "),
-        ("  beta: 0.2", "  packing: true", "10: algorithm.packing: dpo does not use it; remove it"),
         ("  beta: 0.2", "  level: token", "10: algorithm.level: dpo does not use it; remove it"),
         (
             "  beta: 0.2",
