@@ -268,13 +268,14 @@ def kernel_is_exact(head_size: int, dtype: torch.dtype) -> bool:
     Tried out with a prompt that two responses share, against torch's attention under a mask.
     """
     table = segment_table(torch.tensor([0, 7]), torch.tensor([7, 3]), torch.tensor([[0, 0], [0, 4]]))
-    states = [torch.randn(1, heads, 10, head_size, device="cuda", dtype=dtype) for heads in (2, 1, 1)]
+    query, key, value = (torch.randn(1, heads, 10, head_size, device="cuda", dtype=dtype) for heads in (2, 1, 1))
     allowed = torch.ones(10, 10, dtype=torch.bool, device="cuda").tril()
     allowed[7:, 4:7] = False
     try:
-        found = _varlen(*states, parse(table), 1.0 / math.sqrt(head_size)).float()
+        found = _varlen(query, key, value, parse(table), 1.0 / math.sqrt(head_size)).float()
     except RuntimeError:  # the kernel refuses the GPU, the type or the size
         return False
-    query, key, value = (x.float() for x in states)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=allowed, enable_gqa=True
+    )
     return bool(torch.allclose(found, expected.transpose(1, 2), atol=2e-2, rtol=2e-2))
