@@ -275,6 +275,7 @@ def kernel_is_exact(head_size: int, dtype: torch.dtype) -> bool:
         found = _varlen(query, key, value, parse(table), 1.0 / math.sqrt(head_size)).float()
     except RuntimeError:  # the kernel refuses the GPU, the type or the size
         return False
-    query, key, value = query.float(), key.float(), value.float()
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, enable_gqa=True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=allowed, enable_gqa=True
+    )
     return bool(torch.allclose(found, expected.transpose(1, 2), atol=2e-2, rtol=2e-2))

@@ -34,7 +34,7 @@ class RewardModel:
             OSError: the folder does not exist or has no safetensors.
         """
         self.micro_batch_tokens = micro_batch_tokens
-        self.device = device
+        self.device: Device = device
         source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
         labels = AutoConfig.from_pretrained(config.path, **source).num_labels
         if labels != 1:

@@ -31,7 +31,7 @@ def test_the_first_update_of_each_role_in_a_chosen_step_is_recorded_on_the_chose
 def test_a_trace_has_the_operations_of_the_block(tmp_path: Path) -> None:
     trace = tmp_path / "profile" / "step-000001-policy-0.json.gz"
     with profiled(str(trace), "cpu"):
-        torch.ones(8, 8) @ torch.ones(8, 8)
+        torch.mm(torch.ones(8, 8), torch.ones(8, 8))
     with gzip.open(trace) as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert "aten::mm" in names

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from tests.workers.models.test_modeling import SAMPLES, SIZES, save_model
@@ -36,22 +37,23 @@ def mask_of(segments: Segments) -> torch.Tensor:
     return seen
 
 
-def states(heads: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def states(heads: int, groups: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    return [
+    query, key, value = (
         torch.randn(1, count, TOKENS, HEAD_SIZE, dtype=dtype, requires_grad=True)
         for count in (heads * groups, heads, heads)
-    ]
+    )
+    return query, key, value
 
 
 def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """torch's attention in float32: [1, N, heads, head size]."""
-    arguments: dict[str, Any] = {"attn_mask": mask_of(parse(TABLE)), "scale": SCALE, "enable_gqa": True}
-    numbers = (x.float() for x in (query, key, value))
-    return torch.nn.functional.scaled_dot_product_attention(*numbers, **arguments).transpose(1, 2)
+    return scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=mask_of(parse(TABLE)), scale=SCALE, enable_gqa=True
+    ).transpose(1, 2)
 
 
-def gradients(output: torch.Tensor, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def gradients(output: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
     return torch.autograd.grad((output * weights).sum(), inputs)
 
@@ -84,9 +86,9 @@ def test_the_arguments_of_the_gpu_kernel_describe_the_same_attention() -> None:
         rows, columns = own.stop - own.start, seen.stop - seen.start
         assert rows <= layout.longest_query and columns <= layout.longest_key
         causal = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
-        piece = (x.transpose(0, 1)[None] for x in (query[own], keys[seen], values[seen]))
-        arguments: dict[str, Any] = {"attn_mask": causal, "scale": SCALE, "enable_gqa": True}
-        pieces.append(torch.nn.functional.scaled_dot_product_attention(*piece, **arguments)[0].transpose(0, 1))
+        asked, known, held = (x.transpose(0, 1)[None] for x in (query[own], keys[seen], values[seen]))
+        piece = scaled_dot_product_attention(asked, known, held, attn_mask=causal, scale=SCALE, enable_gqa=True)
+        pieces.append(piece[0].transpose(0, 1))
     torch.testing.assert_close(torch.cat(pieces)[None], masked(*states(2, 3, torch.float32)), rtol=1e-5, atol=1e-5)
     alone = segment_table(torch.tensor([0, 9]), torch.tensor([9, 2]), torch.zeros(2, 2, dtype=torch.int64))
     assert parse(alone).varlen(torch.device("cpu")).keys is None, "nothing to gather without a shared prompt"
