@@ -323,7 +323,7 @@ class RolloutWorker:
         await self._closing_on_failure(self._live_engine().finish_weight_update(str(version)))
         await self._resume(version)
 
-    async def _closing_on_failure(self, call: Coroutine[Any, Any, None]) -> None:
+    async def _closing_on_failure(self, call: Coroutine[Any, Any, object]) -> None:
         try:
             await self._call(call)
         except BaseException as error:
