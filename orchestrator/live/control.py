@@ -1,7 +1,6 @@
-"""Requests of commands to an active run, through files in the run's folder.
+"""Requests of commands to change an active run, through a mailbox in the run's folder.
 
-While a run is active, its folder has a subfolder `control` that only the run's user can open. A command writes a
-request there and waits for the answer, both JSON. No port is opened, and the folder may be on a shared file system.
+While a run is active, its folder has a subfolder `control`. Requests and answers are JSON.
 """
 
 from __future__ import annotations
@@ -12,9 +11,6 @@ import logging
 import os
 import shutil
 import socket
-import time
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +21,19 @@ from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.spec.errors import SpecError
+from troupe.orchestrator.telemetry.mailbox import LONGEST, Mailbox, PostedRequest, require_folder
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "control"
 _OWNER = "run.json"
+_SUFFIX = ".json"
 _POLL_S = 0.5
-_LARGEST = 64 * 1024
-"""Longest request, in bytes."""
 
 
-class Request(BaseModel):
-    """A request to a run."""
+class ChangeRequest(BaseModel):
+    """The content of a request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -45,8 +41,8 @@ class Request(BaseModel):
     """New values of spec fields by dotted path; empty: only report the state."""
 
 
-class Answer(BaseModel):
-    """A run's answer to a request."""
+class ChangeAnswer(BaseModel):
+    """The content of an answer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,14 +69,15 @@ class ControlServer:
 
     def __init__(self, run_folder: Path, scaler: WorkerScaler) -> None:
         self._folder = run_folder / FOLDER
+        self._mailbox = Mailbox(self._folder, _SUFFIX)
         self._scaler = scaler
         self._task: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Start answering. Files of earlier runs in the folder are deleted."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(mode=0o700, parents=True)
-        _write(self._folder / _OWNER, _Owner(host=socket.gethostname(), pid=os.getpid()))
+        """Start answering. Messages of earlier runs in the folder are deleted."""
+        self._mailbox.open()
+        owner = _Owner(host=socket.gethostname(), pid=os.getpid())
+        write_atomic(self._folder / _OWNER, _json(owner), PRIVATE)
         self._task = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
@@ -94,28 +91,24 @@ class ControlServer:
     async def _serve(self) -> None:
         while True:
             try:
-                for file in await asyncio.to_thread(lambda: sorted(self._folder.glob("request-*.json"))):
-                    answer = self._answer(file)
-                    file.unlink(missing_ok=True)
-                    _write(file.with_name(file.name.replace("request", "answer", 1)), answer)
+                while (request := await asyncio.to_thread(self._mailbox.take)) is not None:
+                    await asyncio.to_thread(self._mailbox.answer, request, _json(self._answer(request)))
             except OSError as error:
                 logger.warning("%s: cannot answer a request: %s", self._folder, error)
             await asyncio.sleep(_POLL_S)
 
-    def _answer(self, file: Path) -> Answer:
+    def _answer(self, request: PostedRequest) -> ChangeAnswer:
         try:
-            with file.open("rb") as stream:
-                text = stream.read(_LARGEST + 1)
-            if len(text) > _LARGEST:
-                raise UsageError(f"the request exceeds {_LARGEST} bytes")
-            request = Request.model_validate_json(text)
-            if request.changes:
-                self._scaler.change(request.changes)
+            if request.content is None:
+                raise UsageError(f"the request exceeds {LONGEST} bytes")
+            changes = ChangeRequest.model_validate_json(request.content).changes
+            if changes:
+                self._scaler.change(changes)
         except (SpecError, UsageError) as error:
-            return Answer(error=str(error))
-        except (OSError, ValidationError) as error:
-            return Answer(error=f"cannot read the request: {type(error).__name__}")
-        return Answer(roles=self._scaler.states())
+            return ChangeAnswer(error=str(error))
+        except ValidationError as error:
+            return ChangeAnswer(error=f"cannot read the request: {type(error).__name__}")
+        return ChangeAnswer(roles=self._scaler.states())
 
 
 def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[RoleState, ...]:
@@ -133,24 +126,18 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
         UsageError: The folder has no active run, or the run refuses the change.
         TroupeError: The run does not answer in time, or ends meanwhile.
     """
-    folder = run_folder / FOLDER
     _require_run(run_folder)
-    name = f"{uuid.uuid4().hex}.json"
-    request, answer = folder / f"request-{name}", folder / f"answer-{name}"
+    mailbox = Mailbox(run_folder / FOLDER, _SUFFIX)
     try:
-        _write(request, Request(changes=changes))
-        _wait(lambda: answer.exists() or not folder.exists(), timeout_s)
-        text = answer.read_text()
-        answer.unlink(missing_ok=True)
+        text = mailbox.ask(_json(ChangeRequest(changes=changes)), timeout_s, timeout_s)
     except TimeoutError:
-        request.unlink(missing_ok=True)
         raise TroupeError(f"{run_folder}: the run did not answer within {timeout_s:g} s") from None
     except OSError as error:
         raise TroupeError(
             f"{run_folder}: the run has ended, or its folder is not accessible: {error.strerror}"
         ) from error
     try:
-        found = Answer.model_validate_json(text)
+        found = ChangeAnswer.model_validate_json(text)
     except ValidationError:
         raise TroupeError(f"{run_folder}: the run's answer cannot be read: is it another version of Troupe?") from None
     if found.error:
@@ -160,8 +147,7 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
 
 def _require_run(run_folder: Path) -> None:
     """Raise UsageError if the folder has no active run, as far as this machine can tell."""
-    if not run_folder.is_dir():
-        raise UsageError(f"{run_folder}: no such folder; RUN is a run folder, as in runs/NAME")
+    require_folder(run_folder)
     try:
         owner = _Owner.model_validate_json((run_folder / FOLDER / _OWNER).read_bytes())
     except (OSError, ValidationError):
@@ -170,14 +156,5 @@ def _require_run(run_folder: Path) -> None:
         raise UsageError(f"{run_folder}: its run (process {owner.pid}) has ended")
 
 
-def _write(path: Path, content: BaseModel) -> None:
-    """Write a file atomically, for its owner only."""
-    write_atomic(path, json.dumps(content.model_dump(mode="json")), PRIVATE)
-
-
-def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(_POLL_S / 5)
+def _json(content: BaseModel) -> str:
+    return json.dumps(content.model_dump(mode="json"))  # as ASCII: a path may hold characters that UTF-8 does not take

@@ -30,10 +30,11 @@ from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.telemetry.call_log import OpenCall
 from troupe.orchestrator.telemetry.event_log import EventLog
+from troupe.orchestrator.telemetry.mailbox import Mailbox, PostedRequest
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
-from troupe.orchestrator.why.folder import ANSWER, ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
+from troupe.orchestrator.why.folder import ENDED, FOLDER, REPORT, SNAPSHOT, Report, Snapshot, keep_report
 from troupe.orchestrator.why.waiting import is_bounded, roles_behind
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
@@ -91,6 +92,7 @@ class RunObserver:
         self.folder = run_folder / FOLDER
         self.queues: Callable[[], Queues] = Queues
         """What waits for engines."""
+        self._mailbox = Mailbox(self.folder)
         self._run_folder = run_folder
         self._name = name
         self._console = console
@@ -110,9 +112,8 @@ class RunObserver:
     def _start(self) -> None:
         """Starts the thread, with no files of an earlier run in the folder."""
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for stale in (*self.folder.glob("request-*"), *self.folder.glob("answer-*"), self.folder / ENDED.name):
-                stale.unlink(missing_ok=True)
+            self._mailbox.open()
+            (self.folder / ENDED.name).unlink(missing_ok=True)
             self._write_snapshot()
         except OSError as error:
             logger.warning("`troupe why` will not reach this run: %s", error)
@@ -196,7 +197,7 @@ class RunObserver:
         while not self._closed.wait(_TICK_S):
             try:
                 self._ping()
-                for request in sorted(self.folder.glob("request-*")):
+                while (request := self._mailbox.take()) is not None:
                     self._answer(request)
                 if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
                     self._write_snapshot()
@@ -205,14 +206,13 @@ class RunObserver:
             except Exception as error:
                 logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
 
-    def _answer(self, request: Path) -> None:
-        """Answers one request; where that fails, the answer says what failed."""
-        request.unlink(missing_ok=True)
-        name = request.name.replace("request", "answer", 1)
+    def _answer(self, request: PostedRequest) -> None:
+        """Answers one request; where the diagnosis fails, the answer says what failed."""
         try:
-            ANSWER.write(self.folder, self.report(), name)
+            content = REPORT.dump_json(self.report())
         except Exception as problem:
-            ANSWER.write(self.folder, _unexamined(problem), name)
+            content = REPORT.dump_json(_unexamined(problem))
+        self._mailbox.answer(request, content)
 
     def _ping(self) -> None:
         """Asks the event loop for a turn."""

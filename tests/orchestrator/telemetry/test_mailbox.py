@@ -1,0 +1,316 @@
+"""The mailbox of a run: each request is taken once; neither a dead partner nor a hung disk blocks the other side."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.conftest import ROOT
+from tests.faults.stalls import frozen, may_mount, own_disk
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.telemetry.mailbox import LONGEST, Mailbox, PostedRequest, require_folder, run_in_child
+from troupe.workers.contract.atomic_file import write_atomic
+
+WAIT_S = 30.0
+
+
+@contextmanager
+def serving(folder: Path, handle: Callable[[PostedRequest], bytes]) -> Iterator[Mailbox]:
+    """A run in another thread that answers every request."""
+    mailbox, stop = Mailbox(folder), threading.Event()
+    mailbox.open()
+
+    def serve() -> None:
+        while not stop.wait(0.002):
+            while (request := mailbox.take()) is not None:
+                mailbox.answer(request, handle(request))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield mailbox
+    finally:
+        stop.set()
+        thread.join()
+
+
+def messages(folder: Path) -> list[str]:
+    """Names of the files in the folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def process(folder: Path, code: str) -> subprocess.Popen[str]:
+    """A process with an open mailbox that runs `code`."""
+    start = f"from troupe.orchestrator.telemetry.mailbox import Mailbox\nmailbox = Mailbox(Path({str(folder)!r}))\n"
+    command = [sys.executable, "-c", f"import os, sys, time\nfrom pathlib import Path\n{start}{code}"]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_every_command_gets_the_answer_to_its_own_request(tmp_path: Path) -> None:
+    contents = [str(number).encode() * number for number in range(8)]
+    answers: dict[bytes, bytes] = {}
+    with serving(tmp_path / "box", lambda request: b"answer to " + (request.content or b"")) as mailbox:
+        threads = [
+            threading.Thread(target=lambda c=content: answers.update({c: mailbox.ask(c, WAIT_S, WAIT_S)}))
+            for content in contents
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert answers == {content: b"answer to " + content for content in contents}
+    assert messages(tmp_path / "box") == []
+
+
+def test_the_folder_and_the_messages_are_private(tmp_path: Path) -> None:
+    seen: list[str] = []
+    folder = tmp_path / "box"
+
+    def look(request: PostedRequest) -> bytes:
+        mailbox.answer(PostedRequest("other", None), b"")
+        seen.append(oct((folder / "answer-other").stat().st_mode & 0o777))
+        return b""
+
+    with serving(folder, look) as mailbox:
+        mailbox.ask(b"", WAIT_S, WAIT_S)
+    assert (oct(folder.stat().st_mode & 0o777), seen) == ("0o700", ["0o600"])
+
+
+def test_a_request_that_is_too_long_is_taken_without_its_content(tmp_path: Path) -> None:
+    for key, length in (("a", LONGEST), ("b", LONGEST + 1)):
+        (tmp_path / f"request-{key}").write_bytes(bytes(length))
+    mailbox = Mailbox(tmp_path)
+    assert [mailbox.take(), mailbox.take(), mailbox.take()] == [
+        PostedRequest("a", bytes(LONGEST)),
+        PostedRequest("b", None),
+        None,
+    ]
+
+
+def test_a_command_that_gives_up_withdraws_its_request(tmp_path: Path) -> None:
+    mailbox = Mailbox(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        mailbox.ask(b"too late", 0.2, WAIT_S)
+    assert time.monotonic() - began < 5.0
+    assert mailbox.take() is None and messages(tmp_path) == []
+
+
+def test_an_interrupted_command_withdraws_its_request(tmp_path: Path) -> None:
+    with process(tmp_path, "mailbox.ask(b'', 60, 60)") as command:
+        wait_for(lambda: any(tmp_path.glob("request-*")))
+        command.send_signal(signal.SIGINT)
+        command.wait(WAIT_S)
+    assert messages(tmp_path) == []
+
+
+def test_an_answer_that_comes_too_late_stays_until_the_next_run(tmp_path: Path) -> None:
+    mailbox, taken = Mailbox(tmp_path), []
+
+    def take() -> None:
+        while not taken:
+            taken.extend(filter(None, [mailbox.take()]))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    with pytest.raises(TimeoutError):
+        mailbox.ask(b"", 0.5, WAIT_S)
+    thread.join()
+    mailbox.answer(taken[0], b"too late")
+    assert messages(tmp_path) == [f"answer-{taken[0].key}"]
+    mailbox.open()
+    assert messages(tmp_path) == []
+
+
+def test_a_run_that_dies_with_a_request_ends_the_wait_at_its_bound(tmp_path: Path) -> None:
+    code = "while mailbox.take() is None: time.sleep(0.002)\nos.kill(os.getpid(), 9)"
+    with process(tmp_path, code) as run:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            Mailbox(tmp_path).ask(b"", 3.0, WAIT_S)
+        assert time.monotonic() - began < 10.0
+        assert run.wait(WAIT_S) == -signal.SIGKILL  # it took the request
+    assert messages(tmp_path) == []
+
+
+def test_a_folder_that_disappears_ends_the_wait_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "box"
+    folder.mkdir()
+    threading.Timer(0.5, shutil.rmtree, (folder,)).start()
+    began = time.monotonic()
+    with pytest.raises(FileNotFoundError):
+        Mailbox(folder).ask(b"", 60.0, 60.0)
+    assert time.monotonic() - began < 10.0
+    with pytest.raises(FileNotFoundError):
+        Mailbox(folder).ask(b"", 60.0, 60.0)
+
+
+def test_an_answer_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    whole = b"x" * 100_000
+
+    def slowly() -> None:
+        wait_for(lambda: any(tmp_path.glob("request-*")))
+        (request,) = tmp_path.glob("request-*")
+        unfinished = tmp_path / f".{request.name.replace('request', 'answer')}.17"
+        unfinished.write_bytes(whole[:10])
+        time.sleep(0.3)
+        unfinished.write_bytes(whole)
+        unfinished.rename(tmp_path / request.name.replace("request", "answer"))
+
+    thread = threading.Thread(target=slowly)
+    thread.start()
+    assert Mailbox(tmp_path).ask(b"", WAIT_S, WAIT_S) == whole
+    thread.join()
+
+
+def test_each_of_many_requests_is_taken_by_one_of_several_processes(tmp_path: Path) -> None:
+    code = "print('ready', flush=True)\nwhile not Path('STOP').exists():\n".replace("STOP", str(tmp_path / "stop"))
+    code += "    while (request := mailbox.take()) is not None:\n        print(request.key, request.content.decode())\n"
+    folder = tmp_path / "box"
+    Mailbox(folder).open()
+    runs = [process(folder, code) for _ in range(3)]
+    for run in runs:
+        assert run.stdout is not None and run.stdout.readline() == "ready\n"
+    wanted = {f"{number:03} {number}" for number in range(300)}
+    for line in sorted(wanted):
+        key, content = line.split()
+        write_atomic(folder / f"request-{key}", content)
+    wait_for(lambda: not messages(folder))
+    (tmp_path / "stop").touch()
+    taken = [line for run in runs for line in run.communicate(timeout=WAIT_S)[0].splitlines()]
+    assert len(taken) == 300 and set(taken) == wanted
+
+
+class Messages(RuleBasedStateMachine):
+    """What is in the folder of a mailbox is taken once and whole, in any order of events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.mailbox = Mailbox(self.folder, ".json")
+        self.waiting: dict[str, bytes] = {}
+        self.others: set[str] = set()
+
+    keys = st.integers(0, 4).map("{}.json".format)
+
+    @rule(key=keys, content=st.binary(max_size=8))
+    def post(self, key: str, content: bytes) -> None:
+        write_atomic(self.folder / f"request-{key}", content)
+        self.waiting[key] = content
+
+    @rule(key=keys)
+    def die_while_posting(self, key: str) -> None:
+        (self.folder / f".request-{key}.17").write_bytes(b"{")
+
+    @rule(key=keys)
+    def withdraw(self, key: str) -> None:
+        (self.folder / f"request-{key}").unlink(missing_ok=True)
+        self.waiting.pop(key, None)
+
+    @rule(name=st.sampled_from(["run.json", "request-x", "answer-x.txt", "reports"]))
+    def write_another_file(self, name: str) -> None:
+        (self.folder / name).touch()
+        self.others |= {name} - {"request-x", "answer-x.txt"}
+
+    @rule()
+    def make_a_folder_with_the_name_of_a_request(self) -> None:
+        (self.folder / "request-.json").mkdir(exist_ok=True)
+
+    @rule()
+    def take_and_answer(self) -> None:
+        request = self.mailbox.take()
+        if request is None:
+            assert not self.waiting
+            return
+        assert request.content == self.waiting.pop(request.key)
+        self.mailbox.answer(request, b"done")
+        assert (self.folder / f"answer-{request.key}").read_bytes() == b"done"
+
+    @rule()
+    def start_another_run(self) -> None:
+        shutil.rmtree(self.folder / "request-.json", ignore_errors=True)
+        self.mailbox.open()
+        self.waiting.clear()
+        assert set(messages(self.folder)) == self.others
+
+    @invariant()
+    def other_files_stay(self) -> None:
+        assert self.others <= set(messages(self.folder))
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder)
+
+
+TestMessages = Messages.TestCase
+TestMessages.settings = settings(max_examples=60, deadline=None)
+
+
+def test_a_missing_run_folder_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    require_folder(tmp_path)
+    with pytest.raises(UsageError, match="none: no such folder; RUN is a run folder, as in runs/NAME"):
+        require_folder(tmp_path / "none")
+
+
+def test_an_operation_in_a_child_fails_as_it_would_here(tmp_path: Path) -> None:
+    run_in_child((tmp_path / "file").touch, WAIT_S)
+    assert messages(tmp_path) == ["file"]
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        run_in_child(lambda: full_disk(), WAIT_S)
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(OSError) as caught:
+        run_in_child(lambda: 1 // 0, WAIT_S)
+    assert caught.value.errno == errno.EIO
+
+
+def test_an_operation_that_hangs_is_left_at_its_bound_and_ended(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    before = set(psutil.Process().children())
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        run_in_child((tmp_path / "pipe").read_bytes, 0.3)  # nobody writes
+    assert time.monotonic() - began < 5.0
+    (child,) = set(psutil.Process().children()) - before
+    assert child.wait(WAIT_S) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount file systems")
+def test_a_disk_that_hangs_does_not_block_the_command_and_takes_no_request_afterwards(tmp_path: Path) -> None:
+    with own_disk(tmp_path / "disk", 32) as disk:
+        mailbox = Mailbox(disk / "box")
+        mailbox.open()
+        with frozen(disk):
+            began = time.monotonic()
+            with pytest.raises(TimeoutError):
+                mailbox.ask(b"", WAIT_S, 0.5)
+            assert time.monotonic() - began < 5.0
+        time.sleep(0.5)
+        assert mailbox.take() is None
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
