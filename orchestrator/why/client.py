@@ -48,15 +48,15 @@ def why(run_folder: Path, timeout_s: float) -> Report:
         raise UsageError(f"{run_folder}: no run has started here, or its folder {FOLDER} cannot be read")
     if (ended := _last_report(folder, snapshot)) is not None:  # its process may go on with another run: a later stage
         return ended
-    process = snapshot.process() if snapshot.here else None
+    process = snapshot.process() if snapshot.is_local else None
     stopped = process is not None and process.status() == psutil.STATUS_STOPPED
-    if not stopped and (process is not None or not snapshot.here):
+    if not stopped and (process is not None or not snapshot.is_local):
         answer = _ask(folder, max(1.0, timeout_s - _OUTSIDE_S - (time.monotonic() - began)))
         if answer is not None:
             return replace(answer, seconds=round(time.monotonic() - began, 2))
     if (ended := _last_report(folder, snapshot)) is not None:  # it ended while it was asked
         return replace(ended, seconds=round(time.monotonic() - began, 2))
-    if not snapshot.here:
+    if not snapshot.is_local:
         raise TroupeError(
             f"{run_folder}: the driver (process {snapshot.pid} on {snapshot.host}) does not answer; "
             f"run `troupe why` on {snapshot.host}"
