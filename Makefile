@@ -46,7 +46,7 @@ cluster-demo: models ## start four local Ray nodes, scale a run on them while it
 test: models ## run the test suite
 	$(RUN) "$(BIN)/python" -m pytest $(SPREAD) $(ARGS)
 
-test-long: models ## run the long tests on the real stack: resuming, worker deaths, staged runs, a cluster
+test-long: models ## run the long tests on the real stack: all algorithms, resuming, worker deaths, a cluster
 	$(RUN) "$(BIN)/python" -m pytest -m long $(SPREAD) $(ARGS)
 
 test-faults: models ## inject faults into runs on the real stack, and write their table in the docs

@@ -20,7 +20,7 @@ from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.rollouts.weight_sync import SyncReport, WeightSync
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.sections import AlarmConfig
+from troupe.orchestrator.spec.sections import AlarmConfig, BaseEvaluation, BaseFailures, BaseSchedule, CheckpointConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
@@ -41,19 +41,14 @@ _QUIET_METRICS = ("eval/refused", "eval/failed_samples")
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Length of the run, and what happens at which step."""
+    """The sections of the spec that the loop reads, and what follows from the whole spec."""
 
-    steps: int
-    train_timeout_s: float
-    step_timeout_s: float
+    schedule: BaseSchedule
+    checkpoint: CheckpointConfig
+    evaluation: BaseEvaluation | None
+    failures: BaseFailures
     probe_every_s: float
     """Seconds between two rounds of health probes."""
-    checkpoint_every: int
-    evaluate_every: int
-    evaluate_at_start: bool
-    evaluate_at_end: bool
-    failed_saves: int = 0
-    """Checkpoints in a row that may fail."""
     averages: bool = False
     """The policy keeps a moving average of its weights; checkpoints contain it."""
     alarm: AlarmConfig | None = None
@@ -64,17 +59,12 @@ class TrainSettings:
     @classmethod
     def from_spec(cls, spec: RunSpec, probe_every_s: float, alarm: AlarmConfig | None = None) -> TrainSettings:
         """The settings of a spec of either kind."""
-        evaluation = spec.evaluation
         return cls(
-            steps=spec.schedule.steps,
-            train_timeout_s=spec.schedule.train_timeout_s,
-            step_timeout_s=spec.schedule.step_timeout_s,
+            schedule=spec.schedule,
+            checkpoint=spec.checkpoint,
+            evaluation=spec.evaluation,
+            failures=spec.failures,
             probe_every_s=probe_every_s,
-            checkpoint_every=spec.checkpoint.every_steps,
-            evaluate_every=evaluation.every_steps if evaluation is not None else 0,
-            evaluate_at_start=evaluation is not None and evaluation.at_start,
-            evaluate_at_end=evaluation is not None and evaluation.at_end,
-            failed_saves=spec.failures.failed_saves,
             averages=spec.roles.policy.ema_decay > 0,
             alarm=alarm,
             trainers=trainer_layouts(spec),
@@ -191,15 +181,16 @@ class Controller:
         try:
             if self.version:
                 await self._push(self.version)
-            if settings.evaluate_at_start and not self.version:
+            evaluation = settings.evaluation
+            if evaluation is not None and evaluation.at_start and not self.version:
                 first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
             await self.components.keeper.begin(self.version)
             if not self.version:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
             self._timers = self._new_timers()
-            while self.version < settings.steps and not self._alarm_stops():
-                async with asyncio.timeout(settings.step_timeout_s):
+            while self.version < settings.schedule.steps and not self._alarm_stops():
+                async with asyncio.timeout(settings.schedule.step_timeout_s):
                     last_eval = await self.step(self.version) or last_eval
             await self.components.keeper.settle()
         except StopRequested:
@@ -209,8 +200,9 @@ class Controller:
             error.locate(self.version + 1, self._timers.failed)
             raise
         except TimeoutError:
+            bound = settings.schedule.step_timeout_s
             raise TroupeError(
-                f"step {self.version + 1} took longer than schedule.step_timeout_s ({settings.step_timeout_s:g} s)"
+                f"step {self.version + 1} took longer than schedule.step_timeout_s ({bound:g} s)"
             ) from None
         finally:
             heartbeat.cancel()
@@ -223,11 +215,11 @@ class Controller:
         await self._recorder.close()
         ledger = self.components.ledger
         ledger.check()
-        how = "finished" if self.version >= settings.steps else "alarm" if self._alarm_stops() else "stopped"
+        how = "finished" if self.version >= settings.schedule.steps else "alarm" if self._alarm_stops() else "stopped"
         self._recorder.events.record("run_ended", how=how)
         return RunOutcome(
             self.version,
-            self.version < settings.steps,
+            self.version < settings.schedule.steps,
             first_eval,
             last_eval,
             ledger.counts(),
@@ -290,9 +282,12 @@ class Controller:
         self._recorder.events.record("weights", **fields, seconds=seconds, loaded=len(report.engines), engines=digests)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
-        last = self.version == self.settings.steps
-        due = self.settings.evaluate_every and self.version % self.settings.evaluate_every == 0
-        return await self._evaluate() if due or (last and self.settings.evaluate_at_end) else {}
+        evaluation = self.settings.evaluation
+        if evaluation is None:
+            return {}
+        last = self.version == self.settings.schedule.steps
+        due = evaluation.every_steps and self.version % evaluation.every_steps == 0
+        return await self._evaluate() if due or (last and evaluation.at_end) else {}
 
     async def _evaluate(self) -> dict[str, float]:
         if self.components.evaluator is None:
@@ -307,7 +302,7 @@ class Controller:
         return metrics
 
     async def _save_if_due(self) -> None:
-        every = self.settings.checkpoint_every
+        every = self.settings.checkpoint.every_steps
         if not every or self.version % every:
             return
         try:
@@ -315,7 +310,7 @@ class Controller:
         except (OSError, WorkerRaised) as error:
             self._failed_saves += 1
             self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
-            limit = self.settings.failed_saves
+            limit = self.settings.failures.failed_saves
             if self._failed_saves > limit:
                 why = f"{error} ({self.store.free_space()})"
                 raise TroupeError(f"{self._failed_saves} checkpoints in a row were not written: {why}") from error
@@ -341,7 +336,7 @@ class Controller:
 
     async def _save_trainers(self) -> Path:
         """Writes the trainers' part of a checkpoint; returns its folder."""
-        folder, bound = self.store.begin(self.version), self.settings.train_timeout_s
+        folder, bound = self.store.begin(self.version), self.settings.schedule.train_timeout_s
         trainers = self.components.updates.trainers
         try:
             for number, group in enumerate(trainers):

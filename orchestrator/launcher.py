@@ -5,43 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from troupe.orchestrator.capacity.placement import Placement, Seat, place, place_one, role_sizes
+from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
-from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
+from troupe.orchestrator.cluster.seats import Seats
+from troupe.orchestrator.cluster.worker_group import ReferenceGroup, TrainerGroup, WorkerGroup
 from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.pools.engines import Engine
-from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.roles.table import resolve, row_of, settings_of
+from troupe.orchestrator.pools.workers import Started, Workers
+from troupe.orchestrator.roles.table import resolve, row_of, settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.start_progress import Progress, StartProgress
-from troupe.orchestrator.started_workers import Started, Workers
-from troupe.orchestrator.why.observer import RunObserver
 from troupe.workers.contract import roles
 from troupe.workers.contract.audit import ScoreRequest, TokenScores
-from troupe.workers.contract.config import CPU_THREADS
 from troupe.workers.contract.messages import WorkerHealth
 
-_CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
 _AUDIT_SCORER = "troupe.workers.audit.scorer:score_tokens"
 """Scores sampled tokens in plain transformers, in a separate process."""
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """What a run has at its disposal."""
-
-    cluster: Cluster
-    launcher: WorkerLauncher
-    workers: Workers
-    console: Console
-    stop: asyncio.Event
-    """Set when the run must save and exit."""
-    observer: RunObserver | None = None
-    """Answers `troupe why`."""
 
 
 class WorkerLauncher:
@@ -66,9 +48,7 @@ class WorkerLauncher:
         self._snapshots = tuple(snapshots)
         self._cluster = cluster
         self._classes = classes or {}
-        self._sizes = {size.role: size for size in role_sizes(spec)}
-        self._seats: dict[str, tuple[Placement, Seat]] = {}
-        """By worker name."""
+        self._seats = Seats(spec, cluster)
         self._workers: dict[str, ActorWorker[Any]] = {}
         self._served: set[str] = set()
         """Names of workers that have started before."""
@@ -85,11 +65,7 @@ class WorkerLauncher:
             DoesNotFit: The cluster has no room.
             WorkerError: A worker does not start.
         """
-        spec, bound = self._spec, self._spec.schedule.start_timeout_s
-        placements = [p for p in place(role_sizes(spec)) if only is None or any(s.role in only for s in p.seats)]
-        await self._cluster.reserve(placements, bound)
-        for placement in placements:
-            self._take(placement, only)
+        await self._seats.reserve(only)
         await self._download()
         self._progress = StartProgress(self._cluster.stages, progress, self._seats, self._served)
         try:
@@ -102,13 +78,12 @@ class WorkerLauncher:
 
     async def _start(self) -> Workers:
         async with asyncio.TaskGroup() as tasks:
-            started = {role: tasks.create_task(self._role(role)) for role in {s.role for _, s in self._seats.values()}}
+            started = {role: tasks.create_task(self._role(role)) for role in self._seats.roles()}
         return Workers({role: task.result() for role, task in started.items()})
 
     async def _role(self, role: str) -> Started:
         """Starts the workers of a role that have a seat."""
-        row = row_of(self._spec, role)
-        names = [f"{role}-{index}" for index in sorted(s.index for _, s in self._seats.values() if s.role == role)]
+        row, names = row_of(self._spec, role), self._seats.names(role)
         if row.trains:
             workers = [self._spawn(name) for name in names]
         else:
@@ -119,8 +94,9 @@ class WorkerLauncher:
         label = self._spec.trains if role == "policy" else role  # its name in metrics and checkpoints
         tokens = settings_of(self._spec, role).micro_batch_tokens
         group: WorkerGroup[Any] = resolve(row.group)(label, workers, tokens, self._spec.failures.hung_s)
-        if isinstance(group, TrainerGroup):
+        if isinstance(group, TrainerGroup | ReferenceGroup):
             await group.start(self._spec.schedule.start_timeout_s)
+        if row.trains:
             for name in names:
                 self._started(name)
         return group
@@ -170,7 +146,7 @@ class WorkerLauncher:
         Raises:
             WorkerError: It failed, or did not answer in time.
         """
-        place, env = self._seats["policy-0"], _env(request.threads or 1, "cpu")
+        place, env = self._seats["policy-0"], worker_env(request.threads or 1, "cpu")
         timeout_s = self._spec.schedule.score_timeout_s
         return await self._cluster.run_beside(*place, env, resolve(_AUDIT_SCORER), timeout_s, request, *tables)
 
@@ -182,13 +158,9 @@ class WorkerLauncher:
         Raises:
             DoesNotFit: The cluster has no room.
         """
-        if name in self._seats:
-            return
-        role, index = name.rsplit("-", 1)
-        placement = place_one(self._sizes[role], int(index))
-        await self._cluster.reserve([placement], self._spec.schedule.start_timeout_s)
-        self._take(placement)
-        await self._download()
+        if name not in self._seats:
+            await self._seats.add(name)
+            await self._download()
 
     async def dismiss(self, name: str, timeout_s: float) -> None:
         """Ends the worker of this name, if there is one, and releases its resources."""
@@ -196,19 +168,12 @@ class WorkerLauncher:
         self._served.discard(name)
         if worker is not None:
             await self._cluster.end(worker, timeout_s)
-        if name in self._seats:
-            placement, _ = self._seats.pop(name)
-            self._cluster.release(placement.name)
+        self._seats.release(name)
 
     async def _download(self) -> None:
         """Downloads the models to nodes that do not have them; workers use no network."""
         if self._snapshots:
             await self._cluster.prepare_nodes(download_all, self._spec.schedule.start_timeout_s, self._snapshots)
-
-    def _take(self, placement: Placement, only: frozenset[str] | None = None) -> None:
-        """Takes the seats of a placement, or those of the roles in `only`."""
-        seats = [seat for seat in placement.seats if only is None or seat.role in only]
-        self._seats |= {f"{seat.role}-{seat.index}": (placement, seat) for seat in seats}
 
     def _started(self, name: str, health: WorkerHealth | None = None) -> None:
         """Records that a worker serves, and where."""
@@ -222,19 +187,10 @@ class WorkerLauncher:
     def _spawn(self, name: str) -> ActorWorker[Any]:
         placement, seat = self._seats[name]
         row, settings = row_of(self._spec, seat.role), settings_of(self._spec, seat.role)
-        worker_class = self._classes.get(row.kind) or resolve(row.worker)
+        own = self._classes.get(row.kind)
+        worker_class = own or actor_class(row.worker, row.protocol, concurrent=row.concurrent)
         arguments = (settings.config, name, *settings.extra)
-        actor = ActorSpec(worker_class, arguments, _env(settings.threads, settings.device), row.concurrent)
+        actor = ActorSpec(worker_class, arguments, settings.env, row.concurrent)
         worker = self._cluster.spawn(placement, seat, name, actor)
         self._workers[name] = worker
         return worker
-
-
-def _env(threads: int, device: str) -> dict[str, str]:
-    """Environment variables of a worker's process, set before any library is loaded."""
-    env: Mapping[str, str] = {
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return {**env, **(_CPU_ENV if device == "cpu" else {})}

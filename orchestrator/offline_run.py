@@ -9,10 +9,10 @@ from troupe.orchestrator.data.examples import ExamplePool
 from troupe.orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
 from troupe.orchestrator.data.summary import data_metrics, named
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.replay.step_recorder import KeeperSettings, StepKeeper
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineEvaluation, OfflineSpec
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
@@ -21,11 +21,11 @@ from troupe.orchestrator.training.offline_source import (
     ExampleEvaluator,
     OfflineComponents,
     OfflineSource,
-    OfflineTimeouts,
     ReferenceScorer,
     Tokenized,
 )
-from troupe.orchestrator.training.recovery import RecoverySettings, TrainerRecovery
+from troupe.orchestrator.training.profiling import UpdateProfiles
+from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.updates import OfflineUpdates, UpdateSettings
 from troupe.workers.contract.roles import TableRef
 
@@ -64,13 +64,22 @@ class OfflineRun:
                 self._context.console.message(line)
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
         updates = OfflineUpdates(UpdateSettings.from_spec(spec), self._trainer, self._context.console)
-        recovery = RecoverySettings.from_spec(spec), updates, None, store, self._context.launcher.restart
+        updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
             source=OfflineSource(offline, self._context.console, self._context.stop),
             updates=updates,
-            recovery=TrainerRecovery(*recovery, self._context.console, done),
+            recovery=TrainerRecovery(
+                schedule=spec.schedule,
+                failures=spec.failures,
+                updates=updates,
+                push=None,
+                store=store,
+                restart=self._context.launcher.restart,
+                console=self._context.console,
+                done=done,
+            ),
             sync=None,
             keeper=StepKeeper(KeeperSettings.from_spec(spec, self._out), updates.trainers),
             evaluator=evaluator,
@@ -112,9 +121,7 @@ class OfflineRun:
         return Tokenized(summary.usable, pool.digest), table
 
     def _maker(self, table: TableRef) -> BatchMaker:
-        schedule = self._spec.schedule
-        timeouts = OfflineTimeouts(train_timeout_s=schedule.train_timeout_s, score_timeout_s=schedule.score_timeout_s)
-        return BatchMaker(self._trainer, self._reference(), table, timeouts)
+        return BatchMaker(self._trainer, self._reference(), table, self._spec.schedule)
 
     def _reference(self) -> ReferenceScorer | None:
         reference, trainer = self._context.workers.reference, self._trainer

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.hub.resolve import fetch
-from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.replay.against import (
     Difference,
     TensorDifference,
@@ -31,10 +31,10 @@ from troupe.orchestrator.roles.table import TRAINERS
 from troupe.orchestrator.rollout_run import load_data, weight_sync
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.run import RunRequest, open_run
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import pool_bounds
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.batch import GroupOrigin, unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates, UpdateSettings

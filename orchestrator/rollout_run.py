@@ -19,8 +19,6 @@ from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
 from troupe.orchestrator.data.summary import Pools, data_metrics, named
 from troupe.orchestrator.data.texts import Pieces, TextOrder, TextPool, load_texts
-from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
@@ -32,13 +30,15 @@ from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSet
 from troupe.orchestrator.rollouts.scoring import Scorer, SignalTest
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, WeightSync
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.training.recovery import RecoverySettings, TrainerRecovery
+from troupe.orchestrator.training.profiling import UpdateProfiles
+from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
 from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from troupe.orchestrator.why.facts import EngineQueue, Queues
@@ -98,9 +98,7 @@ class RolloutRun:
 
     async def controller(self, store: CheckpointStore, found: Checkpoint | None) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
-        spec, policy = self._spec, self._workers.policy
-        if policy is None:
-            raise TroupeError("the run has no policy workers: it cannot train")
+        spec, policy = self._spec, self._workers.require_policy()
         done = found.step if found is not None else 0
         ledger, advantages, state = Ledger(), None, None
         curriculum = None if spec.data.curriculum is None else Curriculum(spec.data.curriculum, spec.seed)
@@ -117,7 +115,7 @@ class RolloutRun:
             await self._load(found)
         scheduler = self._scheduler(ledger, prompts, curriculum, done)
         rollouts = RolloutComponents(
-            policy=policy,
+            workers=self._workers,
             pool=self._pool,
             scheduler=scheduler,
             rewards=self._rewards,
@@ -127,8 +125,8 @@ class RolloutRun:
             curriculum=curriculum,
         )
         updates = RolloutUpdates(UpdateSettings.from_spec(spec), policy, self._workers.critic, self._context.console)
+        updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
-        recovery = RecoverySettings.from_spec(spec), updates, sync.push, store, self._context.launcher.restart
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
@@ -136,7 +134,16 @@ class RolloutRun:
                 _rollout_settings(spec, self._out), rollouts, self._context.console, self._context.stop, advantages
             ),
             updates=updates,
-            recovery=TrainerRecovery(*recovery, self._context.console, done),
+            recovery=TrainerRecovery(
+                schedule=spec.schedule,
+                failures=spec.failures,
+                updates=updates,
+                push=sync.push,
+                store=store,
+                restart=self._context.launcher.restart,
+                console=self._context.console,
+                done=done,
+            ),
             sync=sync,
             keeper=StepKeeper(KeeperSettings.from_spec(spec, self._out), updates.trainers),
             evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
@@ -161,9 +168,7 @@ class RolloutRun:
             found: The checkpoint; None: the initial weights.
             controller: The run's, which has loaded the checkpoint; None: nothing has loaded it.
         """
-        policy, model = self._workers.policy, Path(spec.model.path)
-        if policy is None:
-            raise TroupeError("the run has no policy workers: there is nothing to audit")
+        policy, model = self._workers.require_policy(), Path(spec.model.path)
         prompts = self._data.train, self._context.cluster.put(self._data.train.table)
         auditor = Auditor(spec, self._pool, policy, prompts, self._context.launcher.score_tokens)
         self._context.console.phase("audit", 0, 1)
@@ -224,14 +229,11 @@ class RolloutRun:
     def _scheduler(
         self, ledger: Ledger, prompts: PromptSource, curriculum: Curriculum | None, done: int
     ) -> RolloutScheduler:
-        spec, schedule = self._spec, self._spec.schedule
+        spec = self._spec
         settings = ScheduleSettings(
-            groups_per_step=schedule.prompts_per_step,
+            schedule=spec.schedule,
+            failures=spec.failures,
             group_size=spec.group_size,
-            max_staleness=schedule.max_staleness,
-            steps=schedule.steps,
-            max_attempts=spec.failures.max_attempts,
-            max_failed_fraction=spec.failures.max_failed_fraction,
             min_group=algorithms.row_of(spec.algorithm).min_group_size,
             seed=spec.seed,
             replaceable=algorithms.dynamic_sampling(spec.algorithm),
@@ -257,8 +259,7 @@ class RolloutRun:
 def _rollout_settings(spec: RolloutSpec, out: Path) -> RolloutSettings:
     return RolloutSettings(
         old_logprobs_at_batch=spec.needs_old_logprobs and spec.schedule.max_staleness > 0,
-        max_staleness=spec.schedule.max_staleness,
-        train_timeout_s=spec.schedule.train_timeout_s,
+        schedule=spec.schedule,
         trajectories=out / "trajectories" if spec.output.trajectories else None,
         mask_truncated=spec.algorithm.mask_truncated,
     )

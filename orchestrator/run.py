@@ -23,13 +23,14 @@ from troupe.orchestrator.data.prompt_check import COUNTED, PROMPTS, PromptCheck,
 from troupe.orchestrator.data.summary import Pools, describe, named
 from troupe.orchestrator.errors import TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import LocalFiles, fetch
-from troupe.orchestrator.launcher import RunContext, WorkerLauncher
+from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.live.scaling import CLOSE_TIMEOUT_S
 from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.rollout_run import RolloutRun, load_data, write_spec
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_lock import locked
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec

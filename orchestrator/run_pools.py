@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.rollouts.scoring import RewardPool, TokenScorer
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles
@@ -155,12 +155,4 @@ def pool_bounds(spec: RolloutSpec) -> PoolBounds:
     environment, engines = spec.roles.environment, spec.roles.rollout.workers
     episodes = 0 if environment is None else -(-environment.workers * environment.episodes // engines)
     places = max(spec.roles.rollout.max_num_seqs, spec.group_size, episodes)
-    return PoolBounds(
-        max_load=places + 2 * spec.group_size,
-        generate_timeout_s=spec.schedule.generate_timeout_s,
-        probe_timeout_s=spec.failures.health_interval_s,
-        probe_misses=spec.failures.health_misses,
-        start_timeout_s=spec.schedule.start_timeout_s,
-        restarts=spec.failures.engine_restarts,
-        steps_per_restart=spec.failures.steps_per_restart,
-    )
+    return PoolBounds(places + 2 * spec.group_size, spec.schedule, spec.failures)

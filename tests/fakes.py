@@ -29,9 +29,18 @@ from troupe.orchestrator.errors import WorkerDied, WorkerTimeout
 from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
 from troupe.orchestrator.replay.step_recorder import KeeperSettings
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.spec.sections import (
+    AlarmConfig,
+    BaseEvaluation,
+    BaseFailures,
+    BaseSchedule,
+    CheckpointConfig,
+    FailureConfig,
+    ScheduleConfig,
+)
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.training.recovery import Push, RecoverySettings, TrainerRecovery
+from troupe.orchestrator.training.recovery import Push, TrainerRecovery
 from troupe.orchestrator.training.updates import Updates, UpdateSettings
 from troupe.workers.contract import roles
 from troupe.workers.contract.config import Rendezvous
@@ -63,25 +72,39 @@ W_co = TypeVar("W_co", bound=roles.Worker, covariant=True)
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 64, 256
 
-BOUNDS = PoolBounds(
-    max_load=64,
-    generate_timeout_s=5.0,
-    probe_timeout_s=0.05,
-    probe_misses=1,
-    start_timeout_s=1.0,
-    restarts=2,
-)
-SETTINGS = TrainSettings(
-    steps=4,
-    train_timeout_s=5.0,
-    step_timeout_s=5.0,
-    probe_every_s=1.0,
-    checkpoint_every=2,
-    evaluate_every=0,
-    evaluate_at_start=False,
-    evaluate_at_end=False,
-)
-"""Four steps with a checkpoint after every second one."""
+
+def pool_bounds(max_load: int = 64, restarts: int = 2) -> PoolBounds:
+    """Bounds of a pool whose engines answer at once."""
+    schedule = ScheduleConfig(steps=1, prompts_per_step=1, generate_timeout_s=5.0, start_timeout_s=1.0)
+    failures = FailureConfig(health_interval_s=0.05, health_misses=1, engine_restarts=restarts, steps_per_restart=0)
+    return PoolBounds(max_load, schedule, failures)
+
+
+def train_settings(
+    steps: int = 4,
+    checkpoint_every: int = 2,
+    step_timeout_s: float = 5.0,
+    evaluation: BaseEvaluation | None = None,
+    failed_saves: int = 0,
+    probe_every_s: float = 1.0,
+    alarm: AlarmConfig | None = None,
+) -> TrainSettings:
+    """By default four steps with a checkpoint after every second one, and no evaluation."""
+    return TrainSettings(
+        schedule=BaseSchedule(steps=steps, train_timeout_s=5.0, step_timeout_s=step_timeout_s),
+        checkpoint=CheckpointConfig(every_steps=checkpoint_every),
+        evaluation=evaluation,
+        failures=BaseFailures(failed_saves=failed_saves),
+        probe_every_s=probe_every_s,
+        alarm=alarm,
+    )
+
+
+def recovery_failures(restarts: int = 2, replay_steps: int = 4, steps_per_restart: int = 0) -> BaseFailures:
+    """Restarts of trainers, and steps that are kept to be repeated."""
+    return BaseFailures(trainer_restarts=restarts, replay_steps=replay_steps, steps_per_restart=steps_per_restart)
+
+
 UPDATES = UpdateSettings(
     epochs=1, minibatches=1, seed=3, train_timeout_s=5.0, nonfinite_limit=2, skip_zero_advantage=True
 )
@@ -377,6 +400,10 @@ class FakeTrainer:
         """An address nobody connects to."""
         return "127.0.0.1", 1
 
+    async def packs(self) -> bool:
+        """No."""
+        return False
+
     async def start(self, rendezvous: Rendezvous) -> WorkerHealth:
         """Starts."""
         return await self.health()
@@ -544,7 +571,7 @@ class FakePolicy(FakeTrainer):
         return tuple(row for row, key in zip(rows, request.keep, strict=True) if key not in request.masked)
 
 
-def fake_pool(engines: Sequence[FaultyEngine], bounds: PoolBounds = BOUNDS) -> EnginePool:
+def fake_pool(engines: Sequence[FaultyEngine], bounds: PoolBounds | None = None) -> EnginePool:
     """A pool over fake engines that can replace them."""
     started = 0
 
@@ -554,7 +581,7 @@ def fake_pool(engines: Sequence[FaultyEngine], bounds: PoolBounds = BOUNDS) -> E
         started += 1
         return Engine(FaultyWorker(name, FaultyEngine(f"{name}#{started}", random.Random(started))), "host")
 
-    return EnginePool([Engine(FaultyWorker(e.name, e), "host") for e in engines], spawn, bounds)
+    return EnginePool([Engine(FaultyWorker(e.name, e), "host") for e in engines], spawn, bounds or pool_bounds())
 
 
 def policy_group(*policies: FakePolicy) -> PolicyGroup:
@@ -585,13 +612,13 @@ async def restart_fakes(groups: Sequence[TrainerGroup[Any]]) -> None:
 class FakeRun(ABC):
     """A controller with the fakes that it needs, which a subclass builds."""
 
-    def __init__(self, out: Path, settings: TrainSettings, updates: UpdateSettings, resume: bool) -> None:
+    def __init__(self, out: Path, settings: TrainSettings | None, updates: UpdateSettings, resume: bool) -> None:
         self.out = out
-        self.settings = settings
+        self.settings = settings or train_settings()
         self.updates = updates
         self.resume = resume
         self.stop = asyncio.Event()
-        self.recovers = RecoverySettings(restarts=0, replay_steps=4, load_timeout_s=1.0)
+        self.failures = recovery_failures(restarts=0)
         self.records: KeeperSettings | None = None
 
     @abstractmethod
@@ -609,7 +636,8 @@ class FakeRun(ABC):
         self, updates: Updates, push: Push | None, store: CheckpointStore, console: Console, done: int
     ) -> TrainerRecovery:
         """Restarts trainers as new fakes."""
-        return TrainerRecovery(self.recovers, updates, push, store, restart_fakes, console, done)
+        schedule = self.settings.schedule
+        return TrainerRecovery(schedule, self.failures, updates, push, store, restart_fakes, console, done)
 
     def run(self) -> RunOutcome:
         """Run to the end."""

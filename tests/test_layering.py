@@ -36,13 +36,13 @@ ROOTS = tuple(
     for name in (
         "controller",
         "run",
+        "run_context",
         "rollout_run",
         "run_pools",
         "offline_run",
         "replay_run",
         "launcher",
         "start_progress",
-        "started_workers",
         "commands",
         "supervisor",
         "cli",
@@ -321,11 +321,22 @@ def test_importing_the_command_imports_no_heavy_library(module: str) -> None:
 
 
 def test_importing_the_worker_classes_imports_no_model_library() -> None:
-    """The driver imports them before Ray starts; model libraries are imported when a model is loaded."""
+    """A worker's process imports model libraries when it loads a model."""
     model_libraries = {"transformers", "vllm", "deepspeed", "datasets", "pandas"}
     imported = "from troupe.orchestrator.roles.table import ROLES, resolve"
     statement = f"{imported}; [resolve(row.worker) for row in ROLES.values()]"
     code = f"import sys; {statement}; print(*sorted({model_libraries!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
+def test_the_driver_imports_no_model_library_to_start_workers() -> None:
+    statement = (
+        "from troupe.orchestrator import run; from troupe.orchestrator.roles.table import ROLES;"
+        "from troupe.orchestrator.cluster.actor_class import actor_class;"
+        "[actor_class(row.worker, row.protocol, concurrent=row.concurrent) for row in ROLES.values()]"
+    )
+    code = f"import sys; {statement}; print(*sorted({HEAVY - {'ray'}!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 

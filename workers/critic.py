@@ -10,10 +10,12 @@ import torch
 from troupe.workers.algorithms.policy_loss import LossOutput, token_weights, value_loss
 from troupe.workers.contract.config import CriticConfig, Rendezvous
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHealth
+from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_stages import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
+from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 
 
@@ -35,10 +37,10 @@ class CriticWorker(TrainingRank):
         announce(Stage.MODEL)
         model = load_value(config.model)
         dtype = torch_dtype(config.model.dtype)
+        module = TokenValues(model)
+        self._packs = adapt(module, model, config.device, config.trainer.packing)
         announce(Stage.TRAINER)
-        self._engine = TrainEngine(
-            TokenValues(model), model, config.trainer, config.total_updates, config.device, dtype
-        )
+        self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, dtype)
         return self.health()
 
     def compute_values(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:
@@ -49,17 +51,27 @@ class CriticWorker(TrainingRank):
         """One optimizer step on the plan's rows of a TRAIN table with values and returns. Collective."""
         table = TokenTable(batch)
         outputs: list[LossOutput] = []
+        meter = self._meter()
 
         def loss_fn(forward: Forward, rows: Sequence[int]) -> torch.Tensor:
-            output = self._loss(forward, table.cut(rows).to(self.engine.device), table, plan)
+            micro_batch = table.cut(rows, plan).to(self.engine.device)
+            meter.note(micro_batch)
+            output = self._loss(forward, micro_batch, table, plan)
             outputs.append(output.statistics())
             return output.loss
 
-        step = self.engine.update(plan.micro_batches, loss_fn)
-        return update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
+        with profiled(plan.trace, self._device):
+            step = self.engine.update(plan.micro_batches, loss_fn)
+        return update_metrics(step, outputs, meter, self._device, sum(map(len, plan.micro_batches)))
 
     def _loss(self, forward: Forward, micro_batch: TokenBatch, table: TokenTable, plan: RankPlan) -> LossOutput:
-        values = forward(micro_batch.input_ids, micro_batch.attention_mask, micro_batch.positions, micro_batch.targets)
+        values = forward(
+            micro_batch.input_ids,
+            micro_batch.attention_mask,
+            micro_batch.positions,
+            micro_batch.targets,
+            micro_batch.position_ids,
+        )
         old_values, returns = table.floats("values", micro_batch), table.floats("returns", micro_batch)
         if old_values is None or returns is None:
             raise ValueError("a critic batch needs the columns values and returns")

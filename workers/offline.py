@@ -25,9 +25,9 @@ from troupe.workers.contract.offline_messages import (
     add_tallies,
     tally_means,
 )
-from troupe.workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, pack, tokenize
+from troupe.workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, tokenize
 from troupe.workers.data.tokenizer import load_chat_tokenizer
-from troupe.workers.models.capabilities import packs
+from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import (
     CausalLogprobs,
     RewardScores,
@@ -42,7 +42,9 @@ from troupe.workers.models.modeling import (
 from troupe.workers.telemetry.start_stages import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
 from troupe.workers.training.group import all_reduce
+from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, own_peak
+from troupe.workers.training.throughput import UpdateMeter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,30 +93,33 @@ class ExampleTrainer(TrainingRank):
 
     def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
         """One optimizer step on the plan's rows of an EXAMPLE_BATCH table. Collective."""
-        table = ExampleTable(batch)
+        table, meter = ExampleTable(batch), self._meter()
         point = self._reference_point(self.engine.module, plan, table)
         outputs: list[ObjectiveOutput] = []
 
         def loss_fn(forward: Forward, rows: Sequence[int]) -> torch.Tensor:
-            output = self._loss(forward, self._batch(table, rows), plan, point)
+            micro_batch = self._batch(table, rows, plan)
+            meter.note(micro_batch.tokens)
+            output = self._loss(forward, micro_batch, plan, point)
             outputs.append(output.statistics())
             return output.loss
 
-        step = self.engine.update(plan.micro_batches, loss_fn)
-        return self._metrics(step, outputs, sum(map(len, plan.micro_batches)))
+        with profiled(plan.trace, self._device):
+            step = self.engine.update(plan.micro_batches, loss_fn)
+        return self._metrics(step, outputs, meter, sum(map(len, plan.micro_batches)))
 
     def evaluate(self, plan: RankPlan, batch: pa.Table) -> EvaluationPart:
         """This rank's share of the loss and metrics of the plan's rows, without an update. Collective."""
         table, module = ExampleTable(batch), self.engine.module
         with evaluating(module), torch.no_grad():
             point = self._reference_point(module, plan, table)
-            outputs = [self._loss(module, self._batch(table, rows), plan, point) for rows in plan.micro_batches]
+            outputs = [self._loss(module, self._batch(table, rows, plan), plan, point) for rows in plan.micro_batches]
         return EvaluationPart(_terms(outputs), _tally(outputs))
 
-    def _batch(self, table: ExampleTable, rows: Sequence[int]) -> ExampleMicroBatch:
+    def _batch(self, table: ExampleTable, rows: Sequence[int], plan: RankPlan) -> ExampleMicroBatch:
         """The rows of a micro-batch that are trained on; mismatched responses serve only the reference point."""
         skip = self._config.examples.mismatched
-        return table.batch([row for row in rows if not (skip and table.member[row])], self.engine.device)
+        return table.cut([row for row in rows if not (skip and table.member[row])], plan, self.engine.device)
 
     def _reference_point(self, module: torch.nn.Module, plan: RankPlan, table: ExampleTable) -> float:
         """z0 of KTO, from the mismatched responses of the whole update over all ranks; 0 for other objectives."""
@@ -123,7 +128,7 @@ class ExampleTrainer(TrainingRank):
         total = count = 0.0
         with torch.no_grad():
             for rows in plan.micro_batches:
-                batch = table.batch([row for row in rows if table.member[row]], self.engine.device)
+                batch = table.cut([row for row in rows if table.member[row]], plan, self.engine.device)
                 scored = self._scored(module, batch, 0.0)
                 total, count = total + float(scored.ratios(per_token=False).sum()), count + scored.rows
         sums = all_reduce({"total": total, "count": count}, self._device, "sum")
@@ -137,14 +142,16 @@ class ExampleTrainer(TrainingRank):
         """The micro-batch under the model."""
         raise NotImplementedError
 
-    def _metrics(self, step: StepResult, outputs: Sequence[ObjectiveOutput], sequences: int) -> UpdateMetrics:
+    def _metrics(
+        self, step: StepResult, outputs: Sequence[ObjectiveOutput], meter: UpdateMeter, sequences: int
+    ) -> UpdateMetrics:
         tally = _tally(outputs)
         totals = all_reduce({f"{n}/total": t for n, (t, _) in tally.items()}, self._device, "sum")
         weights = all_reduce({f"{n}/weight": w for n, (_, w) in tally.items()}, self._device, "sum")
         means = tally_means({name: (totals[f"{name}/total"], weights[f"{name}/weight"]) for name in tally})
         return UpdateMetrics(
             sums=_terms(outputs) | {"sequences": float(sequences)},
-            values=means | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
+            values=means | meter.metrics() | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},
             skipped=step.skipped,
             peak=own_peak(self._device),
         )
@@ -155,7 +162,8 @@ class ExampleTrainer(TrainingRank):
         return self._tokenizer
 
     def _chunks(self, model: Any) -> int:
-        return head_chunks(model.config.get_text_config().vocab_size, self._config.trainer.micro_batch_tokens)
+        vocabulary = model.config.get_text_config().vocab_size
+        return head_chunks(vocabulary, self._config.trainer.micro_batch_tokens, self._config.device)
 
 
 class ExamplePolicyWorker(ExampleTrainer):
@@ -167,23 +175,22 @@ class ExamplePolicyWorker(ExampleTrainer):
         announce(Stage.MODEL)
         model = load_causal(config.model)
         module = CausalLogprobs(model, temperature=1.0, chunks=self._chunks(model))
-        if config.packing and not packs(module):
-            raise ValueError(f"{type(model).__name__} does not isolate packed sequences: set algorithm.packing: false")
+        self._packs = adapt(module, model, config.device, config.trainer.packing)
         announce(Stage.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
             reference = load_causal(config.reference_model)
             scorer = CausalLogprobs(reference, temperature=1.0, chunks=self._chunks(reference))
+            # Both score the same micro-batches.
+            self._packs = adapt(scorer, reference, config.device, self._packs) and self._packs
             self._reference = scorer.requires_grad_(False).to(self._engine.device)
         return self.health()
 
     def _scored(self, forward: Forward, batch: ExampleMicroBatch, point: float) -> Scored:
         tokens = batch.tokens
-        if self._config.packing:
-            packed = pack(tokens)
-            logprobs, _ = forward(packed.input_ids, None, packed.positions, tokens.targets, packed.position_ids)
-        else:
-            logprobs, _ = forward(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)
+        logprobs, _ = forward(
+            tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets, tokens.position_ids
+        )
         return replace(_unscored(batch, point), logprobs=logprobs, ref_logprobs=batch.ref_logprobs)
 
 
@@ -200,6 +207,7 @@ class RewardTrainer(ExampleTrainer):
         language = share_backbone(model, config.model, self._chunks(model)) if keeps_language else None
         dtype = torch_dtype(config.model.dtype)
         module = RewardScores(model, language)
+        self._packs = adapt(module, model, config.device, config.trainer.packing)
         announce(Stage.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, dtype)
         return self.health()
@@ -216,7 +224,13 @@ class RewardTrainer(ExampleTrainer):
         kept = unscored.best[tokens.sequence]
         read_at = tokens.positions + 1 if self._by_token else None
         rewards, token_rewards, best = forward(
-            tokens.input_ids, tokens.attention_mask, tokens.positions[kept], tokens.targets[kept], read_at
+            tokens.input_ids,
+            tokens.attention_mask,
+            tokens.positions[kept],
+            tokens.targets[kept],
+            tokens.last,
+            tokens.position_ids,
+            read_at,
         )
         logprobs = None if best is None else best.new_zeros(len(kept)).masked_scatter(kept, best)
         # The filler batch has a sequence and no row.

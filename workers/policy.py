@@ -28,12 +28,13 @@ from troupe.workers.contract.messages import (
 )
 from troupe.workers.contract.roles import EngineLink
 from troupe.workers.data.texts import cut_texts, text_batches
-from troupe.workers.models.capabilities import shares_prompts
+from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_stages import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
 from troupe.workers.training.group import free_port, own_address
+from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 from troupe.workers.training.step_length import HeldStep
 from troupe.workers.training.token_records import TokenRecorder
@@ -60,7 +61,6 @@ class PolicyWorker(TrainingRank):
         super().__init__(name, config.device, config.model, config.seed, config.trainer.threads)
         self._config = config
         self._reference: CausalLogprobs | None = None
-        self._shares_prompts = False
         self._publisher: WeightPublisher | None = None
         self._sender: Sender | None = None
         self._link: EngineLink | None = None
@@ -79,11 +79,14 @@ class PolicyWorker(TrainingRank):
         announce(Stage.MODEL)
         model = load_causal(config.model)
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
-        self._shares_prompts = config.share_prompts and shares_prompts(module)
+        self._packs = adapt(module, model, config.device, config.trainer.packing)
         announce(Stage.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
-            reference = self._logprobs(load_causal(config.reference_model), entropy_grad=False)
+            frozen = load_causal(config.reference_model)
+            reference = self._logprobs(frozen, entropy_grad=False)
+            # Both score the same micro-batches.
+            self._packs = adapt(reference, frozen, config.device, self._packs) and self._packs
             self._reference = reference.requires_grad_(False).to(self._engine.device)
         return self.health()
 
@@ -104,9 +107,9 @@ class PolicyWorker(TrainingRank):
     def shares_prompts(self) -> bool:
         """Whether samples of a group train behind one copy of their prompt.
 
-        They do where it is configured and the result is exact with this model.
+        They do where it is configured and they are packed.
         """
-        return self._shares_prompts
+        return self._config.share_prompts and self._packs
 
     def prepare(self, request: PrepareRequest, *tables: pa.Table) -> tuple[TrainSummary, pa.Table]:
         """See `troupe.workers.algorithms.train_batch.prepare`. Not collective: one rank prepares the batch for all."""
@@ -133,17 +136,20 @@ class PolicyWorker(TrainingRank):
         """
         table = TokenTable(batch)
         outputs: list[LossOutput] = []
+        meter = self._meter()
         text_losses: list[torch.Tensor] = []
 
         # Micro-batches are cut one at a time: the memory of an update does not grow with their number.
         def of_rollouts(rows: Sequence[int], forward: Forward) -> torch.Tensor:
-            micro_batch = table.cut(rows, plan.shared).to(self.engine.device)
+            micro_batch = table.cut(rows, plan).to(self.engine.device)
+            meter.note(micro_batch)
             output = self._loss(forward, micro_batch, table, plan, kl_old_coef)
             outputs.append(output.statistics())
             return output.loss
 
         def of_texts(part: TokenBatch, forward: Forward) -> torch.Tensor:
             micro_batch = part.to(self.engine.device)
+            meter.note(micro_batch)
             loss = self._text_loss(forward, micro_batch, plan.texts.total_loss_tokens if plan.texts is not None else 0)
             text_losses.append(loss.detach())
             return self._config.ptx_coef * loss
@@ -152,10 +158,11 @@ class PolicyWorker(TrainingRank):
         work = [partial(of_rollouts, rows) for rows in plan.micro_batches or ((),)]
         if texts is not None and plan.texts is not None:
             work += [partial(of_texts, part) for part in text_batches(texts, plan.texts)]
-        step = self.engine.update(work, lambda forward, loss: loss(forward))
+        with profiled(plan.trace, self._device):
+            step = self.engine.update(work, lambda forward, loss: loss(forward))
         if self._records is not None:
             self._records.end_update(batch)
-        metrics = update_metrics(step, outputs, self._device, sum(map(len, plan.micro_batches)))
+        metrics = update_metrics(step, outputs, meter, self._device, sum(map(len, plan.micro_batches)))
         return _with_texts(metrics, text_losses, self._config.ptx_coef) if text_losses else metrics
 
     def token_records(self) -> tuple[int, pa.Table]:
@@ -178,7 +185,7 @@ class PolicyWorker(TrainingRank):
             weights: Store the weights too, for `shorten_step`.
         """
         self._held_step = self.engine.hold_step() if weights else None
-        parts = TokenTable(batch).batches(plan.micro_batches, plan.shared)
+        parts = TokenTable(batch).batches(plan)
         batches = [_subsample(stride, part).to(self.engine.device) for part in parts]
         self._held = [(part, self._distributions(part)) for part in batches]
 
@@ -264,7 +271,8 @@ class PolicyWorker(TrainingRank):
         return self._publisher
 
     def _logprobs(self, model: Any, entropy_grad: bool) -> CausalLogprobs:
-        chunks = head_chunks(model.config.get_text_config().vocab_size, self._config.trainer.micro_batch_tokens)
+        vocabulary, tokens = model.config.get_text_config().vocab_size, self._config.trainer.micro_batch_tokens
+        chunks = head_chunks(vocabulary, tokens, self._config.device)
         return CausalLogprobs(model, self._config.sampling.temperature, chunks, entropy_grad)
 
     def _distributions(self, batch: TokenBatch) -> torch.Tensor:
@@ -275,7 +283,9 @@ class PolicyWorker(TrainingRank):
     @staticmethod
     def _text_loss(forward: Forward, batch: TokenBatch, total_tokens: int) -> torch.Tensor:
         """This micro-batch's share of the texts' mean negative log-likelihood per token, at temperature 1."""
-        logprobs, _ = forward(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, temperature=1.0)
+        logprobs, _ = forward(
+            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids, temperature=1.0
+        )
         return -logprobs.sum() / max(total_tokens, 1)
 
     def _loss(

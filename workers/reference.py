@@ -7,6 +7,7 @@ import pyarrow as pa
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import ReferenceConfig
 from troupe.workers.contract.messages import RankPlan, ScoreSummary, WorkerHealth
+from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
 from troupe.workers.telemetry.start_stages import Stage, announce
 from troupe.workers.training.rank import own_peak, prepare_torch, worker_health
@@ -20,16 +21,23 @@ class ReferenceWorker:
         self._config = config
         self._name = name
         self._module: CausalLogprobs | None = None
+        self._packs = False
 
     def start(self) -> WorkerHealth:
         """Load the model. Raises OSError if it is missing."""
         prepare_torch(self._config.threads)
         announce(Stage.MODEL)
-        model = load_causal(self._config.model)
-        chunks = head_chunks(model.config.get_text_config().vocab_size, self._config.micro_batch_tokens)
-        module = CausalLogprobs(model, self._config.temperature, chunks)
-        self._module = module.requires_grad_(False).to(self._config.device)
+        config = self._config
+        model = load_causal(config.model)
+        chunks = head_chunks(model.config.get_text_config().vocab_size, config.micro_batch_tokens, config.device)
+        module = CausalLogprobs(model, config.temperature, chunks)
+        self._packs = adapt(module, model, config.device, packing=True)
+        self._module = module.requires_grad_(False).to(config.device)
         return self.health()
+
+    def packs(self) -> bool:
+        """Whether the model takes the rows of a micro-batch concatenated, without padding."""
+        return self._packs
 
     def score(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[ScoreSummary, pa.Table]:
         """(summary, token_scores table): `ref_logprobs` of the plan's rows. Raises RuntimeError before `start`."""

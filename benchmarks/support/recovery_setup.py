@@ -100,7 +100,9 @@ class RecoverySetup:
             workers = await launcher.open(frozenset({"rollout", "policy", "reward"}))
             if workers.policy is None:
                 raise RuntimeError("the spec has no policy")
-            pool = EnginePool(workers.engines, launcher.engine, replace(pool_bounds(spec), restarts=len(work)))
+            bounds = pool_bounds(spec)
+            failures = bounds.failures.model_copy(update={"engine_restarts": len(work)})
+            pool = EnginePool(workers.engines, launcher.engine, replace(bounds, failures=failures))
             picks, ledger = prompt_picks(work), Ledger()
             settings = schedule_settings(spec, len(work), _ATTEMPTS)
             prompts = cluster.put(table)

@@ -141,12 +141,9 @@ def response_ids(rollouts: TableRef) -> list[list[int]]:
 def schedule_settings(spec: RolloutSpec, turns: int, attempts: int) -> ScheduleSettings:
     """Scheduling of one step per turn, with no staleness and no failed samples."""
     return ScheduleSettings(
-        groups_per_step=spec.schedule.prompts_per_step,
+        schedule=spec.schedule.model_copy(update={"max_staleness": 0, "steps": turns}),
+        failures=spec.failures.model_copy(update={"max_attempts": attempts, "max_failed_fraction": 0.0}),
         group_size=spec.group_size,
-        max_staleness=0,
-        steps=turns,
-        max_attempts=attempts,
-        max_failed_fraction=0.0,
         min_group=1,
         seed=spec.seed,
     )

@@ -33,6 +33,7 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup, TrainerGroup, 
 from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
@@ -40,9 +41,10 @@ from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler,
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
+from troupe.orchestrator.spec.sections import CheckpointConfig, FailureConfig, ScheduleConfig
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.orchestrator.training.recovery import RecoverySettings, TrainerRecovery
+from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import (
@@ -94,6 +96,31 @@ class Shape:
     def sequences(self) -> int:
         """Sequences per step."""
         return self.groups * self.samples
+
+    @property
+    def schedule(self) -> ScheduleConfig:
+        """The section of the spec."""
+        return ScheduleConfig(
+            steps=self.steps,
+            prompts_per_step=self.groups,
+            max_staleness=self.staleness,
+            start_timeout_s=TIMEOUT_S,
+            generate_timeout_s=TIMEOUT_S,
+            train_timeout_s=TIMEOUT_S,
+            step_timeout_s=TIMEOUT_S,
+        )
+
+    @property
+    def failures(self) -> FailureConfig:
+        """The section of the spec: nothing but engines may fail."""
+        return FailureConfig(
+            engine_restarts=self.restarts,
+            steps_per_restart=0,
+            trainer_restarts=0,
+            max_attempts=3,
+            max_failed_fraction=0.0,
+            health_interval_s=TIMEOUT_S,
+        )
 
 
 @dataclass(frozen=True)
@@ -179,22 +206,21 @@ class Simulation:
             await asyncio.sleep(0)
             return Engine(workers.spawn(name), "host")
 
-        bounds = PoolBounds(shape.slots * shape.samples, TIMEOUT_S, TIMEOUT_S, 3, TIMEOUT_S, shape.restarts)
+        bounds = PoolBounds(shape.slots * shape.samples, shape.schedule, shape.failures)
         pool = EnginePool([Engine(handle, "host") for handle in workers.engines], spawn, bounds)
         policy = PolicyGroup("policy", [workers.policy], 16384)
         rewards = RewardPool([workers.reward], TIMEOUT_S)
         ledger = Ledger()
         prompts = PromptSource(_Pool((shape.steps + shape.staleness + 1) * shape.groups), 17)
-        schedule = ScheduleSettings(shape.groups, shape.samples, shape.staleness, shape.steps, 3, 0.0, 1, 17)
+        schedule = ScheduleSettings(shape.schedule, shape.failures, group_size=shape.samples, min_group=1, seed=17)
         scheduler = RolloutScheduler(schedule, pool, Scorer(rewards, ()), ledger, self._drawn(prompts), None)
-        makers = RolloutComponents(policy, pool, scheduler, rewards, prompts, ledger)
-        rollouts = RolloutSettings(False, shape.staleness, TIMEOUT_S, out / "trajectories")
+        makers = RolloutComponents(Workers({"policy": policy}), pool, scheduler, rewards, prompts, ledger)
+        rollouts = RolloutSettings(shape.schedule, old_logprobs_at_batch=False, trajectories=out / "trajectories")
         source = RolloutSource(rollouts, makers, self.clock, self.stop)
         updates = RolloutUpdates(_update_settings(), policy, None, self.clock)
         sinks = MetricSinks.open(LoggedRun(out))
         store, sync = CheckpointStore(out / "checkpoints", 1), FileSync(policy, pool, TIMEOUT_S)
-        recovers = RecoverySettings(restarts=0, replay_steps=16, load_timeout_s=TIMEOUT_S)
-        recovery = TrainerRecovery(recovers, updates, sync.push, store, _restart, self.clock)
+        recovery = TrainerRecovery(shape.schedule, shape.failures, updates, sync.push, store, _restart, self.clock)
         components = RunComponents(source, updates, recovery, sync, None, ledger)
         return Controller(_settings(shape), components, store, sinks, self.clock, self.stop), pool
 
@@ -217,14 +243,11 @@ async def _restart(groups: Sequence[TrainerGroup[Any]]) -> None:
 
 def _settings(shape: Shape) -> TrainSettings:
     return TrainSettings(
-        steps=shape.steps,
-        train_timeout_s=TIMEOUT_S,
-        step_timeout_s=TIMEOUT_S,
+        schedule=shape.schedule,
+        checkpoint=CheckpointConfig(every_steps=0),
+        evaluation=None,
+        failures=shape.failures,
         probe_every_s=shape.probe_every_s,
-        checkpoint_every=0,
-        evaluate_every=0,
-        evaluate_at_start=False,
-        evaluate_at_end=False,
     )
 
 

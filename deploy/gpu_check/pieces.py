@@ -81,6 +81,13 @@ PIECES: tuple[Piece, ...] = (
         on_cpu=(_run("tiny-ppo", "schedule.steps=2", "checkpoint.every_steps=0"),),
     ),
     Piece(
+        "packing",
+        "updates with packed rows, against padded ones: the same gradient, and their time",
+        "benchmark",
+        on_gpu=(_benchmark("packing", "--device", "cuda", "--micro-batch-tokens", "8192", "--groups", "32"),),
+        on_cpu=(_benchmark("packing", *_TINY, "--groups", "2", "--turns", "1", "--threads", "1"),),
+    ),
+    Piece(
         "ipc",
         "weight sync by CUDA IPC between two processes on one GPU; samples agree with the new weights",
         "benchmark",

@@ -1,7 +1,7 @@
 """Write the table of planted faults into the guide of the audit: `python -m docs.tooling.write_audit_table`.
 
-The figures come from the tests: `TROUPE_AUDIT_RESULTS=docs/tooling/audit_faults.json make ARGS=tests/real/test_audit.py
-test`.
+The figures come from the tests:
+`TROUPE_AUDIT_RESULTS=docs/tooling/audit_faults.json make ARGS=tests/real/test_audit.py test-long`.
 """
 
 from __future__ import annotations

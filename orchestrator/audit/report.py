@@ -23,7 +23,7 @@ _REMEDIES = {
     ("sampler", "positions"): "the engine numbers its tokens in another way than the model was trained: check its "
     "version and the model's rope parameters",
     ("trainer", "positions"): "the trainer numbers its tokens in another way than the model was trained: set "
-    "roles.policy.share_prompts to false, and check padding",
+    "roles.policy.packing to false",
     ("sampler", "weights"): f"{_WEIGHTS}: do not train on these samples; start the engines again, and report the model "
     "and the version of vLLM",
     ("trainer", "weights"): "the trainer does not hold the weights of the checkpoint: resume from another one",

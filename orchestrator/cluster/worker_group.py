@@ -122,6 +122,8 @@ class WorkerGroup(Generic[W]):
         self.role = role
         self.workers = tuple(workers)
         self.micro_batch_tokens = micro_batch_tokens
+        self.packs = False
+        """Whether the rows of a micro-batch are concatenated without padding; known once the group has started."""
         self._pace = Pace(hung_s)
 
     @property
@@ -183,10 +185,11 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
     """None: a lost rank is an error."""
 
     async def start(self, timeout_s: float) -> None:
-        """Starts the ranks: rank 0 names the address at which all of them meet."""
+        """Starts the ranks: rank 0 names the address at which all of them meet. Then asks whether they pack."""
         address, port = await self.workers[0].call(Trainer.rendezvous, timeout_s)
         places = [Rendezvous(address=address, port=port, rank=r, world_size=self.ranks) for r in range(self.ranks)]
         await self._scatter(Trainer.start, timeout_s, places)
+        self.packs = all(await self._broadcast(Trainer.packs, timeout_s))
 
     async def find_dead(self) -> WorkerDied | None:
         """A rank whose process has died, if there is one."""
@@ -354,6 +357,10 @@ class CriticGroup(TrainerGroup[Critic]):
 
 class ReferenceGroup(WorkerGroup[Reference]):
     """The workers of the frozen reference, which score shares of the same rows."""
+
+    async def start(self, timeout_s: float) -> None:
+        """Asks the workers, which are started one by one, whether they pack."""
+        self.packs = all(await self._broadcast(Reference.packs, timeout_s))
 
     async def score(self, plans: Sequence[RankPlan], *rollouts: TableRef, timeout_s: float) -> Scores:
         """`ref_logprobs` of the plans' rows."""

@@ -1,12 +1,8 @@
-"""Requests of commands to change an active run, through a mailbox in the run's folder.
-
-While a run is active, its folder has a subfolder `control`. Requests and answers are JSON.
-"""
+"""Requests of commands to change an active run: JSON in the mailbox `control`, which exists while the run is active."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import shutil
@@ -17,23 +13,23 @@ from typing import Any
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from troupe.orchestrator import mailbox
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.spec.errors import SpecError
-from troupe.orchestrator.telemetry.mailbox import LONGEST, Mailbox, PostedRequest, require_folder
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "control"
 _OWNER = "run.json"
-_SUFFIX = ".json"
 _POLL_S = 0.5
 
 
-class ChangeRequest(BaseModel):
-    """The content of a request."""
+class Request(BaseModel):
+    """A request to a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -41,8 +37,8 @@ class ChangeRequest(BaseModel):
     """New values of spec fields by dotted path; empty: only report the state."""
 
 
-class ChangeAnswer(BaseModel):
-    """The content of an answer."""
+class Answer(BaseModel):
+    """A run's answer to a request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,16 +64,16 @@ class ControlServer:
     """
 
     def __init__(self, run_folder: Path, scaler: WorkerScaler) -> None:
-        self._folder = run_folder / FOLDER
-        self._mailbox = Mailbox(self._folder, _SUFFIX)
+        self._mailbox = Mailbox(run_folder / FOLDER)
         self._scaler = scaler
         self._task: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """Start answering. Messages of earlier runs in the folder are deleted."""
+        """Start answering. Files of earlier runs in the folder are deleted."""
+        folder = self._mailbox.folder
+        shutil.rmtree(folder, ignore_errors=True)
         self._mailbox.open()
-        owner = _Owner(host=socket.gethostname(), pid=os.getpid())
-        write_atomic(self._folder / _OWNER, _json(owner), PRIVATE)
+        write_atomic(folder / _OWNER, _Owner(host=socket.gethostname(), pid=os.getpid()).model_dump_json(), PRIVATE)
         self._task = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
@@ -86,29 +82,29 @@ class ControlServer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._mailbox.folder, ignore_errors=True)
 
     async def _serve(self) -> None:
         while True:
             try:
-                while (request := await asyncio.to_thread(self._mailbox.take)) is not None:
-                    await asyncio.to_thread(self._mailbox.answer, request, _json(self._answer(request)))
+                for request in await asyncio.to_thread(lambda: list(self._mailbox.take())):
+                    self._mailbox.answer(request, self._answer(request).model_dump_json())
             except OSError as error:
-                logger.warning("%s: cannot answer a request: %s", self._folder, error)
+                logger.warning("%s: cannot answer a request: %s", self._mailbox.folder, error)
             await asyncio.sleep(_POLL_S)
 
-    def _answer(self, request: PostedRequest) -> ChangeAnswer:
+    def _answer(self, request: mailbox.Request) -> Answer:
         try:
-            if request.content is None:
-                raise UsageError(f"the request exceeds {LONGEST} bytes")
-            changes = ChangeRequest.model_validate_json(request.content).changes
-            if changes:
-                self._scaler.change(changes)
+            if request.too_long:
+                raise UsageError(f"the request exceeds {mailbox.LONGEST} bytes")
+            asked = Request.model_validate_json(request.content or b"")
+            if asked.changes:
+                self._scaler.change(asked.changes)
         except (SpecError, UsageError) as error:
-            return ChangeAnswer(error=str(error))
+            return Answer(error=str(error))
         except ValidationError as error:
-            return ChangeAnswer(error=f"cannot read the request: {type(error).__name__}")
-        return ChangeAnswer(roles=self._scaler.states())
+            return Answer(error=f"cannot read the request: {type(error).__name__}")
+        return Answer(roles=self._scaler.states())
 
 
 def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[RoleState, ...]:
@@ -127,17 +123,16 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
         TroupeError: The run does not answer in time, or ends meanwhile.
     """
     _require_run(run_folder)
-    mailbox = Mailbox(run_folder / FOLDER, _SUFFIX)
     try:
-        text = mailbox.ask(_json(ChangeRequest(changes=changes)), timeout_s, timeout_s)
-    except TimeoutError:
-        raise TroupeError(f"{run_folder}: the run did not answer within {timeout_s:g} s") from None
+        text = Mailbox(run_folder / FOLDER).ask(Request(changes=changes).model_dump_json(), timeout_s)
     except OSError as error:
         raise TroupeError(
             f"{run_folder}: the run has ended, or its folder is not accessible: {error.strerror}"
         ) from error
+    if text is None:
+        raise TroupeError(f"{run_folder}: the run did not answer within {timeout_s:g} s")
     try:
-        found = ChangeAnswer.model_validate_json(text)
+        found = Answer.model_validate_json(text)
     except ValidationError:
         raise TroupeError(f"{run_folder}: the run's answer cannot be read: is it another version of Troupe?") from None
     if found.error:
@@ -147,14 +142,11 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
 
 def _require_run(run_folder: Path) -> None:
     """Raise UsageError if the folder has no active run, as far as this machine can tell."""
-    require_folder(run_folder)
+    if not run_folder.is_dir():
+        raise UsageError(f"{run_folder}: no such folder; RUN is a run folder, as in runs/NAME")
     try:
         owner = _Owner.model_validate_json((run_folder / FOLDER / _OWNER).read_bytes())
     except (OSError, ValidationError):
         raise UsageError(f"{run_folder}: no active run, or it has not started all its workers yet") from None
     if owner.host == socket.gethostname() and not psutil.pid_exists(owner.pid):
         raise UsageError(f"{run_folder}: its run (process {owner.pid}) has ended")
-
-
-def _json(content: BaseModel) -> str:
-    return json.dumps(content.model_dump(mode="json"))  # as ASCII: a path may hold characters that UTF-8 does not take

@@ -22,6 +22,7 @@ from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerError
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
+from troupe.orchestrator.spec.sections import FailureConfig, ScheduleConfig
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate, WorkerHealth
 from troupe.workers.contract.roles import TableRef
@@ -108,15 +109,8 @@ class PoolBounds:
 
     max_load: int
     """Maximum number of unfinished samples of one engine, running and queued."""
-    generate_timeout_s: float
-    probe_timeout_s: float
-    probe_misses: int
-    """Consecutive missed probes after which an engine is removed."""
-    start_timeout_s: float
-    restarts: int
-    """Replacements that may be in use at once (`RestartBudget`)."""
-    steps_per_restart: int = 0
-    """Steps without a loss that give one back; 0: none is given back."""
+    schedule: ScheduleConfig
+    failures: FailureConfig
 
 
 Spawn = Callable[[str], Awaitable[Engine]]
@@ -166,7 +160,7 @@ class EnginePool(ReplicaPool[Engine]):
     """
 
     def __init__(self, engines: Sequence[Engine], spawn: Spawn, bounds: PoolBounds) -> None:
-        budget = RestartBudget("engine", bounds.restarts, bounds.steps_per_restart)
+        budget = RestartBudget("engine", bounds.failures.engine_restarts, bounds.failures.steps_per_restart)
         super().__init__(engines, spawn, budget, _RETRY_S)
         self.bounds = bounds
         self.bring_up: BringUp | None = None
@@ -201,7 +195,7 @@ class EnginePool(ReplicaPool[Engine]):
 
     async def generate(self, request: GroupRequest, prompts: TableRef, engine: Engine) -> tuple[GroupSummary, TableRef]:
         """Runs a request on an engine returned by `acquire`."""
-        summary, rollouts = await engine.generate(request, prompts, self.bounds.generate_timeout_s)
+        summary, rollouts = await engine.generate(request, prompts, self.bounds.schedule.generate_timeout_s)
         engine.finished_ahead = summary.finished_ahead
         engine.finished_groups += 1
         return summary, rollouts
@@ -244,7 +238,7 @@ class EnginePool(ReplicaPool[Engine]):
         self._set_state(engine, EngineState.SUSPECT)
         logger.warning("%s; probing the engine", error)
         try:
-            await engine.health(self.bounds.probe_timeout_s)
+            await engine.health(self.bounds.failures.health_interval_s)
         except WorkerError as probe:
             await self.lose(engine, probe)
         else:
@@ -257,10 +251,10 @@ class EnginePool(ReplicaPool[Engine]):
 
         async def probe(engine: Engine) -> None:
             try:
-                await engine.health(self.bounds.probe_timeout_s)
+                await engine.health(self.bounds.failures.health_interval_s)
             except WorkerError as error:
                 engine.missed_probes += 1
-                lost = isinstance(error, WorkerDied) or engine.missed_probes >= self.bounds.probe_misses
+                lost = isinstance(error, WorkerDied) or engine.missed_probes >= self.bounds.failures.health_misses
                 if lost and engine.state is EngineState.SERVING:
                     await self.lose(engine, error)
             else:
@@ -319,7 +313,7 @@ class EnginePool(ReplicaPool[Engine]):
 
     async def _start(self, name: str) -> None:
         """Starts an engine, loads the current weights into it and adds it to the serving engines."""
-        engine = await asyncio.wait_for(self._spawn(name), self.bounds.start_timeout_s)
+        engine = await asyncio.wait_for(self._spawn(name), self.bounds.schedule.start_timeout_s)
         try:
             async with self.transfer_lock:
                 if self.bring_up is not None:

@@ -288,6 +288,26 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("TRAINER/sequences", "count", "Sequences that were computed in an update.", "-"),
         Metric("TRAINER/tokens", "count", "Tokens with a loss that were computed in an update.", "-"),
         Metric(
+            "TRAINER/padding",
+            "share",
+            "Padding among the tokens that the model ran on in an update.",
+            "0; above, the model does not pack, or `roles.ROLE.packing` is false",
+        ),
+        Metric(
+            "TRAINER/tokens_per_s",
+            "tokens/s",
+            "Tokens that one worker's model ran on in an update, without padding and with a shared prompt once, over "
+            "the seconds of the update.",
+            "steady",
+        ),
+        Metric(
+            "TRAINER/mfu",
+            "share",
+            "Model FLOPs utilization: six operations for each parameter and token, over the GPU's peak in bfloat16. "
+            "Written for GPUs with a known peak, and not for mixtures of experts.",
+            "0.3 to 0.5",
+        ),
+        Metric(
             "TRAINER/skipped_updates",
             "share",
             "Updates skipped because the gradient was not finite; no parameter changed.",

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
-from troupe.workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, TrainerConfig
+from troupe.workers.contract.config import (
+    CHUNK_LOGITS,
+    GPU_BATCH_TOKENS,
+    REDUCE_BUCKET,
+    Dtype,
+    EngineConfig,
+    TrainerConfig,
+)
 from troupe.workers.contract.units import GIB, MIB
 
 Where = Literal["gpu", "host"]
@@ -30,8 +37,6 @@ CUDA_CONTEXT = 800 * MIB
 """Memory that CUDA, cuBLAS and NCCL take of a GPU for one process, by reports of nvidia-smi. Not measured here."""
 TRANSFER_BUFFER = GIB
 """vLLM's `DEFAULT_PACKED_BUFFER_SIZE_BYTES`; nccl has two of them on each side, ipc one."""
-PROFILED_TOKENS = 8192
-"""Tokens of the largest batch that vLLM reserves memory for on a GPU (`max_num_batched_tokens`)."""
 CPU_BATCH_TOKENS = 4096
 """Tokens of the largest batch on the CPU, if no sequence is longer (`workers/engine/settings.py`)."""
 KV_BLOCK = {"gpu": 16, "host": 32}
@@ -119,7 +124,8 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         parts[device].append(Part("head", tokens * size.hidden * (width + 4), "pass"))
     else:
         extra = (1 if rank.scaled else 0) + (2 if rank.entropy_grad else 0)
-        parts[device].append(Part("logits", head(size, width, tokens) + 4 * extra * _chunk(size, tokens), "pass"))
+        logits = head(size, width, tokens, rank.gpu) + 4 * extra * _chunk(size, tokens, rank.gpu)
+        parts[device].append(Part("logits", logits, "pass"))
     if rank.gpu:
         parts["gpu"] += [Part("transfer", rank.transfer), Part("process", CUDA_CONTEXT)]
         # Every rank builds the whole model in host memory before it moves to the GPU.
@@ -228,27 +234,27 @@ def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpoi
     return tokens * (kept + ends + at_work)
 
 
-def head(size: ModelSize, width: int, tokens: int) -> int:
+def head(size: ModelSize, width: int, tokens: int, gpu: bool) -> int:
     """Bytes of the output head in a pass: hidden states of `tokens` tokens, and the larger of two moments.
 
     In the backward pass of a chunk exist its logits in float32 (and in the type of the weights), the gradient of the
     chosen ones, and difference, exponential and product of the log-sum; besides, the gradient of the head's weight
     from the chunks before. Then autograd adds the gradient of this chunk to that sum, in new memory.
     """
-    weight, logits = width * size.vocabulary * size.hidden, _chunk(size, tokens)
+    weight, logits = width * size.vocabulary * size.hidden, _chunk(size, tokens, gpu)
     made = 20 + (width if width < 4 else 0)
-    moments = (weight + made * logits, 3 * weight) if _chunks(size, tokens) > 1 else (made * logits, weight)
+    moments = (weight + made * logits, 3 * weight) if _chunks(size, tokens, gpu) > 1 else (made * logits, weight)
     return width * size.hidden * tokens + max(moments)
 
 
-def _chunks(size: ModelSize, tokens: int) -> int:
+def _chunks(size: ModelSize, tokens: int, gpu: bool) -> int:
     """Chunks of the output head (`troupe.workers.models.modeling.head_chunks`)."""
-    return max(1, math.ceil(size.vocabulary * tokens / CHUNK_LOGITS))
+    return max(1, math.ceil(size.vocabulary * tokens / CHUNK_LOGITS["cuda" if gpu else "cpu"]))
 
 
-def _chunk(size: ModelSize, tokens: int) -> int:
+def _chunk(size: ModelSize, tokens: int, gpu: bool) -> int:
     """Logits that are held at once."""
-    return math.ceil(tokens / _chunks(size, tokens)) * size.vocabulary
+    return math.ceil(tokens / _chunks(size, tokens, gpu)) * size.vocabulary
 
 
 @dataclass(frozen=True)
@@ -271,7 +277,7 @@ class Scoring:
 def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     """Memory of a frozen model that scores: its weights and the activations of one layer."""
     size, width, tokens = model.size, WIDTHS[model.dtype], model.tokens
-    logits = 0 if model.values else (16 + (width if width < 4 else 0)) * _chunk(size, tokens)
+    logits = 0 if model.values else (16 + (width if width < 4 else 0)) * _chunk(size, tokens, model.gpu)
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
     parts["gpu" if model.gpu else "host"] += [
         Part("weights", width * size.parameters),
@@ -358,7 +364,7 @@ def engine(
     packed = width * size.vocabulary * size.hidden if gpu is None and size.head == 0 else 0
     weights = math.ceil((size.packed or width * size.parameters) / ranks) + packed
     block = KV_BLOCK["host" if gpu is None else "gpu"]
-    batch = max(config.max_model_len, CPU_BATCH_TOKENS) if gpu is None else PROFILED_TOKENS
+    batch = max(config.max_model_len, CPU_BATCH_TOKENS) if gpu is None else GPU_BATCH_TOKENS
     needed = sequence_bytes(size, kv_bytes(size, width, ranks), config.max_model_len, block, batch)
     if gpu is None:
         cache = int(config.kv_cache_gib * GIB)
@@ -367,7 +373,7 @@ def engine(
         memory = WorkerMemory(worker, "host", (*parts, Part("process", process)))
         return (memory,), Cache(cache, cache // needed, config.max_model_len)
     host = WorkerMemory(worker, "host", (Part("process", process),))
-    at_work = forward(size, width, PROFILED_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
+    at_work = forward(size, width, GPU_BATCH_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
     fixed = [Part("weights", weights), Part("activations", at_work, "pass"), Part("process", CUDA_CONTEXT)]
     sent = Part("transfer", transfer)
     if not gpu:

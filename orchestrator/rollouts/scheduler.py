@@ -21,6 +21,7 @@ from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool, EngineState
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
+from troupe.orchestrator.spec.sections import FailureConfig, ScheduleConfig
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
@@ -51,12 +52,9 @@ Observe = Callable[[int, RewardSummary], None]
 class ScheduleSettings:
     """Sizes and limits of the scheduler."""
 
-    groups_per_step: int
+    schedule: ScheduleConfig
+    failures: FailureConfig
     group_size: int
-    max_staleness: int
-    steps: int
-    max_attempts: int
-    max_failed_fraction: float
     min_group: int
     """Minimum number of scored samples of a trained group (two if samples are compared within the group)."""
     seed: int
@@ -103,6 +101,7 @@ class RolloutScheduler:
         observe: Observe | None = None,
     ) -> None:
         self.settings = settings
+        self._schedule = settings.schedule
         self.version = version
         self._pool = pool
         self._scorer = scorer
@@ -110,7 +109,7 @@ class RolloutScheduler:
         self._next_prompt = next_prompt
         self._prompt_pool = prompt_pool
         self._observe = observe
-        self._opened = version * settings.groups_per_step
+        self._opened = version * settings.schedule.prompts_per_step
         self._order = 0
         self._opening = False
         """Whether a task that opens the free slots is running."""
@@ -151,7 +150,10 @@ class RolloutScheduler:
                 raise self._failure
             ready = self._ready()
             if progress is not None:
-                progress(min(len(self._finished), self.settings.groups_per_step), self.settings.groups_per_step)
+                progress(
+                    min(len(self._finished), self._schedule.prompts_per_step),
+                    self._schedule.prompts_per_step,
+                )
             if ready is not None:
                 batch = [group.scored for group in ready if group.scored is not None]
                 taken = set(ready)
@@ -182,18 +184,18 @@ class RolloutScheduler:
 
     def _ready(self) -> list[_Open] | None:
         """The next batch if it can be formed now: groups at the staleness limit first, then in order of dispatch."""
-        oldest_allowed = self.version - self.settings.max_staleness
+        oldest_allowed = self.version - self._schedule.max_staleness
         # Called whenever a group finishes: the common answer "not ready" must not scan every group.
-        if len(self._finished) < self.settings.groups_per_step or any(v <= oldest_allowed for v in self._running):
+        if len(self._finished) < self._schedule.prompts_per_step or any(v <= oldest_allowed for v in self._running):
             return None
         finished = sorted(self._finished, key=lambda group: (group.started_at_version > oldest_allowed, group.order))
-        return sorted(finished[: self.settings.groups_per_step], key=lambda group: group.order)
+        return sorted(finished[: self._schedule.prompts_per_step], key=lambda group: group.order)
 
     @property
     def _free(self) -> int:
         """Number of slots that may be opened now."""
         allowed = (
-            min(self.version + self.settings.max_staleness + 1, self.settings.steps) * self.settings.groups_per_step
+            min(self.version + self._schedule.max_staleness + 1, self._schedule.steps) * self._schedule.prompts_per_step
         )
         return allowed - self._opened
 
@@ -244,7 +246,7 @@ class RolloutScheduler:
 
     async def _run(self, group: _Open) -> None:
         """Generates and scores a group, again whenever its data are lost, up to `max_attempts` times."""
-        for _ in range(self.settings.max_attempts):
+        for _ in range(self.settings.failures.max_attempts):
             try:
                 await self._attempt(group)
                 return
@@ -252,7 +254,7 @@ class RolloutScheduler:
                 logger.warning("sampling %s again: %s", group.pick.prompt_uid, error)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 self._stop(group)
-        self._replace(group, f"its data were lost {self.settings.max_attempts} times", failed=True)
+        self._replace(group, f"its data were lost {self.settings.failures.max_attempts} times", failed=True)
 
     async def _attempt(self, group: _Open) -> None:
         """Generates and scores a group once, and keeps, drops or replaces it.
@@ -264,7 +266,7 @@ class RolloutScheduler:
             (summary, rollouts), *greedy = await self._generate(group)
         except WorkerError as error:
             self._replace(
-                group, f"generation failed {self.settings.max_attempts} times", failed=True, detail=str(error)
+                group, f"generation failed {self.settings.failures.max_attempts} times", failed=True, detail=str(error)
             )
             return
         if summary.refused:
@@ -312,7 +314,7 @@ class RolloutScheduler:
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 tries += engine.state is not EngineState.LEAVING
                 await self._pool.report_failure(engine, error)
-                if tries >= self.settings.max_attempts:
+                if tries >= self.settings.failures.max_attempts:
                     raise
                 continue
             finally:
@@ -335,7 +337,7 @@ class RolloutScheduler:
             reason = status if failed_before else f"reward: {status}"
             self._ledger.mark_dropped(group.pick.prompt_uid, sample_index, reason)
         self._count_failures(len(failures))
-        replaceable = self.settings.replaceable * self.settings.groups_per_step
+        replaceable = self.settings.replaceable * self._schedule.prompts_per_step
         if self._without_signal < replaceable and (why := self.settings.signal.problem(scored)):
             self._without_signal += 1
             self._drop(group, f"no signal: {why}")
@@ -380,7 +382,7 @@ class RolloutScheduler:
     def _count_refusal(self, reason: str) -> None:
         """Counts a refused prompt; raises BatchFailed if this step has too many."""
         self._refused += 1
-        if self._refused > _REFUSALS_PER_GROUP * self.settings.groups_per_step:
+        if self._refused > _REFUSALS_PER_GROUP * self._schedule.prompts_per_step:
             raise BatchFailed(
                 f"{self._refused} prompts of this step were refused, more than {_REFUSALS_PER_GROUP} for each group of "
                 f"the batch; check the data; the last: {reason}"
@@ -389,7 +391,7 @@ class RolloutScheduler:
     def _count_failures(self, samples: int) -> None:
         """Counts failed samples; raises BatchFailed if this step has too many."""
         self._failed_samples += samples
-        budget = self.settings.max_failed_fraction * self.settings.groups_per_step * self.settings.group_size
+        budget = self.settings.failures.max_failed_fraction * self._schedule.prompts_per_step * self.settings.group_size
         if self._failed_samples > budget:
             raise BatchFailed(
                 f"{self._failed_samples} samples of this step failed, more than failures.max_failed_fraction allows "

@@ -11,16 +11,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.prompts import PromptSource
 from troupe.orchestrator.data.texts import TextOrder
 from troupe.orchestrator.errors import DataLost, TroupeError, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers, std
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
+from troupe.orchestrator.spec.sections import ScheduleConfig
 from troupe.orchestrator.training.batch import Batch, GroupOrigin, unless_stopped
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_ranks
@@ -36,10 +37,9 @@ logger = logging.getLogger(__name__)
 class RolloutSettings:
     """Settings of a `RolloutSource`."""
 
+    schedule: ScheduleConfig
     old_logprobs_at_batch: bool
     """Whether `old_logprobs` are computed for the whole batch instead of for each group during generation."""
-    max_staleness: int
-    train_timeout_s: float
     trajectories: Path | None
     """Folder for the samples of every step; None: they are not written."""
     mask_truncated: bool = False
@@ -50,7 +50,7 @@ class RolloutSettings:
 class RolloutComponents:
     """The parts that produce a batch of rollouts."""
 
-    policy: PolicyGroup
+    workers: Workers
     pool: EnginePool
     scheduler: RolloutScheduler
     rewards: RewardPool
@@ -146,9 +146,9 @@ class RolloutSource:
 
     async def _write_samples(self, folder: Path, version: int, tables: list[TableRef]) -> None:
         """Writes the tables of a step with what the policy computed in its updates. Raises WorkerError."""
-        timeout_s = self._settings.train_timeout_s
+        timeout_s = self._settings.schedule.train_timeout_s
         try:
-            tables = tables + await self._components.policy.token_records(timeout_s=timeout_s)
+            tables = tables + await self._components.workers.require_policy().token_records(timeout_s=timeout_s)
         except WorkerError as error:
             logger.warning("the samples of step %d have no log-probs of its updates: %s", version, error)
         path = str(folder / f"step-{version:06d}.parquet")
@@ -184,11 +184,13 @@ class RolloutSource:
         self._check_staleness(version, groups)
         rollouts = [group.rollouts for group in groups]
         tables = [*rollouts, *(group.reward_table for group in groups), *_unique(groups)]
-        policy, timeout_s = self._components.policy, self._settings.train_timeout_s
+        policy, timeout_s = self._components.workers.require_policy(), self._settings.schedule.train_timeout_s
         if self._settings.old_logprobs_at_batch:
             self._console.phase("old log-probs", 0, 1)
             lengths = [length for group in groups for length in row_lengths(group.summary)]
-            plans = plan_ranks(lengths, range(len(lengths)), policy.ranks, policy.micro_batch_tokens)
+            plans = plan_ranks(
+                lengths, range(len(lengths)), policy.ranks, policy.micro_batch_tokens, packed=policy.packs
+            )
             scored = await policy.compute_logprobs(plans, *rollouts, timeout_s=timeout_s)
             tables += [table for _, table in scored]
         request = self._prepare_request(groups)
@@ -217,11 +219,11 @@ class RolloutSource:
         """Raises TroupeError if a sample is older than the staleness limit (an invariant of the scheduler)."""
         for group in groups:
             for sample in group.summary.samples:
-                if version - sample.oldest_version > self._settings.max_staleness:
+                if version - sample.oldest_version > self._settings.schedule.max_staleness:
                     raise TroupeError(
                         f"{group.summary.prompt_uid} sample {sample.sample_index} from {group.summary.engine} has "
                         f"tokens of version {sample.oldest_version}; the policy is at {version} and "
-                        f"schedule.max_staleness is {self._settings.max_staleness}"
+                        f"schedule.max_staleness is {self._settings.schedule.max_staleness}"
                     )
 
     def _on_groups(self, done: int, wanted: int) -> None:

@@ -176,7 +176,6 @@ class OfflineSpec(RunSpec, frozen=True):
                 from_divergence=bool(self.algorithm.from_divergence),
                 mismatched="labelled" in self.row.formats,
             ),
-            packing=bool(self.algorithm.packing),
             reference_model=self.colocated_reference_model,
             total_updates=self.updates,
             seed=self.seed,

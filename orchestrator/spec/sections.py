@@ -105,8 +105,8 @@ class PolicyRole(TrainerRole):
     """Workers that train the policy: one DeepSpeed rank each."""
 
     share_prompts: bool = True
-    """Train the samples of a group behind one copy of their prompt where the model can and it saves work; the result is
-    the same to float tolerance."""
+    """Train the samples of a group behind one copy of their prompt where they are packed and it saves work; the result
+    is the same to float tolerance."""
 
 
 class CriticRole(TrainerRole):
@@ -575,6 +575,15 @@ class PrometheusConfig(Frozen):
     """Address to listen on; the default is reached from the same node only."""
 
 
+class ProfileConfig(Frozen):
+    """Updates that are recorded with torch's profiler. Recording slows the update down and takes memory."""
+
+    steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
+    """Steps whose first update of each trained model is recorded."""
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
+    """Ranks that record it."""
+
+
 class BaseOutput(Frozen):
     """What the run writes, besides its log, metrics and checkpoints."""
 
@@ -587,6 +596,9 @@ class BaseOutput(Frozen):
     """Project (wandb) or experiment (mlflow) to which the run belongs."""
     prometheus: PrometheusConfig | None = None
     """Serve the metrics of the latest step to Prometheus, from the controller's node."""
+    profile: ProfileConfig | None = None
+    """Write traces of chosen updates to `profile/` in the run folder, on the node of each rank, for `chrome://tracing`
+    or Perfetto."""
     replay_steps: int = Field(default=32, ge=0)
     """Newest steps whose batches are kept for `troupe replay`; 0: none."""
     replay_gib: float = Field(default=2.0, gt=0.0)

@@ -56,7 +56,8 @@ class Span(NamedTuple):
 
 _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
     "start": (
-        *(roles.Replica.start, roles.Trainer.rendezvous, roles.Policy.shares_prompts, roles.Policy.connect_engines),
+        *(roles.Replica.start, roles.Trainer.rendezvous, roles.Trainer.packs, roles.Reference.packs),
+        *(roles.Policy.shares_prompts, roles.Policy.connect_engines),
         *(roles.Engine.connect_environments, roles.Engine.transfer_init, roles.Reward.connect_judge),
     ),
     "generate": (roles.Engine.generate,),

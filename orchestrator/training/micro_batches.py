@@ -1,8 +1,8 @@
 """Micro-batch planning: assigns rows to ranks and splits them into micro-batches.
 
-Rows are distributed over the ranks with balanced token counts, sorted by length within a rank so that micro-batches
-need little padding, and split where the padded size would exceed the token budget. Every rank gets the same number of
-micro-batches, because each one involves collective operations.
+Rows are distributed over the ranks with balanced token counts, sorted by length within a rank, and split where the
+micro-batch would exceed the token budget: its tokens where the group packs them into one row of the model, otherwise
+its padded size. Every rank gets the same number of micro-batches, because each one involves collective operations.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import numpy as np
 
 from troupe.workers.contract.messages import RankPlan, TrainRow
 
-SHARED_TOKENS = 1024
-"""Maximum tokens of a prompt with its responses in one row; the cost of attention grows with the square of this."""
-_SHARING_THRESHOLD = 0.8
-"""Prompts are shared only if at most this fraction of the tokens remains."""
+_SHARING_THRESHOLD = 0.95
+"""Prompts are shared only if at most this fraction of the tokens remains on the rank that has the most."""
 
 
 def longest_first(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
@@ -40,28 +38,54 @@ def split_balanced(lengths: Sequence[int], rows: Sequence[int], parts: int) -> l
     return out
 
 
-def cut_micro_batches(lengths: Sequence[int], rows: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Sorts `rows` by length and splits them so that (number of rows) x (longest row) is at most `budget` tokens.
+def cut_micro_batches(
+    lengths: Sequence[int], rows: Sequence[int], budget: int, *, packed: bool = False
+) -> list[tuple[int, ...]]:
+    """Sorts `rows` by length and splits them into micro-batches of at most `budget` tokens.
 
-    A single row longer than the budget forms a separate micro-batch.
+    The tokens of a micro-batch are those of its rows if `packed`, otherwise (number of rows) x (longest row). A single
+    row longer than the budget forms a separate micro-batch.
     """
-    batches: list[tuple[int, ...]] = []
-    current: list[int] = []
-    longest = 0
-    for row in longest_first(lengths, rows):
-        longest = longest if current else lengths[row]
-        if current and longest * (len(current) + 1) > budget:
-            batches.append(tuple(current))
-            current, longest = [], lengths[row]
-        current.append(row)
-    if current:
-        batches.append(tuple(current))
-    return batches
+    cuts = _fill(longest_first(lengths, rows), lengths, lengths, [1] * len(lengths), budget, packed)
+    return [tuple(cut) for cut in cuts]
 
 
-def plan_ranks(lengths: Sequence[int], rows: Sequence[int], ranks: int, budget: int) -> list[RankPlan]:
+def _fill(
+    order: Sequence[int],
+    tokens: Sequence[int],
+    longest: Sequence[int],
+    members: Sequence[int],
+    budget: int,
+    packed: bool,
+) -> list[list[int]]:
+    """Splits items in the order given, by descending longest row, into micro-batches of at most `budget` tokens.
+
+    Args:
+        order: The items.
+        tokens: Tokens of each item.
+        longest: Tokens of the longest row of each item.
+        members: Rows of each item.
+        budget: Tokens per micro-batch.
+        packed: Whether a micro-batch has the tokens of its items; otherwise all its rows are as long as the longest.
+    """
+    cuts: list[list[int]] = []
+    total = count = width = 0
+    for item in order:
+        size = total + tokens[item] if packed else width * (count + members[item])
+        if not cuts or size > budget:
+            cuts.append([])
+            total, count, width = 0, 0, longest[item]
+        cuts[-1].append(item)
+        total, count = total + tokens[item], count + members[item]
+    return cuts
+
+
+def plan_ranks(
+    lengths: Sequence[int], rows: Sequence[int], ranks: int, budget: int, *, packed: bool = False
+) -> list[RankPlan]:
     """Plans a forward pass without loss (scoring) over `ranks`; `budget` is in tokens per micro-batch."""
-    return _pad([cut_micro_batches(lengths, part, budget) for part in split_balanced(lengths, rows, ranks)], 0, 0)
+    parts = split_balanced(lengths, rows, ranks)
+    return _pad([cut_micro_batches(lengths, part, budget, packed=packed) for part in parts], 0, 0, packed)
 
 
 def plan_update(
@@ -71,6 +95,7 @@ def plan_update(
     budget: int,
     *,
     skip_zero_advantage: bool,
+    packed: bool = False,
     share_prompts: bool = False,
 ) -> list[RankPlan]:
     """Plans one optimizer update.
@@ -79,24 +104,30 @@ def plan_update(
         rows: All rows of the batch.
         chosen: Indices of the rows of this update.
         ranks: Number of ranks.
-        budget: Tokens per micro-batch, padding included.
+        budget: Tokens per micro-batch; without `packed` padding included.
         skip_zero_advantage: Whether rows without any nonzero advantage get no forward pass. They still count in the
             totals, so skipping them saves work without changing the gradient.
-        share_prompts: Whether rows of one group may be trained behind one copy of their prompt. This happens if it
-            saves enough tokens and there are enough groups for all ranks.
+        packed: Whether the rows of a micro-batch are concatenated, without padding.
+        share_prompts: Whether packed rows of one group may be trained behind one copy of their prompt. This happens if
+            it saves enough tokens on the rank with the most: a group is not divided among ranks.
     """
     lengths = [row.tokens for row in rows]
     worked = [r for r in chosen if rows[r].loss_tokens > 0 and (rows[r].has_signal or not skip_zero_advantage)]
     totals = sum(rows[r].loss_tokens for r in chosen), len(chosen)
-    if share_prompts:
-        units = _shared_units(rows, worked, min(budget, SHARED_TOKENS))
-        widths = [_shared_width(rows, unit) for unit in units]
-        if len(units) >= ranks and sum(widths) <= _SHARING_THRESHOLD * sum(lengths[r] for r in worked):
-            parts = split_balanced(widths, range(len(units)), ranks)
-            plans = _pad([_cut_units(rows, units, widths, part, budget) for part in parts], *totals)
-            return [replace(plan, shared=True) for plan in plans]
     parts = split_balanced(lengths, worked, ranks)
-    return _pad([cut_micro_batches(lengths, part, budget) for part in parts], *totals)
+    if packed and share_prompts:
+        units = _shared_units(rows, worked, budget)
+        widths = [_shared_width(rows, unit) for unit in units]
+        shares = split_balanced(widths, range(len(units)), ranks)
+        if _heaviest(widths, shares) <= _SHARING_THRESHOLD * _heaviest(lengths, parts):
+            plans = _pad([_cut_units(units, widths, share, budget) for share in shares], *totals, packed)
+            return [replace(plan, shared=True) for plan in plans]
+    return _pad([cut_micro_batches(lengths, part, budget, packed=packed) for part in parts], *totals, packed)
+
+
+def _heaviest(tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
+    """Tokens of the rank with the most."""
+    return max(sum(tokens[item] for item in part) for part in parts)
 
 
 def _shared_units(rows: Sequence[TrainRow], worked: Sequence[int], most: int) -> list[list[int]]:
@@ -121,46 +152,38 @@ def _shared_width(rows: Sequence[TrainRow], unit: Sequence[int]) -> int:
 
 
 def _cut_units(
-    rows: Sequence[TrainRow], units: Sequence[Sequence[int]], widths: Sequence[int], part: Sequence[int], budget: int
+    units: Sequence[Sequence[int]], widths: Sequence[int], part: Sequence[int], budget: int
 ) -> list[tuple[int, ...]]:
-    """Micro-batches of whole units, widest first. Two units of one group would be merged, so they never share one."""
-    cuts: list[list[int]] = []
-    width, groups = 0, set[int]()
-    for unit in sorted(part, key=lambda u: (-widths[u], u)):
-        group = rows[units[unit][0]].group
-        if not cuts or width * (len(groups) + 1) > budget or group in groups:
-            cuts.append([])
-            width, groups = widths[unit], set()
-        cuts[-1] += units[unit]
-        groups.add(group)
-    return [tuple(cut) for cut in cuts]
+    """Micro-batches of whole units, widest first."""
+    cuts = cut_micro_batches(widths, part, budget, packed=True)
+    return [tuple(row for unit in cut for row in units[unit]) for cut in cuts]
 
 
-def plan_units(rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: int, budget: int) -> list[RankPlan]:
+def plan_units(
+    rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: int, budget: int, *, packed: bool = False
+) -> list[RankPlan]:
     """Plans one optimizer update over `units`: rows that the loss compares and that share a micro-batch.
 
     Like `plan_update`, with units instead of rows: the totals are the loss tokens of the units and their number.
     """
     tokens = [sum(rows[r].tokens for r in unit) for unit in units]
     longest = [max(rows[r].tokens for r in unit) for unit in units]
-    parts: list[list[tuple[int, ...]]] = []
-    for part in split_balanced(tokens, range(len(units)), ranks):
-        cuts: list[list[int]] = []
-        width = 0
-        for unit in sorted(part, key=lambda u: (-longest[u], u)):
-            if not cuts or width * (len(cuts[-1]) + len(units[unit])) > budget:
-                cuts.append([])
-                width = longest[unit]
-            cuts[-1] += units[unit]
-        parts.append([tuple(cut) for cut in cuts])
-    return _pad(parts, sum(rows[r].loss_tokens for unit in units for r in unit), len(units))
+    members = [len(unit) for unit in units]
+    parts = [
+        _fill(longest_first(longest, part), tokens, longest, members, budget, packed)
+        for part in split_balanced(tokens, range(len(units)), ranks)
+    ]
+    cuts = [[tuple(row for unit in cut for row in units[unit]) for cut in part] for part in parts]
+    return _pad(cuts, sum(rows[r].loss_tokens for unit in units for r in unit), len(units), packed)
 
 
-def plan_texts(tokens: Sequence[int], rows: Sequence[int], ranks: int, budget: int) -> list[RankPlan]:
+def plan_texts(
+    tokens: Sequence[int], rows: Sequence[int], ranks: int, budget: int, *, packed: bool = False
+) -> list[RankPlan]:
     """Plans one optimizer update on the pieces of text `rows`. The first token of a piece has no loss."""
     parts = split_balanced(tokens, rows, ranks)
     total = sum(tokens[row] - 1 for row in rows)
-    return _pad([cut_micro_batches(tokens, part, budget) for part in parts], total, len(rows))
+    return _pad([cut_micro_batches(tokens, part, budget, packed=packed) for part in parts], total, len(rows), packed)
 
 
 def minibatches(row_count: int, parts: int, seed: Sequence[int]) -> list[list[int]]:
@@ -194,7 +217,7 @@ def pick_states(rows: Sequence[TrainRow], wanted: int, seed: Sequence[int]) -> t
     return picked, max(1, tokens // wanted) if wanted else 1
 
 
-def _pad(parts: list[list[tuple[int, ...]]], loss_tokens: int, sequences: int) -> list[RankPlan]:
+def _pad(parts: list[list[tuple[int, ...]]], loss_tokens: int, sequences: int, packed: bool) -> list[RankPlan]:
     """Plans with the same number of micro-batches for every rank; the added ones are empty."""
     most = max(len(part) for part in parts)
-    return [RankPlan((*part, *(((),) * (most - len(part)))), loss_tokens, sequences) for part in parts]
+    return [RankPlan((*part, *(((),) * (most - len(part)))), loss_tokens, sequences, packed) for part in parts]

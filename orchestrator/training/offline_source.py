@@ -12,6 +12,7 @@ from troupe.orchestrator.cluster.worker_group import ExampleGroup, ScoreTokens, 
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers
+from troupe.orchestrator.spec.sections import BaseSchedule
 from troupe.orchestrator.training.batch import Batch, unless_stopped
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_ranks, plan_units
@@ -31,14 +32,6 @@ class Tokenized:
 
 
 @dataclass(frozen=True)
-class OfflineTimeouts:
-    """Timeouts of worker calls, in seconds."""
-
-    train_timeout_s: float
-    score_timeout_s: float
-
-
-@dataclass(frozen=True)
 class ReferenceScorer:
     """The group that computes the reference's log-probs, and the method of it that does."""
 
@@ -50,17 +43,17 @@ class BatchMaker:
     """Assembles batches: token rows and, if the algorithm has a reference, its log-probs."""
 
     def __init__(
-        self, trainer: ExampleGroup, reference: ReferenceScorer | None, examples: TableRef, timeouts: OfflineTimeouts
+        self, trainer: ExampleGroup, reference: ReferenceScorer | None, examples: TableRef, schedule: BaseSchedule
     ) -> None:
         self._trainer = trainer
         self._reference = reference
         self._examples = examples
-        self._timeouts = timeouts
+        self._schedule = schedule
 
     async def make(self, picks: Sequence[PromptPick]) -> Batch:
         """The batch of these examples, in order. Raises WorkerError."""
         named = tuple((pick.prompt_uid, pick.row) for pick in picks)
-        timeout_s = self._timeouts.train_timeout_s
+        timeout_s = self._schedule.train_timeout_s
         summary, table = await self._trainer.assemble(named, self._examples, timeout_s=timeout_s)
         if self._reference is not None:
             table = await self._with_reference(self._reference, summary, table)
@@ -71,10 +64,10 @@ class BatchMaker:
     async def _with_reference(self, reference: ReferenceScorer, summary: TrainSummary, table: TableRef) -> TableRef:
         """The batch's table with the reference's log-probs."""
         group, lengths = reference.group, [row.tokens for row in summary.rows]
-        plans = plan_ranks(lengths, range(len(lengths)), group.ranks, group.micro_batch_tokens)
-        scored = await reference.score(plans, table, timeout_s=self._timeouts.score_timeout_s)
+        plans = plan_ranks(lengths, range(len(lengths)), group.ranks, group.micro_batch_tokens, packed=group.packs)
+        scored = await reference.score(plans, table, timeout_s=self._schedule.score_timeout_s)
         scores = (part for _, part in scored)
-        return await self._trainer.attach(table, *scores, timeout_s=self._timeouts.train_timeout_s)
+        return await self._trainer.attach(table, *scores, timeout_s=self._schedule.train_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -170,7 +163,9 @@ class ExampleEvaluator:
             progress(0, len(self._picks))
         batch = self._batch = self._batch or await self._maker.make(self._picks)
         trainer = self._trainer
-        plans = plan_units(batch.summary.rows, batch.units or (), trainer.ranks, trainer.micro_batch_tokens)
+        plans = plan_units(
+            batch.summary.rows, batch.units or (), trainer.ranks, trainer.micro_batch_tokens, packed=trainer.packs
+        )
         parts = await trainer.evaluate(plans, batch.table, timeout_s=self._timeout_s)
         terms = {name: sum(part.terms[name] for part in parts) for name in parts[0].terms}
         metrics = terms | tally_means(add_tallies(part.tally for part in parts))

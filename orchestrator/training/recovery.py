@@ -18,7 +18,7 @@ from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.sections import BaseFailures, BaseSchedule
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.state import ControllerState
@@ -32,26 +32,6 @@ Push = Callable[[int], Awaitable[object]]
 """Loads the policy's weights into every engine as this version."""
 RestartGroups = Callable[[Sequence[TrainerGroup[Any]]], Awaitable[None]]
 """Ends the processes of these groups, and starts the same ranks with their initial model."""
-
-
-@dataclass(frozen=True)
-class RecoverySettings:
-    """Bounds on recoveries."""
-
-    restarts: int
-    """Restarts that may be in use at once (`RestartBudget`)."""
-    replay_steps: int
-    """Steps since the last checkpoint whose batches are kept. After more of them a lost trainer ends the run."""
-    load_timeout_s: float
-    steps_per_restart: int = 0
-    """Steps without a loss that give one back; 0: none is given back."""
-
-    @classmethod
-    def from_spec(cls, spec: RunSpec) -> RecoverySettings:
-        """The settings of a spec of either kind."""
-        failures = spec.failures
-        bounds = failures.trainer_restarts, failures.replay_steps, spec.schedule.train_timeout_s
-        return cls(*bounds, failures.steps_per_restart)
 
 
 @dataclass(frozen=True)
@@ -69,7 +49,8 @@ class TrainerRecovery:
 
     def __init__(
         self,
-        settings: RecoverySettings,
+        schedule: BaseSchedule,
+        failures: BaseFailures,
         updates: Updates,
         push: Push | None,
         store: CheckpointStore,
@@ -80,7 +61,8 @@ class TrainerRecovery:
         """Restarts nothing yet.
 
         Args:
-            settings: Bounds.
+            schedule: Timeouts of calls.
+            failures: How many restarts are allowed, and how many steps can be repeated.
             updates: The updates and the trainers.
             push: None: no engine serves the trained weights.
             store: Checkpoints of the run.
@@ -88,7 +70,8 @@ class TrainerRecovery:
             console: Shows the progress.
             done: Step of the checkpoint that the trainers have loaded, if any.
         """
-        self._settings = settings
+        self._schedule = schedule
+        self._failures = failures
         self._updates = updates
         self._push = push
         self._store = store
@@ -104,7 +87,7 @@ class TrainerRecovery:
         self._interrupted: set[asyncio.Task[Any]] = set()
         """Those of them that a restart has ended."""
         self._restarts = 0
-        self.budget = RestartBudget("trainer", settings.restarts, settings.steps_per_restart)
+        self.budget = RestartBudget("trainer", failures.trainer_restarts, failures.steps_per_restart)
         for group in updates.trainers:
             group.recovery = self
 
@@ -113,7 +96,7 @@ class TrainerRecovery:
         done = await self.retry(lambda: self._updates.run(step, batch, state))
         if self._steps is not None:
             self._steps.append(_Trained(step, batch, state))
-            if len(self._steps) > self._settings.replay_steps:
+            if len(self._steps) > self._failures.replay_steps:
                 self._steps = None
         return done
 
@@ -196,7 +179,7 @@ class TrainerRecovery:
         while True:
             steps = self._steps
             if steps is None:
-                limit = f"failures.replay_steps ({self._settings.replay_steps})"
+                limit = f"failures.replay_steps ({self._failures.replay_steps})"
                 why = f"more than {limit} steps since the last checkpoint: resume from it"
                 raise WorkerError(lost.worker, lost.method, f"{lost.detail} ({why})") from lost
             if not self.budget.take():
@@ -236,7 +219,7 @@ class TrainerRecovery:
         if found is None or found.step != self._saved:
             problem = f"the checkpoint of step {self._saved} cannot be used"
             raise WorkerError(lost.worker, lost.method, f"{lost.detail} ({problem})") from lost
-        await load_checkpoint(found, self._updates.trainers, self._settings.load_timeout_s)
+        await load_checkpoint(found, self._updates.trainers, self._schedule.train_timeout_s)
 
     async def _repeat(self, steps: Sequence[_Trained]) -> None:
         """Trains on the batches since the checkpoint again; then the engines get the weights of these trainers."""

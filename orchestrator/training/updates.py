@@ -20,6 +20,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.micro_batches import minibatches, pick_states, plan_texts, plan_units, plan_update
+from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.state import ControllerState
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics
 
@@ -83,6 +84,9 @@ class UpdateSettings:
 class Updates(ABC):
     """Trains on one batch after another."""
 
+    profiles: UpdateProfiles | None = None
+    """None: no update is recorded."""
+
     def __init__(self, settings: UpdateSettings, console: Console) -> None:
         self.settings = settings
         self._console = console
@@ -125,15 +129,18 @@ class Updates(ABC):
 
     async def _update(
         self,
+        step: int,
         group: TrainerGroup[Any],
         plans: Sequence[RankPlan],
-        update: Callable[[], Awaitable[list[UpdateMetrics]]],
+        update: Callable[[Sequence[RankPlan]], Awaitable[list[UpdateMetrics]]],
     ) -> Metrics:
-        """One update of a group by these plans; merges the metrics of its ranks."""
+        """One update of a group by these plans in step `step`, from 0; merges the metrics of its ranks."""
         if not any(plan.micro_batches or plan.texts for plan in plans):
             # No row to train on, no update: with zero gradients, momentum would still change the weights.
             return {f"{group.role}/empty_updates": 1.0}
-        results = await update()
+        if self.profiles is not None:
+            plans = self.profiles.traced(step + 1, group.role, plans)
+        results = await update(plans)
         try:
             merged = merge_update_metrics(results)
         except ValueError as error:
@@ -168,9 +175,10 @@ class OfflineUpdates(Updates):
             for chosen in minibatches(len(units), settings.minibatches, (settings.seed, step, epoch)):
                 self._console.phase("update", len(updates), settings.updates_per_step)
                 rows = [units[unit] for unit in chosen]
-                plans = plan_units(batch.summary.rows, rows, trainer.ranks, trainer.micro_batch_tokens)
-                update = partial(trainer.update, plans, batch.table, timeout_s=settings.train_timeout_s)
-                updates.append(await self._update(trainer, plans, update))
+                size = trainer.ranks, trainer.micro_batch_tokens
+                plans = plan_units(batch.summary.rows, rows, *size, packed=trainer.packs)
+                update = partial(trainer.update, batch=batch.table, timeout_s=settings.train_timeout_s)
+                updates.append(await self._update(step, trainer, plans, update))
         return updates, state
 
 
@@ -204,9 +212,9 @@ class RolloutUpdates(Updates):
                 self._console.phase("update", len(updates), settings.updates_per_step)
                 calls = []
                 if trains_policy:
-                    calls.append(self._update_policy(batch, rows, [texts[i] for i in pieces], state.kl_old_coef))
+                    calls.append(self._update_policy(step, batch, rows, [texts[i] for i in pieces], state.kl_old_coef))
                 if self._critic is not None:
-                    calls.append(self._update_critic(self._critic, batch, rows))
+                    calls.append(self._update_critic(step, self._critic, batch, rows))
                 if not calls:
                     break
                 updates.append({k: v for metrics in await asyncio.gather(*calls) for k, v in metrics.items()})
@@ -217,7 +225,7 @@ class RolloutUpdates(Updates):
         return updates, self._adapt_penalty(updates, state)
 
     async def _update_policy(
-        self, batch: Batch, rows: Sequence[int], pieces: Sequence[int], kl_old_coef: float
+        self, step: int, batch: Batch, rows: Sequence[int], pieces: Sequence[int], kl_old_coef: float
     ) -> Metrics:
         """One update on rows of the batch and on pieces of text (PPO-ptx)."""
         policy, texts = self._policy, batch.texts
@@ -227,23 +235,25 @@ class RolloutUpdates(Updates):
             policy.ranks,
             policy.micro_batch_tokens,
             skip_zero_advantage=self.settings.skip_zero_advantage,
+            packed=policy.packs,
             share_prompts=policy.shares_prompts,
         )
         table = None
         if texts is not None:
-            text_plans = plan_texts(texts.tokens, pieces, policy.ranks, policy.micro_batch_tokens)
+            size = policy.ranks, policy.micro_batch_tokens
+            text_plans = plan_texts(texts.tokens, pieces, *size, packed=policy.packs)
             plans = [replace(plan, texts=part) for plan, part in zip(plans, text_plans, strict=True)]
             table = texts.table
         timeout_s = self.settings.train_timeout_s
-        update = partial(policy.update, plans, batch.table, kl_old_coef, table, timeout_s=timeout_s)
-        return await self._update(policy, plans, update)
+        update = partial(policy.update, batch=batch.table, kl_old_coef=kl_old_coef, texts=table, timeout_s=timeout_s)
+        return await self._update(step, policy, plans, update)
 
-    async def _update_critic(self, critic: CriticGroup, batch: Batch, rows: Sequence[int]) -> Metrics:
+    async def _update_critic(self, step: int, critic: CriticGroup, batch: Batch, rows: Sequence[int]) -> Metrics:
         """One update on rows of the batch."""
         size = critic.ranks, critic.micro_batch_tokens
-        plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False)
-        update = partial(critic.update, plans, batch.table, timeout_s=self.settings.train_timeout_s)
-        return await self._update(critic, plans, update)
+        plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False, packed=critic.packs)
+        update = partial(critic.update, batch=batch.table, timeout_s=self.settings.train_timeout_s)
+        return await self._update(step, critic, plans, update)
 
     async def _hold_states(self, step: int, batch: Batch) -> bool:
         """Has the policy keep its distributions at some states of the batch; returns whether there are any."""
@@ -251,8 +261,15 @@ class RolloutUpdates(Updates):
         rows, stride = pick_states(batch.summary.rows, settings.kl_states, (settings.seed, step))
         if not rows:
             return False
-        size, share = (policy.ranks, policy.micro_batch_tokens), policy.shares_prompts
-        plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False, share_prompts=share)
+        plans = plan_update(
+            batch.summary.rows,
+            rows,
+            policy.ranks,
+            policy.micro_batch_tokens,
+            skip_zero_advantage=False,
+            packed=policy.packs,
+            share_prompts=policy.shares_prompts,
+        )
         weights = settings.trust_region is not None
         await policy.hold_distributions(plans, batch.table, stride, weights, timeout_s=settings.train_timeout_s)
         return True

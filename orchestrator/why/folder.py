@@ -2,7 +2,7 @@
 
 `driver.json` is rewritten every few seconds and tells where the driver and its workers are and what the driver waits
 for; it is what remains when the driver is dead or does not answer. `ended.json` is the last report. Requests and
-answers are those of a `Mailbox`. `reports/` has the newest automatic reports of the run.
+answers are those of `orchestrator/mailbox.py`. `reports/` has the newest automatic reports of the run.
 """
 
 from __future__ import annotations
@@ -75,26 +75,35 @@ class Report:
 class _File(Generic[T]):
     """A file with one value as JSON."""
 
-    def __init__(self, name: str, adapter: TypeAdapter[T]) -> None:
+    def __init__(self, name: str, kind: type[T]) -> None:
         self.name = name
-        self._adapter = adapter
+        self._adapter = TypeAdapter(kind)
 
     def write(self, folder: Path, value: T) -> None:
         """Write it atomically. Raises OSError."""
-        write_atomic(folder / self.name, self._adapter.dump_json(value))
+        write_atomic(folder / self.name, self.encode(value))
 
     def read(self, folder: Path) -> T | None:
-        """The value; None if the file does not exist or cannot be read."""
+        """The value; None if there is none, or none that can be read."""
         try:
-            return self._adapter.validate_json((folder / self.name).read_bytes())
-        except (OSError, ValidationError):
+            return self.decode((folder / self.name).read_bytes())
+        except OSError:
+            return None
+
+    def encode(self, value: T) -> bytes:
+        """The value as JSON."""
+        return self._adapter.dump_json(value)
+
+    def decode(self, content: bytes) -> T | None:
+        """The value that JSON contains; None if it contains another."""
+        try:
+            return self._adapter.validate_json(content)
+        except ValidationError:
             return None
 
 
-REPORT = TypeAdapter(Report)
-"""Reads and writes a report as JSON: an answer, and the last report."""
-SNAPSHOT = _File("driver.json", TypeAdapter(Snapshot))
-ENDED = _File("ended.json", REPORT)
+SNAPSHOT = _File("driver.json", Snapshot)
+ENDED = _File("ended.json", Report)
 
 
 def keep_report(folder: Path, report: Report) -> Path:

@@ -24,17 +24,17 @@ from typing import Protocol
 
 from troupe.orchestrator.cluster.process_watch import Process
 from troupe.orchestrator.errors import StopRequested, UsageError
+from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.processes.inspection import NodeReport, ProcessFacts
 from troupe.orchestrator.processes.proc import last_error_line, out_of_memory_kills, started_at
 from troupe.orchestrator.processes.stack_dumps import thread_at
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.telemetry.call_log import OpenCall
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.telemetry.mailbox import Mailbox, PostedRequest
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
-from troupe.orchestrator.why.folder import ENDED, FOLDER, REPORT, SNAPSHOT, Report, Snapshot, keep_report
+from troupe.orchestrator.why.folder import ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
 from troupe.orchestrator.why.waiting import is_bounded, roles_behind
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
@@ -90,6 +90,7 @@ class RunObserver:
     def __init__(self, run_folder: Path, name: str, console: Console, cluster: Observed) -> None:
         """Observes from now on; a folder that cannot be written costs the observer, not the run."""
         self.folder = run_folder / FOLDER
+        self._mailbox = Mailbox(self.folder)
         self.queues: Callable[[], Queues] = Queues
         """What waits for engines."""
         self._mailbox = Mailbox(self.folder)
@@ -197,8 +198,8 @@ class RunObserver:
         while not self._closed.wait(_TICK_S):
             try:
                 self._ping()
-                while (request := self._mailbox.take()) is not None:
-                    self._answer(request)
+                for request in self._mailbox.take():
+                    self._mailbox.answer(request, ENDED.encode(self._examined()))
                 if time.monotonic() - self._snapshot_at > _SNAPSHOT_S:
                     self._write_snapshot()
                     if (reason := self._too_long()) is not None:
@@ -206,13 +207,12 @@ class RunObserver:
             except Exception as error:
                 logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
 
-    def _answer(self, request: PostedRequest) -> None:
-        """Answers one request; where the diagnosis fails, the answer says what failed."""
+    def _examined(self) -> Report:
+        """A diagnosis of now; where that fails, what failed."""
         try:
-            content = REPORT.dump_json(self.report())
+            return self.report()
         except Exception as problem:
-            content = REPORT.dump_json(_unexamined(problem))
-        self._mailbox.answer(request, content)
+            return _unexamined(problem)
 
     def _ping(self) -> None:
         """Asks the event loop for a turn."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.packing import parse as parse_packing
 from benchmarks.support.workload import on_device
 from benchmarks.weight_sync import parse as parse_weight_sync
 from deploy.gpu_check import __main__ as gpu_check
@@ -82,6 +83,11 @@ def test_benchmarks_accept_the_arguments_of_the_pieces(name: str) -> None:
     given = parse_weight_sync(command[2:])
     spec = load_rollout_spec(ROOT / "deploy/specs/tiny-grpo.yaml", [])
     assert on_device(spec, given.device, given.backend).resolved_backend() == given.backend
+
+
+def test_packing_accepts_the_arguments_of_its_piece() -> None:
+    (command,) = BY_NAME["packing"].on_gpu
+    assert parse_packing(command[2:]).device == "cuda"
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 
 from tests.fakes import (
-    SETTINGS,
     UPDATES,
     FakeCritic,
     FakePolicy,
@@ -26,6 +25,7 @@ from tests.fakes import (
     critic_group,
     fake_pool,
     policy_group,
+    train_settings,
 )
 from tests.orchestrator.data.test_prompts import pool_of
 from troupe.orchestrator.algorithms.table import KlPenalty, TrustRegion
@@ -35,6 +35,7 @@ from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.data.texts import Pieces, TextOrder
 from troupe.orchestrator.errors import TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.recorder import RunRecorder
@@ -45,14 +46,14 @@ from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSet
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
-from troupe.orchestrator.spec.sections import AlarmConfig, CurriculumConfig
+from troupe.orchestrator.spec.sections import AlarmConfig, CurriculumConfig, FailureConfig, ScheduleConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightUpdate
 
-ROLLOUTS = RolloutSettings(old_logprobs_at_batch=False, max_staleness=0, train_timeout_s=5.0, trajectories=None)
+SCHEDULE = ScheduleConfig(steps=4, prompts_per_step=5, train_timeout_s=5.0)
 
 
 class _Prompts:
@@ -78,7 +79,7 @@ class RolloutRun(FakeRun):
     def __init__(
         self,
         out: Path,
-        settings: TrainSettings = SETTINGS,
+        settings: TrainSettings | None = None,
         updates: UpdateSettings = UPDATES,
         policies: int = 1,
         resume: bool = False,
@@ -89,12 +90,18 @@ class RolloutRun(FakeRun):
         self.critic = FakeCritic()
         self.reward = FaultyReward()
         self.engines: list[FaultyEngine] = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
-        self.rollouts = replace(ROLLOUTS, max_staleness=staleness)
+        self.staleness = staleness
+        self.rollouts = RolloutSettings(self.schedule, old_logprobs_at_batch=False, trajectories=None)
         self.texts: tuple[int, ...] = ()
         self.texts_per_step = 6
         self.curriculum: CurriculumConfig | None = None
         """With one, prompts come from a pool of 12 instead of an endless one."""
         self.replaceable = 0
+
+    @property
+    def schedule(self) -> ScheduleConfig:
+        """Five groups a step."""
+        return SCHEDULE.model_copy(update={"steps": self.settings.schedule.steps, "max_staleness": self.staleness})
 
     def build(self) -> Controller:
         """Build the controller. Call it inside the running event loop."""
@@ -108,7 +115,12 @@ class RolloutRun(FakeRun):
         policy = self.policy = policy_group(*self.policies)
         rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
         schedule = ScheduleSettings(
-            5, 4, self.rollouts.max_staleness, self.settings.steps, 3, 0.5, 2, 17, replaceable=self.replaceable
+            schedule=self.schedule,
+            failures=FailureConfig(max_attempts=3, max_failed_fraction=0.5),
+            group_size=4,
+            min_group=2,
+            seed=17,
+            replaceable=self.replaceable,
         )
         scorer = Scorer(rewards, [TokenScorer(policy, policy.compute_logprobs, 1.0)])
         console = Console(io.StringIO())
@@ -120,7 +132,7 @@ class RolloutRun(FakeRun):
         observe = None if curriculum is None else curriculum.observe
         scheduler = RolloutScheduler(schedule, pool, scorer, ledger, prompts.next, None, done, observe)
         makers = RolloutComponents(
-            policy,
+            Workers({"policy": policy}),
             pool,
             scheduler,
             rewards,
@@ -162,7 +174,7 @@ class RolloutRun(FakeRun):
 def test_truncated_samples_are_masked_counted_and_accounted_for(tmp_path: Path, truncated: frozenset[int]) -> None:
     """With every sample truncated, each update is empty and the run ends as any other."""
     run = RolloutRun(tmp_path)
-    run.rollouts = replace(ROLLOUTS, mask_truncated=True)
+    run.rollouts = replace(run.rollouts, mask_truncated=True)
     for engine in run.engines:
         engine.truncated = truncated
     outcome = run.run()
@@ -183,7 +195,7 @@ def test_truncated_samples_are_masked_counted_and_accounted_for(tmp_path: Path, 
 
 def test_candidates_compete_with_the_samples_and_are_not_counted_as_samples(tmp_path: Path) -> None:
     """Three answers to each prompt: rewards 0, 1, 0. One fails in one group, and that group still has its samples."""
-    run = RolloutRun(tmp_path, replace(SETTINGS, steps=2, checkpoint_every=0))
+    run = RolloutRun(tmp_path, train_settings(steps=2, checkpoint_every=0))
     run.reward.fail = {("e0-r2", 5): "timeout after 5 s"}
     for engine in run.engines:
         engine.candidates = 3
@@ -235,7 +247,7 @@ def test_epochs_and_minibatches_make_that_many_updates(tmp_path: Path) -> None:
     """Two epochs of two mini-batches on two ranks are four updates per step, with each row twice."""
     run = RolloutRun(
         tmp_path,
-        replace(SETTINGS, steps=1),
+        train_settings(steps=1),
         updates=replace(UPDATES, epochs=2, minibatches=2, skip_zero_advantage=False),
         policies=2,
     )
@@ -255,9 +267,7 @@ def test_the_policy_is_not_updated_during_critic_warmup(tmp_path: Path) -> None:
 
 def test_kl_stop_skips_the_remaining_updates_of_a_step(tmp_path: Path) -> None:
     """The second update of step 1 exceeds the limit; step 2 has all four updates."""
-    run = RolloutRun(
-        tmp_path, replace(SETTINGS, steps=2), updates=replace(UPDATES, epochs=2, minibatches=2, kl_stop=0.1)
-    )
+    run = RolloutRun(tmp_path, train_settings(steps=2), updates=replace(UPDATES, epochs=2, minibatches=2, kl_stop=0.1))
     run.policies[0].kl_old = (0.0, 0.2)
     run.run()
     assert len(run.policies[0].updates) == 2 + 4
@@ -272,7 +282,7 @@ def test_the_adaptive_kl_penalty_follows_the_divergence_after_the_updates_of_a_s
     """
     penalty = KlPenalty(coef=0.5, target=0.1)
     updates = replace(UPDATES, minibatches=2, kl_states=12, kl_penalty=penalty)
-    run = RolloutRun(tmp_path, replace(SETTINGS, steps=3, checkpoint_every=0), updates)
+    run = RolloutRun(tmp_path, train_settings(steps=3, checkpoint_every=0), updates)
     run.policies[0].kl_old = (0.0, 0.01, 0.0, 0.9, 0.0, 0.9)
     run.policies[0].divergences = [0.2, 0.1, 0.01]
     run.run()
@@ -328,7 +338,7 @@ def test_texts_are_split_over_the_minibatches_and_continue_after_a_resume(tmp_pa
     assert len(rows) == 4 * 6  # four steps of six pieces
     assert {rows.count(piece) for piece in range(7)} <= {3, 4}
     assert all(texts == FakeTable("texts", ()) for texts in run.policies[0].learned_texts)
-    resumed = RolloutRun(tmp_path, replace(SETTINGS, steps=6), updates, policies=2, resume=True)
+    resumed = RolloutRun(tmp_path, train_settings(steps=6), updates, policies=2, resume=True)
     resumed.texts = run.texts
     resumed.run()
     later = [
@@ -353,7 +363,7 @@ def test_texts_are_trained_in_minibatches_of_zero_advantage_rows(tmp_path: Path)
 
 def test_the_reward_hacking_alarm_is_a_metric_and_can_stop_the_run(tmp_path: Path) -> None:
     """A constant reward raises no alarm; a rising one does."""
-    settings = replace(SETTINGS, alarm=AlarmConfig(response_tokens=1.0, action="stop"))
+    settings = train_settings(alarm=AlarmConfig(response_tokens=1.0, action="stop"))
     calm = RolloutRun(tmp_path / "calm", settings)
     assert calm.run().steps_done == 4
     assert [line["alarm/reward_hacking"] for line in calm.lines()] == [0.0] * 4
@@ -366,12 +376,12 @@ def test_the_reward_hacking_alarm_is_a_metric_and_can_stop_the_run(tmp_path: Pat
 
 def test_a_stopped_run_saves_its_last_whole_step_and_resumes(tmp_path: Path) -> None:
     """After a stop during generation, groups in flight are rescheduled; none is lost and none is trained twice."""
-    first = RolloutRun(tmp_path, replace(SETTINGS, steps=6, checkpoint_every=0), staleness=1)
+    first = RolloutRun(tmp_path, train_settings(steps=6, checkpoint_every=0), staleness=1)
 
     outcome = first.run_until(2)
     assert outcome.stopped
     assert 2 <= outcome.steps_done < 6
-    second = RolloutRun(tmp_path, replace(SETTINGS, steps=6, checkpoint_every=0), staleness=1, resume=True)
+    second = RolloutRun(tmp_path, train_settings(steps=6, checkpoint_every=0), staleness=1, resume=True)
     final = second.run()
     assert final.steps_done == 6
     assert final.ledger["trained"] == 120
@@ -384,7 +394,7 @@ def test_a_stopped_run_saves_its_last_whole_step_and_resumes(tmp_path: Path) -> 
 
 def test_a_run_records_its_phases_and_what_happens(tmp_path: Path) -> None:
     """Also over a resume, which drops what was recorded of later steps."""
-    run = RolloutRun(tmp_path, replace(SETTINGS, checkpoint_every=2, step_timeout_s=60.0))
+    run = RolloutRun(tmp_path, train_settings(checkpoint_every=2, step_timeout_s=60.0))
     run.reward.fail = {("e0-r2", 1): "timeout after 5 s"}
     run.engines[0].fail_next = 1
     run.run()
@@ -401,7 +411,7 @@ def test_a_run_records_its_phases_and_what_happens(tmp_path: Path) -> None:
     assert dropped == [(1, "reward: timeout after 5 s", 1)]
     assert [(e["step"], e["groups"]) for e in folder.events("retry")] == [(1, 1)]
     assert [e["how"] for e in folder.events("run_ended")] == ["finished"]
-    RolloutRun(tmp_path, replace(SETTINGS, steps=6, checkpoint_every=2, step_timeout_s=60.0), resume=True).run()
+    RolloutRun(tmp_path, train_settings(steps=6, checkpoint_every=2, step_timeout_s=60.0), resume=True).run()
     assert [e["version"] for e in folder.events("weights")] == [1, 2, 3, 4, 4, 5, 6]
     assert list(folder.timeline_files()) == [0, 1, 2, 3, 4, 5, 6]
 
@@ -432,8 +442,8 @@ class ForgetfulPolicy(FakePolicy):
 def test_samples_are_written_with_the_batch_and_what_the_updates_computed(
     tmp_path: Path, policy: FakePolicy, records: list[str]
 ) -> None:
-    run = RolloutRun(tmp_path, replace(SETTINGS, steps=2))
-    run.rollouts = replace(ROLLOUTS, trajectories=tmp_path / "trajectories")
+    run = RolloutRun(tmp_path, train_settings(steps=2))
+    run.rollouts = replace(run.rollouts, trajectories=tmp_path / "trajectories")
     run.policies, reward = [policy], WritingReward()
     run.reward = reward
     run.run()
@@ -485,7 +495,7 @@ def test_a_dead_trainer_ends_the_run_with_an_error_that_names_it(tmp_path: Path)
 
 def test_a_step_that_exceeds_its_timeout_ends_the_run(tmp_path: Path) -> None:
     """The update takes longer than `step_timeout_s`."""
-    run = RolloutRun(tmp_path, replace(SETTINGS, step_timeout_s=0.2))
+    run = RolloutRun(tmp_path, train_settings(step_timeout_s=0.2))
     run.policies[0].update_s = 4.0
     with pytest.raises(TroupeError, match=r"step 1 took longer than schedule\.step_timeout_s"):
         run.run()

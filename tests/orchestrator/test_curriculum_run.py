@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.fakes import SETTINGS, FakeTable, FaultyReward
+from tests.fakes import FakeTable, FaultyReward, train_settings
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.workers.contract.messages import RewardSummary
@@ -31,7 +30,7 @@ class ByRow(FaultyReward):
 
 
 def run_of(out: Path, *, replaceable: int = 0, staleness: int = 0, resume: bool = False) -> RolloutRun:
-    run = RolloutRun(out, replace(SETTINGS, steps=STEPS, checkpoint_every=1), resume=resume, staleness=staleness)
+    run = RolloutRun(out, train_settings(steps=STEPS, checkpoint_every=1), resume=resume, staleness=staleness)
     run.reward = ByRow()
     run.curriculum = CurriculumConfig(decay=1.0)
     run.replaceable = replaceable
@@ -51,7 +50,7 @@ def lines(run: RolloutRun) -> list[dict[str, float]]:
 
 def test_prompts_that_are_always_or_never_solved_are_drawn_less_often(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    run.settings = replace(run.settings, steps=60, checkpoint_every=0)
+    run.settings = train_settings(steps=60, checkpoint_every=0)
     run.run()
     counts = Counter(row for batch in rows(run) for row in batch)
     often = [counts[row] for row in range(8, 12)]

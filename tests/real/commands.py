@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,6 +210,49 @@ def run_troupe(folder: Path, *arguments: str) -> str:
 def interrupt(command: Command) -> None:
     """Press Ctrl-C: send SIGINT to the foreground process group."""
     os.killpg(command.process.pid, signal.SIGINT)
+
+
+def kill(run: Run, title: str) -> None:
+    """Send SIGKILL to the only process of the run whose title contains `title`."""
+    found = run.processes(title)
+    assert len(found) == 1, [process.cmdline() for process in found]
+    found[0].kill()
+
+
+def kill_each(run: Run, *deaths: tuple[int, str]) -> None:
+    """Kill workers of a run after these steps, each once the one before is back."""
+    for step, worker in deaths:
+        run.wait_for_step(step)
+        kill(run, worker)
+        lost = f"{worker.removesuffix('Worker').lower()}-0 is lost"
+        run.wait_until(lambda lost=lost: lost in run.output, lost)
+        run.wait_for_step(step + 1)
+
+
+def replayed(run: Path, step: int, *flags: str, code: int = 0) -> Command:
+    """A replay that ends with this exit code."""
+    command = Command(run.parent, troupe_command("replay", str(run), "--step", str(step), *flags))
+    with running(command):
+        assert command.wait() == code, command.output
+    return command
+
+
+def equal_steps(command: Command) -> list[int]:
+    """Steps that the replay found equal; fails where one is not."""
+    assert "NOT EQUAL" not in command.stdout
+    return [int(step) for step in re.findall(r"^step (\d+): equal \(", command.stdout, re.MULTILINE)]
+
+
+def as_after(out: Path, step: int, copy: Path) -> Path:
+    """A copy of a run's folder with only what it had after this step."""
+    shutil.copytree(out, copy)
+    for path in [*copy.glob("checkpoints/step-*"), *copy.glob("trajectories/step-*"), *copy.glob("timeline/step-*")]:
+        if int(path.stem.removeprefix("step-")) > step:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    metrics = copy / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+    return copy
 
 
 def missing_metrics(line: dict[str, Any], names: tuple[str, ...]) -> list[str]:

@@ -27,19 +27,22 @@ from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import RunOutcome
-from troupe.orchestrator.launcher import RunContext, WorkerLauncher
+from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import Engine
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.rollout_run import RolloutRun, load_data
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.workers.contract.config import CriticConfig, PolicyConfig, RewardConfig, RolloutConfig
 from troupe.workers.critic import CriticWorker
 from troupe.workers.policy import PolicyWorker
 from troupe.workers.reward import RewardWorker
 from troupe.workers.rollout import RolloutWorker
+
+pytestmark = pytest.mark.long
 
 TIMEOUT_S = 240.0
 SEATS = Placement("reusable", ({"CPU": 1.0},), "PACK", (Seat("policy", 0, 0, 0.5, 0.0), Seat("critic", 0, 0, 0.5, 0.0)))
@@ -117,11 +120,13 @@ class SharedWorkers:
         """Run a spec."""
         await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, spec.policy_config())
         policy = PolicyGroup("policy", [self.policy], spec.roles.policy.micro_batch_tokens)
+        policy.packs = await self.policy.call(ReusablePolicy.packs, TIMEOUT_S)
         policy.shares_prompts = await self.policy.call(ReusablePolicy.shares_prompts, TIMEOUT_S)
         critic, critic_config = None, spec.critic_config()
         if critic_config is not None:
             await self.critic.call(ReusableCritic.reconfigure, TIMEOUT_S, critic_config)
             critic = CriticGroup("critic", [self.critic], spec.roles.trainers()["critic"].micro_batch_tokens)
+            critic.packs = await self.critic.call(ReusableCritic.packs, TIMEOUT_S)
         for worker in cast("Sequence[ActorWorker[ReusableReward]]", self.workers.reward):
             await worker.call(ReusableReward.reconfigure, TIMEOUT_S, spec.reward_config())
         for engine in cast("Sequence[Engine]", self.workers.engines):

@@ -22,7 +22,7 @@ from tests.real.audit_faults import EXTENSION, LEFT_OUT, OTHER_TEMPLATE, Stack, 
 from troupe.orchestrator.audit.report import AuditReport
 from troupe.workers.engine import settings
 
-pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 RESULTS = "TROUPE_AUDIT_RESULTS"
 FOUND: list[dict[str, Any]] = []
@@ -169,8 +169,19 @@ HIDDEN = {
 """Faults that do not show in bfloat16 with a float32 head, on this model with its small logits, and why."""
 
 
+FAR_BEYOND_ROUNDING = {
+    "an update is acknowledged and not loaded",
+    "the prefix cache outlives an update",
+    "the trainer ignores the temperature",
+    "the engine's responses are one position late",
+}
+"""Faults with gaps so large, or so like another's, that the data type makes no difference."""
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_planted_fault_is_named(stack: Stack, fault: str) -> None:
+    if stack.spec.model.dtype == "bfloat16" and RESULTS not in os.environ and fault in FAR_BEYOND_ROUNDING:
+        pytest.skip(f"bfloat16 adds nothing to float32 but a line of the guide's table ({RESULTS})")
     plant, worker, cause = FAULTS[fault]
     try:
         await plant(stack)

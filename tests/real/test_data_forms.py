@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import yaml
 from transformers import AutoTokenizer
 
@@ -94,6 +95,7 @@ def spec(folder: Path, model: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_base_model_trains_on_conversations_verls_prompts_and_plain_text(tmp_path: Path, tiny_model: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny_model, base, ignore=shutil.ignore_patterns("*.jinja"))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.real.commands import Run, ledger_balances, running, trajectories
+from tests.real.commands import Run, kill, ledger_balances, running, trajectories
 
 TINY = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
 ENDLESS = ("schedule.steps=1000", "checkpoint.every_steps=0", "sampling.max_tokens=24", "failures.health_interval_s=2")
@@ -47,8 +46,11 @@ def test_ppo_trains_over_turns_and_the_table_shows_them(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_episodes_survive_their_environment_worker_and_their_engine(tmp_path: Path) -> None:
-    """SIGKILL of an environment worker, of all its processes and of the engine, each in the middle of episodes."""
-    with running(Run(tmp_path, TINY, *ENDLESS, name="killed")) as run:
+    """SIGKILL of an environment worker with its processes, of the engine, and of the worker that may not start again.
+
+    The first two are replaced, in the middle of episodes; the last one ends the run.
+    """
+    with running(Run(tmp_path, TINY, *ENDLESS, "failures.environment_restarts=1", name="killed")) as run:
         run.wait_for_step(2)
         kill(run, "EnvironmentWorker")
         step = run.wait_until(lambda: restarted(run), "episodes that start again")
@@ -56,30 +58,16 @@ def test_episodes_survive_their_environment_worker_and_their_engine(tmp_path: Pa
         kill(run, "EngineCore")
         run.wait_until(lambda: run.metrics[-1]["ledger/retries"] > 0, "a retry on a new engine")
         run.wait_for_step(run.metrics[-1]["step"] + 1)
+        kill(run, "EnvironmentWorker")
+        assert run.wait() == 1
         for line in run.metrics:
             assert ledger_balances(line) and line["ledger/dropped"] == 0
             assert line["ledger/trained"] == 16 * line["step"]
-    assert run.leftover_processes() == []
-
-
-@pytest.mark.long
-def test_a_run_whose_environment_cannot_be_started_again_ends_and_says_so(tmp_path: Path) -> None:
-    with running(Run(tmp_path, TINY, *ENDLESS, "failures.environment_restarts=0", name="lost")) as run:
-        run.wait_for_step(1)
-        kill(run, "EnvironmentWorker")
-        assert run.wait() == 1
         assert len(run.error_lines) == 1, run.output
-        assert "no environment worker is left (0 of 0 restarts used: failures.environment_restarts)" in run.output
+        assert "no environment worker is left (1 of 1 restarts used: failures.environment_restarts)" in run.output
         assert run.leftover_processes() == []
 
 
 def restarted(run: Run) -> int:
     """Step in which episodes started again; 0: none so far."""
     return next((line["step"] for line in run.metrics if line["episodes/restarted"]), 0)
-
-
-def kill(run: Run, title: str) -> None:
-    """Send SIGKILL to the only process of the run whose title contains `title`."""
-    found = run.processes(title)
-    assert len(found) == 1, [process.cmdline() for process in found]
-    psutil.Process(found[0].pid).kill()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from deploy.gpu_check.record import read
 from tests.real.commands import Command, running
 
 
+@pytest.mark.long
 def test_pieces_run_on_the_cpu_and_are_not_repeated(tmp_path: Path) -> None:
     out = tmp_path / "out"
     call = [sys.executable, "-m", "deploy.gpu_check", "--on-cpu", "--only", "install", "sync", "--out", str(out)]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
+import re
+import shutil
 import signal
 import subprocess
 from collections import Counter
@@ -27,12 +31,14 @@ from tests.real.commands import (
     Run,
     checkpoint_weights,
     interrupt,
+    kill_each,
     ledger_balances,
     missing_metrics,
     running,
     trajectories,
     troupe_command,
 )
+from tests.real.poison import Canary
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.training.checkpoint import verify
@@ -40,6 +46,8 @@ from troupe.orchestrator.training.checkpoint import verify
 LEARNING = ("policy/loss", "policy/grad_norm", "reward/mean", "response_tokens/mean", "policy/entropy")
 """Metrics that are equal in every run of the same spec and seed."""
 RESUMED_STEPS = 5
+OF_THE_MACHINE = re.compile(r"time|seconds/.*|utilisation/.*|memory/.*|.*_per_s|trainer_restarts|prompt_tokens/cached")
+"""Metrics that differ from run to run, and the count of restarts."""
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +57,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def grpo(folder: Path) -> Iterator[Run]:
+def canary(folder: Path) -> Path:
+    """A file that a planted pickle would create."""
+    return folder / "canary"
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, canary: Path, tiny_model: Path) -> Path:
+    """The tiny model, with pickles beside its weights."""
+    shutil.copytree(tiny_model, path := folder / "model")
+    for name in ("pytorch_model.bin", "adapter_model.bin", "training_args.bin", "vocab.pkl", "rng_state.pth"):
+        (path / name).write_bytes(pickle.dumps(Canary(canary)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def grpo(folder: Path, model: Path) -> Iterator[Run]:
     """An uninterrupted run of the shipped spec."""
-    with running(Run(folder, GRPO, name="grpo")) as run:
+    with running(Run(folder, GRPO, f"model.path={model}", name="grpo")) as run:
         assert run.wait() == 0, run.output
         yield run
 
@@ -139,8 +162,8 @@ def test_a_run_records_its_timeline_and_its_events(grpo: Run) -> None:
     assert {event["worker"] for event in folder.events("worker_started")} == {"rollout-0", "policy-0", "reward-0"}
 
 
-def test_a_run_writes_valid_checkpoints_and_its_spec(grpo: Run) -> None:
-    spec = load_rollout_spec(GRPO)
+def test_a_run_writes_valid_checkpoints_and_its_spec(grpo: Run, model: Path) -> None:
+    spec = load_rollout_spec(GRPO, [f"model.path={model}"])
     found = sorted((grpo.out / "checkpoints").iterdir())
     assert len(found) == spec.checkpoint.keep
     assert [verify(path).step for path in found][-1] == spec.schedule.steps
@@ -204,6 +227,53 @@ def test_two_engines_and_two_policy_workers_give_the_same_updates(
         assert (two[name] - tensor).norm() < 0.05 * moved, name
 
 
+@pytest.mark.long
+def test_a_dead_policy_is_brought_back_with_the_weights_it_had(grpo: Run, folder: Path) -> None:
+    """The metrics and the weights equal those of a run without a loss."""
+    with running(Run(folder, GRPO, "schedule.steps=10", name="deaths")) as run:
+        kill_each(run, (1, "PolicyWorker"), (6, "PolicyWorker"))
+        assert run.wait() == 0, run.output
+        assert run.leftover_processes() == []
+    assert run.weight_files == []
+    assert "policy restarted from the initial model, " in run.stdout
+    assert "policy restarted from the checkpoint of step 5, " in run.stdout
+    assert run.steps() == list(range(1, 11))
+    for line in run.metrics:
+        assert ledger_balances(line)
+        assert (line["ledger/dropped"], line["ledger/retries"]) == (0, 0)
+    for line, other in zip(run.metrics[:-1], grpo.metrics, strict=False):  # beside its last step, nothing is in flight
+        assert repeatable(line) == repeatable(other)
+    assert run.metrics[-1]["trainer_restarts"] == 2
+    expected, weights = checkpoint_weights(grpo.out, 10), checkpoint_weights(run.out, 10)
+    assert [name for name in expected if not torch.equal(expected[name], weights[name])] == []
+
+
+@pytest.mark.long
+def test_a_run_resumed_from_a_poisoned_checkpoint_is_refused(
+    grpo: Run, model: Path, canary: Path, folder: Path
+) -> None:
+    """The run's model folder holds pickles, too; and whoever changes a checkpoint also writes a manifest that fits."""
+    out = folder / "poisoned"
+    shutil.copytree(grpo.out, out)
+    newest = max((out / "checkpoints").glob("step-*"))
+    poisoned_files = list(newest.rglob("*.pt"))
+    for file in poisoned_files:
+        state = torch.load(file, weights_only=False)
+        state["added"] = Canary(canary)
+        torch.save(state, file)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        content = (newest / name).read_bytes()
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    more = (f"model.path={model}", "schedule.steps=16")
+    with running(Run(folder, GRPO, *more, name="grpo", out=out, resume=True)) as resumed:
+        assert resumed.wait() == 1, resumed.output
+    assert poisoned_files and not canary.exists()
+    (error,) = resumed.error_lines
+    assert "posix.system" in error and "mp_rank_00_model_states.pt cannot be read" in error
+
+
 def test_troupe_eval_evaluates_a_checkpoint_without_trainers(grpo: Run, folder: Path) -> None:
     spec = folder / "eval.yaml"
     document = json.loads(load_rollout_spec(GRPO).model_dump_json(exclude_unset=True))
@@ -243,3 +313,8 @@ def by_sample(out: Path, step: int) -> dict[tuple[str, int], tuple[list[int], fl
     """Response and reward of every sample of a step."""
     rows = trajectories(out, step).to_pylist()
     return {(row["prompt_uid"], row["sample_index"]): (row["response_ids"], row["reward"]) for row in rows}
+
+
+def repeatable(line: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step that a loss does not change."""
+    return {name: value for name, value in line.items() if not OF_THE_MACHINE.fullmatch(name)}

@@ -1,7 +1,7 @@
 """Whole runs of the shipped specs on offline data.
 
 Only the start of the workers differs from `troupe run`: all specs share the trainers, which are reconfigured for the
-next spec instead of being restarted. The tests of resumption and of several ranks run the command itself.
+next spec instead of being restarted. The test of resumption and one of two ranks run the command itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,18 +25,28 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.conftest import ROOT
-from tests.real.commands import Command, Run, checkpoint_weights, interrupt, running, troupe_command
+from tests.real.commands import (
+    Command,
+    Run,
+    checkpoint_weights,
+    equal_steps,
+    interrupt,
+    replayed,
+    running,
+    troupe_command,
+)
 from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.worker_group import ExampleGroup, ReferenceGroup
 from troupe.orchestrator.data.conversations import chat_messages
 from troupe.orchestrator.data.examples import load_examples
-from troupe.orchestrator.launcher import RunContext, WorkerLauncher
+from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.offline_run import OfflineRun
+from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
-from troupe.orchestrator.started_workers import Workers
 from troupe.orchestrator.training.checkpoint import CheckpointStore, verify
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.offline_config import OfflineConfig
@@ -45,6 +56,8 @@ from troupe.workers.models.modeling import load_causal, load_value
 from troupe.workers.offline import ExamplePolicyWorker, RewardTrainer
 from troupe.workers.reference import ReferenceWorker
 from troupe.workers.rewards.model import RewardModel
+
+pytestmark = pytest.mark.long
 
 DPO = ROOT / "deploy" / "specs" / "tiny-dpo.yaml"
 LEARNING = ("policy/loss", "policy/grad_norm", "policy/accuracy", "policy/margin", "policy/learning_rate")
@@ -56,7 +69,10 @@ SEATS = Placement(
     "reusable",
     ({"CPU": 1.0},),
     "PACK",
-    (Seat("policy", 0, 0, 0.4, 0.0), Seat("reward", 0, 0, 0.4, 0.0), Seat("reference", 0, 0, 0.2, 0.0)),
+    (
+        *(Seat(role, place, 0, 0.15, 0.0) for role in ("policy", "reward") for place in range(3)),
+        Seat("reference", 0, 0, 0.1, 0.0),
+    ),
 )
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -100,8 +116,9 @@ class SharedWorkers:
     """Workers that all specs share."""
 
     cluster: Cluster
-    policy: ActorWorker[ReusablePolicy]
-    reward_model: ActorWorker[ReusableRewardModel]
+    policies: dict[int, list[ActorWorker[ReusablePolicy]]]
+    """The ranks, by their number."""
+    reward_models: dict[int, list[ActorWorker[ReusableRewardModel]]]
     reference: ActorWorker[ReferenceWorker]
     folder: Path
 
@@ -129,13 +146,16 @@ class SharedWorkers:
         return FinishedRun(out)
 
     async def _parts(self, spec: OfflineSpec, out: Path) -> OfflineRun:
-        config, tokens = spec.trainer_config(), spec.roles.policy.micro_batch_tokens
+        config, policy = spec.trainer_config(), spec.roles.policy
         if spec.trains == "policy":
-            await self.policy.call(ReusablePolicy.reconfigure, TIMEOUT_S, config)
-            trainer = ExampleGroup(spec.trains, [self.policy], tokens)
+            ranks: list[Any] = self.policies[policy.workers]
+            await asyncio.gather(*(rank.call(ReusablePolicy.reconfigure, TIMEOUT_S, config) for rank in ranks))
         else:
-            await self.reward_model.call(ReusableRewardModel.reconfigure, TIMEOUT_S, config)
-            trainer = ExampleGroup(spec.trains, [self.reward_model], tokens)
+            ranks = self.reward_models[policy.workers]
+            await asyncio.gather(*(rank.call(ReusableRewardModel.reconfigure, TIMEOUT_S, config) for rank in ranks))
+        trainer = ExampleGroup(spec.trains, ranks, policy.micro_batch_tokens)
+        packs = await asyncio.gather(*(rank.call(ExamplePolicyWorker.packs, TIMEOUT_S) for rank in ranks))
+        trainer.packs = all(packs)
         role = spec.reference_config()
         reference = None if role is None else ReferenceGroup("reference", [self.reference], role.micro_batch_tokens)
         workers = Workers({"policy": trainer} | ({} if reference is None else {"reference": reference}))
@@ -157,18 +177,20 @@ async def shared(folder: Path) -> AsyncIterator[SharedWorkers]:
     try:
         await cluster.reserve([SEATS], TIMEOUT_S)
         dpo, reward_model, kto = (shipped(f"tiny-{name}") for name in ("dpo", "reward-model", "kto"))
-        actors = (
-            ActorSpec(ReusablePolicy, (dpo.trainer_config(), "policy-0"), ENVIRONMENT),
-            ActorSpec(ReusableRewardModel, (reward_model.trainer_config(), "reward_model-0"), ENVIRONMENT),
-            ActorSpec(ReferenceWorker, (kto.reference_config(), "reference-0"), ENVIRONMENT),
-        )
-        policy, reward_model, reference = (
-            cluster.spawn(SEATS, seat, f"{seat.role}-0", actor) for seat, actor in zip(SEATS.seats, actors, strict=True)
-        )
-        for trainer in (policy, reward_model):
-            await ExampleGroup("policy", [trainer], 1).start(TIMEOUT_S)
+        actors = {
+            "policy": ActorSpec(ReusablePolicy, (dpo.trainer_config(), "policy"), ENVIRONMENT),
+            "reward": ActorSpec(ReusableRewardModel, (reward_model.trainer_config(), "reward_model"), ENVIRONMENT),
+            "reference": ActorSpec(ReferenceWorker, (kto.reference_config(), "reference-0"), ENVIRONMENT),
+        }
+        workers: defaultdict[str, list[ActorWorker[Any]]] = defaultdict(list)
+        for seat in SEATS.seats:
+            workers[seat.role].append(cluster.spawn(SEATS, seat, f"{seat.role}-{seat.index}", actors[seat.role]))
+        policies, reward_models = ({1: found[:1], 2: found[1:]} for found in (workers["policy"], workers["reward"]))
+        for ranks in (*policies.values(), *reward_models.values()):
+            await ExampleGroup("policy", ranks, 1).start(TIMEOUT_S)
+        (reference,) = workers["reference"]
         await reference.call(ReferenceWorker.start, TIMEOUT_S)
-        yield SharedWorkers(cluster, policy, reward_model, reference, folder)
+        yield SharedWorkers(cluster, policies, reward_models, reference, folder)
     finally:
         await cluster.close(10.0)
         cluster.abandon()
@@ -290,7 +312,7 @@ def two_steps(name: str, tied: Path, *overrides: str) -> tuple[str, ...]:
     return ("schedule.steps=2", "evaluation.at_end=false", *data, *overrides)
 
 
-def assert_same_updates(run: FinishedRun | Run, other: FinishedRun, name: str) -> None:
+def assert_same_updates(run: FinishedRun, other: FinishedRun, name: str) -> None:
     """Check that two runs of a spec have the same metrics and no skipped update."""
     trains = shipped(name).row.trains
     for metric in (f"{trains}/{what.partition('/')[2]}" for what in LEARNING):
@@ -310,21 +332,17 @@ async def test_smaller_micro_batches_give_the_same_updates(
     assert_same_updates(split, whole, name)
 
 
-@pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("name", "options"), [(name, options) for name, *options in (RANKED, BOUNDED, BY_TOKEN)])
-async def test_two_workers_give_the_same_updates(
-    name: str, options: list[str], shared: SharedWorkers, tied: Path, folder: Path
+async def test_two_ranks_give_the_same_updates(
+    name: str, options: list[str], shared: SharedWorkers, tied: Path
 ) -> None:
     overrides = two_steps(name, tied, *options)
     alone = await shared.train(name, *overrides, folder=f"{name}-alone")
     more = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256")
-    with running(Run(folder, ROOT / "deploy" / "specs" / f"{name}.yaml", *overrides, *more, name=f"{name}-two")) as run:
-        assert run.wait() == 0, run.output
-        assert_same_updates(run, alone, name)
+    assert_same_updates(await shared.train(name, *overrides, *more, folder=f"{name}-two"), alone, name)
 
 
-@pytest.mark.long
 def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, folder: Path) -> None:
     overrides = ("checkpoint.keep=10", "checkpoint.every_steps=1", "schedule.steps=5", "evaluation.at_end=false")
     with running(Run(folder, DPO, *overrides, name="resumed")) as first:
@@ -340,13 +358,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(dpo: FinishedRun, folder: Pat
     assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
 
 
-@pytest.mark.long
-def test_two_policy_workers_and_smaller_micro_batches_give_the_same_updates(dpo: FinishedRun, folder: Path) -> None:
-    overrides = ("roles.policy.workers=2", "roles.policy.micro_batch_tokens=256", "schedule.steps=2")
-    with running(Run(folder, DPO, *overrides, name="two-workers")) as run:
+def test_two_policy_workers_give_the_same_updates_and_are_repeated(dpo: FinishedRun, folder: Path) -> None:
+    """ZeRO-2. Pairs stay together, and the replay's batch has the reference's log-probs."""
+    ranks = ("roles.policy.workers=2", "roles.policy.zero_stage=2", "roles.policy.micro_batch_tokens=256")
+    short = ("schedule.steps=2", "checkpoint.every_steps=1", "evaluation=null")
+    with running(Run(folder, DPO, *ranks, *short, name="two-workers")) as run:
         assert run.wait() == 0, run.output
     for name in LEARNING:
-        assert run.metrics[1][name] == pytest.approx(dpo.metrics[1][name], rel=1e-3, abs=1e-5), name
+        assert run.metrics[-2][name] == pytest.approx(dpo.metrics[1][name], rel=1e-3, abs=1e-5), name
+    assert equal_steps(replayed(run.out, 2)) == [2]
 
 
 def accuracy(model: RewardModel) -> float:

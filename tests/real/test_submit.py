@@ -15,6 +15,8 @@ from tests.conftest import ROOT
 from tests.real.commands import GRPO, Command, run_troupe, running, troupe_command
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
+pytestmark = pytest.mark.long
+
 SFT = ROOT / "deploy" / "specs" / "tiny-sft.yaml"
 HEAD_TIMEOUT_S = 90.0
 
@@ -51,7 +53,6 @@ def test_a_submitted_spec_runs_as_a_job_and_follow_prints_its_log(head: str, tmp
     assert steps == [0, 1, 2]  # step 0 is the evaluation before training
 
 
-@pytest.mark.long
 def test_a_job_can_be_followed_and_stopped_and_saves_its_run(head: str, tmp_path: Path) -> None:
     job = f"endless-{free_port()}"
     sets = [f"name={job}", "schedule.steps=1000", f"output.folder={tmp_path}/runs"]

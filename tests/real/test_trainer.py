@@ -122,9 +122,9 @@ def batch_with_nan() -> pa.Table:
     return table.set_column(index, table.schema.field(index), pa.array(rows, table.schema.field(index).type))
 
 
-def rank_plan(layout: list[list[tuple[int, ...]]], rank: int) -> RankPlan:
-    pieces = RankPlan(TEXT_LAYOUT[len(layout)][rank], total_loss_tokens=TEXT_TOKENS, total_sequences=len(PIECES))
-    return RankPlan(tuple(layout[rank]), total_loss_tokens=LOSS_TOKENS, total_sequences=SEQUENCES, texts=pieces)
+def rank_plan(layout: list[list[tuple[int, ...]]], rank: int, *, packed: bool = True) -> RankPlan:
+    pieces = RankPlan(TEXT_LAYOUT[len(layout)][rank], TEXT_TOKENS, len(PIECES), packed)
+    return RankPlan(tuple(layout[rank]), LOSS_TOKENS, SEQUENCES, packed, texts=pieces)
 
 
 def texts() -> pa.Table:
@@ -154,7 +154,7 @@ def trainer(stage: int) -> TrainerConfig:
         schedule="linear",
         zero_stage=stage,  # pyright: ignore[reportArgumentType]
         gradient_checkpointing=stage in (1, 3),
-        micro_batch_tokens=3 * CHUNK_LOGITS // 4096,
+        micro_batch_tokens=3 * CHUNK_LOGITS["cpu"] // 4096,
         threads=1,
         ema_decay=EMA_DECAY,
     )
@@ -216,6 +216,7 @@ class Scenario:
         self.record(f"logprobs-{name}", by_uid(scores, "old_logprobs"))
         self.record(f"rows-{name}", rows)
         metrics = [worker.update(plan, table, 0.0, texts())]
+        self.record(f"padding-{name}", metrics[0].values["padding"])
         worker.save(checkpoint)
         before, digest_before = weights_of(worker), worker.digest()
         skipped = worker.update(plan, batch_with_nan(), 0.0, texts())
@@ -275,16 +276,19 @@ class Scenario:
         self.record(f"shortened-{name}", [max(gaps), max(moved), whole[0], half[0], none[0], kept, restored])
 
     def flatten(self, metrics: UpdateMetrics) -> dict[str, float]:
-        return {**metrics.values, **{f"sum_{name}": value for name, value in metrics.sums.items()}}
+        """Without what depends on time and layout."""
+        values = {name: value for name, value in metrics.values.items() if name not in ("padding", "tokens_per_s")}
+        return {**values, **{f"sum_{name}": value for name, value in metrics.sums.items()}}
 
     def whole_batch(self, stage: int) -> None:
-        """Updates on one rank with all rows in one micro-batch."""
+        """Updates on one rank with all rows padded in one micro-batch."""
         worker = PolicyWorker(policy_config(self.model, stage, "float32"), "whole")
         worker.build()
-        worker.update(rank_plan(ONE_BATCH, 0), batch(), 0.0, texts())
-        worker.update(rank_plan(ONE_BATCH, 0), batch_with_nan(), 0.0, texts())
+        plan = rank_plan(ONE_BATCH, 0, packed=False)
+        worker.update(plan, batch(), 0.0, texts())
+        worker.update(plan, batch_with_nan(), 0.0, texts())
         for _ in range(UPDATES - 1):
-            worker.update(rank_plan(ONE_BATCH, 0), batch(), 0.0, texts())
+            worker.update(plan, batch(), 0.0, texts())
         self.save_weights(f"whole-{stage}", weights_of(worker))
 
     def shared_prompts(self, stage: int) -> None:
@@ -294,7 +298,7 @@ class Scenario:
             worker = PolicyWorker(policy_config(self.model, stage, "float32"), "grouped")
             worker.build()
             self.record(f"shares-{stage}", worker.shares_prompts())
-            plan = RankPlan(layout[self.rank], total_loss_tokens=16, total_sequences=6, shared=shared)
+            plan = RankPlan(layout[self.rank], 16, 6, packed=shared, shared=shared)
             metrics = [worker.update(plan, grouped()) for _ in range(2)]
             self.save_weights(f"grouped-{stage}-{shared}", weights_of(worker))
             self.record(f"grouped-{stage}-{shared}", [self.flatten(item) for item in metrics])
@@ -680,6 +684,10 @@ def test_the_weight_average_is_exported_and_survives_a_checkpoint(groups: dict[i
             assert facts(groups[world])[f"unchanged-{name}"]
             average = exported(groups[world] / f"average-{name}")
             close(exported(groups[world] / f"average-resumed-{name}"), average, 0.0)
+
+
+def test_packed_updates_have_no_padding(groups: dict[int, Path]) -> None:
+    assert {facts(groups[world])[f"padding-{stage}-float32"] for world in (1, 2) for stage in range(4)} == {0.0}
 
 
 def test_metrics_do_not_depend_on_the_split(groups: dict[int, Path]) -> None:

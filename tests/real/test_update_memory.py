@@ -39,6 +39,7 @@ PROMPT, GROUP = 64, 8
 RESPONSE = 64
 """Response tokens where the number of groups varies."""
 GROUPS = (16, 64)
+LAYOUTS = ("padded", "packed", "shared")
 BUDGET = 4096
 SHORT, LONG = 192, 768
 """Response tokens where the length varies, by a factor of four."""
@@ -90,8 +91,11 @@ def batch(groups: int, response: int) -> tuple[pa.Table, list[TrainRow]]:
     return table, [TrainRow(tokens, response, True, PROMPT, row // GROUP) for row in range(rows)]
 
 
-def planned(rows: list[TrainRow], budget: int, *, share: bool = False) -> RankPlan:
-    return plan_update(rows, range(len(rows)), 1, budget, skip_zero_advantage=False, share_prompts=share)[0]
+def planned(rows: list[TrainRow], budget: int, *, packed: bool = True, share: bool = False) -> RankPlan:
+    (plan,) = plan_update(
+        rows, range(len(rows)), 1, budget, skip_zero_advantage=False, packed=packed, share_prompts=share
+    )
+    return plan
 
 
 def peak_memory(worker: PolicyWorker, plan: RankPlan, table: pa.Table, traces: Path) -> tuple[int, UpdateMetrics]:
@@ -106,18 +110,19 @@ def peak_memory(worker: PolicyWorker, plan: RankPlan, table: pa.Table, traces: P
 
 
 def peaks_by_groups(worker: PolicyWorker, traces: Path) -> dict[str, Any]:
-    """Peaks by number of groups, with the prompt repeated in every row (`apart`) and once per group (`shared`)."""
+    """Peaks by number of groups: `padded`, `packed`, and packed with the prompt once per group (`shared`)."""
     found: dict[str, Any] = {}
-    for share in (False, True):
+    for layout in LAYOUTS:
+        packed, share = layout != "padded", layout == "shared"
         peaks, micro_batches = [], []
         for groups in (GROUPS[0], *GROUPS):  # the first is a warm-up
             table, rows = batch(groups, RESPONSE)
-            plan = planned(rows, BUDGET, share=share)
-            assert plan.shared == share
+            plan = planned(rows, BUDGET, packed=packed, share=share)
+            assert (plan.packed, plan.shared) == (packed, share)
             peaks.append(peak_memory(worker, plan, table, traces)[0])
             micro_batches.append(len(plan.micro_batches))
         size = batch(GROUPS[1], RESPONSE)[0].nbytes
-        found["shared" if share else "apart"] = {"peaks": peaks[1:], "arrow": size, "micro_batches": micro_batches[1:]}
+        found[layout] = {"peaks": peaks[1:], "arrow": size, "micro_batches": micro_batches[1:]}
     return found
 
 
@@ -185,12 +190,19 @@ def found(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return measurements
 
 
-@pytest.mark.parametrize("prompts", ["apart", "shared"])
-def test_peak_does_not_grow_with_the_number_of_groups(found: dict[str, Any], prompts: str) -> None:
-    few, many = found["groups"][prompts]["peaks"]
-    first, second = found["groups"][prompts]["micro_batches"]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_peak_does_not_grow_with_the_number_of_groups(found: dict[str, Any], layout: str) -> None:
+    few, many = found["groups"][layout]["peaks"]
+    first, second = found["groups"][layout]["micro_batches"]
     assert first > 1 and second > 3 * first
-    assert many - few <= found["groups"][prompts]["arrow"] + ALLOWANCE
+    assert many - few <= found["groups"][layout]["arrow"] + ALLOWANCE
+
+
+def test_packed_rows_take_no_more_memory_than_padded_ones(found: dict[str, Any]) -> None:
+    """All sequences are of one length: there is neither padding nor a mask to save."""
+    padded, packed = (found["groups"][layout] for layout in ("padded", "packed"))
+    assert padded["micro_batches"] == packed["micro_batches"]
+    assert packed["peaks"][-1] <= padded["peaks"][-1] + ALLOWANCE
 
 
 def test_responses_four_times_as_long_fit_in_the_same_memory_with_more_micro_batches(found: dict[str, Any]) -> None:

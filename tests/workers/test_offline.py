@@ -18,6 +18,7 @@ from troupe.workers.contract.messages import RankPlan
 from troupe.workers.contract.offline_config import ExampleConfig, RewardLossConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH
 from troupe.workers.data.examples import ExampleTable
+from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import RewardScores, load_value
 from troupe.workers.offline import ExamplePolicyWorker, RewardTrainer
 
@@ -69,14 +70,12 @@ def test_the_reference_point_of_kto_is_summed_in_float64(monkeypatch: pytest.Mon
     monkeypatch.setattr(offline, "all_reduce", all_reduce)
     worker = bare(
         ExamplePolicyWorker,
-        _config=SimpleNamespace(
-            examples=ExampleConfig(max_length=8, micro_batch_tokens=8, mismatched=True), packing=False
-        ),
+        _config=SimpleNamespace(examples=ExampleConfig(max_length=8, micro_batch_tokens=8, mismatched=True)),
         _engine=SimpleNamespace(device=torch.device("cpu")),
         _device="cpu",
     )
     plan = RankPlan(((0, 1, 2, 3), (4, 5, 6, 7, 8, 9), (10, 11), ()), 0, 6)
-    module: Any = lambda ids, mask, positions, targets: (logprobs_of(targets), None)  # noqa: E731
+    module: Any = lambda ids, mask, positions, targets, places: (logprobs_of(targets), None)  # noqa: E731
     found = worker._reference_point(module, plan, table)
     rows = [row for row in batch(6).to_pylist() if row["sample_index"] == 1]
     wanted = math.fsum(
@@ -92,12 +91,15 @@ def test_the_reference_point_of_kto_is_summed_in_float64(monkeypatch: pytest.Mon
     assert reduced == ["sum"]
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("level", ["sequence", "token"])
-def test_scores_of_tokens_are_read_where_the_loss_compares_them(tiny_model: Path, level: Any) -> None:
+def test_scores_of_tokens_are_read_where_the_loss_compares_them(tiny_model: Path, level: Any, packed: bool) -> None:
     """At every response token, which of the last one is the sequence's; nowhere for an empty micro-batch."""
     torch.manual_seed(0)
     model = load_value(ModelConfig(path=str(tiny_model), dtype="float32")).eval()
     torch.nn.init.normal_(model.get_submodule("score").state_dict()["weight"], std=0.5)
+    module, plan = RewardScores(model), RankPlan((), 0, 0, packed=packed)
+    assert adapt(module, model, "cpu", packing=packed) == packed
     worker = bare(RewardTrainer, _config=SimpleNamespace(loss=RewardLossConfig(level=level)))
     pairs = pa.Table.from_pylist(
         [
@@ -108,7 +110,7 @@ def test_scores_of_tokens_are_read_where_the_loss_compares_them(tiny_model: Path
     )
     for rows in (range(4), ()):
         with torch.no_grad():
-            scored = worker._scored(RewardScores(model), ExampleTable(pairs).batch(rows, "cpu"), 0.0)
+            scored = worker._scored(module, ExampleTable(pairs).cut(rows, plan, "cpu"), 0.0)
         assert scored.rewards.shape == (len(rows),)
         if level == "token" and rows:
             assert scored.token_rewards.shape == (14,)

@@ -14,7 +14,14 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from troupe.workers.contract.config import ModelConfig, RewardConfig, RewardFunctionConfig
 from troupe.workers.contract.messages import REWARDS, ROLLOUTS
@@ -173,7 +180,7 @@ def tokenizer(words: Sequence[str], template: str | None = TEMPLATE) -> PreTrain
 def tiny_config(**changes: Any) -> LlamaConfig:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaConfig(
-        **sizes, vocab_size=len(WORDS), max_position_embeddings=32, pad_token_id=0, initializer_range=0.5, **changes
+        **sizes, vocab_size=64, max_position_embeddings=32, pad_token_id=0, initializer_range=0.5, **changes
     )
 
 
@@ -191,15 +198,20 @@ def reward_model(path: str, tokens: int = 64) -> RewardModel:
     return RewardModel(ModelConfig(path=path, dtype="float32"), tokens, "cpu")
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("budget", [8, 17, 1000])
-def test_scores_do_not_depend_on_the_batches(tmp_path: Path, budget: int) -> None:
+def test_scores_do_not_depend_on_the_batches(tmp_path: Path, budget: int, packs: bool) -> None:
+    """Packed as padded, the score is read at the last token that is not the padding token, which is 0."""
     path = save_reward_model(tmp_path)
-    responses = [[4], [5, 6, 7, 8, 1], [6, 1], [8, 8, 8, 8, 8, 8, 8]]
+    responses = [[4], [5, 6, 7, 8, 1], [6, 1, 0], [8, 8, 8, 8, 8, 8, 8]]
     table = rollouts(["-"] * 4, ids=responses)
     reference = LlamaForSequenceClassification.from_pretrained(path).eval()
     with torch.no_grad():
         expected = [reference(torch.tensor([[2, 4, 3, *ids]])).logits[0, 0].item() for ids in responses]
-    outcomes = reward_model(path, budget).score(table)
+    model = reward_model(path, budget)
+    assert model.packs
+    model.packs = packs
+    outcomes = model.score(table)
     assert [outcome.value for outcome in outcomes] == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert len({round(value, 3) for value in expected}) == 4
 
@@ -279,6 +291,24 @@ def test_batches_keep_to_the_budget() -> None:
     assert sorted(row for batch in batches for row in batch) == sorted(lengths)
     assert all(len(batch) == 1 or max(lengths[row] for row in batch) * len(batch) <= 10 for batch in batches)
     assert batches == [[1, 4, 2], [0], [3]]
+    assert list(budget_batches(lengths, 15, packed=True)) == [[1, 4, 2], [0], [3]]
+    assert list(budget_batches(lengths, 16, packed=True)) == [[1, 4, 2, 0], [3]]
+
+
+def test_a_reward_model_with_windows_of_attention_is_padded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MistralConfig(**sizes, num_key_value_heads=2, vocab_size=64, sliding_window=4, pad_token_id=0)
+    config.num_labels = 1
+    MistralForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer(WORDS).save_pretrained(tmp_path)
+    model = reward_model(str(tmp_path))
+    assert not model.packs
+    reference = MistralForSequenceClassification.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        expected = [reference(torch.tensor([[2, 4, 3, *ids]])).logits[0, 0].item() for ids in ([5], [6, 7, 8])]
+    outcomes = model.score(rollouts(["-"] * 2, ids=[[5], [6, 7, 8]]))
+    assert [outcome.value for outcome in outcomes] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 # Trajectories

@@ -19,8 +19,12 @@ Dtype = Literal["bfloat16", "float32"]
 TransferBackend = Literal["shm", "ipc", "nccl"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
 
-CHUNK_LOGITS = 2**24
-"""Maximum number of logits the output head holds at once: 64 MiB in float32. Larger chunks are not faster."""
+GPU_BATCH_TOKENS = 8192
+"""Tokens of an engine's largest batch on a GPU (vLLM's `max_num_batched_tokens`), for which it reserves memory."""
+CHUNK_LOGITS: dict[Device, int] = {"cpu": 2**24, "cuda": 2**26}
+"""Maximum number of logits the output head holds at once: 64 and 256 MiB in float32. Larger chunks are not faster on
+the CPU. On a GPU every chunk reads the head's weight and adds to its gradient: 1 GB each for a vocabulary of 152,000
+and a hidden size of 3,584."""
 
 REDUCE_BUCKET = 500_000_000
 """Maximum number of gradient elements that DeepSpeed reduces together. On a GPU this buffer is allocated up front."""
@@ -189,6 +193,9 @@ class TrainerConfig(OptimizerConfig):
     """Recompute activations in the backward pass: less memory for about a third more compute."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
     """Maximum number of tokens, padding included, in one forward pass of one worker."""
+    packing: bool = True
+    """Concatenate the sequences of a micro-batch into one row, without padding, where the model takes that; the result
+    is the same to float tolerance. False: pad them to one length."""
     threads: int = Field(default=0, ge=0)
     """Compute threads (CPU only). 0: as many as the role's `cpus`, at least one."""
     ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)

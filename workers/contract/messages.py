@@ -367,8 +367,12 @@ class RankPlan:
     total_loss_tokens: int
     """Over all ranks, zero-advantage rows included: the loss does not depend on the split."""
     total_sequences: int
+    packed: bool = False
+    """Concatenate the rows of a micro-batch into one row of the model, without padding."""
     shared: bool = False
-    """Place adjacent rows of a micro-batch that have the same prompt behind one copy of it."""
+    """Packed: place adjacent rows of a micro-batch that have the same prompt behind one copy of it."""
+    trace: str = ""
+    """File that the rank writes a profile of the update to; empty: none."""
     texts: RankPlan | None = None
     """Policy: pieces of text trained on in the same update (PPO-ptx), as rows of the TEXTS table."""
 

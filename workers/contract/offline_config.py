@@ -110,8 +110,6 @@ class OfflineConfig(Frozen):
     trainer: TrainerConfig
     loss: OfflineLossConfig
     examples: ExampleConfig
-    packing: bool
-    """Concatenate the examples of a micro-batch into one row, without padding."""
     reference_model: ModelConfig | None
     """A frozen reference to load beside the model (colocated)."""
     total_updates: int

@@ -204,6 +204,10 @@ class Reward(Replica, Protocol):
 class Reference(Replica, Protocol):
     """A frozen reference worker."""
 
+    def packs(self) -> Reply[bool]:
+        """Whether the model takes the rows of a micro-batch concatenated, without padding."""
+        ...
+
     def score(self, plan: RankPlan, *rollouts: TableRef) -> Reply[tuple[Any, TableRef]]:
         """Returns `ref_logprobs` of the plan's rows as a token-score table."""
         ...
@@ -218,6 +222,11 @@ class Trainer(Worker, Protocol):
 
     def start(self, rendezvous: Rendezvous) -> Reply[WorkerHealth]:
         """Joins the group and loads the model."""
+        ...
+
+    def packs(self) -> Reply[bool]:
+        """Whether all models of the rank take the rows of a micro-batch concatenated, without padding. Not
+        collective."""
         ...
 
     def save(self, directory: str) -> Reply[None]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from troupe.workers.algorithms.preference_losses import Groups, divergence_masks
-from troupe.workers.contract.messages import TrainRow, identities
+from troupe.workers.contract.messages import RankPlan, TrainRow, identities
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
 from troupe.workers.data.chat import PromptRefused, encode_prompt
@@ -299,10 +299,10 @@ class ExampleTable:
         number = {uid: place for place, uid in enumerate(dict.fromkeys(uids))}
         self._group = torch.tensor([number[uid] for uid in uids], dtype=torch.int64)
 
-    def batch(self, rows: Sequence[int], device: torch.device | str) -> ExampleMicroBatch:
-        """The given rows: whole examples with their members in order. The filler batch without rows."""
+    def cut(self, rows: Sequence[int], plan: RankPlan, device: torch.device | str) -> ExampleMicroBatch:
+        """The given rows of the plan: whole examples with their members in order. The filler batch without rows."""
         index = torch.tensor(rows, dtype=torch.int64)
-        tokens = self.tokens.batch(rows).to(device)
+        tokens = self.tokens.cut(rows, plan).to(device)
         group = torch.unique_consecutive(self._group[index], return_inverse=True)[1]
         return ExampleMicroBatch(
             tokens=tokens,
@@ -312,24 +312,3 @@ class ExampleTable:
             desirable=self._desirable[index].to(device),
             ref_logprobs=self.tokens.floats("ref_logprobs", tokens),
         )
-
-
-@dataclass(frozen=True)
-class PackedTokens:
-    """A micro-batch without padding: all its N tokens in one row, with each sequence starting at position 0."""
-
-    input_ids: torch.Tensor
-    """int64 [1, N]."""
-    position_ids: torch.Tensor
-    """int64 [1, N]."""
-    positions: torch.Tensor
-    """int64 [T]: as `TokenBatch.positions`, in the one row."""
-
-
-def pack(batch: TokenBatch) -> PackedTokens:
-    """The batch's tokens concatenated. `position_ids` restart at every sequence, which isolates its attention."""
-    there = batch.attention_mask.flatten().bool()
-    place = there.cumsum(0) - 1
-    width = batch.attention_mask.shape[1]
-    within = torch.arange(width, device=there.device).repeat(batch.attention_mask.shape[0])
-    return PackedTokens(batch.input_ids.flatten()[there][None], within[there][None], place[batch.positions])

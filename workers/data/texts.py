@@ -46,4 +46,4 @@ def text_batches(texts: pa.Table, plan: RankPlan) -> list[TokenBatch]:
     rows = [row for part in plan.micro_batches for row in part]
     table = TokenTable(texts.take(pa.array(rows, pa.int64())))
     starts = accumulate(map(len, plan.micro_batches), initial=0)
-    return [table.batch(range(start, end)) for start, end in pairwise(starts)]
+    return [table.cut(range(start, end), plan) for start, end in pairwise(starts)]

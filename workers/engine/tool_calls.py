@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.episodes.reader import ParseCalls
+from troupe.workers.episodes.reader import MalformedCall, ParseCalls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_TRIED = {"type": "function", "function": {"name": "tried", "parameters": {"type": "object", "properties": {}}}}
+"""A tool with which a parser is tried out."""
 
 
 def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCalls | None:
     """vLLM's parser of this name (`vllm serve --tool-call-parser`); None without a name.
 
     Raises:
-        ValueError: vLLM has no such parser, or it refuses the tokenizer.
+        ValueError: vLLM has no such parser, it refuses the tokenizer, or it does not read text.
     """
     if name is None:
         return None
@@ -37,8 +40,20 @@ def tool_parser(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ParseCa
 
         request = ChatCompletionRequest.model_validate({"messages": [], "model": "", "tools": list(tools)})
         # A parser keeps state of one response.
-        found = parser_class(reader, request.tools).extract_tool_calls(text, request)
+        parser = parser_class(reader, request.tools)
+        try:
+            found = parser.extract_tool_calls(text, request)
+        except NotImplementedError:
+            raise
+        except Exception as error:  # a parser can raise anything on text that a policy makes up
+            raise MalformedCall(f"{type(error).__name__}: {error}") from error
         calls = [call.model_dump(include={"id", "type", "function"}) for call in found.tool_calls]
         return (found.content or "", calls) if found.tools_called else (text, [])
 
+    try:
+        parse("", [_TRIED])
+    except NotImplementedError as error:
+        raise ValueError(f"vLLM's tool parser {name} does not read the text of a turn: {error}") from error
+    except MalformedCall:
+        pass
     return parse

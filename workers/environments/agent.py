@@ -316,7 +316,7 @@ def completion(messages: Sequence[Message]) -> dict[str, Any]:
 
 def _told(message: Message) -> Message:
     """The fields of a turn that belong to the message."""
-    return {name: value for name, value in message.items() if name not in ("finish_reason", "usage")}
+    return {name: value for name, value in message.items() if name not in ("finish_reason", "usage", "unread_call")}
 
 
 def _usage(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:

@@ -26,6 +26,8 @@ class Environment(ABC):
             message: The turn: `role` is `assistant`, `content` its text and `tool_calls`, if a parser is configured,
                 the calls in it, each `{"id", "type": "function", "function": {"name", "arguments"}}`;
                 `finish_reason` is `stop` or `length`, and `usage` has `prompt_tokens` and `completion_tokens`.
+                A turn with a call that is not run has no `tool_calls` but `unread_call`: `cut` if the turn was cut at
+                its token limit, `malformed` if the parser cannot read the call.
         """
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027  most environments hold nothing

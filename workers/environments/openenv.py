@@ -9,7 +9,7 @@ from typing import Any
 
 from troupe.workers.contract.environments import Message, Observation, Row
 from troupe.workers.environments.base import Environment
-from troupe.workers.environments.tools import MALFORMED, MARKERS
+from troupe.workers.environments.tools import unread_call
 
 NEEDS = "the environment openenv needs the package openenv-core: pip install openenv-core"
 _REFUSED = "(code: VALIDATION_ERROR)"
@@ -71,8 +71,8 @@ class OpenEnv(Environment):
         """The server's answer to an action, or to calls of tools."""
         if self._tools:
             calls = message.get("tool_calls") or ()
-            if not calls and any(marker in message["content"] for marker in MARKERS):
-                return Observation([_user(MALFORMED)])
+            if not calls and (problem := unread_call(message)) is not None:
+                return Observation([_user(problem)])
             return await self._call(calls)
         try:
             action = self._read(message["content"])

@@ -16,6 +16,15 @@ from troupe.workers.environments.reward_environment import RewardFunction
 MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
 """Text with which models begin a call. A turn with one of them and no call that the parser could read is malformed."""
 MALFORMED = "The tool call could not be read. Write it as JSON with a name and arguments."
+CUT = "The turn was cut at its token limit in a tool call, so no tool was called. Write a shorter turn."
+
+
+def unread_call(message: Message) -> str | None:
+    """What a policy is told whose turn has a call that is not run; None for a turn without one."""
+    unread = message.get("unread_call")
+    if unread is None and not any(marker in message["content"] for marker in MARKERS):
+        return None
+    return CUT if unread == "cut" or message.get("finish_reason") == "length" else MALFORMED
 
 
 class Tools(Environment):
@@ -78,10 +87,10 @@ class Tools(Environment):
             self._calls += len(calls)
             fine = self._failed == before
             return Observation(results, reward=self._call_reward if fine and self._call_reward else None)
-        if any(marker in message["content"] for marker in MARKERS):
+        if (problem := unread_call(message)) is not None:
             self._failed += 1
             self._calls += 1
-            return Observation([{"role": "user", "content": MALFORMED}])
+            return Observation([{"role": "user", "content": problem}])
         info = {"tool_calls": float(self._calls), "failed_tool_calls": float(self._failed)}
         reward = None if self._reward is None else await self._reward.value(message["content"], self._row)
         return Observation(reward=reward, done=True, info=info)

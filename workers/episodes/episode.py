@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from troupe.workers.contract.config import EpisodeConfig
@@ -80,8 +81,8 @@ class Reader(Protocol):
         """The conversation with its first prompt."""
         ...
 
-    def read(self, ids: Sequence[int], tools: Sequence[Any] | None) -> tuple[Message, Message]:
-        """From the tokens of a turn to the message for the environment and the one for the history."""
+    def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
+        """From the tokens of a turn, which was `cut` or not, to the message for the environment and for the history."""
         ...
 
 
@@ -195,7 +196,8 @@ class EpisodeRunner:
         state.played.prompt_tokens += segment.tokens
         state.played.turns.append(turn)
         segment.sampled(turn)
-        return await self._run(self.reader.read, turn.ids, tools)
+        read = partial(self.reader.read, turn.ids, tools, cut=turn.finish_reason == "length")
+        return await self._run(read)
 
     async def _branch(self, state: _State, observation: Observation) -> None:
         """Begin the conversations that are sampled along with the next turn; the episode ends where one has no room."""

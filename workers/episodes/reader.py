@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from troupe.workers.contract.environments import Message, Row
 from troupe.workers.episodes.conversation import Conversation, without_end
@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ParseCalls = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, list[dict[str, Any]]]]
-"""From the text of a turn and the tools offered to the text without calls, and the calls."""
+"""From the text of a turn and the tools offered to the text without calls, and the calls. Raises MalformedCall."""
+
+UnreadCall = Literal["cut", "malformed"]
+"""Why no call of a turn is run: it was cut at its token limit, or the parser cannot read it."""
+
+
+class MalformedCall(ValueError):
+    """A parser cannot read the calls of a turn."""
 
 
 def read_row(prompt: Mapping[str, Any], seed: int) -> Row:
@@ -35,11 +42,12 @@ class TurnReader:
         """The conversation with its first prompt. Raises ConversationError."""
         return Conversation(self.tokenizer, messages, tools)
 
-    def read(self, ids: Sequence[int], tools: Sequence[Any] | None) -> tuple[Message, Message]:
+    def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
         """From the tokens of a turn to the message for the environment and the one for the history.
 
         The environment gets the text without special tokens. The history shows what was sampled, special tokens
-        included, up to the token that ends the turn.
+        included, up to the token that ends the turn. A turn that was cut has no calls: some parsers complete the
+        arguments of a call that does not end.
         """
         text = str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
         own = without_end(self.tokenizer, ids)
@@ -47,8 +55,16 @@ class TurnReader:
         message: Message = {"role": "assistant", "content": text}
         history: Message = {"role": "assistant", "content": raw}
         if self.parse is not None and tools:
-            rest, calls = self.parse(raw, tools)
+            unread: UnreadCall | None = None
+            try:
+                rest, calls = self.parse(raw, tools)
+            except MalformedCall:
+                rest, calls, unread = text, [], "malformed"
+            if cut and (calls or unread):
+                calls, unread = [], "cut"
             if calls:
                 message |= {"content": rest, "tool_calls": calls}
                 history["tool_calls"] = calls
+            if unread is not None:
+                message["unread_call"] = unread
         return message, history

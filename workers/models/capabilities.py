@@ -1,6 +1,6 @@
 """What a model can do, tried out by running it on a few tokens before it is trained.
 
-Every function takes the module of a whole model, as it is loaded: under ZeRO-3 a model that raises halfway through a
+Every function takes a whole model, as it is loaded: under ZeRO-3 a model that raises halfway through a
 pass would leave DeepSpeed's hooks in an undefined state.
 """
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
 
-from troupe.workers.models.modeling import CausalLogprobs, ModelModule, evaluating, score
+from troupe.workers.contract.config import Device
+from troupe.workers.models.modeling import ModelModule, evaluating
+from troupe.workers.models.packed_attention import install, kernel_is_exact, uninstall
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
 if TYPE_CHECKING:
@@ -26,56 +28,106 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-2}
 """Largest difference of two ways to compute the same, as a fraction of the largest number, by the type of the weights:
 rounding stays below it."""
-_RESPONSES = ([11, 13], [17, 19, 23])
+_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 4e-2}
+"""Largest distance of two ways to compute the same states, as a fraction of their length, by the type of the weights.
+Rounding gives 0.01 in bfloat16; a wrong position 0.1, and a token that is seen wrongly 0.2."""
 _NOISE = ("drop", "jitter", "noise")
 """Parts of the names of configuration fields that make a model random."""
 
 
-def packs(module: CausalLogprobs) -> bool:
-    """Whether the model isolates sequences that are concatenated in one row; tested by running it.
+@cache
+def _samples() -> TokenTable:
+    """Two responses to one prompt and one to another; no token is in two of the texts."""
+    rows = [("p", 0, [3, 5, 7], [11, 13]), ("p", 1, [3, 5, 7], [17, 19, 23]), ("q", 0, [29, 31], [37])]
+    names = ("prompt_uid", "sample_index", "prompt_ids", "response_ids")
+    columns: dict[str, Any] = dict(zip(names, zip(*rows, strict=True), strict=True))
+    return TokenTable(pa.table(columns | {"loss_mask": [[True] * len(response) for *_, response in rows]}))
 
-    False for attention within chunks: a chunk starts where the row does, and the test is too short to show its effect.
+
+def adapt(module: ModelModule, model: PreTrainedModel, device: Device, packing: bool) -> bool:
+    """Make the model as fast as its results allow, and return whether it packs: takes several sequences in one row.
+
+    A model that packs gets the attention of `packed_attention`. Another one gets no mask of the padding where its
+    results do not depend on it.
+
+    Args:
+        module: The module around the model.
+        model: The model inside it.
+        device: Where it will run.
+        packing: Whether it may pack.
     """
-    if any("chunk" in name for name in _attention_limits(module)):
-        return False
-    apart = _group([3], *_RESPONSES).batch((0, 1)).to(module.model.device)
-    there = apart.attention_mask.bool()
-    places = torch.arange(there.shape[1], device=there.device).expand_as(there)[there]
-    positions = places.nonzero()[:, 0] - 1
-    row = replace(apart, input_ids=apart.input_ids[there][None], positions=positions, position_ids=places[None])
-    return _isolates(module, apart, row, mask=None)
+    if packing and takes_segments(model, device):
+        return True
+    module.masks_padding = not _ignores_padding(model)
+    return False
 
 
-def shares_prompts(module: CausalLogprobs) -> bool:
-    """Whether responses behind one shared copy of their prompt keep their log-probs; tested by running the model.
+def takes_segments(model: PreTrainedModel, device: Device) -> bool:
+    """Whether the model isolates the segments of packed rows; tested by running it. If so, it is prepared for them.
 
-    False for attention within windows or chunks: the mask of the shared prompt would replace theirs, and the test is
-    too short to show it.
+    False for attention within windows or chunks: the test is too short to show their effect.
     """
-    if _attention_limits(module):
+    if _attention_limits(model):
         return False
-    table = _group([3, 5, 7], *_RESPONSES)
-    apart, row = (batch.to(module.model.device) for batch in (table.batch((0, 1)), table.shared_batch((0, 1))))
-    return _isolates(module, apart, row, row.attention_mask)
+    if device == "cuda" and not kernel_is_exact(_head_size(model), model.dtype):
+        return False
+    if not install(model):
+        return False
+    isolates = _isolates(model)
+    if not isolates:
+        uninstall(model)
+    return isolates
 
 
-def _isolates(module: CausalLogprobs, apart: TokenBatch, row: TokenBatch, mask: torch.Tensor | None) -> bool:
-    """Whether two responses have the same log-probs in one `row` as `apart`, and the second does not see the first.
+def _head_size(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _isolates(model: PreTrainedModel) -> bool:
+    """Whether sequences in one row, two of them behind one prompt, have the same states as apart, and only their own.
 
     A token that must not be seen has weight 0, and so its embedding has a gradient of exactly 0.
     """
+    samples = _samples()
+    apart, row = (batch.to(model.device) for batch in (samples.batch(range(3)), samples.packed_batch(range(3), True)))
     try:
-        expected = score(module, apart)
-        with evaluating(module), _embedded(module.model) as embedded, torch.enable_grad():
-            found = module(row.input_ids, mask, row.positions, row.targets, row.position_ids)[0]
-        (gradient,) = torch.autograd.grad(found[apart.sequence == 1].sum(), embedded)
+        expected = _states(model, apart, apart.attention_mask)
+        with _embedded(model) as embedded, torch.enable_grad():
+            found = _states(model, row, row.attention_mask)
+        for number in range(3):
+            (gradient,) = torch.autograd.grad(found[row.sequence == number].sum(), embedded, retain_graph=True)
+            own = torch.isin(row.input_ids, apart.input_ids[number])
+            if bool(gradient[~own].any()):
+                return False
     except Exception as error:  # a model may refuse the positions or the mask in any way
-        logger.info("%s takes one response to a row: %s", type(module.model).__name__, error)
+        logger.info("%s takes one sequence to a row: %s", type(model).__name__, error)
         return False
-    tolerance = _TOLERANCE[module.model.dtype]
-    near = float((found.detach() - expected).abs().max()) <= tolerance * max(1.0, float(expected.abs().max()))
-    foreign = torch.isin(row.input_ids, apart.targets[apart.sequence == 0])
-    return near and not bool(gradient[foreign].any())
+    return _near(model, found, expected)
+
+
+def _ignores_padding(model: PreTrainedModel) -> bool:
+    """Whether padding on the right changes nothing without a mask: the model is causal. Tested by running it."""
+    batch = _samples().batch(range(3)).to(model.device)
+    try:
+        return _near(model, _states(model, batch, None), _states(model, batch, batch.attention_mask))
+    except Exception as error:  # a model may need a mask in any way
+        logger.info("%s needs a mask of the padding: %s", type(model).__name__, error)
+        return False
+
+
+def _states(model: PreTrainedModel, batch: TokenBatch, mask: torch.Tensor | None) -> torch.Tensor:
+    """Last states [T, ...] of the tokens that predict a response, in evaluation mode."""
+    arguments = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+    with evaluating(model):
+        states = model.base_model(input_ids=batch.input_ids, attention_mask=mask, use_cache=False, **arguments)[0]
+    return states.flatten(0, 1)[batch.positions]
+
+
+def _near(model: PreTrainedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two ways to compute the same states differ by rounding only."""
+    found, expected = found.detach().float(), expected.detach().float()
+    return bool((found - expected).norm() <= _ROUNDING[model.dtype] * expected.norm())
 
 
 @contextmanager
@@ -89,12 +141,12 @@ def _embedded(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
-def _attention_limits(module: CausalLogprobs) -> set[str]:
+def _attention_limits(model: PreTrainedModel) -> set[str]:
     """What keeps some token from attending to all earlier ones: kinds of layers, or fields with a window or chunk.
 
     A window is no limit where it is as long as the longest sequence of the model.
     """
-    config = module.model.config.get_text_config()
+    config = model.config.get_text_config()
     if kinds := getattr(config, "layer_types", None):
         return {kind for kind in kinds if kind != "full_attention"}
     longest = getattr(config, "max_position_embeddings", None) or float("inf")
@@ -103,21 +155,6 @@ def _attention_limits(module: CausalLogprobs) -> set[str]:
         for name, value in config.to_dict().items()
         if ("window" in name or "chunk" in name) and isinstance(value, int) and 0 < value < longest
     }
-
-
-def _group(prompt: list[int], *responses: list[int]) -> TokenTable:
-    """Table of the responses to one prompt."""
-    rows = [
-        {
-            "prompt_uid": "p",
-            "sample_index": number,
-            "prompt_ids": prompt,
-            "response_ids": ids,
-            "loss_mask": [True] * len(ids),
-        }
-        for number, ids in enumerate(responses)
-    ]
-    return TokenTable(pa.Table.from_pylist(rows))
 
 
 def check_deterministic(module: ModelModule, model: PreTrainedModel) -> None:

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from troupe.workers.contract.config import CHUNK_LOGITS, Dtype, ModelConfig
+from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelConfig
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.heads import Float32Head, Float32Logits
-from troupe.workers.models.token_batch import TokenBatch, TokenTable, score_table
+from troupe.workers.models.token_batch import TokenBatch, TokenTable, is_table, score_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -124,12 +124,12 @@ def _multiply_in_float32(model: PreTrainedModel) -> None:
         logger.warning("float32_head has no effect: the output head of %s is no linear layer", type(model).__name__)
 
 
-def head_chunks(vocabulary: int, micro_batch_tokens: int) -> int:
+def head_chunks(vocabulary: int, micro_batch_tokens: int, device: Device) -> int:
     """Number of chunks for the output head, so that at most `CHUNK_LOGITS` logits exist at a time.
 
     It depends only on the configuration: under ZeRO-3 every rank must gather the head's weight equally often.
     """
-    return max(1, math.ceil(vocabulary * micro_batch_tokens / CHUNK_LOGITS))
+    return max(1, math.ceil(vocabulary * micro_batch_tokens / CHUNK_LOGITS[device]))
 
 
 class ModelModule(nn.Module):
@@ -140,12 +140,29 @@ class ModelModule(nn.Module):
     because transformers recomputes in no other mode; `check_deterministic` tries the result.
     """
 
+    model: PreTrainedModel
+    masks_padding = True
+    """Whether the model gets the mask of a padded batch; `capabilities.adapt` finds out whether it needs it."""
+
     def train(self, mode: bool = True) -> Self:
         """Put the module in training mode, and of its model the layers with gradient checkpointing."""
         super().train(mode)
         for module in self.modules():
             module.training = mode and (module is self or getattr(module, "gradient_checkpointing", False))
         return self
+
+    def inputs(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """Arguments of the model for the fields of a `TokenBatch`; not every architecture knows `position_ids`.
+
+        Padding is on the right, and a causal model without a mask does not see it: attention then needs no mask at all,
+        which the fastest kernels require.
+        """
+        if not (self.masks_padding or is_table(attention_mask)):
+            attention_mask = None
+        arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+        return arguments if position_ids is None else arguments | {"position_ids": position_ids}
 
 
 class CausalLogprobs(ModelModule):
@@ -181,8 +198,6 @@ class CausalLogprobs(ModelModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies), float32 [T]; the arguments are the fields of a `TokenBatch`.
 
-        With `position_ids` and no mask, sequences are concatenated in one row, and each starts where the positions
-        restart at 0. With `position_ids` and a 4-D mask, sequences follow the prompt that they share.
         `temperature` overrides that of the module.
         """
         temperature = temperature or self.temperature
@@ -207,7 +222,7 @@ class CausalLogprobs(ModelModule):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Last hidden states of the backbone [B, L, hidden size]."""
-        return self.model.base_model(**self._inputs(input_ids, attention_mask, position_ids)).last_hidden_state
+        return self.model.base_model(**self.inputs(input_ids, attention_mask, position_ids)).last_hidden_state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's logits [..., vocabulary] of hidden states, before the temperature."""
@@ -246,16 +261,7 @@ class CausalLogprobs(ModelModule):
         positions: torch.Tensor,
         position_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self.model(**self._inputs(input_ids, attention_mask, position_ids)).logits.flatten(0, 1)[positions]
-
-    def _inputs(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-    ) -> dict[str, Any]:
-        if attention_mask is not None and attention_mask.ndim == 4:
-            # An additive mask, which every attention implementation accepts.
-            hidden = torch.zeros(attention_mask.shape, dtype=self.model.dtype, device=attention_mask.device)
-            attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(hidden.dtype).min)
-        return _inputs(input_ids, attention_mask, position_ids)
+        return self.model(**self.inputs(input_ids, attention_mask, position_ids)).logits.flatten(0, 1)[positions]
 
     def _head(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
@@ -275,14 +281,6 @@ class CausalLogprobs(ModelModule):
             finite = logits.clamp(min=torch.finfo(logits.dtype).min)
             entropies = total - torch.linalg.vecdot(torch.softmax(logits, -1), finite)
         return logprobs, entropies
-
-
-def _inputs(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-) -> dict[str, Any]:
-    """Arguments of a model; not every architecture knows `position_ids`."""
-    arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-    return arguments if position_ids is None else arguments | {"position_ids": position_ids}
 
 
 def _logit_scale(text_config: Any) -> float:
@@ -318,13 +316,13 @@ class TokenValues(ModelModule):
     def forward(
         self,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
+        attention_mask: torch.Tensor | None,
         positions: torch.Tensor,
         targets: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """float32 [T]. `targets` is unused: the value of a state does not depend on the token sampled in it."""
-        backbone = self.model.base_model
-        hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        hidden = self.model.base_model(**self.inputs(input_ids, attention_mask, position_ids)).last_hidden_state
         return self.model.get_submodule("score")(hidden.flatten(0, 1)[positions])[:, 0]
 
 
@@ -340,22 +338,22 @@ class RewardScores(ModelModule):
     def forward(
         self,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
+        attention_mask: torch.Tensor | None,
         positions: torch.Tensor,
         targets: torch.Tensor,
+        last: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
         read_at: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(scores float32 [B], token scores float32 [N], logprobs float32 [T] or None).
 
-        `read_at`: int64 [N], the tokens whose scores are returned, as indices into the flattened B*L tokens; none of
-        them by default. The other arguments are the fields of a `TokenBatch`.
+        `read_at`: int64 [N], the tokens whose scores are returned, as indices into the flattened tokens; none of them
+        by default. The other arguments are the fields of a `TokenBatch`.
         """
-        hidden = self.model.base_model(**_inputs(input_ids, attention_mask, None)).last_hidden_state
-        rows, width = attention_mask.shape
-        last = torch.arange(rows, device=hidden.device) * width + attention_mask.sum(1) - 1
+        hidden = self.model.base_model(**self.inputs(input_ids, attention_mask, position_ids)).last_hidden_state
         places = last if read_at is None else torch.cat([last, read_at])
         values = self.model.get_submodule("score")(hidden.flatten(0, 1)[places])[:, 0]
-        scores, token_scores = values[:rows], values[rows:]
+        scores, token_scores = values[: len(last)], values[len(last) :]
         if self.language is None:
             return scores, token_scores, None
         logprobs, _ = self.language.of_hidden(hidden.flatten(0, 1)[positions], targets, self.language.temperature)
@@ -385,9 +383,8 @@ def share_backbone(model: PreTrainedModel, config: ModelConfig, chunks: int) -> 
 @torch.no_grad()
 def score(module: nn.Module, batch: TokenBatch) -> torch.Tensor:
     """Log-probs (first output) or values of a batch's response tokens, float32 [T], without gradient or dropout."""
-    where = () if batch.position_ids is None else (batch.position_ids,)
     with evaluating(module):
-        output = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, *where)
+        output = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids)
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -404,8 +401,9 @@ def score_plan(
     ranks must run equally often.
     """
     tokens = TokenTable.concat(tables)
-    scores = [score(module, batch.to(device)).cpu() for batch in tokens.batches(plan.micro_batches)]
+    # Copied at the end: on a GPU the next micro-batch is cut while one is computed.
+    scores = [score(module, batch.to(device)) for batch in tokens.batches(plan)]
     rows = [row for micro_batch in plan.micro_batches for row in micro_batch]
-    values = torch.cat(scores) if scores else torch.zeros(0)
+    values = torch.cat(scores).cpu() if scores else torch.zeros(0)
     chosen = tokens.table.take(pa.array(rows, pa.int64()))
     return len(rows), score_table(column, chosen, values, tokens.responses.lengths[rows])

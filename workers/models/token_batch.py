@@ -1,8 +1,8 @@
 """Arrow list columns to torch and back, without a Python loop over tokens.
 
 A ragged column is one flat tensor of values and one of lengths. Losses and advantages work on this form: 1-D tensors
-over all response tokens of a micro-batch, with `sequence` as the number of each token's sequence. Only the model sees a
-padded batch.
+over all response tokens of a micro-batch, with `sequence` as the number of each token's sequence. Only the model sees
+packed or padded rows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from troupe.workers.contract.messages import IDENTITY, SCHEMA_METADATA, SEGMENT, TRAIN
+from troupe.workers.contract.messages import IDENTITY, SCHEMA_METADATA, SEGMENT, TRAIN, RankPlan
 
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
-_PROMPT, _PADDING = -1, -2
 
 
 @dataclass(frozen=True)
@@ -87,35 +86,48 @@ def score_table(column: str, rows: pa.Table, values: torch.Tensor, lengths: torc
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One right-padded micro-batch of B sequences of width L, with T response tokens in total.
+    """One micro-batch of B sequences with T response tokens in total, packed into one row or padded to one width.
 
-    Padding is on the right and masked, so that a sequence's results do not depend on its neighbours.
+    A sequence's results do not depend on its neighbours: a packed one attends to its own tokens, and padding is on the
+    right, where a causal model does not look.
     """
 
     input_ids: torch.Tensor
-    """int64 [B, L]."""
+    """int64 [rows, L]: one packed row, or B padded ones."""
     attention_mask: torch.Tensor
-    """int64 [B, L]: 1 on tokens, 0 on padding. With shared prompts: bool [rows, 1, L, L], True where a
-    token attends to another."""
+    """Padded: int64 [B, L], 1 on tokens, 0 on padding. Packed: the table of `segment_table`."""
     positions: torch.Tensor
-    """int64 [T]: index into the flattened B*L tokens of the token that predicts each response token."""
+    """int64 [T]: index into the flattened tokens of the one that predicts each response token."""
     targets: torch.Tensor
     """int64 [T]: the response tokens."""
     sequence: torch.Tensor
     """int64 [T]: which of the B sequences each response token belongs to."""
     lengths: torch.Tensor
     """int64 [B]: response tokens of each sequence."""
+    last: torch.Tensor
+    """int64 [B]: index into the flattened tokens of the last one of each sequence."""
     loss_mask: torch.Tensor
     """bool [T]: False where the policy did not sample the token."""
     rows: torch.Tensor
-    """int64 [B]: row numbers in the table the batch was cut from."""
+    """int64 [B]: row numbers in the table the batch was cut from, in host memory."""
+    padding: int = 0
+    """Tokens of `input_ids` that are padding."""
     position_ids: torch.Tensor | None = None
-    """int64 [rows, L] with shared prompts: the positions of every response continue those of the prompt."""
+    """Packed: int64 [1, L], restarting with every sequence; those of a response continue its prompt's."""
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch on `device`."""
-        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
+        """The same batch on `device`; row numbers and a table of segments stay in host memory, where they are read."""
+        host = {"rows", "attention_mask"} if is_table(self.attention_mask) else {"rows"}
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in host}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: to_device(tensor, device) for name, tensor in tensors.items()})
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor on `device`. A copy to a GPU starts from pinned memory, so that nothing waits for it."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def filler_batch() -> TokenBatch:
@@ -129,6 +141,7 @@ def filler_batch() -> TokenBatch:
         targets=none,
         sequence=none,
         lengths=torch.zeros(1, dtype=torch.int64),
+        last=torch.zeros(1, dtype=torch.int64),
         loss_mask=none.bool(),
         rows=none,
     )
@@ -177,69 +190,71 @@ class TokenTable:
         columns = prompts.lengths[sequence] + responses.within()
         input_ids[prompts.sequence(), prompts.within()] = prompts.values
         input_ids[sequence, columns] = responses.values
-        total = (prompts.lengths + responses.lengths)[:, None]
+        total = prompts.lengths + responses.lengths
         return TokenBatch(
             input_ids=input_ids,
-            attention_mask=(torch.arange(width)[None, :] < total).long(),
+            attention_mask=(torch.arange(width)[None, :] < total[:, None]).long(),
             positions=sequence * width + columns - 1,
             targets=responses.values,
             sequence=sequence,
             lengths=responses.lengths,
+            last=torch.arange(len(rows)) * width + total - 1,
             loss_mask=self.loss_mask.take(index).values,
             rows=index,
+            padding=len(rows) * width - int(total.sum()),
         )
 
-    def shared_batch(self, rows: Sequence[int]) -> TokenBatch:
-        """Like `batch`, with adjacent rows of one prompt in one row of the model: the prompt once, then the responses.
+    def packed_batch(self, rows: Sequence[int], shared: bool = False) -> TokenBatch:
+        """The micro-batch of the given rows without padding, all in one row of the model.
 
-        A token attends to the prompt and to its own response up to itself, at the positions it has in `batch`, so that
-        the results are the same. Padding attends to the prompt, because a softmax over nothing is NaN.
+        With `shared`, adjacent rows of one prompt have one copy of it, followed by the responses. A token has the
+        position, and attends to the tokens, that it has in `batch`, so that the results are the same.
         """
         if not rows:
             return filler_batch()
         index = torch.tensor(rows, dtype=torch.int64)
-        place, counts = torch.unique_consecutive(
-            self._prompt_numbers()[index], return_inverse=True, return_counts=True
-        )[1:]
+        unit, counts = self._units(index, shared)
         firsts = counts.cumsum(0) - counts
         prompts, responses = self.prompts.take(index[firsts]), self.responses.take(index)
-        # Tokens of earlier responses in the same row.
-        before = responses.starts - responses.starts[firsts][place]
-        widths = prompts.lengths.index_add(0, place, responses.lengths)
-        rows_, width = len(firsts), int(widths.max())
+        widths = prompts.lengths.index_add(0, unit, responses.lengths)
+        starts = widths.cumsum(0) - widths
+        # Where the responses start: behind the prompt, and behind earlier responses of their unit.
+        opened = (starts + prompts.lengths)[unit] + responses.starts - responses.starts[firsts][unit]
         sequence, within = responses.sequence(), responses.within()
-        row = place[sequence]
-        columns = prompts.lengths[row] + before[sequence] + within
-        input_ids, position_ids = (torch.zeros(rows_, width, dtype=torch.int64) for _ in range(2))
-        owner = torch.full((rows_, width), _PADDING)
-        input_ids[prompts.sequence(), prompts.within()] = prompts.values
-        position_ids[prompts.sequence(), prompts.within()] = prompts.within()
-        owner[prompts.sequence(), prompts.within()] = _PROMPT
-        input_ids[row, columns] = responses.values
-        position_ids[row, columns] = prompts.lengths[row] + within
-        owner[row, columns] = sequence
-        seen = (owner[:, None, :] == _PROMPT) | (owner[:, None, :] == owner[:, :, None])
-        causal = torch.ones(width, width, dtype=torch.bool).tril()
-        predicted_by = torch.where(within == 0, prompts.lengths[row] - 1, columns - 1)
+        of_prompts = starts[prompts.sequence()] + prompts.within()
+        columns = opened[sequence] + within
+        input_ids, position_ids = (torch.zeros(1, int(widths.sum()), dtype=torch.int64) for _ in range(2))
+        input_ids[0, of_prompts], position_ids[0, of_prompts] = prompts.values, prompts.within()
+        input_ids[0, columns] = responses.values
+        position_ids[0, columns] = prompts.lengths[unit][sequence] + within
+        prompt_ends = (starts + prompts.lengths - 1)[unit]
         return TokenBatch(
             input_ids=input_ids,
-            attention_mask=(seen & causal)[:, None],
-            positions=row * width + predicted_by,
+            attention_mask=_segments(firsts, starts[unit], opened, prompts.lengths[unit], responses.lengths),
+            positions=torch.where(within == 0, prompt_ends[sequence], columns - 1),
             targets=responses.values,
             sequence=sequence,
             lengths=responses.lengths,
+            last=torch.where(responses.lengths > 0, opened + responses.lengths - 1, prompt_ends),
             loss_mask=self.loss_mask.take(index).values,
             rows=index,
             position_ids=position_ids,
         )
 
-    def batches(self, micro_batches: Sequence[Sequence[int]], shared: bool = False) -> Iterator[TokenBatch]:
+    def batches(self, plan: RankPlan) -> Iterator[TokenBatch]:
         """The micro-batches of a plan, each cut when it is requested."""
-        return (self.cut(rows, shared) for rows in micro_batches)
+        return (self.cut(rows, plan) for rows in plan.micro_batches)
 
-    def cut(self, rows: Sequence[int], shared: bool = False) -> TokenBatch:
-        """The padded micro-batch of the given rows, by `shared_batch` if `shared`."""
-        return self.shared_batch(rows) if shared else self.batch(rows)
+    def cut(self, rows: Sequence[int], plan: RankPlan) -> TokenBatch:
+        """The micro-batch of the given rows, packed or padded as the plan says."""
+        return self.packed_batch(rows, plan.shared) if plan.packed else self.batch(rows)
+
+    def _units(self, index: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The number of each row's unit, and the rows of each unit: adjacent rows with one copy of their prompt."""
+        if not shared:
+            return torch.arange(len(index)), torch.ones(len(index), dtype=torch.int64)
+        numbers = self._prompt_numbers()[index]
+        return torch.unique_consecutive(numbers, return_inverse=True, return_counts=True)[1:]
 
     def _prompt_numbers(self) -> torch.Tensor:
         """int64, one per row: equal for rows of one group with the same prompt."""
@@ -252,7 +267,44 @@ class TokenTable:
         """float32 [T] of column `name` for the response tokens of `batch`, on its device; None if it is absent."""
         if name not in self._floats:
             return None
-        return self._floats[name].take(batch.rows.cpu()).values.to(batch.targets.device)
+        return to_device(self._floats[name].take(batch.rows).values, batch.targets.device)
+
+
+def _segments(
+    firsts: torch.Tensor, starts: torch.Tensor, opened: torch.Tensor, prompts: torch.Tensor, responses: torch.Tensor
+) -> torch.Tensor:
+    """The table of a packed row: a prompt and its first response are one segment, every other response one behind it.
+
+    Args:
+        firsts: The first row of each unit.
+        starts: Where the prompt of each row starts.
+        opened: Where the response of each row starts.
+        prompts: Tokens of the prompt of each row.
+        responses: Tokens of the response of each row.
+    """
+    first = torch.zeros(len(starts), dtype=torch.bool)
+    first[firsts] = True
+    prefixes = torch.stack([starts, prompts], 1).masked_fill(first[:, None], 0)
+    return segment_table(
+        torch.where(first, starts, opened), torch.where(first, prompts + responses, responses), prefixes
+    )
+
+
+def segment_table(starts: torch.Tensor, lengths: torch.Tensor, prefixes: torch.Tensor) -> torch.Tensor:
+    """int64 [1, 1, S, 4]: the mask of a packed row.
+
+    Args:
+        starts: First token of each segment.
+        lengths: Tokens of each segment; those without tokens are omitted.
+        prefixes: [S, 2]: first token and number of tokens of the prefix of each segment.
+    """
+    table = torch.cat([starts[:, None], lengths[:, None], prefixes], 1)
+    return table[lengths > 0][None, None]
+
+
+def is_table(mask: torch.Tensor | None) -> bool:
+    """Whether a model's mask is a table of segments; transformers' own 4-D masks are boolean or floating."""
+    return mask is not None and mask.ndim == 4 and mask.dtype == torch.int64
 
 
 def prompt_numbers(uids: Sequence[str], prompts: Ragged) -> list[int]:

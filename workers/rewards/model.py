@@ -13,13 +13,18 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from troupe.workers.contract.config import Device, ModelConfig
 from troupe.workers.data.tokenizer import load_tokenizer, render, token_ids
+from troupe.workers.models.capabilities import takes_segments
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.modeling import torch_dtype
+from troupe.workers.models.token_batch import segment_table
 from troupe.workers.rewards.runner import Outcome
+
+_TOLERANCE = 4e-2
+"""Largest difference of two ways to compute a score in bfloat16, as a fraction of the largest score."""
 
 
 class RewardModel:
-    """Scores rollouts in padded batches of bounded size, without gradients."""
+    """Scores rollouts in packed or padded batches of bounded size, without gradients."""
 
     def __init__(self, config: ModelConfig, micro_batch_tokens: int, device: Device) -> None:
         """Load model and tokenizer.
@@ -29,7 +34,7 @@ class RewardModel:
             OSError: the folder does not exist or has no safetensors.
         """
         self.micro_batch_tokens = micro_batch_tokens
-        self.device = device
+        self.device: Device = device
         source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
         labels = AutoConfig.from_pretrained(config.path, **source).num_labels
         if labels != 1:
@@ -49,6 +54,7 @@ class RewardModel:
         self.pad_id: int = text_config.pad_token_id
         self.max_tokens: int = text_config.max_position_embeddings
         self.vocab_size: int = text_config.vocab_size
+        self.packs = self._scores_packed_rows()
 
     def score(self, rollouts: pa.Table) -> list[Outcome]:
         """Score of every row of a ROLLOUTS table.
@@ -61,8 +67,9 @@ class RewardModel:
             for ids in sequences
         ]
         fitting = [row for row, ids in enumerate(sequences) if 0 < len(ids) <= self.max_tokens]
-        for batch in budget_batches({row: len(sequences[row]) for row in fitting}, self.micro_batch_tokens):
-            scores = self._forward([sequences[row] for row in batch])
+        lengths, forward = {row: len(sequences[row]) for row in fitting}, self._packed if self.packs else self._padded
+        for batch in budget_batches(lengths, self.micro_batch_tokens, packed=self.packs):
+            scores = forward([sequences[row] for row in batch])
             for row, score in zip(batch, scores, strict=True):
                 finite = math.isfinite(score)
                 outcomes[row] = Outcome(score) if finite else Outcome(None, f"not a finite number: {score}")
@@ -113,8 +120,33 @@ class RewardModel:
         known = max(ids, default=0) < self.vocab_size
         return known and self.tokenizer.decode(ids, skip_special_tokens=True) == text
 
+    def _scores_packed_rows(self) -> bool:
+        """Whether the head's output at the last tokens of a packed row is the classifier's; tested by running it."""
+        if not hasattr(self.model, "score") or not takes_segments(self.model, self.device):
+            return False
+        sequences = ([3, 5, 7, 11], [13, 17], [19, 23, 29])
+        packed, padded = (torch.tensor(run(sequences)) for run in (self._packed, self._padded))
+        return bool((packed - padded).abs().max() <= _TOLERANCE * padded.abs().max())
+
     @torch.inference_mode()
-    def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+    def _packed(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """One score per sequence, from one row without padding."""
+        ids = torch.tensor([token for sequence in sequences for token in sequence])
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        starts = lengths.cumsum(0) - lengths
+        within = torch.arange(len(ids)) - starts.repeat_interleave(lengths)
+        # A classifier of transformers reads its score at the last token that is not the padding token.
+        read = [max((n for n, token in enumerate(ids_) if token != self.pad_id), default=0) for ids_ in sequences]
+        hidden = self.model.base_model(
+            input_ids=ids[None].to(self.device),
+            attention_mask=segment_table(starts, lengths, torch.zeros(len(lengths), 2, dtype=torch.int64)),
+            position_ids=within[None].to(self.device),
+            use_cache=False,
+        ).last_hidden_state
+        return self.model.score(hidden[0, (starts + torch.tensor(read)).to(self.device)])[:, 0].float().tolist()
+
+    @torch.inference_mode()
+    def _padded(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """One score per sequence, from one right-padded batch."""
         width = max(len(ids) for ids in sequences)
         input_ids = torch.full((len(sequences), width), self.pad_id, dtype=torch.long)
@@ -128,16 +160,18 @@ class RewardModel:
         return logits[:, 0].float().tolist()
 
 
-def budget_batches(lengths: dict[int, int], max_tokens: int) -> Iterator[list[int]]:
-    """Split rows into batches of at most `max_tokens` tokens, padding included, grouping rows of similar length.
+def budget_batches(lengths: dict[int, int], max_tokens: int, *, packed: bool = False) -> Iterator[list[int]]:
+    """Split rows into batches of at most `max_tokens` tokens, grouping rows of similar length.
 
-    A longer row forms its own batch.
+    Without `packed`, padding is included. A longer row forms its own batch.
     """
     batch: list[int] = []
+    total = 0
     for row in sorted(lengths, key=lambda row: lengths[row]):
-        if batch and lengths[row] * (len(batch) + 1) > max_tokens:
+        total += lengths[row]
+        if batch and (total if packed else lengths[row] * (len(batch) + 1)) > max_tokens:
             yield batch
-            batch = []
+            batch, total = [], lengths[row]
         batch.append(row)
     if batch:
         yield batch

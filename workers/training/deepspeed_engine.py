@@ -146,8 +146,9 @@ class TrainEngine:
         for number, micro_batch in enumerate(micro_batches):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches) - 1)
             loss = loss_fn(self._engine, micro_batch)
-            # An infinite loss may have a finite gradient; a factor of NaN reaches all ranks through the norm.
-            poison = 1.0 if bool(torch.isfinite(loss)) else math.nan
+            # An infinite loss may have a finite gradient; a factor of NaN reaches all ranks through the norm. It is
+            # computed on the device, which would otherwise wait for the next micro-batch.
+            poison = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
             # DeepSpeed averages gradients over ranks; the loss here is a sum over ranks.
             self._engine.backward(loss * (dist.get_world_size() * poison), scale_wrt_gas=False)
         self._updates += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from typing import cast
 
 import pyarrow as pa
 import torch
@@ -15,10 +16,12 @@ from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.config import Device, ModelConfig, Rendezvous
 from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, Peak, UpdateMetrics, WorkerHealth
 from troupe.workers.data.step_record import picked, write_tables
+from troupe.workers.models.modeling import ModelModule
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.start_stages import Stage, announce
 from troupe.workers.training.deepspeed_engine import StepResult, TrainEngine
 from troupe.workers.training.group import all_reduce, join_group, leave_group, own_address, rendezvous_store
+from troupe.workers.training.throughput import UpdateMeter
 
 
 class TrainingRank:
@@ -32,6 +35,7 @@ class TrainingRank:
         self._seed = seed
         self._threads = threads
         self._version = 0
+        self._packs = False
         self._store: TCPStore | None = None
         self._engine: TrainEngine | None = None
 
@@ -56,6 +60,14 @@ class TrainingRank:
         torch.manual_seed(self._seed)
         announce(Stage.GROUP)
         join_group(rendezvous, self._device, self._store)
+
+    def _meter(self) -> UpdateMeter:
+        """Measures one update."""
+        return UpdateMeter(cast(ModelModule, self.engine.module), self._device)
+
+    def packs(self) -> bool:
+        """Whether all models of the rank take the rows of a micro-batch concatenated, without padding."""
+        return self._packs
 
     def save(self, directory: str) -> None:
         """Write this rank's part of a resumable checkpoint."""
@@ -109,7 +121,9 @@ class TrainingRank:
         self._store = None
 
 
-def update_metrics(step: StepResult, outputs: Sequence[LossOutput], device: Device, sequences: int) -> UpdateMetrics:
+def update_metrics(
+    step: StepResult, outputs: Sequence[LossOutput], meter: UpdateMeter, device: Device, sequences: int
+) -> UpdateMetrics:
     """Metrics of one update. Collective.
 
     `sums` has this rank's share of the loss, `values` the means per loss token and the maxima over all ranks.
@@ -122,7 +136,7 @@ def update_metrics(step: StepResult, outputs: Sequence[LossOutput], device: Devi
     totals = all_reduce(sums, device, "sum")
     tokens = totals.pop("tokens")
     means = {name: total / max(tokens, 1.0) for name, total in totals.items()}
-    values = means | all_reduce(maxima, device, "max")
+    values = means | all_reduce(maxima, device, "max") | meter.metrics()
     return UpdateMetrics(
         sums=terms | {"tokens": sums["tokens"], "sequences": float(sequences)},
         values=values | {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate},

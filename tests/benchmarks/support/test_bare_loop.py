@@ -64,7 +64,7 @@ def test_bare_loop_has_the_products_gradient(tiny_model: Path) -> None:
     (ranks,) = plan_update(lengths, range(4), 1, 16, skip_zero_advantage=True)
     assert len(ranks.micro_batches) > 1
     loss = 0.0
-    for micro_batch in table.batches(ranks.micro_batches):
+    for micro_batch in table.batches(ranks):
         logprobs, entropy = module(
             micro_batch.input_ids, micro_batch.attention_mask, micro_batch.positions, micro_batch.targets
         )

@@ -48,7 +48,7 @@ def test_a_report_that_passed_has_figures_and_no_findings() -> None:
         ("head", "sampler", "an output head in 1", "head_dtype"),
         ("weights", "sampler", "older weights in 1", "did not reach all weights"),
         ("prefix cache", "sampler", "a stale prefix cache", "enable_prefix_caching"),
-        ("positions", "trainer", "shifted positions (1)", "share_prompts"),
+        ("positions", "trainer", "shifted positions (1)", "packing"),
     ],
 )
 def test_a_cause_has_a_name_and_a_remedy(kind: str, side: str, words: str, remedy: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pyarrow as pa
@@ -17,6 +18,7 @@ import pytest_asyncio
 import ray
 
 from troupe.orchestrator.capacity.placement import Placement, Seat
+from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.errors import (
     ClusterUnreachable,
@@ -27,6 +29,7 @@ from troupe.orchestrator.errors import (
     WorkerTimeout,
 )
 from troupe.workers.contract.messages import WorkerGone, WorkerHealth
+from troupe.workers.contract.roles import Reply, Worker
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,6 +37,7 @@ PLACEMENT = Placement(
     "probe", ({"CPU": 1.0, "GPU": 0.0},), "PACK", tuple(Seat("reward", i, 0, 0.1, 0.0) for i in range(10))
 )
 TIMEOUT_S = 60.0
+LAZY = "tests.orchestrator.cluster.lazy_worker"
 
 
 class Probe:
@@ -157,6 +161,32 @@ async def test_a_worker_that_exits_raises_worker_died(cluster: Cluster) -> None:
 async def test_a_worker_that_raises_worker_gone_counts_as_dead(cluster: Cluster) -> None:
     with pytest.raises(WorkerDied, match=r"^probe-0\.report_gone: WorkerGone: my engine is gone$"):
         await spawn(cluster).call(Probe.report_gone, TIMEOUT_S)
+
+
+class Answering(Worker, Protocol):
+    """What the lazy workers can be asked to do."""
+
+    def answer(self, word: str, *, mark: str = "") -> Reply[tuple[str, ...]]: ...
+
+    def fail(self) -> Reply[None]: ...
+
+
+@pytest.mark.parametrize("name", ["Lazy", "LazyCoroutines"])
+async def test_a_worker_class_that_this_process_does_not_import_serves(cluster: Cluster, name: str) -> None:
+    concurrent = name != "Lazy"
+    lazy = actor_class(f"{LAZY}:{name}", Answering, concurrent=concurrent)
+    assert (lazy.__name__, LAZY in sys.modules) == (name, False)
+    worker = spawn(cluster, lazy, "a", "b", concurrent=concurrent)
+    assert await worker.call(Answering.answer, TIMEOUT_S, "c", mark="!") == ("a", "b", "c!", "Lazy")
+    with pytest.raises(WorkerDied, match=r"^probe-0\.fail: WorkerGone: my engine is gone$"):
+        await worker.call(Answering.fail, TIMEOUT_S)
+    assert LAZY not in sys.modules
+
+
+async def test_a_worker_class_that_cannot_be_imported_is_named(cluster: Cluster) -> None:
+    missing = spawn(cluster, actor_class(f"{LAZY}:Missing", Answering, concurrent=False))
+    with pytest.raises(WorkerDied, match=f"module '{LAZY}' has no attribute 'Missing'"):
+        await missing.call(Answering.answer, TIMEOUT_S, "c")
 
 
 async def test_calls_to_a_killed_worker_raise_worker_died(cluster: Cluster) -> None:

@@ -8,12 +8,7 @@ import io
 import os
 import random
 import socket
-import subprocess
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +17,6 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.fakes import (
-    SETTINGS,
     FakePolicy,
     FakeReward,
     FakeTable,
@@ -30,8 +24,9 @@ from tests.fakes import (
     FaultyReward,
     FaultyWorker,
     fake_pool,
+    pool_bounds,
+    train_settings,
 )
-from tests.faults.stalls import may_mount, own_disk
 from tests.orchestrator.test_cli import troupe
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
@@ -151,7 +146,10 @@ class _Paced(FakePolicy):
         self, plan: RankPlan, batch: FakeTable, kl_old_coef: float = 0.0, texts: FakeTable | None = None
     ) -> UpdateMetrics:
         harness, version = self._harness, self._harness.controller.version
-        if version + 1 in {*harness.script, harness.settings.steps} or harness.spec.roles.rollout.autoscale is not None:
+        if (
+            version + 1 in {*harness.script, harness.settings.schedule.steps}
+            or harness.spec.roles.rollout.autoscale is not None
+        ):
             while any(state.scaling for state in harness.worker_scaler.states()):
                 await asyncio.sleep(0.0005)
         if version > 0 and version in harness.script:
@@ -162,7 +160,7 @@ class _Paced(FakePolicy):
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_engines_scale_and_every_sample_is_trained_once(tmp_path: Path, staleness: int) -> None:
     script = {1: {"roles.rollout.workers": 4}, 4: {"roles.rollout.workers": 1}, 6: {"roles.rollout.workers": 3}}
-    harness = Scaled(tmp_path, script, settings=replace(SETTINGS, steps=9), staleness=staleness)
+    harness = Scaled(tmp_path, script, settings=train_settings(steps=9), staleness=staleness)
     outcome = harness.run()
     assert outcome.steps_done == 9
     assert outcome.ledger["trained"] == outcome.ledger["dispatched"] == 9 * 20
@@ -226,7 +224,7 @@ def test_a_removed_engine_gets_no_new_groups_and_finishes_its_own() -> None:
 
 
 def test_groups_a_removed_engine_does_not_finish_are_rescheduled_without_counting_as_failures(tmp_path: Path) -> None:
-    harness = Scaled(tmp_path, {0: {"roles.rollout.workers": 1}}, settings=replace(SETTINGS, steps=2))
+    harness = Scaled(tmp_path, {0: {"roles.rollout.workers": 1}}, settings=train_settings(steps=2))
     harness.engines[1].mean_s = 1e6
 
     class Ending(FakeLauncher):
@@ -245,7 +243,7 @@ def test_groups_a_removed_engine_does_not_finish_are_rescheduled_without_countin
         for engine in harness.pool.engines:
             assert isinstance(engine.handle, FaultyWorker)
             handles[engine.name] = engine.handle
-        harness.pool.bounds = replace(harness.pool.bounds, restarts=0)
+        harness.pool.bounds = pool_bounds(restarts=0)
         return controller
 
     harness.build = built
@@ -256,7 +254,7 @@ def test_groups_a_removed_engine_does_not_finish_are_rescheduled_without_countin
 
 
 def test_without_room_the_run_continues_with_its_workers(tmp_path: Path) -> None:
-    harness = Scaled(tmp_path, {1: {"roles.rollout.workers": 4}}, settings=replace(SETTINGS, steps=6))
+    harness = Scaled(tmp_path, {1: {"roles.rollout.workers": 4}}, settings=train_settings(steps=6))
     harness.launcher.room = 1
     assert harness.run().steps_done == 6
     assert "could not be added: no room for rollout-" in harness.output.getvalue()
@@ -265,7 +263,7 @@ def test_without_room_the_run_continues_with_its_workers(tmp_path: Path) -> None
 
 def test_reward_workers_scale(tmp_path: Path) -> None:
     script = {1: {"roles.reward.workers": 3}, 3: {"roles.reward.workers": 1}}
-    harness = Scaled(tmp_path, script, settings=replace(SETTINGS, steps=6))
+    harness = Scaled(tmp_path, script, settings=train_settings(steps=6))
     outcome = harness.run()
     assert outcome.ledger["trained"] == 6 * 20
     assert [line["workers/reward"] for line in harness.lines()][-1] == 1
@@ -316,7 +314,7 @@ def test_scorers_are_added_and_removed_between_two_waves() -> None:
 def test_engines_scale_with_the_trainers_wait(tmp_path: Path) -> None:
     """Steps with a long wait add engines up to the maximum; after each change the rule starts counting again."""
     rule = "roles.rollout.autoscale={max_wait: 0.0001, steps: 2}"  # every step waits for more than that
-    harness = Scaled(tmp_path, {}, spec=tiny(rule), settings=replace(SETTINGS, steps=16, checkpoint_every=0))
+    harness = Scaled(tmp_path, {}, spec=tiny(rule), settings=train_settings(steps=16, checkpoint_every=0))
     assert harness.run().steps_done == 16
     assert [spec.roles.rollout.workers for spec in harness.saved] == [3, 4]
     assert harness.lines()[-1]["workers/rollout"] == 4
@@ -328,7 +326,7 @@ def _full_disk(spec: RolloutSpec) -> None:
 
 def test_autoscaling_goes_on_where_the_spec_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rule = "roles.rollout.autoscale={max_wait: 0.0001, steps: 2}"
-    harness = Scaled(tmp_path, {}, spec=tiny(rule), settings=replace(SETTINGS, steps=16, checkpoint_every=0))
+    harness = Scaled(tmp_path, {}, spec=tiny(rule), settings=train_settings(steps=16, checkpoint_every=0))
     harness.save = _full_disk
     assert harness.run().steps_done == 16
     assert harness.lines()[-1]["workers/rollout"] == 4
@@ -546,30 +544,6 @@ def test_an_invalid_request_is_answered(tmp_path: Path) -> None:
     first, second, third = asyncio.run(go())
     assert "cannot read the request" in first and "cannot read the request" in second
     assert "exceeds 65536 bytes" in third
-
-
-@pytest.mark.skipif(not may_mount(), reason="needs the right to mount file systems")
-def test_a_disk_that_hangs_delays_the_answer_and_not_the_run(tmp_path: Path) -> None:
-    async def go(disk: Path) -> tuple[float, str]:
-        """The longest time in which the event loop did not run, and the answer."""
-        server = ControlServer(disk, _Server(tmp_path).scaler)
-        server.open()
-        (disk / control.FOLDER / "request-a.json").write_text('{"changes": {"seed": 1}}')
-        thaw = threading.Timer(2.5, subprocess.run, (["fsfreeze", "-u", str(disk)],))
-        subprocess.run(["fsfreeze", "-f", str(disk)], check=True)
-        thaw.start()  # in another thread: this one may hang
-        answer, turns = disk / control.FOLDER / "answer-a.json", [time.monotonic()]
-        while not answer.exists():
-            await asyncio.sleep(0.02)
-            turns.append(time.monotonic())
-        text = answer.read_text()
-        await server.close()
-        return max(later - earlier for earlier, later in pairwise(turns)), text
-
-    with own_disk(tmp_path / "disk", 32) as disk:
-        longest, text = asyncio.run(go(disk))
-    assert longest < 1.0
-    assert "seed: 7 -> 1: refused" in text
 
 
 def test_a_missing_run_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

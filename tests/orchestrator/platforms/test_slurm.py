@@ -39,7 +39,9 @@ STUBS = {
     + 'folder="${folder#--temp-dir=}"; echo "temp $(stat -c %a "$folder") $TMPDIR" >> "$LOG"; touch "$folder/socket"; '
     + "exec sleep 300",
     "python": "cat > /dev/null; sleep 0.2",
-    "troupe": NOTE + 'echo "address $RAY_ADDRESS" >> "$LOG"; exit "$CODE"',
+    "troupe": NOTE
+    + 'echo "address $RAY_ADDRESS" >> "$LOG"; '
+    + 'for _ in {1..300}; do (( $(grep -c "^temp " "$LOG") >= 2 )) && break; sleep 0.05; done; exit "$CODE"',
 }
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
 
 import pytest
 
 from tests.clock import on_virtual_time
-from tests.fakes import BOUNDS, FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_pool
+from tests.fakes import FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_pool, pool_bounds
 from troupe.orchestrator.errors import EnginesLost, WorkerDied
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
@@ -17,7 +16,7 @@ from troupe.workers.contract.messages import GroupRequest, GroupSummary
 
 def pool_of(engines: int, max_load: int) -> EnginePool:
     fakes = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(engines)]
-    return fake_pool(fakes, replace(BOUNDS, max_load=max_load, restarts=0))
+    return fake_pool(fakes, pool_bounds(max_load=max_load, restarts=0))
 
 
 async def test_acquire_returns_the_least_loaded_engine() -> None:
@@ -80,7 +79,7 @@ class StepwiseEngine(FakeEngine):
 async def test_finished_samples_free_their_slots_before_their_group_ends() -> None:
     """An engine of 16 slots stays full and within its limit although samples of a group finish at different times."""
     engine, size, slots = StepwiseEngine(), 4, 16
-    bounds = replace(BOUNDS, max_load=slots + 2 * size)
+    bounds = pool_bounds(max_load=slots + 2 * size)
     held = Engine(FaultyWorker("rollout-0", engine), "host")
     pool = EnginePool([held], FaultyEngine, bounds)  # pyright: ignore[reportArgumentType]  # no engine is replaced
     prompts = FakeTable("prompts", ())
@@ -165,7 +164,7 @@ def test_a_replacement_that_does_not_start_is_started_again_while_the_budget_las
                 raise WorkerDied(name, "start", "the node is gone")
             return await _engine(name)
 
-        pool = EnginePool([await _engine("rollout-0")], spawn, replace(BOUNDS, max_load=8, restarts=3))
+        pool = EnginePool([await _engine("rollout-0")], spawn, pool_bounds(max_load=8, restarts=3))
         held = await pool.acquire(4)
         waiting = asyncio.create_task(pool.acquire(8))
         held.handle.kill()
@@ -203,7 +202,7 @@ async def test_a_replacement_that_dies_of_the_same_fault_before_a_first_group_en
     first: str, second: str, groups: int, ends: bool
 ) -> None:
     fakes = [FaultyEngine("rollout-0", random.Random(0))]
-    pool = fake_pool(fakes, replace(BOUNDS, max_load=8, restarts=3))
+    pool = fake_pool(fakes, pool_bounds(max_load=8, restarts=3))
     await lose(pool, first)
     for _ in range(groups):
         held = await pool.acquire(2)

@@ -15,9 +15,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.fakes import SETTINGS, UPDATES, FakePolicy, FakeTable, fakes_of
+from tests.fakes import UPDATES, FakePolicy, FakeTable, fakes_of, recovery_failures
 from tests.orchestrator.test_controller import RolloutRun
-from tests.orchestrator.training.test_recovery import RECOVERS, RecoveringRun
+from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.errors import UsageError, WorkerRaised
 from troupe.orchestrator.replay.repeat import Repeated, Replayer
 from troupe.orchestrator.replay.step_record import STEP, KeptFolder, folder_of, kept_steps, read_step, read_steps
@@ -151,7 +151,7 @@ def test_a_restarted_trainer_has_the_digest_of_a_run_without_a_loss(tmp_path: Pa
     whole.run()
     for number, method in enumerate(("update", "digest", "keep_batch")):
         run = RecoveringRun(tmp_path / method, ("policy-0", method, 3), ("critic-0", "digest", 2 + number))
-        run.records, run.recovers = keeper(run.out), RECOVERS
+        run.records, run.failures = keeper(run.out), recovery_failures()
         run.run()
         for step in (1, 2, 3, 4):
             ours, theirs = (read_step(out / "replay", step).kept for out in (run.out, whole.out))
@@ -220,7 +220,7 @@ def test_a_step_that_cannot_be_read_is_named_with_a_remedy(tmp_path: Path) -> No
 
 
 def test_a_run_that_keeps_nothing_asks_the_trainers_nothing(tmp_path: Path) -> None:
-    run = RolloutRun(tmp_path, SETTINGS)
+    run = RolloutRun(tmp_path)
     run.run()
     calls = {call for worker in fakes_of(run.policy) for call in worker.calls}
     assert calls and not calls & {"digest", "keep_batch"}

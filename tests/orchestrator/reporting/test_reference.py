@@ -86,6 +86,9 @@ policy/ptx_loss
 policy/reference_point
 policy/reward_chosen
 policy/reward_desirable
+policy/mfu
+policy/padding
+policy/tokens_per_s
 policy/reward_rejected
 policy/reward_undesirable
 policy/step_length

@@ -148,15 +148,15 @@ def test_activations_by_hand() -> None:
 
 def test_logits_never_exceed_a_chunk() -> None:
     # One chunk: its logits five times in float32 (in bfloat16 too, where the weights are), larger than the head.
-    assert head(SMALL, 4, 10) == 4 * 8 * 10 + 20 * 250
-    assert head(SMALL, 2, 10) == 2 * 8 * 10 + 22 * 250
-    assert head(SMALL, 4, 1) == 4 * 8 + 4 * 8 * 25, "of one token the gradient of the weight is larger"
+    assert head(SMALL, 4, 10, gpu=False) == 4 * 8 * 10 + 20 * 250
+    assert head(SMALL, 2, 10, gpu=False) == 2 * 8 * 10 + 22 * 250
+    assert head(SMALL, 4, 1, gpu=False) == 4 * 8 + 4 * 8 * 25, "of one token the gradient of the weight is larger"
     tokens = 100_000
     states, weight = 4 * SEVEN_B.hidden * tokens, 4 * SEVEN_B.hidden * SEVEN_B.vocabulary
-    assert head(SEVEN_B, 4, tokens) == states + 3 * weight, "the sum of the chunks' gradients is new memory"
+    assert head(SEVEN_B, 4, tokens, gpu=False) == states + 3 * weight, "the sum of the chunks' gradients is new memory"
     narrow = replace(SEVEN_B, hidden=8)
-    most = 4 * 8 * (tokens + SEVEN_B.vocabulary) + 20 * CHUNK_LOGITS
-    assert most * 0.9 < head(narrow, 4, tokens) <= most + 20 * SEVEN_B.vocabulary
+    most = 4 * 8 * (tokens + SEVEN_B.vocabulary) + 20 * CHUNK_LOGITS["cpu"]
+    assert most * 0.9 < head(narrow, 4, tokens, gpu=False) <= most + 20 * SEVEN_B.vocabulary
 
 
 def test_a_step_takes_over_a_gpus_memory_from_the_pass_but_not_the_hosts() -> None:

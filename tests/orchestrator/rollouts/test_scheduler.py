@@ -7,13 +7,11 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.fakes import (
-    BOUNDS,
     FakePolicy,
     FakeReward,
     FakeTable,
@@ -22,6 +20,7 @@ from tests.fakes import (
     FaultyWorker,
     fake_pool,
     policy_group,
+    pool_bounds,
 )
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, EnginesLost
@@ -30,6 +29,7 @@ from troupe.orchestrator.rollouts import scheduler
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, SignalTest, TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync
+from troupe.orchestrator.spec.sections import FailureConfig, ScheduleConfig
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.algorithms.custom import GroupRewards, group_rewards
 from troupe.workers.contract.messages import RankPlan, RewardSummary
@@ -45,7 +45,7 @@ class FakeRollouts:
         steps: int = 6,
         groups: int = 5,
         reward: FakeReward | None = None,
-        bounds: PoolBounds = BOUNDS,
+        bounds: PoolBounds | None = None,
         ledger: Ledger | None = None,
         version: int = 0,
         max_failed_fraction: float = 0.5,
@@ -66,9 +66,16 @@ class FakeRollouts:
             RewardPool([FaultyWorker("reward-0", reward)], 1.0), [TokenScorer(policy, policy.compute_logprobs, 1.0)]
         )
         rows = itertools.count()
-        settings = ScheduleSettings(groups, 4, staleness, steps, 3, max_failed_fraction, 2, 17)
-        settings = replace(settings, replaceable=replaceable, greedy_baseline=greedy_baseline)
-        settings = replace(settings, signal=SignalTest(signal, mask_truncated, keep))
+        settings = ScheduleSettings(
+            schedule=ScheduleConfig(steps=steps, prompts_per_step=groups, max_staleness=staleness),
+            failures=FailureConfig(max_attempts=3, max_failed_fraction=max_failed_fraction),
+            group_size=4,
+            min_group=2,
+            seed=17,
+            replaceable=replaceable,
+            greedy_baseline=greedy_baseline,
+            signal=SignalTest(signal, mask_truncated, keep),
+        )
         self.scheduler = RolloutScheduler(
             settings,
             self.pool,
@@ -185,7 +192,7 @@ def test_a_frozen_engine_is_found_by_the_probe_and_its_late_result_is_fenced() -
 
 def test_losing_all_engines_ends_the_run_with_engines_lost() -> None:
     """Without an engine and without a restart left, the run fails instead of waiting."""
-    bounds = replace(BOUNDS, restarts=0)
+    bounds = pool_bounds(restarts=0)
     rollouts = FakeRollouts(engines=2, bounds=bounds)
     for engine in rollouts.pool.engines:
         engine.handle.kill()

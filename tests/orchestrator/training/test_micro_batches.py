@@ -22,17 +22,24 @@ from troupe.workers.contract.messages import TrainRow
 lengths_lists = st.lists(st.integers(1, 200), min_size=1, max_size=60)
 
 
-@given(lengths_lists, st.integers(1, 5), st.integers(200, 900))
-def test_every_row_is_planned_once_within_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
-    """Padded micro-batches stay within the budget, and ranks have equally many micro-batches."""
-    plans = plan_ranks(lengths, range(len(lengths)), ranks, budget)
+@given(lengths_lists, st.integers(1, 5), st.integers(200, 900), st.booleans())
+def test_every_row_is_planned_once_within_the_budget(lengths: list[int], ranks: int, budget: int, packed: bool) -> None:
+    """Micro-batches stay within the budget, padding included, and ranks have equally many micro-batches."""
+    plans = plan_ranks(lengths, range(len(lengths)), ranks, budget, packed=packed)
     assert len(plans) == ranks
     assert sorted(r for plan in plans for mb in plan.micro_batches for r in mb) == list(range(len(lengths)))
     for plan in plans:
         assert len(plan.micro_batches) == len(plans[0].micro_batches)
         for micro_batch in plan.micro_batches:
             if micro_batch:
-                assert max(lengths[r] for r in micro_batch) * len(micro_batch) <= budget
+                longest, tokens = max(lengths[r] for r in micro_batch), sum(lengths[r] for r in micro_batch)
+                assert (tokens if packed else longest * len(micro_batch)) <= budget
+
+
+@given(lengths_lists, st.integers(200, 900))
+def test_packed_micro_batches_are_not_more_than_padded_ones(lengths: list[int], budget: int) -> None:
+    packed, padded = (cut_micro_batches(lengths, range(len(lengths)), budget, packed=kind) for kind in (True, False))
+    assert len(packed) <= len(padded)
 
 
 @given(lengths_lists, st.integers(1, 6))
@@ -43,8 +50,10 @@ def test_loads_differ_by_at_most_the_longest_row(lengths: list[int], parts: int)
 
 
 def test_a_row_longer_than_the_budget_is_alone_in_its_micro_batch() -> None:
-    """50 and 40 pad to 100 together; 120 exceeds the budget."""
+    """50 and 40 pad to 100 together; 120 exceeds the budget. Packed, 20 fit behind 70."""
     assert cut_micro_batches([40, 120, 50], [0, 1, 2], 100) == [(1,), (2, 0)]
+    assert cut_micro_batches([20, 120, 70], [0, 1, 2], 100) == [(1,), (2,), (0,)]
+    assert cut_micro_batches([20, 120, 70], [0, 1, 2], 100, packed=True) == [(1,), (2, 0)]
 
 
 def test_zero_advantage_rows_are_skipped_but_counted() -> None:
@@ -120,8 +129,18 @@ def test_shared_prompts_change_the_layout_and_nothing_else(
         for response in responses
     ]
     chosen = range(len(rows))
-    plain = plan_update(rows, chosen, ranks, budget, skip_zero_advantage=skip_zero_advantage)
-    shared = plan_update(rows, chosen, ranks, budget, skip_zero_advantage=skip_zero_advantage, share_prompts=True)
+    plain, shared = (
+        plan_update(
+            rows,
+            chosen,
+            ranks,
+            budget,
+            skip_zero_advantage=skip_zero_advantage,
+            packed=True,
+            share_prompts=share_prompts,
+        )
+        for share_prompts in (False, True)
+    )
     worked = [sorted(r for plan in plans for mb in plan.micro_batches for r in mb) for plans in (plain, shared)]
     assert worked[0] == worked[1]
     assert {(p.total_loss_tokens, p.total_sequences) for p in plain} == {
@@ -130,45 +149,59 @@ def test_shared_prompts_change_the_layout_and_nothing_else(
     assert len({len(plan.micro_batches) for plan in shared}) <= 1
     for plan in shared:
         for micro_batch in plan.micro_batches if plan.shared else ():
-            order = [rows[r].group for r in micro_batch]
-            runs = [group for group, _ in groupby(order)]
-            assert len(runs) == len(set(runs))
-            widths = [
-                rows[unit[0]].prompt_tokens + sum(rows[r].loss_tokens for r in unit)
-                for unit in (list(part) for _, part in groupby(micro_batch, key=lambda r: rows[r].group))
-            ]
-            assert max(widths, default=0) * len(widths) <= budget or len(widths) == 1
+            # The prompt is in the row once for each run of its responses.
+            prompts = [rows[next(run)].prompt_tokens for _, run in groupby(micro_batch, key=lambda r: rows[r].group)]
+            tokens = sum(prompts) + sum(rows[r].tokens - rows[r].prompt_tokens for r in micro_batch)
+            assert tokens <= budget or len(micro_batch) == 1
 
 
 def test_prompts_are_shared_if_that_saves_tokens() -> None:
     """Eight responses of 5 tokens to a prompt of 20 take 60 tokens instead of 200. Long responses save too little."""
+    sharing = {"skip_zero_advantage": True, "packed": True, "share_prompts": True}
     short = [TrainRow(25, 5, True, 20, 0) for _ in range(8)]
-    (plan,) = plan_update(short, range(8), 1, 256, skip_zero_advantage=True, share_prompts=True)
-    assert plan.shared and plan.micro_batches == (tuple(range(8)),)
+    (plan,) = plan_update(short, range(8), 1, 256, **sharing)
+    assert plan.packed and plan.shared and plan.micro_batches == (tuple(range(8)),)
     long = [TrainRow(105, 100, True, 5, 0) for _ in range(8)]
-    (plan,) = plan_update(long, range(8), 1, 256, skip_zero_advantage=True, share_prompts=True)
-    assert not plan.shared
-    # One group cannot be split over two ranks.
-    assert not any(
-        plan.shared for plan in plan_update(short, range(8), 2, 256, skip_zero_advantage=True, share_prompts=True)
-    )
+    (plan,) = plan_update(long, range(8), 1, 256, **sharing)
+    assert plan.packed and not plan.shared
+    # Only packed rows have an attention that isolates the responses.
+    (plan,) = plan_update(short, range(8), 1, 256, skip_zero_advantage=True, share_prompts=True)
+    assert not plan.packed and not plan.shared
+
+
+def test_prompts_are_not_shared_where_a_rank_would_get_more_work() -> None:
+    """A group is not divided: one rank would have 60 tokens, instead of two with 100 each; of long responses more."""
+    sharing = {"skip_zero_advantage": True, "packed": True, "share_prompts": True}
+    short = [TrainRow(25, 5, True, 20, 0) for _ in range(8)]
+    assert all(plan.shared for plan in plan_update(short, range(8), 2, 256, **sharing))
+    even = [TrainRow(40, 20, True, 20, 0) for _ in range(8)]  # 180 on one rank, or 160 on each of two
+    assert not any(plan.shared for plan in plan_update(even, range(8), 2, 256, **sharing))
+
+
+def test_long_responses_share_their_prompt() -> None:
+    """A prompt of 1,500 tokens and eight responses of 3,000."""
+    rows = [TrainRow(4500, 3000, True, 1500, 0) for _ in range(8)]
+    (plan,) = plan_update(rows, range(8), 1, 32768, skip_zero_advantage=True, packed=True, share_prompts=True)
+    assert plan.shared and plan.micro_batches == (tuple(range(8)),)
 
 
 @given(
     st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), min_size=1, max_size=20),
     st.integers(1, 3),
     st.integers(240, 600),
+    st.booleans(),
 )
 def test_every_unit_is_planned_once_undivided_and_within_the_budget(
-    lengths: list[list[int]], ranks: int, budget: int
+    lengths: list[list[int]], ranks: int, budget: int, packed: bool
 ) -> None:
     rows = [TrainRow(length, length, True) for unit in lengths for length in unit]
     starts = [sum(len(unit) for unit in lengths[:n]) for n in range(len(lengths))]
     units = [tuple(range(start, start + len(unit))) for start, unit in zip(starts, lengths, strict=True)]
-    plans = plan_units(rows, units, ranks, budget)
+    plans = plan_units(rows, units, ranks, budget, packed=packed)
     assert sorted(r for plan in plans for batch in plan.micro_batches for r in batch) == list(range(len(rows)))
     assert len({len(plan.micro_batches) for plan in plans}) == 1
     assert {plan.total_sequences for plan in plans} == {len(units)}
     for batch in (batch for plan in plans for batch in plan.micro_batches if batch):
-        assert max(rows[r].tokens for r in batch) * len(batch) <= budget
+        longest, tokens = max(rows[r].tokens for r in batch), sum(rows[r].tokens for r in batch)
+        assert (tokens if packed else longest * len(batch)) <= budget
         assert all(set(unit) <= set(batch) or not set(unit) & set(batch) for unit in units)

@@ -38,12 +38,12 @@ class SkippingUpdates(Updates):
     async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
         for skipped in self.skips:
 
-            async def update(skipped: bool | None = skipped) -> list[UpdateMetrics]:
+            async def update(plans: Sequence[RankPlan], skipped: bool | None = skipped) -> list[UpdateMetrics]:
                 if skipped is None:
                     await asyncio.sleep(1000)
                 return [UpdateMetrics({"loss": 0.5, "tokens": 1.0}, {}, skipped=bool(skipped))]
 
-            await self._update(self._group, [PLAN], update)
+            await self._update(step, self._group, [PLAN], update)
         return [], state
 
     async def step(self, *skips: bool | None) -> None:

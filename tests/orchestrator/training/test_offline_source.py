@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes import SETTINGS as FOUR_STEPS
-from tests.fakes import UPDATES, FakeRun, FakeTrainer, FaultyWorker
+from tests.fakes import UPDATES, FakeRun, FakeTrainer, FaultyWorker, train_settings
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.controller import Controller, RunComponents, TrainSettings
 from troupe.orchestrator.data.prompts import PromptSource, evaluation_picks
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
+from troupe.orchestrator.spec.sections import BaseEvaluation, BaseSchedule
 from troupe.orchestrator.training.offline_source import (
     BatchMaker,
     ExampleEvaluator,
     OfflineComponents,
     OfflineSource,
-    OfflineTimeouts,
     ReferenceScorer,
     Tokenized,
 )
@@ -31,14 +30,11 @@ from troupe.workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
 from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
 
 EXAMPLES = 10
-SETTINGS = replace(
-    FOUR_STEPS,
+SETTINGS = train_settings(
     steps=5,
-    probe_every_s=60.0,
     checkpoint_every=0,
-    evaluate_every=2,
-    evaluate_at_start=True,
-    evaluate_at_end=True,
+    evaluation=BaseEvaluation(every_steps=2, at_start=True, at_end=True),
+    probe_every_s=60.0,
 )
 
 Picks = Sequence[tuple[str, int]]
@@ -99,7 +95,7 @@ class OfflineRun(FakeRun):
             self.order.restore(found.state["source"])
         trainer = ExampleGroup("policy", [FaultyWorker(f"policy-{n}", t) for n, t in enumerate(self.trainers)], 256)
         reference = ReferenceScorer(trainer, trainer.reference_logprobs)
-        maker = BatchMaker(trainer, reference, "table", OfflineTimeouts(5.0, 5.0))
+        maker = BatchMaker(trainer, reference, "table", BaseSchedule(steps=1, train_timeout_s=5.0, score_timeout_s=5.0))
         console = Console(io.StringIO())
         picks = evaluation_picks(Tokenized(4, "e"), 17)
         updates = OfflineUpdates(self.updates, trainer, console)
@@ -155,7 +151,10 @@ def test_a_stopped_run_resumes_with_the_next_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_pairs_stay_together_with_minibatches_and_ranks(tmp_path: Path, ranks: int) -> None:
     run = OfflineRun(
-        tmp_path, replace(SETTINGS, steps=1), updates=replace(UPDATES, epochs=2, minibatches=2), ranks=ranks
+        tmp_path,
+        train_settings(steps=1, checkpoint_every=0, evaluation=SETTINGS.evaluation, probe_every_s=60.0),
+        updates=replace(UPDATES, epochs=2, minibatches=2),
+        ranks=ranks,
     )
     run.run()
     plans = [plan for trainer in run.trainers for plan in trainer.plans]

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import SETTINGS, UPDATES, FaultyWorker, fakes_of, restart_fakes
+from tests.fakes import UPDATES, FaultyWorker, fakes_of, recovery_failures, restart_fakes, train_settings
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.training.recovery import RecoverySettings
 
-RECOVERS = RecoverySettings(restarts=2, replay_steps=4, load_timeout_s=1.0)
 METHODS = ("compute_logprobs", "prepare", "update", "publish_weights", "save", "export")
 
 
@@ -28,7 +26,7 @@ class RecoveringRun(RolloutRun):
         """`deaths`: (worker, method, which of its calls, counted over all processes of that name)."""
         super().__init__(out, policies=2, updates=replace(UPDATES, minibatches=2, critic_warmup=1), **settings)
         self.deaths = dict.fromkeys(deaths)
-        self.recovers = RECOVERS
+        self.failures = recovery_failures()
         self.calls: dict[tuple[str, str], int] = {}
 
     def watch(self, group: TrainerGroup[Any]) -> None:
@@ -158,7 +156,7 @@ def test_calls_under_way_are_repeated_after_a_restart_and_never_beside_it(tmp_pa
 def test_a_critic_that_dies_takes_the_policy_with_it(tmp_path: Path, whole: RecoveringRun) -> None:
     """Its second update of step 2 fails: the policy has made that update, and both repeat it once."""
     run = RecoveringRun(tmp_path / "run", ("critic-0", "update", 4), ("policy-1", "load", 1))
-    run.settings = replace(SETTINGS, checkpoint_every=1)
+    run.settings = train_settings(checkpoint_every=1)
     run.run()
     assert run.learned == whole.learned
     assert run.controller.components.recovery.budget.total == 2, "a rank died while the checkpoint was loaded"
@@ -197,8 +195,8 @@ def test_the_budget_ends_the_run_and_says_by_what(tmp_path: Path) -> None:
 
 def test_more_steps_than_are_kept_cannot_be_repeated(tmp_path: Path) -> None:
     run = RecoveringRun(tmp_path, ("policy-0", "update", 6))
-    run.settings = replace(SETTINGS, checkpoint_every=0)
-    run.recovers = replace(RECOVERS, replay_steps=1)
+    run.settings = train_settings(checkpoint_every=0)
+    run.failures = recovery_failures(replay_steps=1)
     with pytest.raises(WorkerError, match=r"more than failures.replay_steps \(1\) steps since the last checkpoint"):
         run.run()
 
@@ -256,7 +254,7 @@ def test_steps_without_a_loss_give_restarts_back() -> None:
 def test_a_budget_of_one_survives_losses_that_are_far_apart(tmp_path: Path, whole: RecoveringRun) -> None:
     """A restart in step 1 and one in step 4 with a budget of one, which two steps give back."""
     run = RecoveringRun(tmp_path, ("policy-0", "prepare", 1), ("policy-0", "prepare", 5))
-    run.recovers = replace(RECOVERS, restarts=1, steps_per_restart=2)
+    run.failures = recovery_failures(restarts=1, steps_per_restart=2)
     run.run()
     assert run.learned == whole.learned
     assert run.controller.components.recovery.budget.total == 2

@@ -24,10 +24,11 @@ from tests.faults.stalls import frozen, may_mount, own_disk
 from tests.orchestrator.why.observed_run import Cluster
 from tests.real.commands import troupe_command
 from troupe.orchestrator.errors import WorkerDied
+from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.why import observer as observing
 from troupe.orchestrator.why.facts import Diagnosis
-from troupe.orchestrator.why.folder import ENDED, FOLDER, REPORT, Report, keep_report
+from troupe.orchestrator.why.folder import ENDED, FOLDER, Report, keep_report
 
 WAIT_S = 60.0
 
@@ -183,13 +184,11 @@ async def test_a_diagnosis_that_fails_is_an_answer(
     tmp_path: Path, cluster: Cluster, observer: observing.RunObserver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "inspect", lambda *_: (_ for _ in ()).throw(ValueError("what is \udcff?")))
-    (tmp_path / FOLDER / "request-1").touch()
-    deadline = time.monotonic() + WAIT_S
-    while not (answer := tmp_path / FOLDER / "answer-1").exists() and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-    assert REPORT.validate_json(answer.read_bytes()).diagnosis == Diagnosis(
-        "unknown", "the diagnosis failed: ValueError: what is ??"
-    )
+    content = await asyncio.to_thread(Mailbox(tmp_path / FOLDER).ask, b"", WAIT_S)
+    assert content is not None
+    answer = ENDED.decode(content)
+    assert answer is not None
+    assert answer.diagnosis == Diagnosis("unknown", "the diagnosis failed: ValueError: what is ??")
     with pytest.raises(WorkerDied), observer.reporting():
         raise WorkerDied("policy-0", "update", "its process has died")
     ended = ENDED.read(tmp_path / FOLDER)

@@ -25,6 +25,7 @@ from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, tok
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
 from troupe.workers.contract.messages import TRAIN, PrepareRequest, RankPlan, TrainSummary
+from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs
 from troupe.workers.models.token_batch import TokenTable
 
@@ -123,10 +124,11 @@ def prepared(
 def loss_of(model: PreTrainedModel, table: pa.Table, plans: list[RankPlan], config: PolicyLossConfig) -> torch.Tensor:
     """Sum over ranks and micro-batches, as the trainers add it up."""
     tokens, module = TokenTable(table), CausalLogprobs(model, temperature=1.0, chunks=2)
+    assert adapt(module, model, "cpu", plans[0].packed) == plans[0].packed
     total = torch.zeros(())
     for plan in plans:
         for rows in plan.micro_batches:
-            batch = tokens.cut(rows, plan.shared)
+            batch = tokens.cut(rows, plan)
             inputs = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids)
             logprobs, entropy = module(*inputs)
             rollout, advantages = tokens.floats("rollout_logprobs", batch), tokens.floats("advantages", batch)
@@ -142,10 +144,10 @@ def loss_of(model: PreTrainedModel, table: pa.Table, plans: list[RankPlan], conf
 
 @pytest.mark.parametrize("budget", [24, 60, 4096])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_the_loss_and_its_gradient_are_those_without_the_truncated_samples(
-    aggregation: str, shared: bool, ranks: int, budget: int
+    aggregation: str, layout: str, ranks: int, budget: int
 ) -> None:
     config = PolicyLossConfig.model_validate(
         {"clip_high": 0.28, "aggregation": aggregation, "importance": ImportanceConfig(mode="none")}
@@ -155,8 +157,11 @@ def test_the_loss_and_its_gradient_are_those_without_the_truncated_samples(
     old = old_logprobs(exact, given)
     summary, table = prepared(given, old)
     rows = range(len(summary.rows))
-    plans = plan_update(summary.rows, rows, ranks, budget, skip_zero_advantage=True, share_prompts=shared)
-    assert plans[0].shared == shared
+    packed, shared = layout != "padded", layout == "shared"
+    plans = plan_update(
+        summary.rows, rows, ranks, budget, skip_zero_advantage=True, packed=packed, share_prompts=shared
+    )
+    assert (plans[0].packed, plans[0].shared) == (packed, shared)
     loss, expected = loss_of(model, table, plans, config), reference(exact, given, old, config)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()

@@ -7,6 +7,7 @@ import io
 import json
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,21 +22,23 @@ from tests.fakes import FakeTrainer, FaultyWorker
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.data.examples import load_examples, load_pool
 from troupe.orchestrator.data.prompts import DataError
-from troupe.orchestrator.launcher import RunContext
 from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.training.offline_source import ExampleEvaluator
 from troupe.workers.algorithms.offline_objectives import OBJECTIVES, Scored, Totals
+from troupe.workers.contract.messages import RankPlan
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineLossConfig, RewardLossConfig, RrhfLossConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES
 from troupe.workers.data.chat import encode_prompt
-from troupe.workers.data.examples import ExampleTable, assemble, attach, encode_response, pack, tokenize
-from troupe.workers.models.capabilities import packs
+from troupe.workers.data.examples import ExampleTable, assemble, attach, encode_response, tokenize
+from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs
 from troupe.workers.models.token_batch import score_table
 
 CONFIG = ExampleConfig(max_length=64, micro_batch_tokens=128)
+PADDED = RankPlan((), 0, 0)
 ROOMY = CONFIG.model_copy(update={"micro_batch_tokens": 4096})
 
 
@@ -240,9 +243,9 @@ def test_a_batch_keeps_the_rows_of_an_example_together(tokenizer: Any, tmp_path:
     assert batch.column("prompt_uid").to_pylist() == ["b", "b", "a", "a"]
     assert batch.column("sample_index").to_pylist() == [0, 1, 0, 1]
     assert [row.loss_tokens > 0 for row in summary.rows] == [True, False, True, False]
-    micro = ExampleTable(batch).batch([2, 3, 0, 1], "cpu")
+    micro = ExampleTable(batch).cut([2, 3, 0, 1], PADDED, "cpu")
     assert (micro.groups.group.tolist(), micro.groups.member.tolist()) == ([0, 0, 1, 1], [0, 1, 0, 1])
-    assert ExampleTable(batch).batch([], "cpu").groups.count == 0
+    assert ExampleTable(batch).cut([], PADDED, "cpu").groups.count == 0
 
 
 def test_scores_say_which_answers_are_better_and_which_are_tied(tokenizer: Any, tmp_path: Path) -> None:
@@ -257,7 +260,7 @@ def test_scores_say_which_answers_are_better_and_which_are_tied(tokenizer: Any, 
     for loaded, wanted in cases:
         _, batch = assemble([("x", 0)], tokenize(tokenizer, loaded, ROOMY)[1], ROOMY)
         assert batch.column("score").to_pylist() == wanted
-        micro = ExampleTable(batch).batch(range(len(wanted)), "cpu")
+        micro = ExampleTable(batch).cut(range(len(wanted)), PADDED, "cpu")
         better = micro.groups.better(micro.score)[0].tolist()
         assert better == [[one > other for other in wanted] for one in wanted]
 
@@ -284,7 +287,7 @@ def test_the_order_of_tied_answers_in_the_data_does_not_matter(
         rows = [{"prompt": "1?", "answers": [said[n][0] for n in order], "s": [said[n][1] for n in order]}]
         loaded = texts(tmp_path, rows, algorithm, answers="answers", scores="s")
         summary, batch = assemble([("x", 0)], tokenize(tokenizer, loaded, ROOMY)[1], ROOMY)
-        micro = ExampleTable(batch).batch(range(5), "cpu")
+        micro = ExampleTable(batch).cut(range(5), PADDED, "cpu")
         tokens = micro.tokens
         scored = Scored(
             groups=micro.groups,
@@ -347,14 +350,14 @@ def test_packed_examples_are_isolated(tokenizer: Any, tmp_path: Path, tiny_model
     rows = [{"prompt": f"{n}?", "response": "word " * (1 + 3 * n)} for n in range(4)]
     _, examples = tokenize(tokenizer, texts(tmp_path, rows, "sft"), CONFIG)
     _, batch = assemble([(str(n), n) for n in range(4)], examples, CONFIG)
-    tokens = ExampleTable(batch).batch(range(4), "cpu").tokens
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    table = ExampleTable(batch)
+    tokens, packed = (table.cut(range(4), plan, "cpu").tokens for plan in (PADDED, replace(PADDED, packed=True)))
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     module = CausalLogprobs(model, 1.0)
-    assert packs(module)
-    packed = pack(tokens)
-    assert packed.input_ids.shape[1] == int(tokens.attention_mask.sum()) < tokens.attention_mask.numel()
     padded = module(tokens.input_ids, tokens.attention_mask, tokens.positions, tokens.targets)[0]
-    together = module(packed.input_ids, None, packed.positions, tokens.targets, packed.position_ids)[0]
+    assert adapt(module, model, "cpu", packing=True)
+    assert tokens.padding == tokens.input_ids.numel() - packed.input_ids.numel() > packed.padding == 0
+    together = module(packed.input_ids, packed.attention_mask, packed.positions, packed.targets, packed.position_ids)[0]
     assert torch.allclose(together, padded, atol=1e-5)
     gradients = [torch.autograd.grad(found.sum(), list(model.parameters())) for found in (padded, together)]
     for one, two in zip(*gradients, strict=True):

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TOKEN_RECORDS, TRAIN
+from troupe.workers.contract.messages import REWARDS, ROLLOUTS, TOKEN_RECORDS, TRAIN, RankPlan
 from troupe.workers.contract.samples import SAMPLES
 from troupe.workers.data.trajectories import join_samples, write_trajectories
 from troupe.workers.models.token_batch import TokenTable
@@ -80,11 +80,12 @@ def test_a_step_without_training_tables_is_written_with_null(tmp_path: Path) -> 
 def test_the_numbers_of_shared_micro_batches_return_to_their_rows() -> None:
     train = table(TRAIN, ROWS)
     tokens, recorder = TokenTable(train), TokenRecorder()
-    for rows, shared in (([1, 0], True), ([4, 3], True), ([], False)):
-        batch = tokens.cut(rows, shared)
+    plan = RankPlan((), 0, 0, packed=True, shared=True)
+    for rows in ([1, 0], [4, 3], []):
+        batch = tokens.cut(rows, plan)
         recorder.note(batch, batch.targets.float(), batch.targets.float() / 10)
     recorder.end_update(train)
-    batch = tokens.cut([0], False)
+    batch = tokens.batch([0])
     recorder.note(batch, torch.tensor([5.0, 6.0]), torch.zeros(2))
     recorder.end_update(train)
     samples = join_samples(1, [table(ROLLOUTS, ROWS), rewards(ROWS), train, recorder.take()])

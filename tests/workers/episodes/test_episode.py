@@ -54,7 +54,7 @@ class Reader:
             begun.prompt_ids = [1] * 30
         return cast(Conversation, begun)
 
-    def read(self, ids: Sequence[int], tools: Sequence[Any] | None) -> tuple[Message, Message]:
+    def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
         message = {"role": "assistant", "content": " ".join(map(str, ids))}
         return message, message
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoConfig,
+    GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxConfig,
@@ -33,8 +33,9 @@ from transformers import (
 
 from tests.workers.models.test_modeling import SIZES, save_model
 from tests.workers.models.test_token_batch import train_table
-from troupe.workers.models.capabilities import check_deterministic, packs, shares_prompts
+from troupe.workers.models.capabilities import adapt, check_deterministic
 from troupe.workers.models.modeling import CausalLogprobs, TokenValues, load_causal, load_value, score
+from troupe.workers.models.packed_attention import install
 from troupe.workers.models.token_batch import TokenTable
 
 NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -179,74 +180,115 @@ LLAMA4: dict[str, Any] = {
     "num_local_experts": 2,
     "attention_chunk_size": 8,
 }
-ROWS: dict[str, tuple[PreTrainedConfig, bool, bool]] = {
-    "llama": (LlamaConfig(**SIZES), True, True),
-    "gpt2": (GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2), True, True),
-    "mixtral": (MixtralConfig(**NO_HEAD_DIM, num_local_experts=4), True, True),
-    "llama4-chunks": (Llama4TextConfig(**LLAMA4), False, False),
-    "llama4-full": (Llama4TextConfig(**LLAMA4, layer_types=["full_attention"] * 4), True, True),
+PACKS: dict[str, tuple[PreTrainedConfig, bool]] = {
+    "llama": (LlamaConfig(**SIZES), True),
+    "gpt2": (GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2), True),
+    "mixtral": (MixtralConfig(**NO_HEAD_DIM, num_local_experts=4), True),
+    "llama4-chunks": (Llama4TextConfig(**LLAMA4), False),
+    "llama4-full": (Llama4TextConfig(**LLAMA4, layer_types=["full_attention"] * 4), True),
     "gpt-neo-window": (
         GPTNeoConfig(**GPT, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=6),
         False,
-        True,
     ),
-    "gemma2-window": (Gemma2Config(**SIZES, sliding_window=6), False, True),
-    "gemma3-window": (Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, sliding_window=6), False, True),
-    "mistral-window": (MistralConfig(**SIZES, sliding_window=6), False, True),
-    "mistral": (MistralConfig(**SIZES, sliding_window=None), True, True),
-    "qwen2-window-off": (Qwen2Config(**NO_HEAD_DIM, sliding_window=6), True, True),
+    "gemma2-window": (Gemma2Config(**SIZES, sliding_window=6), False),
+    "gemma2-softcap": (Gemma2Config(**SIZES, layer_types=["full_attention"] * 2), False),
+    "gemma3-window": (Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, sliding_window=6), False),
+    "gpt-oss-sinks": (
+        GptOssConfig(**SIZES, num_local_experts=4, layer_types=["full_attention"] * 2, rope_parameters=None),
+        False,
+    ),
+    "mistral-window": (MistralConfig(**SIZES, sliding_window=6), False),
+    "mistral": (MistralConfig(**SIZES, sliding_window=None), True),
+    "qwen2-window-off": (Qwen2Config(**NO_HEAD_DIM, sliding_window=6), True),
     "qwen2-window-in-one-layer": (
         Qwen2Config(**NO_HEAD_DIM, sliding_window=6, use_sliding_window=True, max_window_layers=1),
         False,
-        True,
     ),
     "qwen2-window-in-no-layer": (
         Qwen2Config(**NO_HEAD_DIM, sliding_window=6, use_sliding_window=True, max_window_layers=2),
         True,
+    ),
+    "phi3-window": (Phi3Config(**NO_HEAD_DIM, sliding_window=6), False),
+    "phi3-window-beyond-all-positions": (Phi3Config(**NO_HEAD_DIM, sliding_window=262144), True),
+    "falcon-alibi": (FalconConfig(**{**FALCON, "alibi": True}), False),
+    "opt-learned-positions": (
+        OPTConfig(**GPT, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16),
         True,
     ),
-    "phi3-window": (Phi3Config(**NO_HEAD_DIM, sliding_window=6), False, True),
-    "phi3-window-beyond-all-positions": (Phi3Config(**NO_HEAD_DIM, sliding_window=262144), True, True),
     "falcon-h1-states": (
         FalconH1Config(**NO_HEAD_DIM, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4),
         False,
-        False,
     ),
 }
-"""(configuration, shares prompts, packs)"""
+"""(configuration, packs)"""
 
 
-def truth(one: torch.Tensor, other: Callable[[], torch.Tensor]) -> bool:
-    return torch.allclose(one, other(), rtol=1e-4, atol=1e-4)
+def samples_of_one_prompt() -> TokenTable:
+    table = train_table([(PROMPT, response) for response in (*RESPONSES, [31])])
+    uids = [["p", "p", "q"]]
+    return TokenTable(table.set_column(table.column_names.index("prompt_uid"), "prompt_uid", uids))
 
 
-@pytest.mark.parametrize("family", ROWS)
-def test_rows_of_several_sequences_are_used_where_they_change_nothing(family: str, tmp_path: Path) -> None:
-    config, shares, packed = ROWS[family]
+@pytest.mark.parametrize("family", PACKS)
+def test_models_pack_where_it_changes_nothing(family: str, tmp_path: Path) -> None:
+    config, packs = PACKS[family]
     module = loaded(config, tmp_path)
-    table = TokenTable(train_table([(PROMPT, response) for response in RESPONSES]))
-    uids = table.table.column("prompt_uid")
-    table = TokenTable(
-        table.table.set_column(table.table.column_names.index("prompt_uid"), "prompt_uid", [[uids[0]] * 2])
-    )
-    alone = score(module, table.batch((0, 1)))
-    assert shares_prompts(module) == shares == truth(alone, lambda: score(module, table.shared_batch((0, 1))))
-    assert packs(module) == packed == truth(alone, lambda: in_one_row(module))
+    fields = module.model.config.to_dict()
+    table, rows = samples_of_one_prompt(), (0, 1, 2)
+    alone = torch.cat([score(module, table.batch([row])) for row in rows])
+    assert adapt(module, module.model, "cpu", packing=True) == packs
+    assert module.model.config.to_dict() == fields
+    assert near(score(module, table.batch(rows)), alone)
+    if packs:
+        for shared in (False, True):
+            batch = table.packed_batch(rows, shared)
+            assert batch.input_ids.shape == (1, 3 * len(PROMPT) + 10 - shared * len(PROMPT))
+            assert near(score(module, batch), alone)
+    else:  # it would change something, or fail
+        assert module.model.config._attn_implementation in ("sdpa", "eager")
+        assert not install(module.model) or not packing_is_exact(module, table, alone)
 
 
-@torch.no_grad()
-def in_one_row(module: CausalLogprobs) -> torch.Tensor:
-    """Log-probs of the responses, of both sequences concatenated, written out token by token."""
-    sequences = [PROMPT + response for response in RESPONSES]
-    ids = torch.tensor([token for sequence in sequences for token in sequence])
-    places = torch.tensor([place for sequence in sequences for place in range(len(sequence))])
-    own = [
-        start + place
-        for start, sequence in zip((0, len(sequences[0])), sequences, strict=True)
-        for place in range(len(PROMPT), len(sequence))
-    ]
-    targets = torch.tensor(own)
-    return module(ids[None], None, targets - 1, ids[targets], places[None])[0]
+def near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def packing_is_exact(module: CausalLogprobs, table: TokenTable, alone: torch.Tensor) -> bool:
+    try:
+        return near(score(module, table.packed_batch((0, 1, 2))), alone)
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3-window", "falcon-h1-states"])
+def test_a_causal_model_gets_no_mask_of_the_padding(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log-probs are the same, and layers with full attention run torch's causal kernel, with grouped heads."""
+    module = loaded(PACKS[family][0], tmp_path)
+    table, rows = samples_of_one_prompt(), (0, 1, 2)
+    masked = score(module, table.batch(rows))
+    assert not adapt(module, module.model, "cpu", packing=False)
+    assert not module.masks_padding
+    calls = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Any, **arguments: Any) -> torch.Tensor:
+        calls.append((arguments["attn_mask"] is None, arguments["is_causal"], arguments.get("enable_gqa")))
+        return attend(*args, **arguments)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    torch.testing.assert_close(score(module, table.batch(rows)), masked, rtol=1e-5, atol=1e-6)
+    windows = family == "mistral-window"
+    assert ((True, True, True) in calls) == (not windows)
+
+
+def test_a_model_that_looks_ahead_keeps_the_mask(tmp_path: Path) -> None:
+    module = loaded(PACKS["llama"][0], tmp_path)
+    for layer in module.model.base_model.get_submodule("layers").children():
+        layer.get_submodule("self_attn").is_causal = False  # type: ignore[assignment]
+    assert not adapt(module, module.model, "cpu", packing=True)
+    assert module.masks_padding
 
 
 @pytest.mark.parametrize("error", [KeyError, AssertionError, ZeroDivisionError, RuntimeError])
@@ -258,4 +300,4 @@ def test_a_model_that_raises_anything_takes_one_sequence_to_a_row(error: type[Ex
             raise error("positions must rise")
 
     module.model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
-    assert not packs(module) and not shares_prompts(module)
+    assert not adapt(module, module.model, "cpu", packing=True)

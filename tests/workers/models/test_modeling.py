@@ -23,7 +23,7 @@ from transformers import (
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import RankPlan, token_scores
-from troupe.workers.models.capabilities import shares_prompts
+from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import (
     CHUNK_LOGITS,
     CausalLogprobs,
@@ -123,11 +123,14 @@ def grouped() -> TokenTable:
 def test_samples_behind_one_prompt_equal_single_samples(family: str, tmp_path: Path) -> None:
     model = load_causal(save_model(FAMILIES[family], tmp_path))
     module = CausalLogprobs(model, temperature=0.7, chunks=3, entropy_grad=True)
-    assert shares_prompts(module) == (not family.startswith("gemma2"))  # which has windows of attention
+    packs = adapt(module, model, "cpu", packing=True)
+    assert packs == (not family.startswith("gemma2"))  # which has windows of attention
+    if not packs:
+        return
     table, rows = grouped(), [0, 1, 2, 3, 4, 6, 5]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found = []
-    for batch in (table.batch(rows), table.shared_batch(rows)):
+    for batch in (table.batch(rows), table.packed_batch(rows), table.packed_batch(rows, shared=True)):
         logprobs, entropies = module(
             batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids
         )
@@ -136,14 +139,16 @@ def test_samples_behind_one_prompt_equal_single_samples(family: str, tmp_path: P
             (logprobs * scale).sum() + (entropies * scale).sum(), parameters, allow_unused=True
         )
         found.append((batch, logprobs, entropies, gradients))
-    (alone, *expected), (together, *actual) = found
-    assert together.input_ids.shape == (3, 10) and alone.input_ids.shape[0] == 7
-    assert torch.equal(together.targets, alone.targets) and torch.equal(together.sequence, alone.sequence)
-    for ours, theirs in zip(actual[:2], expected[:2], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(actual[2], expected[2], strict=True):
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    (alone, *expected), (packed, *_), (together, *_) = found
+    assert alone.input_ids.shape == (7, 7) and packed.input_ids.shape == (1, 29) and together.input_ids.shape == (1, 19)
+    for batch, *actual in found[1:]:
+        assert batch.padding == 0
+        assert torch.equal(batch.targets, alone.targets) and torch.equal(batch.sequence, alone.sequence)
+        for ours, theirs in zip(actual[:2], expected[:2], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(actual[2], expected[2], strict=True):
+            if ours is not None:
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_that_mixes_responses_in_a_row_does_not_share_prompts(tmp_path: Path) -> None:
@@ -151,7 +156,7 @@ def test_a_model_that_mixes_responses_in_a_row_does_not_share_prompts(tmp_path: 
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     config = FalconH1Config(**sizes, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4)
     model = load_causal(save_model(config, tmp_path))
-    assert not shares_prompts(CausalLogprobs(model, temperature=1.0))
+    assert not adapt(CausalLogprobs(model, temperature=1.0), model, "cpu", packing=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -168,11 +173,13 @@ def test_distributions_are_the_models_own(family: str, tmp_path: Path) -> None:
 
 
 def test_distributions_behind_one_prompt_equal_single_samples(llama: ModelConfig) -> None:
-    module = CausalLogprobs(load_causal(llama), temperature=0.7)
+    model = load_causal(llama)
+    module = CausalLogprobs(model, temperature=0.7)
+    assert adapt(module, model, "cpu", packing=True)
     table, rows = grouped(), [0, 1, 2, 3, 4, 6, 5]
     alone, together = (
         module.distributions(batch.input_ids, batch.attention_mask, batch.positions, batch.position_ids)
-        for batch in (table.batch(rows), table.shared_batch(rows))
+        for batch in (table.batch(rows), table.packed_batch(rows, shared=True))
     )
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
@@ -220,11 +227,12 @@ def test_a_nonstandard_head_falls_back_to_full_logits(tmp_path: Path) -> None:
 
 
 def test_head_chunks_follow_from_the_configuration() -> None:
-    assert head_chunks(50, 8) == 1
+    assert head_chunks(50, 8, "cpu") == 1
     vocabulary = 2**16
-    assert head_chunks(vocabulary, CHUNK_LOGITS // vocabulary) == 1
-    assert head_chunks(vocabulary, CHUNK_LOGITS // vocabulary + 1) == 2
-    assert head_chunks(vocabulary, 5 * CHUNK_LOGITS // vocabulary) == 5
+    for device, logits in CHUNK_LOGITS.items():
+        assert head_chunks(vocabulary, logits // vocabulary, device) == 1
+        assert head_chunks(vocabulary, logits // vocabulary + 1, device) == 2
+        assert head_chunks(vocabulary, 5 * logits // vocabulary, device) == 5
 
 
 def test_values(llama: ModelConfig, tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ def batch() -> TokenBatch:
     return TokenTable(pa.table(columns)).batch(range(3))
 
 
+def fields(batch: TokenBatch) -> tuple[torch.Tensor | None, ...]:
+    """The arguments of `RewardScores`."""
+    tokens = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+    return (*tokens, batch.last, batch.position_ids)
+
+
 def with_head(config: ModelConfig) -> Any:
     """A reward model whose head is not zero."""
     model = load_value(config)
@@ -40,7 +46,7 @@ def test_scores_are_those_of_the_plain_classifier(tiny_model: Path, tmp_path: Pa
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     ids = batch.input_ids.masked_fill(batch.attention_mask == 0, plain.config.pad_token_id)
     with torch.no_grad():
-        scores, _, logprobs = RewardScores(model)(batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+        scores, _, logprobs = RewardScores(model)(*fields(batch))
         wanted = plain(input_ids=ids, attention_mask=batch.attention_mask).logits[:, 0]
     assert logprobs is None
     assert torch.allclose(scores, wanted, atol=1e-5)
@@ -50,16 +56,14 @@ def test_the_score_of_a_token_is_that_of_a_sequence_that_ends_there(tiny_model: 
     """So that of the last token is the score in use."""
     module = RewardScores(with_head(ModelConfig(path=str(tiny_model), dtype="float32")))
     with torch.no_grad():
-        scores, token_scores, _ = module(
-            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.positions + 1
-        )
+        scores, token_scores, _ = module(*fields(batch), read_at=batch.positions + 1)
         assert torch.allclose(token_scores[batch.lengths.cumsum(0) - 1], scores, atol=1e-6)
         rows = [[5, 6, 7, 11, 2], [8, 9, 12, 13, 14, 2], [10, 15]]
         wanted = []
         for row, response in zip(rows, batch.lengths.tolist(), strict=True):
             for end in range(len(row) - response + 1, len(row) + 1):
                 ids = torch.tensor([row[:end]])
-                wanted.append(module(ids, torch.ones_like(ids), *(ids[0, :0],) * 2)[0])
+                wanted.append(module(ids, torch.ones_like(ids), *(ids[0, :0],) * 2, torch.tensor([end - 1]))[0])
     assert torch.allclose(token_scores, torch.cat(wanted), atol=1e-5)
 
 
@@ -67,9 +71,8 @@ def test_the_language_head_shares_the_scored_backbone(tiny_model: Path, batch: T
     config = ModelConfig(path=str(tiny_model), dtype="float32")
     model = with_head(config)
     module = RewardScores(model, share_backbone(model, config, chunks=2))
-    inputs = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
-    scores, _, logprobs = module(*inputs)
-    wanted, _ = CausalLogprobs(load_causal(config), 1.0)(*inputs)
+    scores, _, logprobs = module(*fields(batch))
+    wanted, _ = CausalLogprobs(load_causal(config), 1.0)(*fields(batch)[:4])
     assert logprobs is not None
     assert torch.allclose(logprobs, wanted, atol=1e-5)
     # One set of parameters: the likelihood teaches the embeddings that the score is computed from.
@@ -100,7 +103,7 @@ def test_an_untied_language_head_is_kept_with_the_score(tmp_path: Path, batch: T
     """The saved folder has both trained heads."""
     config = base_model(tmp_path / "base", tied=False)
     module = RewardScores(model := with_head(config), share_backbone(model, config, chunks=1))
-    inputs = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets)
+    inputs = fields(batch)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     scores, _, logprobs = module(*inputs)
     assert logprobs is not None

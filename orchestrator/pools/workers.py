@@ -14,6 +14,7 @@ from troupe.orchestrator.cluster.worker_group import (
     ReferenceGroup,
     WorkerGroup,
 )
+from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.pools.engines import Engine
 from troupe.workers.contract import roles
 
@@ -40,8 +41,15 @@ class Workers:
 
     @property
     def policy(self) -> PolicyGroup | None:
-        """The policy, in runs on rollouts."""
+        """The policy, in runs on rollouts that train it."""
         return self.group("policy", PolicyGroup)
+
+    def require_policy(self) -> PolicyGroup:
+        """The policy. Raises TroupeError if it is not started."""
+        policy = self.policy
+        if policy is None:
+            raise TroupeError("the run has no policy workers")
+        return policy
 
     @property
     def examples(self) -> ExampleGroup | None:

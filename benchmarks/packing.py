@@ -1,0 +1,214 @@
+"""Time of a policy update with packed rows, against padded rows, on sequences of log-normal length.
+
+    python -m benchmarks.packing
+    python -m benchmarks.packing --model .cache/models/tiny-llama --dtype float32
+
+One `PolicyWorker` in this process, without Ray, trains on the same batch in three layouts: padded, as a model that does
+not pack is trained; packed; packed with one copy of the prompt for each group. Its learning rate is tiny, so that all
+updates start from nearly equal weights; loss and gradient of the layouts are compared in every turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.support.harness import NotCorrect, Report, Turn, command_parser, run_benchmark, take_turns
+from benchmarks.support.processes import Meter
+from troupe.orchestrator.training.micro_batches import plan_update
+from troupe.workers.contract.messages import TRAIN, RankPlan, TrainRow
+
+if TYPE_CHECKING:
+    from troupe.workers.policy import PolicyWorker
+
+LAYOUTS: dict[str, dict[str, bool]] = {
+    "padded": {},
+    "packed": {"packed": True},
+    "packed, prompts shared": {"packed": True, "share_prompts": True},
+}
+"""Contenders, and their arguments of `plan_update`."""
+SHORTEST, LONGEST = 8, 1024
+LEARNING_RATE = 1e-12
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+"""Largest relative difference of the norm of the gradient."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A batch, and how it is cut."""
+
+    table: pa.Table
+    rows: tuple[TrainRow, ...]
+    budget: int
+
+    def plan(self, layout: str) -> RankPlan:
+        """The plan of the only rank."""
+        arguments = LAYOUTS[layout]
+        everything = range(len(self.rows))
+        return plan_update(self.rows, everything, 1, self.budget, skip_zero_advantage=False, **arguments)[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(row.tokens for row in self.rows)
+
+
+def work(given: argparse.Namespace) -> Work:
+    """Groups of responses of log-normal length to prompts of one length."""
+    rng = np.random.default_rng(given.seed)
+    samples, rows = [], []
+    for group in range(given.groups):
+        prompt = rng.integers(3, 4000, given.prompt_tokens).tolist()
+        for index in range(given.samples):
+            length = int(np.clip(rng.lognormal(np.log(given.median_tokens), given.sigma), SHORTEST, LONGEST))
+            samples.append(_row(group, index, prompt, rng.integers(3, 4000, length).tolist()))
+            rows.append(TrainRow(given.prompt_tokens + length, length, True, given.prompt_tokens, group))
+    return Work(pa.Table.from_pylist(samples, schema=TRAIN), tuple(rows), given.micro_batch_tokens)
+
+
+def _row(group: int, index: int, prompt: list[int], response: list[int]) -> dict[str, Any]:
+    """A row of a TRAIN table."""
+    return {
+        "prompt_uid": f"p{group}",
+        "sample_index": index,
+        "attempt": 0,
+        "segment": 0,
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "loss_mask": [True] * len(response),
+        "rollout_logprobs": [-8.0] * len(response),
+        "advantages": [1.0 if index % 2 else -0.5] * len(response),
+        "reward": 0.0,
+    }
+
+
+class Contenders:
+    """The turns of the layouts."""
+
+    def __init__(self, worker: PolicyWorker, work: Work, tolerance: float) -> None:
+        self._worker = worker
+        self._work = work
+        self._tolerance = tolerance
+        self._norms: dict[str, float] = {}
+        self._padding: dict[str, float] = {}
+        self._gaps: list[float] = []
+
+    async def turn(self, layout: str) -> Turn:
+        """One update.
+
+        Raises:
+            NotCorrect: The gradient is not that of the padded rows.
+        """
+        plan = self._work.plan(layout)
+        meter, began = Meter([os.getpid()]), time.monotonic()
+        metrics = self._worker.update(plan, self._work.table)
+        wall_s = time.monotonic() - began
+        cpu_s, foreign = meter.read()
+        self._norms[layout], self._padding[layout] = metrics.values["grad_norm"], metrics.values["padding"]
+        if len(self._norms) == len(LAYOUTS):
+            self._compare()
+        figures = {"padding, %": 100 * metrics.values["padding"], "micro-batches": float(len(plan.micro_batches))}
+        return Turn(wall_s, float(self._work.tokens), cpu_s, foreign, figures=figures)
+
+    def _compare(self) -> None:
+        expected = self._norms["padded"]
+        gap = max(abs(norm / expected - 1.0) for norm in self._norms.values())
+        if not gap <= self._tolerance:
+            raise NotCorrect(f"norms of the gradient differ by layout: {self._norms}")
+        self._gaps.append(gap)
+
+    def checks(self) -> dict[str, str]:
+        """The checks and their outcomes. Raises NotCorrect where packed rows have padding."""
+        if any(padding for layout, padding in self._padding.items() if layout != "padded"):
+            raise NotCorrect(f"packed rows have padding: {self._padding}")
+        return {
+            "gradient": f"norms of the layouts differ by {max(self._gaps):.1e} at most, relatively",
+            "padding": "none in packed rows",
+        }
+
+
+async def measure(given: argparse.Namespace) -> Report:
+    """Build the worker, alternate the layouts, check each turn. Raises NotCorrect."""
+    worker = _worker(given)
+    if not worker.packs():
+        raise NotCorrect(f"{given.model} does not pack")
+    contenders = Contenders(worker, work(given), TOLERANCE[given.dtype])
+    turns = {layout: lambda _, layout=layout: contenders.turn(layout) for layout in LAYOUTS}
+    try:
+        taken = await take_turns(turns, given.turns)
+    finally:
+        worker.close()
+    arguments = {name: value for name, value in vars(given).items() if name != "json"}
+    return Report("packing", arguments, taken, "padded", contenders.checks())
+
+
+def _worker(given: argparse.Namespace) -> PolicyWorker:
+    from troupe.workers.contract.config import (
+        AdvantageConfig,
+        ModelConfig,
+        PolicyConfig,
+        PolicyLossConfig,
+        Rendezvous,
+        SamplingConfig,
+        TrainerConfig,
+    )
+    from troupe.workers.policy import PolicyWorker
+
+    config = PolicyConfig(
+        model=ModelConfig(path=str(given.model), dtype=given.dtype),
+        trainer=TrainerConfig(
+            micro_batch_tokens=given.micro_batch_tokens, learning_rate=LEARNING_RATE, threads=given.threads
+        ),
+        loss=PolicyLossConfig(),
+        advantage=AdvantageConfig(estimator="group"),
+        sampling=SamplingConfig(max_tokens=LONGEST),
+        run_id="packing",
+        reference_model=None,
+        total_updates=1000,
+        seed=given.seed,
+        device=given.device,
+    )
+    worker = PolicyWorker(config, "policy-0")
+    address, port = worker.rendezvous()
+    worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
+    return worker
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = command_parser("packing", __doc__)
+    add = parser.add_argument
+    add("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--groups", type=int, default=8)
+    add("--samples", type=int, default=4, help="responses to each prompt (default: 4)")
+    add("--prompt-tokens", type=int, default=64)
+    add("--median-tokens", type=int, default=128, help="median length of a response (default: 128)")
+    add("--sigma", type=float, default=0.8, help="standard deviation of the logarithm of the length (default: 0.8)")
+    add("--micro-batch-tokens", type=int, default=2048)
+    add("--threads", type=int, default=2)
+    add("--turns", type=int, default=5)
+    add("--seed", type=int, default=17)
+    add("--json", type=Path, help="results file (default: a new file in benchmarks/results)")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    given = parse(sys.argv[1:])
+    run_benchmark(lambda: asyncio.run(measure(given)), given.json)
+
+
+if __name__ == "__main__":
+    main()

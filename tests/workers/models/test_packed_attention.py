@@ -1,0 +1,129 @@
+"""Attention over the segments of a row, against torch's attention under a mask of the whole row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig
+
+from tests.workers.models.test_modeling import SAMPLES, SIZES, save_model
+from tests.workers.models.test_token_batch import train_table
+from troupe.workers.models.capabilities import adapt
+from troupe.workers.models.modeling import CausalLogprobs, load_causal
+from troupe.workers.models.packed_attention import Segments, attention, parse
+from troupe.workers.models.token_batch import TokenTable, segment_table
+
+TABLE = segment_table(
+    torch.tensor([0, 9, 14, 14, 20]),
+    torch.tensor([9, 5, 0, 6, 11]),
+    torch.tensor([[0, 0], [0, 4], [0, 4], [0, 4], [0, 0]]),
+)
+"""A prompt of 4 tokens with responses of 5, 5, 0 and 6, and a sequence of 11."""
+TOKENS, HEAD_SIZE, SCALE = 31, 16, 0.3
+CAUSAL = SimpleNamespace(is_causal=True)
+
+
+def mask_of(segments: Segments) -> torch.Tensor:
+    """bool [N, N]: whether a token attends to another."""
+    seen = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    for segment in segments.items:
+        seen[segment.queries, segment.prefix] = True
+        seen[segment.queries, segment.queries] = torch.ones(segment.length, segment.length, dtype=torch.bool).tril()
+    return seen
+
+
+def states(heads: int, groups: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(1, count, TOKENS, HEAD_SIZE, dtype=dtype, requires_grad=True)
+        for count in (heads * groups, heads, heads)
+    )
+    return query, key, value
+
+
+def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """torch's attention in float32: [1, N, heads, head size]."""
+    return scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=mask_of(parse(TABLE)), scale=SCALE, enable_gqa=True
+    ).transpose(1, 2)
+
+
+def gradients(output: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    return torch.autograd.grad((output * weights).sum(), inputs)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 1), (2, 3)])
+def test_segments_attend_to_their_prefix_and_themselves(
+    heads: int, groups: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    inputs = states(heads, groups, dtype)
+    module: Any = CAUSAL
+    found, expected = attention(module, *inputs, TABLE, scaling=SCALE)[0], masked(*inputs)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_the_arguments_of_the_gpu_kernel_describe_the_same_attention() -> None:
+    """Of every piece the kernel aligns the causal mask to the last key."""
+    query, key, value = (x[0].transpose(0, 1) for x in states(2, 3, torch.float32))
+    layout = parse(TABLE).varlen(torch.device("cpu"))
+    assert layout.keys is not None
+    keys, values = key[layout.keys], value[layout.keys]
+    pieces = []
+    query_ends, key_ends = layout.query_ends.tolist(), layout.key_ends.tolist()
+    assert query_ends[-1] == TOKENS and key_ends[-1] == len(keys)
+    for number in range(len(query_ends) - 1):
+        own, seen = (slice(ends[number], ends[number + 1]) for ends in (query_ends, key_ends))
+        rows, columns = own.stop - own.start, seen.stop - seen.start
+        assert rows <= layout.longest_query and columns <= layout.longest_key
+        causal = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+        asked, known, held = (x.transpose(0, 1)[None] for x in (query[own], keys[seen], values[seen]))
+        piece = scaled_dot_product_attention(asked, known, held, attn_mask=causal, scale=SCALE, enable_gqa=True)
+        pieces.append(piece[0].transpose(0, 1))
+    torch.testing.assert_close(torch.cat(pieces)[None], masked(*states(2, 3, torch.float32)), rtol=1e-5, atol=1e-5)
+    alone = segment_table(torch.tensor([0, 9]), torch.tensor([9, 2]), torch.zeros(2, 2, dtype=torch.int64))
+    assert parse(alone).varlen(torch.device("cpu")).keys is None, "nothing to gather without a shared prompt"
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}, {"sliding_window": 8}, {"dropout": 0.1}]
+)
+def test_what_is_not_implemented_is_refused(arguments: dict[str, Any]) -> None:
+    module: Any = CAUSAL
+    with pytest.raises(ValueError, match="packed"):
+        attention(module, *states(4, 1, torch.float32), TABLE, **arguments)
+    wide = {"softcap": None, "sliding_window": 16}
+    attention(module, *states(4, 1, torch.float32), TABLE, **wide)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_recompute_give_the_gradients_of_padded_rows(reentrant: bool, tmp_path: Path) -> None:
+    model = load_causal(save_model(LlamaConfig(**SIZES), tmp_path))
+    module = CausalLogprobs(model, temperature=0.7, chunks=3)
+    assert adapt(module, model, "cpu", packing=True)
+    table, parameters = TokenTable(train_table(SAMPLES)), list(model.parameters())
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        cut = table.packed_batch if checkpointing else table.batch
+        batch = cut(range(len(SAMPLES)))
+        logprobs, _ = module.train()(
+            batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids
+        )
+        model.zero_grad()
+        (logprobs * torch.arange(1.0, len(logprobs) + 1)).sum().backward()
+        found.append([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])
+    assert len(found[0]) == len(found[1]) == len(parameters)
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

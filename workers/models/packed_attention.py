@@ -1,0 +1,281 @@
+"""Attention for packed rows: several sequences in one row of the model, each attending to its own tokens only.
+
+A packed row has no padding and needs no [L, L] mask. In place of a mask the model gets a table with the segments of the
+row; transformers passes a 4-D mask to every attention layer as it is, and an attention function registered here reads
+the table. A segment is a run of tokens that attend, causally, to a prefix elsewhere in the row (the prompt that several
+responses share) and to the segment itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from troupe.workers.models.token_batch import is_table, segment_table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IMPLEMENTATION = "troupe_sdpa"
+"""Name under which the attention is registered. Without a table of segments it is transformers' `sdpa`."""
+
+_REFUSED = ("softcap", "s_aux", "position_bias", "cache")
+"""Arguments of a layer's attention that change its result and are not implemented here."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens `start` to `start + length` of a row, which also attend to `prefix_length` tokens from `prefix_start`."""
+
+    start: int
+    length: int
+    prefix_start: int
+    prefix_length: int
+
+    @property
+    def queries(self) -> slice:
+        """The segment's own tokens."""
+        return slice(self.start, self.start + self.length)
+
+    @property
+    def prefix(self) -> slice:
+        """The tokens before it that it attends to."""
+        return slice(self.prefix_start, self.prefix_start + self.prefix_length)
+
+
+@dataclass(frozen=True)
+class VarlenLayout:
+    """Arguments of a variable-length attention kernel for the segments of a row."""
+
+    query_ends: torch.Tensor
+    """int32 [S + 1], cumulative."""
+    key_ends: torch.Tensor
+    """int32 [S + 1], cumulative."""
+    keys: torch.Tensor | None
+    """int64: the tokens whose keys and values the segments attend to, in order; None: all, in the order of the row."""
+    longest_query: int
+    longest_key: int
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a row, in order; together they cover every token once."""
+
+    items: tuple[Segment, ...]
+    layouts: dict[torch.device, VarlenLayout] = field(default_factory=dict, compare=False)
+    """Filled by `varlen`."""
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest segment with its prefix."""
+        return max(item.prefix_length + item.length for item in self.items)
+
+    def varlen(self, device: torch.device) -> VarlenLayout:
+        """The arguments of a kernel on `device`, made once for all layers."""
+        if device not in self.layouts:
+            self.layouts[device] = self._varlen(device)
+        return self.layouts[device]
+
+    def _varlen(self, device: torch.device) -> VarlenLayout:
+        queries = [item.length for item in self.items]
+        keys = [item.prefix_length + item.length for item in self.items]
+        index = None
+        if queries != keys:
+            spans = [torch.arange(part.start, part.stop) for s in self.items for part in (s.prefix, s.queries)]
+            index = torch.cat(spans).to(device, non_blocking=True)
+        return VarlenLayout(_ends(queries, device), _ends(keys, device), index, max(queries), max(keys))
+
+
+def _ends(lengths: list[int], device: torch.device) -> torch.Tensor:
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return ends.to(device, non_blocking=True)
+
+
+_parsed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Segments by their table: all layers of a model get the same one."""
+
+
+def parse(table: torch.Tensor) -> Segments:
+    """The segments of a table from `token_batch.segment_table`."""
+    if table not in _parsed:
+        _parsed[table] = Segments(tuple(Segment(*row) for row in table[0, 0].tolist()))
+    segments: Segments = _parsed[table]
+    return segments
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: [1, heads, N, head size] to [1, N, heads, head size].
+
+    Raises:
+        ValueError: the layer attends in a way that is not implemented for packed rows.
+    """
+    if attention_mask is None or not is_table(attention_mask):
+        return _sdpa()(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    segments = parse(attention_mask)
+    window = kwargs.get("sliding_window")
+    if query.shape[0] != 1 or dropout or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise ValueError("packed rows need one row, no dropout and causal attention")
+    if window is not None and window < segments.longest:
+        raise ValueError(f"a window of {window} tokens is shorter than a packed sequence, {segments.longest}")
+    if refused := [name for name in _REFUSED if kwargs.get(name) is not None]:
+        raise ValueError(f"packed rows do not support {', '.join(refused)}")
+    scale = scaling if scaling is not None else 1.0 / math.sqrt(query.shape[-1])
+    if query.is_cuda:
+        return _varlen(query, key, value, segments, scale), None
+    output: torch.Tensor = _SegmentsOnCpu.apply(query, key, value, segments, scale)
+    return output, None
+
+
+@cache
+def _sdpa() -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
+
+
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    """Flash attention over segments of different length. Its causal mask is aligned to the last key."""
+    from torch.nn.attention.varlen import varlen_attn  # imports torch.compile
+
+    layout = segments.varlen(query.device)
+
+    def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Any:
+        if layout.keys is not None:
+            keys, values = keys[layout.keys], values[layout.keys]
+        ends = (layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key)
+        grouped = queries.shape[1] != keys.shape[1]
+        return varlen_attn(queries, keys, values, *ends, scale=scale, window_size=(-1, 0), enable_gqa=grouped)
+
+    states = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if layout.keys is None or not torch.is_grad_enabled():
+        return attend(*states)[None]
+    # A shared prompt's keys and values are gathered once for each response, and again in the backward pass.
+    return checkpoint(attend, *states, use_reentrant=False, preserve_rng_state=False)[None]
+
+
+class _SegmentsOnCpu(torch.autograd.Function):
+    """Flash attention segment by segment, in float32: torch's backward pass takes several times as long in bfloat16.
+
+    Only query, key, value and output are kept, in the type of the weights and once for each token: keys and values of a
+    shared prompt are gathered again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+    ) -> torch.Tensor:
+        output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+        sums: list[torch.Tensor] = []
+        groups = query.shape[1] // key.shape[1]
+        for segment in segments.items:
+            keys, values = (_attended(x, segment, groups) for x in (key, value))
+            attended, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query[:, :, segment.queries].float(), keys, values, 0.0, **_causal(segment), scale=scale
+            )
+            output[:, segment.queries] = attended.transpose(1, 2)
+            sums.append(log_sum)
+        ctx.save_for_backward(query, key, value, output, *sums)
+        ctx.segments, ctx.scale = segments, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator hides the name `ctx`
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        query, key, value, output, *sums = ctx.saved_tensors
+        heads = key.shape[1]
+        groups = query.shape[1] // heads
+        of_query = torch.empty_like(query)
+        # Several segments add to the keys of a shared prompt.
+        of_key, of_value = (torch.zeros(x.shape) for x in (key, value))
+        for segment, log_sum in zip(ctx.segments.items, sums, strict=True):
+            keys, values = (_attended(x, segment, groups) for x in (key, value))
+            gradient, attended = (x[:, segment.queries].transpose(1, 2).float() for x in (grads[0], output))
+            queries = query[:, :, segment.queries].float()
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient, queries, keys, values, attended, log_sum, 0.0, **_causal(segment), scale=ctx.scale
+            )
+            of_query[:, :, segment.queries] = parts[0]
+            for total, part in zip((of_key, of_value), parts[1:], strict=True):
+                of_tokens = part.unflatten(1, (heads, groups)).sum(2)
+                total[:, :, segment.prefix] += of_tokens[:, :, : segment.prefix_length]
+                total[:, :, segment.queries] += of_tokens[:, :, segment.prefix_length :]
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None
+
+
+def _attended(states: torch.Tensor, segment: Segment, groups: int) -> torch.Tensor:
+    """float32 [1, query heads, prefix and segment, head size] of keys or values."""
+    own = states[:, :, segment.queries]
+    both = torch.cat([states[:, :, segment.prefix], own], 2) if segment.prefix_length else own
+    return both.float().repeat_interleave(groups, 1)
+
+
+def _causal(segment: Segment) -> dict[str, Any]:
+    """Arguments of torch's kernel: it aligns its causal mask to the first key, so behind a prefix it needs a mask."""
+    if not segment.prefix_length:
+        return {"is_causal": True}
+    seen = torch.zeros(segment.length, segment.prefix_length + segment.length)
+    after = torch.ones_like(seen, dtype=torch.bool).triu(segment.prefix_length + 1)
+    return {"is_causal": False, "attn_mask": seen.masked_fill_(after, -math.inf)}
+
+
+@cache
+def register() -> None:
+    """Make the attention known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def install(model: PreTrainedModel) -> bool:
+    """Make the layers of a model use the attention; False where they cannot, and then nothing changes."""
+    register()
+    if model.config.get_text_config()._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
+        return False
+    model.set_attn_implementation(IMPLEMENTATION)
+    return model.config.get_text_config()._attn_implementation == IMPLEMENTATION
+
+
+def uninstall(model: PreTrainedModel) -> None:
+    """Undo `install`."""
+    model.set_attn_implementation("sdpa")
+
+
+def kernel_is_exact(head_size: int, dtype: torch.dtype) -> bool:
+    """Whether the GPU's kernel takes this type and head size, and aligns its causal mask to the last key.
+
+    Tried out with a prompt that two responses share, against torch's attention under a mask.
+    """
+    table = segment_table(torch.tensor([0, 7]), torch.tensor([7, 3]), torch.tensor([[0, 0], [0, 4]]))
+    query, key, value = (torch.randn(1, heads, 10, head_size, device="cuda", dtype=dtype) for heads in (2, 1, 1))
+    allowed = torch.ones(10, 10, dtype=torch.bool, device="cuda").tril()
+    allowed[7:, 4:7] = False
+    try:
+        found = _varlen(query, key, value, parse(table), 1.0 / math.sqrt(head_size)).float()
+    except RuntimeError:  # the kernel refuses the GPU, the type or the size
+        return False
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=allowed, enable_gqa=True
+    )
+    return bool(torch.allclose(found, expected.transpose(1, 2), atol=2e-2, rtol=2e-2))

@@ -1,0 +1,79 @@
+"""How much of the work of an update is padding, and how fast the ranks compute."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from troupe.workers.contract.config import Device
+from troupe.workers.models.modeling import ModelModule
+from troupe.workers.models.token_batch import TokenBatch
+from troupe.workers.training.group import all_reduce
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "A800": 312e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+}
+"""Floating-point operations per second of dense bfloat16 products, by a part of the GPU's name, from NVIDIA's data
+sheets; the first entry that fits counts."""
+
+
+class UpdateMeter:
+    """Tokens and seconds of one update on one rank."""
+
+    def __init__(self, module: ModelModule, device: Device) -> None:
+        """Start the clock for an update of `module`."""
+        self._module = module
+        self._device: Device = device
+        self._began = time.perf_counter()
+        self._tokens = self._padding = 0
+
+    def note(self, batch: TokenBatch) -> None:
+        """Count a micro-batch."""
+        self._tokens += batch.input_ids.numel()
+        self._padding += batch.padding
+
+    def metrics(self) -> dict[str, float]:
+        """`padding`, `tokens_per_s` of one worker and, where the device's peak is known, `mfu`. Collective.
+
+        A token costs two operations for each parameter in the forward pass and four in the backward pass. Attention
+        and what gradient checkpointing computes again do not count as used.
+        """
+        seconds = all_reduce({"seconds": time.perf_counter() - self._began}, self._device, "max")["seconds"]
+        totals = all_reduce({"tokens": self._tokens, "padding": self._padding}, self._device, "sum")
+        rate = (totals["tokens"] - totals["padding"]) / seconds / dist.get_world_size()
+        found = {"padding": totals["padding"] / max(totals["tokens"], 1.0), "tokens_per_s": rate}
+        peak = peak_flops(torch.cuda.get_device_name()) if self._device == "cuda" else None
+        used = None if peak is None else used_parameters(self._module)
+        return found if peak is None or used is None else found | {"mfu": 6.0 * used * rate / peak}
+
+
+def used_parameters(module: ModelModule) -> int | None:
+    """Parameters that every token is multiplied with; None for a mixture of experts."""
+    model: PreTrainedModel = module.model
+    if any("expert" in name for name in model.config.get_text_config().to_dict()):
+        return None
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    looked_up = () if head is not None and head.weight is embedding else (embedding,)
+    # Under ZeRO-3 a parameter is empty, and `ds_numel` is its whole size.
+    sizes = ((p, int(getattr(p, "ds_numel", p.numel()))) for p in module.parameters())
+    return sum(size for parameter, size in sizes if not any(parameter is other for other in looked_up))
+
+
+def peak_flops(name: str) -> float | None:
+    """The peak of the GPU with this name; None where it is not known."""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
