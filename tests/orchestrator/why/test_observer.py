@@ -185,7 +185,6 @@ async def test_a_diagnosis_that_fails_is_an_answer(
 ) -> None:
     monkeypatch.setattr(cluster, "inspect", lambda *_: (_ for _ in ()).throw(ValueError("what is \udcff?")))
     content = await asyncio.to_thread(Mailbox(tmp_path / FOLDER).ask, b"", WAIT_S)
-    assert content is not None
     answer = ENDED.decode(content)
     assert answer is not None
     assert answer.diagnosis == Diagnosis("unknown", "the diagnosis failed: ValueError: what is ??")
