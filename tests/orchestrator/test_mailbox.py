@@ -131,15 +131,15 @@ def test_an_answer_that_comes_too_late_stays_until_the_next_run(tmp_path: Path) 
     mailbox, taken = Mailbox(tmp_path), list[PostedRequest]()
 
     def take() -> None:
-        while not taken:
-            taken.extend(mailbox.take())
-            time.sleep(0.002)
+        wait_for(lambda: any(tmp_path.glob("request-*")))
+        taken.extend(mailbox.take())
 
     thread = threading.Thread(target=take)
     thread.start()
     with pytest.raises(TimeoutError):
-        mailbox.ask(b"", 0.5)
+        mailbox.ask(b"", 2.0, WAIT_S)
     thread.join()
+    wait_for(lambda: messages(tmp_path) == [])
     mailbox.answer(taken[0], b"too late")
     assert messages(tmp_path) == [f"answer-{taken[0].key}"]
     mailbox.open()
@@ -151,7 +151,7 @@ def test_a_run_that_dies_with_a_request_ends_the_wait_at_its_bound(tmp_path: Pat
     with process(tmp_path, code) as run:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            Mailbox(tmp_path).ask(b"", 3.0)
+            Mailbox(tmp_path).ask(b"", 3.0, WAIT_S)
         assert time.monotonic() - began < 10.0
         assert run.wait(WAIT_S) == -signal.SIGKILL  # it took the request
     wait_for(lambda: messages(tmp_path) == [])
