@@ -185,7 +185,7 @@ class Copies:
         return cls(put / size, (size - bytes_in_place(got) + inside) / size)
 
 
-class Contenders:
+class TransferContenders:
     """The ways to move the same content; a turn moves it `repeat` times."""
 
     def __init__(self, table: pa.Table, repeat: int) -> None:
@@ -273,7 +273,7 @@ async def measure(kind: str, samples: int, tokens: int, repeat: int, turns: int)
     table = {"rollouts": rollouts_table, "train": train_table}[kind](samples, tokens, 17)
     cluster = Cluster.connect({"CPU": 1.0})
     try:
-        contenders = Contenders(table, repeat)
+        contenders = TransferContenders(table, repeat)
 
         def contender(name: str) -> Callable[[int], Any]:
             async def take(turn: int) -> Turn:

@@ -51,7 +51,7 @@ class FixedTurns(Environment):
         return Observation([{"role": "user", "content": OBSERVATION}], done=not self._left)
 
 
-class MeasuredRollout(RolloutWorker):
+class MeasuredEpisodeRollout(RolloutWorker):
     """The product's worker, which can also do the same work by hand on its engine."""
 
     async def forget_prompts(self) -> None:
@@ -91,7 +91,7 @@ class MeasuredRollout(RolloutWorker):
         return [sum(one) for one in zip(*done, strict=True)]
 
 
-class Contenders:
+class EpisodeContenders:
     """The product's path and its baseline, each group by group on one engine."""
 
     def __init__(self, settings: Settings, turns: int, engine: Any, prompts: Any, added: Sequence[Any]) -> None:
@@ -196,7 +196,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         spec = changed(spec, longer, "episode_throughput")
         cluster = Cluster.connect(demand(place(role_sizes(spec))))
         stack.callback(cluster.abandon)
-        launcher = WorkerLauncher(spec, cluster, classes={"rollout": MeasuredRollout})
+        launcher = WorkerLauncher(spec, cluster, classes={"rollout": MeasuredEpisodeRollout})
         workers = await launcher.open(frozenset({"rollout", "environment"}))
         engine = workers.engines[0]
         await engine.connect_environments(cluster.environment_link(workers.environments, ""), TIMEOUT_S)
@@ -206,7 +206,7 @@ async def measure(settings: Settings, turns: int, episode_turns: int) -> Report:
         between = f"<|im_end|>\n<|im_start|>user\n{OBSERVATION}<|im_end|>\n<|im_start|>assistant\n"
         added = (prompts, token_ids(tokenizer, between))
         actor = vars(engine.handle)["actor"]
-        own = Contenders(settings, episode_turns, actor, cluster.put(pool.table), added)
+        own = EpisodeContenders(settings, episode_turns, actor, cluster.put(pool.table), added)
         other, baseline = (own.plain, "plain") if episode_turns == 1 else (own.bare, "bare")
         both: dict[str, Callable[[int], Any]] = {baseline: other, "episodes": own.episodes}
         taken = await take_turns(both, turns)

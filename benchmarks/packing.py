@@ -92,7 +92,7 @@ def _row(group: int, index: int, prompt: list[int], response: list[int]) -> dict
     }
 
 
-class Contenders:
+class PackingContenders:
     """The turns of the layouts."""
 
     def __init__(self, worker: PolicyWorker, work: Work, tolerance: float) -> None:
@@ -142,7 +142,7 @@ async def measure(given: argparse.Namespace) -> Report:
     worker = _worker(given)
     if not worker.packs():
         raise NotCorrect(f"{given.model} does not pack")
-    contenders = Contenders(worker, work(given), TOLERANCE[given.dtype])
+    contenders = PackingContenders(worker, work(given), TOLERANCE[given.dtype])
     turns = {layout: lambda _, layout=layout: contenders.turn(layout) for layout in LAYOUTS}
     try:
         taken = await take_turns(turns, given.turns)

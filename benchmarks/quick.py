@@ -22,8 +22,8 @@ from rich.table import Table
 
 from benchmarks.support.harness import Spread, command_parser, machine, progress
 from benchmarks.support.regression import (
+    RatioChange,
     Ratios,
-    Verdict,
     baseline_path,
     compare,
     pool_runs,
@@ -62,7 +62,7 @@ def run(names: Sequence[str]) -> Ratios:
     return ratios
 
 
-def judge(recorded: Ratios, names: Sequence[str]) -> list[Verdict]:
+def judge(recorded: Ratios, names: Sequence[str]) -> list[RatioChange]:
     """Run and judge the benchmarks `names`; a benchmark with a bad verdict runs again, and the second run decides."""
     recorded = {name: spread for name, spread in recorded.items() if benchmark_of(name) in names}
     verdicts = compare(recorded, run(names))
@@ -78,7 +78,7 @@ def benchmark_of(ratio: str) -> str:
     return ratio.partition(":")[0]
 
 
-def show(verdicts: Sequence[Verdict]) -> None:
+def show(verdicts: Sequence[RatioChange]) -> None:
     """Print the table of verdicts."""
     table = Table(title="ratios to each benchmark's own baseline, median (min .. max)")
     for title in ("ratio", "recorded", "now", ""):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.support.bare_engines import BareAsyncLLM, SampledBatch
 from benchmarks.support.harness import NotCorrect, Report, Turn, Unit, command_parser, run_benchmark, take_turns
-from benchmarks.support.processes import Child, Meter, stopped
+from benchmarks.support.processes import Meter, RemoteObject, stopped
 from benchmarks.support.workload import (
     MAX_GAP,
     MIN_CHANGE,
@@ -50,7 +50,7 @@ _TIMEOUT_S = 300.0
 _LONGEST_PROMPT = 128
 
 
-class Gate:
+class RecoveryGate:
     """Checks every recovery, and collects the outcomes."""
 
     def __init__(self, settings: Settings) -> None:
@@ -96,7 +96,7 @@ class Gate:
 def cold_start(config: RolloutConfig, groups: Sequence[Group], settings: Settings) -> Turn:
     """Start a bare engine in a new process and sample all groups with it. Raises NotCorrect and ChildFailed."""
     meter, began = Meter([os.getpid()]), time.monotonic()
-    child = Child("cold-start", BareAsyncLLM, config, RolloutWorker)
+    child = RemoteObject("cold-start", BareAsyncLLM, config, RolloutWorker)
     try:
         sampled: SampledBatch = child.call("sample", groups, timeout_s=_TIMEOUT_S)
         wall_s = time.monotonic() - began
@@ -121,7 +121,7 @@ async def measure(settings: Settings, turns: int) -> Report:
         prompt_ids = encode_prompts(model, pool.table, range(prompts), _LONGEST_PROMPT)
         work = groups_by_turn(settings, turns + 1, prompt_ids)
         setup = await stack.enter_async_context(RecoverySetup.open(spec, pool.table, work))
-        gate = Gate(settings)
+        gate = RecoveryGate(settings)
 
         async def recover(turn: int) -> Turn:
             found = await setup.turn(turn, settings.seed + turn)

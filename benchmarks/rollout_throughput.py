@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.support.bare_engines import BareAsyncLLM, BareLLM, SampledBatch
 from benchmarks.support.harness import NotCorrect, Report, Turn, best, command_parser, run_benchmark, take_turns
-from benchmarks.support.processes import Child, Meter, stopped
+from benchmarks.support.processes import Meter, RemoteObject, stopped
 from benchmarks.support.sweep import parse_sweep, points, results_path
 from benchmarks.support.training_load import BackgroundLoad, TrainingLoad
 from benchmarks.support.workload import (
@@ -52,7 +52,7 @@ START_TIMEOUT_S, TURN_TIMEOUT_S = 300.0, 300.0
 class Bare:
     """A baseline with as many engines as the product; each engine samples its share of the groups."""
 
-    def __init__(self, name: str, children: Sequence[Child]) -> None:
+    def __init__(self, name: str, children: Sequence[RemoteObject]) -> None:
         self._name = name
         self._children = children
 
@@ -87,7 +87,7 @@ class Bare:
         return answer.response_ids
 
 
-class Gate:
+class ThroughputGate:
     """Checks that all contenders did the same work, and collects the outcomes."""
 
     def __init__(self, settings: Settings) -> None:
@@ -175,10 +175,12 @@ async def measure(settings: Settings, turns: int, max_load: int, training: bool,
         ]
         work = groups_by_turn(settings, turns + 1, prompt_ids, CHECKED_PROMPTS)
         children = {
-            name: [Child(f"{name}-{i}", BARE[name], spec.rollout_config(), rollout) for i in range(settings.engines)]
+            name: [
+                RemoteObject(f"{name}-{i}", BARE[name], spec.rollout_config(), rollout) for i in range(settings.engines)
+            ]
             for name in baselines
         }
-        load = BackgroundLoad(Child("training-load", TrainingLoad, spec.policy_config()) if training else None)
+        load = BackgroundLoad(RemoteObject("training-load", TrainingLoad, spec.policy_config()) if training else None)
         processes = [child for members in children.values() for child in members]
         stack.callback(load.close)
         pids = [child.pid for child in processes]
@@ -191,7 +193,7 @@ async def measure(settings: Settings, turns: int, max_load: int, training: bool,
         for child in processes:
             await asyncio.to_thread(child.receive, START_TIMEOUT_S)
         bare = {name: Bare(name, members) for name, members in children.items()}
-        gate = Gate(settings)
+        gate = ThroughputGate(settings)
         await gate.same_tokens(checked, {name: one.alone for name, one in bare.items()} | {PRODUCT: product.alone})
         taken = await alternate(turns, bare, product, work, gate, load)
         arguments = asdict(settings) | {"turns": turns, "max_load": product.max_load, "training": training}
@@ -226,7 +228,7 @@ async def alternate(
     bare: dict[str, Bare],
     product: RolloutSetup,
     work: Sequence[Sequence[Group]],
-    gate: Gate,
+    gate: ThroughputGate,
     load: BackgroundLoad,
 ) -> dict[str, list[Turn]]:
     """Run the turns of all contenders, each with the others suspended, and check them. Raises NotCorrect."""

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.support.grpo_setup import BARE, PRODUCT, Steps, take_steps
+from benchmarks.support.grpo_setup import BARE, PRODUCT, ContenderSteps, take_steps
 from benchmarks.support.harness import (
     NotCorrect,
     Report,
@@ -50,7 +50,7 @@ def best(rewards: Sequence[float], window: int) -> float:
     return max(fmean(rewards[done - window : done]) for done in range(window, len(rewards) + 1))
 
 
-def to_target(name: str, steps: Steps, target: float, window: int) -> Turn:
+def to_target(name: str, steps: ContenderSteps, target: float, window: int) -> Turn:
     """A contender's run up to the target as one turn.
 
     A baseline that misses the target counts with all its steps, which is a lower bound of its time.
@@ -76,7 +76,7 @@ def to_target(name: str, steps: Steps, target: float, window: int) -> Turn:
     )
 
 
-def missed_target(steps: Steps, target: float, window: int) -> dict[str, str]:
+def missed_target(steps: ContenderSteps, target: float, window: int) -> dict[str, str]:
     """The contenders that missed the target, with the highest reward they reached."""
     return {
         name: f"target missed: {best(rewards, window):.4f} at best; all {len(rewards)} steps count"

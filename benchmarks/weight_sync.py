@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LIMIT, DISK, PRODUCT, CLOSED = "copy + load", "disk", "troupe", "troupe, pause to resume"
 
 
-class Gate:
+class SyncGate:
     """Checks every turn, and collects the outcomes."""
 
     def __init__(self, tokens: int) -> None:
@@ -91,10 +91,10 @@ class Gate:
         return checks
 
 
-class Contenders:
+class SyncContenders:
     """The turns of the three ways to sync weights."""
 
-    def __init__(self, setup: WeightSyncSetup, gate: Gate, seed: int, folder: Path) -> None:
+    def __init__(self, setup: WeightSyncSetup, gate: SyncGate, seed: int, folder: Path) -> None:
         """`folder`: a folder on a disk, for the sync through the disk."""
         self._setup = setup
         self._gate = gate
@@ -181,8 +181,8 @@ async def measure(
         spec = on_device(grpo_spec(settings, without_eos(settings.model, folder / "model"), 1, 1), device, backend)
         setup = await stack.enter_async_context(WeightSyncSetup.open(spec))
         await setup.sample()
-        gate = Gate(settings.engines * settings.samples * settings.max_tokens)
-        contenders = Contenders(setup, gate, settings.seed, written)
+        gate = SyncGate(settings.engines * settings.samples * settings.max_tokens)
+        contenders = SyncContenders(setup, gate, settings.seed, written)
         taken = await take_turns(contenders.turns(), turns)
     if contenders.closed:
         taken[CLOSED] = contenders.closed[1:]

@@ -104,9 +104,9 @@ class WorkerLauncher:
     async def engine(self, name: str) -> Engine:
         """Starts the rollout engine of this name, also to replace one that is gone."""
         await self._download()
-        worker: ActorWorker[roles.Engine] = self._spawn(name)
+        worker: ActorWorker[roles.RolloutEngine] = self._spawn(name)
         with self._ended_on_failure(worker):
-            health = await worker.call(roles.Engine.start, self._spec.schedule.start_timeout_s)
+            health = await worker.call(roles.RolloutEngine.start, self._spec.schedule.start_timeout_s)
         self._started(name, health)
         return Engine(worker, health.host)
 

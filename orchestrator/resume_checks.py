@@ -13,7 +13,7 @@ from typing import Any
 
 from troupe.orchestrator.data.prompts import DataError
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.live.diff import Difference, field_changes
+from troupe.orchestrator.live.diff import FieldDifference, field_changes
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.stages import plan_runs, read_document
@@ -51,7 +51,7 @@ class Resumption:
     folder: Path
     found: Checkpoint
     spec: RunSpec
-    differences: tuple[Difference, ...] | None
+    differences: tuple[FieldDifference, ...] | None
     """Between the spec in the run's folder and the one given; None: the folder has no spec that can be read."""
     problems: tuple[str, ...]
     """Other reasons why the run cannot resume."""
@@ -110,14 +110,14 @@ def _read(file: Path) -> RunSpec | None:
         return None
 
 
-def _differences(before: RunSpec, spec: RunSpec, step: int) -> Iterator[Difference]:
+def _differences(before: RunSpec, spec: RunSpec, step: int) -> Iterator[FieldDifference]:
     changes = field_changes(before, spec)
     if before.algorithm.name != spec.algorithm.name:  # every other difference may follow from this one
         changes = [change for change in changes if change[0] == "algorithm.name"]
     for field, old, new in changes:
         refused = _reason(field, _REFUSED) or _not_in_checkpoint(field, old)
         note = _reason(field, _NOTES) or (_new_length(spec, step) if field in _LENGTH else "")
-        yield Difference(field, old, new, refused, "" if refused else note)
+        yield FieldDifference(field, old, new, refused, "" if refused else note)
 
 
 def _reason(field: str, reasons: Mapping[str, str]) -> str:

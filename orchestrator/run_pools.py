@@ -105,7 +105,7 @@ class RunPools:
         budget = self._budget("reference", self._spec.failures.reference_restarts)
         return ReplicaPool(group.workers, self._context.launcher.replica, budget)
 
-    def _environment_pool(self) -> LinkedPool[roles.Environment, Engine, roles.EnvironmentLink] | None:
+    def _environment_pool(self) -> LinkedPool[roles.EnvironmentServer, Engine, roles.EnvironmentLink] | None:
         failures = self._spec.failures
         if self._spec.roles.environment is None:
             return None

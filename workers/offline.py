@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class ExampleTrainer(TrainingRank):
+class OfflineRank(TrainingRank):
     """One rank of a group that trains on offline data; subclasses define the model."""
 
     def __init__(self, config: OfflineConfig, name: str) -> None:
@@ -166,7 +166,7 @@ class ExampleTrainer(TrainingRank):
         return head_chunks(vocabulary, self._config.trainer.micro_batch_tokens, self._config.device)
 
 
-class ExamplePolicyWorker(ExampleTrainer):
+class ExamplePolicyWorker(OfflineRank):
     """One rank of a policy that trains on demonstrations or preferences."""
 
     def build(self) -> WorkerHealth:
@@ -194,7 +194,7 @@ class ExamplePolicyWorker(ExampleTrainer):
         return replace(_unscored(batch, point), logprobs=logprobs, ref_logprobs=batch.ref_logprobs)
 
 
-class RewardTrainer(ExampleTrainer):
+class RewardTrainer(OfflineRank):
     """One rank of a reward model: a sequence classifier with one label, as the roles `reward` and `critic` load it."""
 
     def build(self) -> WorkerHealth:

@@ -42,7 +42,7 @@ MODEL_LABEL = "reward_model"
 
 
 @dataclass(frozen=True)
-class Reward:
+class SampleReward:
     """Reward of one sample; None unless the status is ok."""
 
     status: str
@@ -72,13 +72,17 @@ def function_label(function: RewardFunctionConfig) -> str:
     return function.label or function.name.rpartition(":")[2]
 
 
-def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[Outcome]) -> Reward:
+def combine(labels: Sequence[str], weights: Sequence[float], outcomes: Sequence[Outcome]) -> SampleReward:
     """Weighted sum of one sample's components. A failed component fails the reward; the status names it."""
     failures = [f"{label}: {o.status}" for label, o in zip(labels, outcomes, strict=True) if o.value is None]
     if failures:
-        return Reward("; ".join(failures), None)
+        return SampleReward("; ".join(failures), None)
     reward = sum(weight * (o.value or 0.0) for weight, o in zip(weights, outcomes, strict=True))
-    return Reward("ok", reward) if math.isfinite(reward) else Reward(f"sum: not a finite number: {reward}", None)
+    return (
+        SampleReward("ok", reward)
+        if math.isfinite(reward)
+        else SampleReward(f"sum: not a finite number: {reward}", None)
+    )
 
 
 def reward_spans(
@@ -221,7 +225,7 @@ class RewardWorker:
         components = [_with_failed(outcomes, statuses) for outcomes in judged]
         per_sample = list(zip(*components, strict=True))
         rewards = [
-            combine(self.labels, self.weights, outcomes) if status == OK else Reward(status, None)
+            combine(self.labels, self.weights, outcomes) if status == OK else SampleReward(status, None)
             for outcomes, status in zip(per_sample, statuses, strict=True)
         ]
         if self._gives_steps:
@@ -279,7 +283,7 @@ class RewardWorker:
             model = [] if self.config.model is None else [self._loaded_model().score(rollouts)]
             return [*(future.result() for future in futures), *model]
 
-    def _with_spans(self, reward: Reward, outcomes: Sequence[Outcome], row: dict[str, Any]) -> Reward:
+    def _with_spans(self, reward: SampleReward, outcomes: Sequence[Outcome], row: dict[str, Any]) -> SampleReward:
         """The reward with its process rewards, or a failed reward that says why there are none."""
         if reward.reward is None:
             return reward
@@ -292,7 +296,7 @@ class RewardWorker:
         try:
             spans = reward_spans(self.weights, outcomes, row["tokens"], counts)
         except ValueError as error:
-            return Reward(f"steps: {error}", None)
+            return SampleReward(f"steps: {error}", None)
         return replace(reward, spans=spans)
 
     def _decode(self, ids: list[int]) -> str:
@@ -337,7 +341,7 @@ def _load_tokenizer(policy: ModelConfig | None) -> Any:
 def _rewards_table(
     identities: Sequence[dict[str, Any]],
     labels: Sequence[str],
-    rewards: Sequence[Reward],
+    rewards: Sequence[SampleReward],
     per_sample: Sequence[tuple[Outcome, ...]],
 ) -> pa.Table:
     rows = [

@@ -40,7 +40,7 @@ from troupe.workers.engine.settings import check_structured, engine_args, set_en
 from troupe.workers.engine.tool_calls import tool_parser
 from troupe.workers.episodes.episode import EpisodeRunner, Played
 from troupe.workers.episodes.reader import TurnReader, read_row
-from troupe.workers.episodes.turns import Turn, TurnLimits
+from troupe.workers.episodes.turns import SampledTurn, TurnLimits
 from troupe.workers.isolation.removal import remove_at_death, retire
 from troupe.workers.telemetry.peak_memory import resident_peak
 from troupe.workers.telemetry.start_stages import Stage, announce
@@ -185,7 +185,7 @@ class RolloutWorker:
         runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link)
 
         async def play(index: int) -> Played:
-            async def sample(number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+            async def sample(number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
                 limits = TurnLimits(number, max_tokens, tuple(stop))
                 return sampled_turn(await self._sample(engine, request, index, list(ids), limits))
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.support.bare_loop import BareLoop, BareStep
 from benchmarks.support.harness import NotCorrect, Turn, progress, rotated
-from benchmarks.support.processes import Child, Meter, stopped
+from benchmarks.support.processes import Meter, RemoteObject, stopped
 from benchmarks.support.trl_loop import TrlLoop, check_steps
 from benchmarks.support.workload import (
     MAX_GAP,
@@ -51,7 +51,7 @@ Taken = tuple[BareStep, float, float]
 class AlternatingConsole(Console):
     """A console for the product's run that lets the other contenders take their turn whenever a step is reported."""
 
-    def __init__(self, others: Mapping[str, Child], work: Sequence[Sequence[Group]], enough: Enough) -> None:
+    def __init__(self, others: Mapping[str, RemoteObject], work: Sequence[Sequence[Group]], enough: Enough) -> None:
         super().__init__(io.StringIO())
         self._others = others
         self._work = work
@@ -101,7 +101,7 @@ class AlternatingConsole(Console):
 
 
 @dataclass(frozen=True)
-class Steps:
+class ContenderSteps:
     """The steps of all contenders, including the first one."""
 
     taken: dict[str, list[Turn]]
@@ -112,7 +112,7 @@ class Steps:
 
 def take_steps(
     settings: Settings, steps: int, learning_rate: float, trl: bool, enough: Enough = lambda _: False
-) -> Steps:
+) -> ContenderSteps:
     """Train every contender and check that they did the same work.
 
     Args:
@@ -136,11 +136,13 @@ def take_steps(
         spec = on_device(spec, settings.device, "ipc" if settings.device == "cuda" else "auto")
         pool, _ = load_pools(spec.data)
         work = groups_by_step(settings, spec, pool, model)
-        others = {BARE: Child(BARE, BareLoop, spec.rollout_config(), spec.policy_config(), settings.task)}
+        others = {BARE: RemoteObject(BARE, BareLoop, spec.rollout_config(), spec.policy_config(), settings.task)}
         stack.callback(others[BARE].close)
         if trl:
             chats: list[str] = pool.table["messages"].take([one.row for groups in work for one in groups]).to_pylist()
-            others[TRL] = Child(TRL, TrlLoop, spec.policy_config(), chats, work, settings.max_tokens, settings.task)
+            others[TRL] = RemoteObject(
+                TRL, TrlLoop, spec.policy_config(), chats, work, settings.max_tokens, settings.task
+            )
             stack.callback(others[TRL].close)
         for other in others.values():
             other.send("ready")
@@ -158,7 +160,7 @@ def _checked_steps(
     metrics: Sequence[Mapping[str, float]],
     sampled: Sequence[Mapping[tuple[str, int], list[int]]],
     console: AlternatingConsole,
-) -> Steps:
+) -> ContenderSteps:
     """Check the steps of all contenders and bring them into one form. Raises NotCorrect."""
     results = {name: [step for step, _, _ in taken] for name, taken in console.taken.items()}
     checks = check(settings, work, metrics, sampled, results[BARE])
@@ -174,7 +176,7 @@ def _checked_steps(
     }
     rewards = {name: [one.figures["reward"] for one in steps] for name, steps in results.items()}
     rewards[PRODUCT] = [line["reward/mean"] for line in metrics]
-    return Steps(taken | {PRODUCT: product}, rewards, checks)
+    return ContenderSteps(taken | {PRODUCT: product}, rewards, checks)
 
 
 def groups_by_step(settings: Settings, spec: RolloutSpec, pool: PromptPool, model: Path) -> list[list[Group]]:

@@ -27,7 +27,7 @@ class ChildFailed(RuntimeError):
     """A child process raised, did not answer in time, or has exited."""
 
 
-class Child:
+class RemoteObject:
     """An object in a process of its own, called by method name; `close` ends the process and its descendants."""
 
     def __init__(self, name: str, server: type, *args: Any) -> None:

@@ -24,7 +24,7 @@ Ratios = dict[str, Spread]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RatioChange:
     """The comparison of one ratio: as recorded and as measured."""
 
     name: str
@@ -38,20 +38,20 @@ class Verdict:
         return self.outcome in ("worse", "missing")
 
 
-def compare(recorded: Mapping[str, Spread], measured: Mapping[str, Spread]) -> list[Verdict]:
+def compare(recorded: Mapping[str, Spread], measured: Mapping[str, Spread]) -> list[RatioChange]:
     """A verdict on every ratio of either mapping: in recorded order, then the new ones."""
     names = [*recorded, *(name for name in measured if name not in recorded)]
     return [_verdict(name, recorded.get(name), measured.get(name)) for name in names]
 
 
-def _verdict(name: str, recorded: Spread | None, measured: Spread | None) -> Verdict:
+def _verdict(name: str, recorded: Spread | None, measured: Spread | None) -> RatioChange:
     if measured is None:
-        return Verdict(name, "missing", recorded, measured)
+        return RatioChange(name, "missing", recorded, measured)
     if recorded is None:
-        return Verdict(name, "new", recorded, measured)
+        return RatioChange(name, "new", recorded, measured)
     if measured.median < recorded.low:
-        return Verdict(name, "worse", recorded, measured)
-    return Verdict(name, "better" if measured.median > recorded.high else "as before", recorded, measured)
+        return RatioChange(name, "worse", recorded, measured)
+    return RatioChange(name, "better" if measured.median > recorded.high else "as before", recorded, measured)
 
 
 def ratios_of(document: Mapping[str, Any], phases: Sequence[str] = ()) -> Ratios:

@@ -161,10 +161,10 @@ class _Pool:
 class SimulatedWorkers:
     """The workers of a simulated run."""
 
-    engines: Sequence[WorkerHandle[roles.Engine]]
+    engines: Sequence[WorkerHandle[roles.RolloutEngine]]
     policy: WorkerHandle[roles.Policy]
     reward: WorkerHandle[roles.Reward]
-    spawn: Callable[[str], WorkerHandle[roles.Engine]]
+    spawn: Callable[[str], WorkerHandle[roles.RolloutEngine]]
     """Creates a replacement for an engine that died."""
 
     @classmethod

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from benchmarks.support.harness import Turn
-from benchmarks.support.processes import Child
+from benchmarks.support.processes import RemoteObject
 from troupe.workers.contract.config import PolicyConfig
 
 Ids = TypeVar("Ids")
@@ -66,7 +66,7 @@ class TrainingLoad:
 class BackgroundLoad:
     """Measures what a training load trains during a turn; without a load it measures nothing."""
 
-    def __init__(self, load: Child | None) -> None:
+    def __init__(self, load: RemoteObject | None) -> None:
         self._load = load
 
     @property

@@ -12,7 +12,7 @@ import pyarrow as pa
 import ray
 
 from benchmarks.support.rollout_setup import CLOSE_TIMEOUT_S
-from benchmarks.support.weight_sync_workers import MeasuredPolicy, MeasuredRollout
+from benchmarks.support.weight_sync_workers import MeasuredPolicy, MeasuredSyncRollout
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, WorkerHandle
@@ -30,7 +30,7 @@ from troupe.workers.contract.roles import Reply, TableRef
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CLASSES = {"rollout": MeasuredRollout, "policy": MeasuredPolicy}
+_CLASSES = {"rollout": MeasuredSyncRollout, "policy": MeasuredPolicy}
 _TIMEOUT_S = 300.0
 
 
@@ -97,7 +97,7 @@ class WeightSyncSetup:
     async def hold(self, version: int) -> int:
         """Copy the policy's weights into the memory of every engine process, but not into its model; returns bytes."""
         update = await self._policy.publish_weights(version, timeout_s=_TIMEOUT_S)
-        await self._every_engine(MeasuredRollout.hold, update)
+        await self._every_engine(MeasuredSyncRollout.hold, update)
         return update.nbytes
 
     async def copy_weights(self) -> float:
@@ -106,7 +106,7 @@ class WeightSyncSetup:
 
     async def apply_held(self) -> float:
         """Have every engine load the weights from `hold`; returns the seconds of the slowest engine."""
-        return max(await self._every_engine(MeasuredRollout.apply_held))
+        return max(await self._every_engine(MeasuredSyncRollout.apply_held))
 
     async def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
@@ -114,17 +114,19 @@ class WeightSyncSetup:
 
     async def reload_from(self, folder: Path) -> None:
         """Have every engine load a Hugging Face folder."""
-        await self._every_engine(MeasuredRollout.reload_from, str(folder))
+        await self._every_engine(MeasuredSyncRollout.reload_from, str(folder))
 
     async def parts(self) -> dict[str, float]:
         """Seconds by part since the last call, of the first rank and of the engine that was paused for longest."""
         own, *_ = await call_policy(self._policy, MeasuredPolicy.parts)
-        return own | max(await self._every_engine(MeasuredRollout.parts), key=lambda parts: parts.get("closed", 0.0))
+        return own | max(
+            await self._every_engine(MeasuredSyncRollout.parts), key=lambda parts: parts.get("closed", 0.0)
+        )
 
     async def _every_engine(
-        self, method: Callable[Concatenate[MeasuredRollout, P], Reply[R]], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[MeasuredSyncRollout, P], Reply[R]], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        handles = cast("list[WorkerHandle[MeasuredRollout]]", [engine.handle for engine in self._pool.engines])
+        handles = cast("list[WorkerHandle[MeasuredSyncRollout]]", [engine.handle for engine in self._pool.engines])
         return await asyncio.gather(*(handle.call(method, _TIMEOUT_S, *args, **kwargs) for handle in handles))
 
 

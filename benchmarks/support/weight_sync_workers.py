@@ -66,7 +66,7 @@ class MeasuredPolicy(PolicyWorker):
         return time.perf_counter() - began
 
 
-class MeasuredRollout(RolloutWorker):
+class MeasuredSyncRollout(RolloutWorker):
     """An engine that also loads weights in the two ways that the product is compared with."""
 
     def __init__(self, config: RolloutConfig, name: str) -> None:

@@ -112,7 +112,7 @@ def pins(lock: Path) -> dict[str, str]:
     return wanted
 
 
-class Environment:
+class VirtualEnvironment:
     """A virtual environment, which may not exist yet."""
 
     def __init__(self, folder: Path) -> None:
@@ -194,7 +194,7 @@ def torch_sources(version: str) -> list[TorchSource]:
     ]
 
 
-def install_torch(environment: Environment, version: str, lock: Path) -> bool:
+def install_torch(environment: VirtualEnvironment, version: str, lock: Path) -> bool:
     """Install torch from the first source that has it. What comes with it has the lock's versions."""
     # Of the CPU's lock, torch is another build, and triton is the version that vLLM wants.
     free = ("torch", "triton") if version.endswith("+cpu") else ()
@@ -209,7 +209,7 @@ def install_torch(environment: Environment, version: str, lock: Path) -> bool:
     return False
 
 
-def install_pinned(environment: Environment, lock: Path) -> bool:
+def install_pinned(environment: VirtualEnvironment, lock: Path) -> bool:
     """Install the missing pins: first pip and setuptools, then torch, then the rest; returns whether all are there."""
     wanted = pins(lock)
     missing = environment.lacks(wanted)
@@ -246,7 +246,7 @@ def main() -> int:
     if found := problems(venv, build):
         print("[setup] this machine is not ready:", *found, sep="\n  - ", file=sys.stderr)
         return 1
-    environment = Environment(venv)
+    environment = VirtualEnvironment(venv)
     environment.make()
     if not install_pinned(environment, build.lock):
         print("[setup] incomplete, see pip's message above; run the command again to resume", file=sys.stderr)

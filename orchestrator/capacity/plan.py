@@ -12,7 +12,7 @@ from typing import Any
 
 from troupe.orchestrator.capacity.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.capacity.placement import GPU_GIB, Node, Placement, demand, fit, place, role_sizes, room
-from troupe.orchestrator.capacity.remedies import Misfit, Remedy, describe, remedies
+from troupe.orchestrator.capacity.remedies import Misfit, MisfitRemedy, describe, remedies
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.roles.worker_memory import Part
@@ -47,7 +47,7 @@ class Plan:
     misfit: str
     """Empty, or the first reservation or memory that does not fit, and what to change if that was looked for."""
     memory: MemoryPlan
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[MisfitRemedy, ...] = ()
     """Changes after which the misfit is gone."""
 
 
@@ -63,7 +63,7 @@ def plan(spec: RunSpec, nodes: Sequence[Node], known: Sizes | None = None, *, ad
     sizes = known if known is not None else Sizes()
     placed = _Placed.of(spec, nodes, sizes)
     misfit = placed.misfit
-    found: tuple[Remedy, ...] = ()
+    found: tuple[MisfitRemedy, ...] = ()
     text = "" if misfit is None else misfit.problem
     if misfit is not None and advise:
         found = remedies(spec, misfit, lambda other: _Placed.of(other, nodes, sizes).misfit)

@@ -40,7 +40,7 @@ class Misfit:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class MisfitRemedy:
     """A change after which the misfit is gone."""
 
     changes: Changes
@@ -52,9 +52,9 @@ Assess = Callable[[RunSpec], Misfit | None]
 """The first misfit of a spec on the nodes of the plan."""
 
 
-def remedies(spec: RunSpec, misfit: Misfit, assess: Assess) -> tuple[Remedy, ...]:
+def remedies(spec: RunSpec, misfit: Misfit, assess: Assess) -> tuple[MisfitRemedy, ...]:
     """Up to two changes without which the misfit stays, those after which everything fits before any others."""
-    found: list[Remedy] = []
+    found: list[MisfitRemedy] = []
     for alternatives in _alternatives(spec, misfit):
         best = _smallest(spec, misfit, alternatives, assess)
         if best is not None:
@@ -65,7 +65,7 @@ def remedies(spec: RunSpec, misfit: Misfit, assess: Assess) -> tuple[Remedy, ...
     return tuple((whole or found)[:_SHOWN])
 
 
-def describe(spec: RunSpec, misfit: Misfit, found: Sequence[Remedy]) -> str:
+def describe(spec: RunSpec, misfit: Misfit, found: Sequence[MisfitRemedy]) -> str:
     """The misfit and what to change, in one line."""
     data = spec.model_dump(mode="json")
     texts = [_sentence(data, remedy) for remedy in found]
@@ -92,18 +92,18 @@ def changed(spec: RunSpec, changes: Changes) -> RunSpec | None:
         return None
 
 
-def _smallest(spec: RunSpec, misfit: Misfit, alternatives: Iterator[Changes], assess: Assess) -> Remedy | None:
+def _smallest(spec: RunSpec, misfit: Misfit, alternatives: Iterator[Changes], assess: Assess) -> MisfitRemedy | None:
     """The first of several ever larger changes after which everything fits, else the first that ends the misfit."""
-    first: Remedy | None = None
+    first: MisfitRemedy | None = None
     for changes in alternatives:
         other = changed(spec, changes)
         if other is None:
             continue
         then = assess(other)
         if then is None:
-            return Remedy(changes, None)
+            return MisfitRemedy(changes, None)
         if first is None and not misfit.same(then) and then.kind != "parallel":
-            first = Remedy(changes, then)
+            first = MisfitRemedy(changes, then)
     return first
 
 
@@ -212,7 +212,7 @@ def _doublings(value: float, most: float) -> Iterator[Any]:
         yield value
 
 
-def _sentence(data: Mapping[str, Any], remedy: Remedy) -> str:
+def _sentence(data: Mapping[str, Any], remedy: MisfitRemedy) -> str:
     verbs: dict[str, list[str]] = {}
     for field, value in remedy.changes.items():
         before: Any = data

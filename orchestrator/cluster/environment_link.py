@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row, failed
-from troupe.workers.contract.roles import Environment
+from troupe.workers.contract.roles import EnvironmentServer
 
 
 class ActorEnvironments:
@@ -30,20 +30,20 @@ class ActorEnvironments:
         worker = min(self._open, key=self._open.__getitem__)
         self._open[worker] += 1
         try:
-            return worker, await self._call(worker, Environment.begin.__name__, timeout_s, episode, row)
+            return worker, await self._call(worker, EnvironmentServer.begin.__name__, timeout_s, episode, row)
         except BaseException:
             self._closed(worker)
             raise
 
     async def step(self, worker: str, episode: str, message: Message, timeout_s: float) -> EpisodeReply:
         """See `EnvironmentLink.step`."""
-        return await self._call(worker, Environment.step.__name__, timeout_s, episode, message)
+        return await self._call(worker, EnvironmentServer.step.__name__, timeout_s, episode, message)
 
     def end(self, worker: str, episode: str) -> None:
         """See `EnvironmentLink.end`."""
         self._closed(worker)
         if worker in self._actors:
-            getattr(self._actors[worker], Environment.end.__name__).remote(episode)
+            getattr(self._actors[worker], EnvironmentServer.end.__name__).remote(episode)
 
     async def _call(self, worker: str, method: str, timeout_s: float, *args: Any) -> EpisodeReply:
         """The reply of a worker; one that has died gets no further episodes."""

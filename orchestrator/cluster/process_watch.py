@@ -54,7 +54,7 @@ class Process:
     pid: int
 
 
-class Watched(Protocol):
+class WatchedProcess(Protocol):
     """A worker whose process is watched."""
 
     @property
@@ -118,7 +118,7 @@ class ProcessWatch:
         self._logs = logs
         self._stopped_s = stopped_s
         self._samples = max(1, round(stopped_s / _SAMPLE_S))
-        self._workers: dict[Process, Watched] = {}
+        self._workers: dict[Process, WatchedProcess] = {}
         self._nodes: dict[str, asyncio.Task[None]] = {}
         self._actors: dict[str, Any] = {}
         """The watch of each node but this one."""
@@ -126,14 +126,14 @@ class ProcessWatch:
         self._kills_before = out_of_memory_kills()
         self._nodes_before = _NodeTable()
 
-    def add(self, worker: Watched) -> None:
+    def add(self, worker: WatchedProcess) -> None:
         """Watches a worker from when its process has started; called before any other call of the worker."""
         answer = worker.actor.__ray_call__.remote(_register)  # first in the worker's queue: the next call may take long
         task = asyncio.create_task(self._locate(worker, answer), name=f"locate {worker.name}")
         self._locating.add(task)
         task.add_done_callback(self._locating.discard)
 
-    def remove(self, worker: Watched) -> None:
+    def remove(self, worker: WatchedProcess) -> None:
         """Forgets a worker that has ended."""
         self._workers = {process: other for process, other in self._workers.items() if other is not worker}
 
@@ -204,7 +204,7 @@ class ProcessWatch:
             reports.append(replace(report, node=replace(report.node, workers=workers, alive=node not in dead)))
         return reports + [NodeReport(NodeFacts(names[node], False, False)) for node in dead - set(asked)]
 
-    async def _locate(self, worker: Watched, answer: Any) -> None:
+    async def _locate(self, worker: WatchedProcess, answer: Any) -> None:
         try:
             node, pid = await answer
         except RayError:

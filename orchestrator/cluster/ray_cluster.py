@@ -47,7 +47,7 @@ from troupe.workers.contract.messages import (
     WeightUpdate,
     WorkerGone,
 )
-from troupe.workers.contract.roles import Engine, Environment, JudgeEngine, Reply, TableRef, Worker
+from troupe.workers.contract.roles import EnvironmentServer, JudgeEngine, Reply, RolloutEngine, TableRef, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class ActorLink:
     The transfer group contains the engines one after another, each with as many ranks as it has processes.
     """
 
-    def __init__(self, engines: Sequence[ActorWorker[Engine]], ranks_per_engine: int, timeout_s: float) -> None:
+    def __init__(self, engines: Sequence[ActorWorker[RolloutEngine]], ranks_per_engine: int, timeout_s: float) -> None:
         self._actors = [engine.actor for engine in engines]
         self._ranks = ranks_per_engine
         self._timeout_s = timeout_s
@@ -243,20 +243,21 @@ class ActorLink:
             for number in range(len(self._actors))
         )
         self._wait(
-            _submit(actor, Engine.transfer_init, (info,), {}) for actor, info in zip(self._actors, infos, strict=True)
+            _submit(actor, RolloutEngine.transfer_init, (info,), {})
+            for actor, info in zip(self._actors, infos, strict=True)
         )
 
     def start_weight_update(self) -> None:
         """Pauses every engine."""
-        self._wait(_submit(actor, Engine.transfer_start, (), {}) for actor in self._actors)
+        self._wait(_submit(actor, RolloutEngine.transfer_start, (), {}) for actor in self._actors)
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Receives weights on every engine."""
-        self._wait(_submit(actor, Engine.transfer_receive, (update_info,), {}) for actor in self._actors)
+        self._wait(_submit(actor, RolloutEngine.transfer_receive, (update_info,), {}) for actor in self._actors)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Serves `version` on every engine."""
-        self._wait(_submit(actor, Engine.transfer_finish, (self.version,), {}) for actor in self._actors)
+        self._wait(_submit(actor, RolloutEngine.transfer_finish, (self.version,), {}) for actor in self._actors)
 
     def _wait(self, calls: Iterable[Any]) -> None:
         ray.get(list(calls), timeout=self._timeout_s)
@@ -366,12 +367,12 @@ class Cluster:
         return await within(timeout_s, table)
 
     @staticmethod
-    def link(engines: Sequence[WorkerHandle[Engine]], ranks_per_engine: int, timeout_s: float) -> ActorLink:
+    def link(engines: Sequence[WorkerHandle[RolloutEngine]], ranks_per_engine: int, timeout_s: float) -> ActorLink:
         """The trainer's link to rollout engines, for transfers from GPU to GPU."""
         return ActorLink([e for e in engines if isinstance(e, ActorWorker)], ranks_per_engine, timeout_s)
 
     @staticmethod
-    def environment_link(workers: Sequence[WorkerHandle[Environment]], lost: str) -> ActorEnvironments:
+    def environment_link(workers: Sequence[WorkerHandle[EnvironmentServer]], lost: str) -> ActorEnvironments:
         """The engines' link to environment workers; `lost`: why there will be none again, or empty."""
         return ActorEnvironments({w.name: w.actor for w in workers if isinstance(w, ActorWorker)}, lost)
 

@@ -32,12 +32,12 @@ from troupe.workers.contract.messages import (
 from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
 from troupe.workers.contract.roles import (
     Critic,
-    Engine,
     EngineLink,
     ExampleTrainer,
     Policy,
     Reference,
     Reply,
+    RolloutEngine,
     TableRef,
     Trainer,
     Worker,
@@ -92,7 +92,7 @@ class WorkerHandle(Protocol[W_co]):
         ...
 
 
-Link = Callable[[Sequence[WorkerHandle[Engine]]], EngineLink]
+Link = Callable[[Sequence[WorkerHandle[RolloutEngine]]], EngineLink]
 """Creates the link from the trainer to these engines."""
 
 

@@ -73,7 +73,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a first spec that fits this machine, with a comment for each field; in a terminal, ask what is missing."""
-    from troupe.orchestrator.starter.command import Flags, complete, copy_of, text_of, write
+    from troupe.orchestrator.starter.command import InitFlags, complete, copy_of, text_of, write
 
     if output.exists() and not force:
         exit_with(f"error: {output} exists; --force overwrites it, --output names another file", USER_ERROR)
@@ -81,7 +81,7 @@ def init(
     def ask(question: str, default: str) -> str:
         return str(typer.prompt(question, default=default or None))
 
-    flags = Flags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens)
+    flags = InitFlags(model, data, algorithm, gpus, gpu_type, name, steps, max_tokens)
     if from_ is not None:
         text = copy_of(from_, flags, output)
     else:

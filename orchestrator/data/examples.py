@@ -78,7 +78,7 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Exa
     format_ = data_format(spec, source)
     fields = columns(format_, source)
     form = _Form(source.loss_on == "last", spec.model.plain)
-    builder = _PoolBuilder()
+    builder = _ExamplePoolBuilder()
     for raw in read_table(source, fields, label):
         try:
             if raw.error:
@@ -98,7 +98,7 @@ def load_pool(spec: OfflineSpec, source: ExampleSource, label: str, without: Exa
 
 
 @dataclass
-class _PoolBuilder:
+class _ExamplePoolBuilder:
     rows: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     bad_rows: int = 0

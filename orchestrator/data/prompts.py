@@ -102,7 +102,7 @@ def load_pool(
         DataError: The source cannot be read, a row is bad with `stop`, or no row is left.
     """
     taken = frozenset(without.table.column("messages").to_pylist()) if without is not None else frozenset()
-    builder = _PoolBuilder()
+    builder = _PromptPoolBuilder()
     for raw in read_rows(source, label):
         try:
             row = _check(raw, source, plain)
@@ -132,7 +132,7 @@ class _Row:
 
 
 @dataclass
-class _PoolBuilder:
+class _PromptPoolBuilder:
     messages: list[str] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     metadata: list[str] = field(default_factory=list)

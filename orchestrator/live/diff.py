@@ -25,7 +25,7 @@ _COLOCATED = "rollout is colocated with the policy, one engine per policy worker
 
 
 @dataclass(frozen=True)
-class Difference:
+class FieldDifference:
     """One field with different values in two specs."""
 
     field: str
@@ -44,10 +44,10 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SpecComparison:
     """Differences between an active run's spec and a new one."""
 
-    differences: tuple[Difference, ...]
+    differences: tuple[FieldDifference, ...]
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -64,10 +64,10 @@ class Comparison:
         return [str(difference) for difference in self.differences] or ["no differences"]
 
 
-def compare(run_folder: Path, wanted: RolloutSpec) -> Comparison:
+def compare(run_folder: Path, wanted: RolloutSpec) -> SpecComparison:
     """Compare the spec in a run folder with a new one. Raises SpecError if the folder holds no valid spec."""
     running = load_rollout_spec(run_folder / RESOLVED_SPEC)
-    return Comparison(differences(running, with_pins(wanted, running)))
+    return SpecComparison(differences(running, with_pins(wanted, running)))
 
 
 def live_fields(spec: RolloutSpec) -> frozenset[str]:
@@ -77,11 +77,11 @@ def live_fields(spec: RolloutSpec) -> frozenset[str]:
     return frozenset(fields | ({_AUTOSCALE} if "rollout" in scaled else set()))
 
 
-def differences(running: RolloutSpec, wanted: RolloutSpec) -> tuple[Difference, ...]:
+def differences(running: RolloutSpec, wanted: RolloutSpec) -> tuple[FieldDifference, ...]:
     """Every field that differs between the running spec and `wanted`; relative and absolute paths compare equal."""
     live = live_fields(running)
     return tuple(
-        Difference(field, old, new, "" if field in live else _why(field))
+        FieldDifference(field, old, new, "" if field in live else _why(field))
         for field, old, new in field_changes(running, wanted)
     )
 

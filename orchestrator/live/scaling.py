@@ -30,7 +30,7 @@ CLOSE_TIMEOUT_S = 10.0
 """Timeout for closing one worker."""
 
 
-class Seats(Protocol):
+class WorkerResources(Protocol):
     """Resources of single workers (implemented by `troupe.orchestrator.launcher.WorkerLauncher`)."""
 
     async def make_room(self, name: str) -> None:
@@ -54,7 +54,7 @@ class WorkerScaler:
         self,
         spec: RolloutSpec,
         pools: Mapping[RoleName, ReplicaPool[Any]],
-        seats: Seats,
+        seats: WorkerResources,
         console: Console,
         save: Callable[[RolloutSpec], None],
         file: str,

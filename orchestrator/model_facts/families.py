@@ -39,7 +39,7 @@ class FieldUnknown(TroupeError):
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """What a configuration says about a language model, whatever its family."""
 
     layers: int
@@ -78,7 +78,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **_DEFAULTS.get(str(config.get("model_type")), {}), **present}
 
 
-def shape_of(config: Mapping[str, Any]) -> Shape:
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """Shape of a language model. Raises FieldUnknown."""
     config = with_defaults(config)
     kind = str(config.get("model_type"))
@@ -97,7 +97,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     window, windowed = _window(config, kind, layers)
     extra = 2 * hidden if kind in _TWO_MORE_NORMS else 0
     extra += (heads + kv_heads) * head_dim if kind in _HEAD_NORMS else 0
-    return Shape(
+    return ModelShape(
         layers=layers,
         hidden=hidden,
         intermediate=_width(config, hidden),
@@ -139,7 +139,7 @@ def fused_experts(config: Mapping[str, Any]) -> int:
     return 2 * experts * number(config, "hidden_size") * _expert_width(config) if experts else 0
 
 
-def undivided(shape: Shape, ranks: int) -> str:
+def undivided(shape: ModelShape, ranks: int) -> str:
     """Why vLLM cannot divide a model among `ranks` GPUs (or processes); empty: it can.
 
     It divides attention heads and feed-forward layers, the vocabulary (padded to a multiple of 64), and KV heads: among
@@ -198,7 +198,7 @@ def _window(config: Mapping[str, Any], kind: str, layers: int) -> tuple[int, int
     return (window, layers) if kind in _WINDOWED else (0, 0)
 
 
-def _attention(config: Mapping[str, Any], shape: Shape) -> int:
+def _attention(config: Mapping[str, Any], shape: ModelShape) -> int:
     """Parameters of one layer's attention with its own norms and biases, without the layer's norms."""
     hidden, kind = shape.hidden, config.get("model_type")
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -212,7 +212,7 @@ def _attention(config: Mapping[str, Any], shape: Shape) -> int:
     return found + (2 * shape.head_dim if kind in _HEAD_NORMS else 0)
 
 
-def _latent_attention(config: Mapping[str, Any], shape: Shape) -> int:
+def _latent_attention(config: Mapping[str, Any], shape: ModelShape) -> int:
     """DeepSeek-V2 (arXiv 2405.04434): queries, keys and values by way of compressed vectors with norms."""
     hidden, q = shape.hidden, shape.heads * shape.head_dim
     rank, rope = number(config, "kv_lora_rank"), number(config, "qk_rope_head_dim")
@@ -224,12 +224,12 @@ def _latent_attention(config: Mapping[str, Any], shape: Shape) -> int:
     return queries + hidden * (rank + rope) + rank + rank * (keys + values) + values * hidden + biases
 
 
-def _dense(config: Mapping[str, Any], shape: Shape) -> int:
+def _dense(config: Mapping[str, Any], shape: ModelShape) -> int:
     biases = 2 * shape.intermediate + shape.hidden if config.get("mlp_bias") else 0
     return shape.layers * (3 * shape.hidden * shape.intermediate + biases)
 
 
-def _mixture(config: Mapping[str, Any], shape: Shape) -> int:
+def _mixture(config: Mapping[str, Any], shape: ModelShape) -> int:
     """Gate, experts and shared experts of the layers that have them, and the dense layers."""
     hidden, experts, kind = shape.hidden, _experts(config), config.get("model_type")
     sparse = _sparse_layers(config, shape.layers) if experts else 0
@@ -260,13 +260,13 @@ def _sparse_layers(config: Mapping[str, Any], layers: int) -> int:
     return sum(1 for layer in range(layers) if layer not in dense and (layer + 1) % every == 0)
 
 
-_FEED_FORWARD: dict[str, Callable[[Mapping[str, Any], Shape], int]] = {
+_FEED_FORWARD: dict[str, Callable[[Mapping[str, Any], ModelShape], int]] = {
     **dict.fromkeys(_DENSE, _dense),
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", *_LATENT), _mixture),
 }
 
 
-def _vision(config: Mapping[str, Any], shape: Shape) -> int:
+def _vision(config: Mapping[str, Any], shape: ModelShape) -> int:
     """Parameters of Gemma 3's image encoder (SigLIP) and of the projection to the language model."""
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping) or config.get("model_type") not in ("gemma3", "gemma3_text"):

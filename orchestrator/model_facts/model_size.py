@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from troupe.orchestrator.errors import TroupeError
 from troupe.orchestrator.model_facts.families import (
     FieldUnknown,
-    Shape,
+    ModelShape,
     count_of,
     fused_experts,
     shape_of,
@@ -47,7 +47,7 @@ class SizeUnknown(TroupeError):
 
 
 @dataclass(frozen=True)
-class ModelSize(Shape):
+class ModelSize(ModelShape):
     """A causal language model's shape and size. Counts are of numbers, not of bytes."""
 
     backbone: int = 0

@@ -12,12 +12,11 @@ from pathlib import Path
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags, SlurmFlags
 from troupe.orchestrator.platforms.kubernetes.documents import manifests, notes, to_yaml, unmounted
-from troupe.orchestrator.platforms.kubernetes.options import Options
+from troupe.orchestrator.platforms.kubernetes.options import KubernetesOptions
 from troupe.orchestrator.platforms.kubernetes.patch import read_patches
 from troupe.orchestrator.platforms.kubernetes.pods import Limits
 from troupe.orchestrator.platforms.kubernetes.values import parse_claim, parse_secret_variable, parse_variable
-from troupe.orchestrator.platforms.slurm import Options as SlurmOptions
-from troupe.orchestrator.platforms.slurm import script
+from troupe.orchestrator.platforms.slurm import SlurmOptions, script
 from troupe.orchestrator.spec.paths import absolute_paths
 from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document, to_send
 
@@ -74,11 +73,11 @@ def manifest(request: Request, nodes: NodeFlags, flags: KubernetesFlags) -> tupl
 
 def _options(
     request: Request, name: str, runs: Sequence[PlannedRun], nodes: NodeFlags, flags: KubernetesFlags
-) -> Options:
+) -> KubernetesOptions:
     device = "gpu" if any(run.spec.device == "cuda" for run in runs) else "cpu"
     size, given = nodes.given(), flags.given()
     same = ("namespace", "cluster_only", "root", "shm_gib", "stop_s")
-    return Options(
+    return KubernetesOptions(
         name=request.name or name,
         image=flags.image if flags.image is not None else _image(device),
         ray_version=importlib.metadata.version("ray"),  # the images are built with the same version

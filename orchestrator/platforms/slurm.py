@@ -25,7 +25,7 @@ _HEADROOM = 1.1
 
 
 @dataclass(frozen=True)
-class Options:
+class SlurmOptions:
     """Resources of the Slurm job. Raises UsageError for a number out of range."""
 
     environment: Path
@@ -49,7 +49,7 @@ class Options:
             raise UsageError(problem)
 
 
-def _problems(options: Options) -> Iterator[str]:
+def _problems(options: SlurmOptions) -> Iterator[str]:
     numbers = {
         "--nodes": (options.nodes, 1),
         "--gpus-per-node": (options.gpus_per_node, 0),
@@ -62,7 +62,9 @@ def _problems(options: Options) -> Iterator[str]:
             yield f"{flag}: must be between {least} and {_LARGEST}, got {number}"
 
 
-def script(name: str, command: Sequence[str], runs: Sequence[PlannedRun], options: Options) -> tuple[str, list[str]]:
+def script(
+    name: str, command: Sequence[str], runs: Sequence[PlannedRun], options: SlurmOptions
+) -> tuple[str, list[str]]:
     """Build the sbatch script.
 
     Args:
@@ -118,7 +120,7 @@ def script(name: str, command: Sequence[str], runs: Sequence[PlannedRun], option
     return text, [f"memory is not planned ({why}): {rule}"] if memory is None else []
 
 
-def _plans(runs: Sequence[PlannedRun], options: Options) -> Iterator[Plan]:
+def _plans(runs: Sequence[PlannedRun], options: SlurmOptions) -> Iterator[Plan]:
     """The plan of each run; a later stage's model has the size of the one that an earlier stage trains."""
     memory = (options.gib_per_node or 0) * GIB
     size = (float(options.cpus_per_node), float(options.gpus_per_node), memory)
@@ -135,7 +137,7 @@ def _plans(runs: Sequence[PlannedRun], options: Options) -> Iterator[Plan]:
         yield planned
 
 
-def _memory_gib(plans: Sequence[Plan], options: Options) -> int:
+def _memory_gib(plans: Sequence[Plan], options: SlurmOptions) -> int:
     """Memory of a node in GiB; 0: all of it. It covers what is written to /dev/shm, such as Ray's object store."""
     if options.gib_per_node is not None or options.exclusive:
         return options.gib_per_node or 0

@@ -49,7 +49,7 @@ class EngineState(Enum):
 class Engine:
     """One engine and its state in the pool."""
 
-    handle: WorkerHandle[roles.Engine]
+    handle: WorkerHandle[roles.RolloutEngine]
     host: str
     version: int = 0
     outstanding: int = 0
@@ -80,27 +80,27 @@ class Engine:
         self, request: GroupRequest, prompts: TableRef, timeout_s: float
     ) -> Coroutine[Any, Any, tuple[GroupSummary, TableRef]]:
         """Samples one group; returns its summary and a reference to its ROLLOUTS table."""
-        return self.handle.call_for_table(roles.Engine.generate, timeout_s, request, prompts)
+        return self.handle.call_for_table(roles.RolloutEngine.generate, timeout_s, request, prompts)
 
     def update_weights(self, update: WeightUpdate, timeout_s: float) -> Coroutine[Any, Any, WeightAck]:
         """Loads a published version of the weights."""
-        return self.handle.call(roles.Engine.update_weights, timeout_s, update)
+        return self.handle.call(roles.RolloutEngine.update_weights, timeout_s, update)
 
     def write_weights(self, update: WeightUpdate, payload: TableRef, timeout_s: float) -> Coroutine[Any, Any, None]:
         """Writes the bytes of a published version to the shared memory of the engine's node."""
-        return self.handle.call(roles.Engine.write_weights, timeout_s, update, payload)
+        return self.handle.call(roles.RolloutEngine.write_weights, timeout_s, update, payload)
 
     def connect_environments(self, link: roles.EnvironmentLink, timeout_s: float) -> Coroutine[Any, Any, None]:
         """Uses these environment workers for new episodes."""
-        return self.handle.call(roles.Engine.connect_environments, timeout_s, link)
+        return self.handle.call(roles.RolloutEngine.connect_environments, timeout_s, link)
 
     def reset_prefix_cache(self, timeout_s: float) -> Coroutine[Any, Any, bool]:
         """Forgets the states of earlier prompts."""
-        return self.handle.call(roles.Engine.reset_prefix_cache, timeout_s)
+        return self.handle.call(roles.RolloutEngine.reset_prefix_cache, timeout_s)
 
     def health(self, timeout_s: float) -> Coroutine[Any, Any, WorkerHealth]:
         """Probes the engine."""
-        return self.handle.call(roles.Engine.health, timeout_s)
+        return self.handle.call(roles.RolloutEngine.health, timeout_s)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Replica(Protocol):
+class PoolWorker(Protocol):
     """One worker of a pool."""
 
     @property
@@ -34,7 +34,7 @@ class Replica(Protocol):
         ...
 
 
-ReplicaT = TypeVar("ReplicaT", bound=Replica)
+ReplicaT = TypeVar("ReplicaT", bound=PoolWorker)
 
 
 class ReplicaPool(Generic[ReplicaT]):

@@ -77,7 +77,7 @@ class Workers:
         return self.each("reward")
 
     @property
-    def environments(self) -> tuple[ActorWorker[roles.Environment], ...]:
+    def environments(self) -> tuple[ActorWorker[roles.EnvironmentServer], ...]:
         """The environment workers."""
         return self.each("environment")
 

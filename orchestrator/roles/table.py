@@ -137,7 +137,7 @@ ROLES: dict[str, Role] = {
         Role(
             kind="rollout",
             worker="troupe.workers.rollout:RolloutWorker",
-            protocol=roles.Engine,
+            protocol=roles.RolloutEngine,
             settings=_rollout,
             memory=memory.of_engine,
             concurrent=True,
@@ -148,11 +148,11 @@ ROLES: dict[str, Role] = {
         Role(
             kind="environment",
             worker="troupe.workers.environment:EnvironmentWorker",
-            protocol=roles.Environment,
+            protocol=roles.EnvironmentServer,
             settings=_environment,
             memory=memory.of_process,
             concurrent=True,
-            behind=roles.Engine.generate.__name__,
+            behind=roles.RolloutEngine.generate.__name__,
             evaluates=True,
             audited=True,
         ),

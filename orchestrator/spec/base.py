@@ -39,14 +39,14 @@ class PromptRoom(NamedTuple):
     """The limit as the subject of a relative clause: "more than the N tokens that WORDS"."""
 
 
-class Algorithm(Protocol):
+class AlgorithmSection(Protocol):
     """The algorithm section, as both kinds have it."""
 
     @property
     def name(self) -> str: ...
 
 
-class Roles(Protocol):
+class RolesSection(Protocol):
     """The roles section, as both kinds have it."""
 
     @property
@@ -75,8 +75,8 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
 
     if TYPE_CHECKING:
         # Each kind defines these fields, so that a resolved spec keeps the order of that kind's sections.
-        algorithm: Algorithm
-        roles: Roles
+        algorithm: AlgorithmSection
+        roles: RolesSection
         schedule: BaseSchedule
         evaluation: BaseEvaluation | None
         checkpoint: CheckpointConfig = CheckpointConfig()

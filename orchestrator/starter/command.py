@@ -26,7 +26,7 @@ _PLANNED_CPUS = 128
 
 
 @dataclass(frozen=True)
-class Flags:
+class InitFlags:
     """The flags of `troupe init`; None: not given."""
 
     model: str | None = None
@@ -39,7 +39,7 @@ class Flags:
     max_tokens: int = 0
 
 
-def complete(flags: Flags, ask: Ask | None) -> Choices:
+def complete(flags: InitFlags, ask: Ask | None) -> Choices:
     """All choices, from flags, questions and this machine.
 
     Args:
@@ -96,9 +96,9 @@ def text_of(choices: Choices, output: Path) -> str:
     return commented(document, OfflineSpec if choices.offline else RolloutSpec, heading)
 
 
-def copy_of(example: str, flags: Flags, output: Path) -> str:
+def copy_of(example: str, flags: InitFlags, output: Path) -> str:
     """An example as a file to edit. Raises UsageError for an unknown example, or for flags that it would not heed."""
-    given = [name for name, value in vars(flags).items() if value != vars(Flags())[name]]
+    given = [name for name, value in vars(flags).items() if value != vars(InitFlags())[name]]
     if given:
         raise UsageError(f"--from: writes the example as it is; drop --{given[0].replace('_', '-')} and edit the file")
     name = example.removeprefix(PREFIX)

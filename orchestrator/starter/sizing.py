@@ -28,7 +28,7 @@ _MOST_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
-class Settings:
+class Sizing:
     """What the size of machine and model decide."""
 
     dtype: str = "bfloat16"
@@ -91,7 +91,7 @@ def response_tokens(choices: Choices) -> int:
     return choices.max_tokens or (1024 if choices.gpus else 64)
 
 
-def candidates(choices: Choices, tokens: int) -> Iterator[Settings]:
+def candidates(choices: Choices, tokens: int) -> Iterator[Sizing]:
     """Settings to try, the fastest first."""
     micro = [size for size in (16384, 8192, 4096, 2048, 1024) if size >= tokens] or [tokens]
     critic = not choices.offline and "critic" in ALGORITHMS[choices.algorithm].required
@@ -99,16 +99,16 @@ def candidates(choices: Choices, tokens: int) -> Iterator[Settings]:
         for dtype, checkpointing, size, cache in product(
             ("float32", "bfloat16"), (False, True), [n for n in micro if n <= max(2048, micro[-1])], (1.0, 0.5, 0.25)
         ):
-            yield Settings(dtype, size, checkpointing, critics=int(critic), kv_cache_gib=cache)
+            yield Sizing(dtype, size, checkpointing, critics=int(critic), kv_cache_gib=cache)
         return
     memory = ((False, 1), (True, 1), (True, 3))
     for layout, (checkpointing, zero), size in product(_layouts(choices, critic), memory, micro):
         yield replace(layout, micro_batch_tokens=size, gradient_checkpointing=checkpointing, zero_stage=zero)
 
 
-def _layouts(choices: Choices, critic: bool) -> Iterator[Settings]:
+def _layouts(choices: Choices, critic: bool) -> Iterator[Sizing]:
     """Ways to divide the GPUs: half of them sample and half train, or all do both in turn."""
-    gpus, base = choices.gpus, Settings(max_num_seqs=_MOST_SEQUENCES)
+    gpus, base = choices.gpus, Sizing(max_num_seqs=_MOST_SEQUENCES)
     if choices.offline:
         yield replace(base, policies=gpus)
         return
@@ -137,7 +137,7 @@ def _plan(document: dict[str, Any], choices: Choices) -> Plan:
     return next(plan for _, plan in plan_stages(runs, nodes(choices)))
 
 
-def _document(choices: Choices, data: Data, settings: Settings) -> dict[str, Any]:
+def _document(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
     top = {
         "name": choices.name,
         "seed": 1,
@@ -146,7 +146,7 @@ def _document(choices: Choices, data: Data, settings: Settings) -> dict[str, Any
     return top | (_offline(choices, data, settings) if choices.offline else _rollouts(choices, data, settings))
 
 
-def _trainer(choices: Choices, settings: Settings, workers: int) -> dict[str, Any]:
+def _trainer(choices: Choices, settings: Sizing, workers: int) -> dict[str, Any]:
     memory: dict[str, Any] = {"zero_stage": settings.zero_stage} if workers > 1 else {}
     if settings.gradient_checkpointing:
         memory["gradient_checkpointing"] = True
@@ -159,7 +159,7 @@ def _trainer(choices: Choices, settings: Settings, workers: int) -> dict[str, An
     }
 
 
-def _cores(choices: Choices, settings: Settings) -> dict[str, Any]:
+def _cores(choices: Choices, settings: Sizing) -> dict[str, Any]:
     """Cores and GPUs of a worker. On the CPU roles take turns: each may compute on every core."""
     heavy = settings.rollouts + settings.policies + settings.critics
     if choices.gpus:
@@ -177,7 +177,7 @@ def _learning_rate(choices: Choices) -> float:
     return float(f"{10 * rate:.0e}") if small and rate < 1e-5 else rate
 
 
-def _offline(choices: Choices, data: Data, settings: Settings) -> dict[str, Any]:
+def _offline(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
     roles: dict[str, Any] = {"policy": _trainer(choices, settings, settings.policies)}
     if OFFLINE_ALGORITHMS[choices.algorithm].reference:
         roles["reference"] = {"colocate_with": "policy"}
@@ -190,7 +190,7 @@ def _offline(choices: Choices, data: Data, settings: Settings) -> dict[str, Any]
     }
 
 
-def _rollouts(choices: Choices, data: Data, settings: Settings) -> dict[str, Any]:
+def _rollouts(choices: Choices, data: Data, settings: Sizing) -> dict[str, Any]:
     row = ALGORITHMS[choices.algorithm]
     prompts = (64 if choices.gpus else 8) if row.group_size > 1 else (256 if choices.gpus else 32)
     engine: dict[str, Any] = {"workers": settings.rollouts, **_cores(choices, settings)}

@@ -58,9 +58,9 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
     "start": (
         *(roles.Replica.start, roles.Trainer.rendezvous, roles.Trainer.packs, roles.Reference.packs),
         *(roles.Policy.shares_prompts, roles.Policy.connect_engines),
-        *(roles.Engine.connect_environments, roles.Engine.transfer_init, roles.Reward.connect_judge),
+        *(roles.RolloutEngine.connect_environments, roles.RolloutEngine.transfer_init, roles.Reward.connect_judge),
     ),
-    "generate": (roles.Engine.generate,),
+    "generate": (roles.RolloutEngine.generate,),
     "score": (
         *(roles.Reward.score, roles.Policy.compute_logprobs, roles.Policy.reference_logprobs),
         *(roles.Critic.compute_values, roles.JudgeEngine.answer),
@@ -74,7 +74,7 @@ _METHODS: Mapping[str, tuple[Callable[..., object], ...]] = {
         *(roles.Policy.shorten_step, roles.Policy.release_held, roles.Policy.token_records),
     ),
     "publish": (roles.Policy.publish_weights, roles.Policy.read_weights, roles.Policy.send_weights),
-    "load": (roles.Engine.update_weights, roles.Engine.write_weights),
+    "load": (roles.RolloutEngine.update_weights, roles.RolloutEngine.write_weights),
     "evaluate": (roles.ExampleTrainer.evaluate,),
     "checkpoint": (*(roles.Trainer.save, roles.Trainer.load, roles.Trainer.export, roles.Trainer.export_average),),
 }

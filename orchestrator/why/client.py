@@ -17,7 +17,7 @@ from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Diagnosis, DriverState, Facts
-from troupe.orchestrator.why.folder import ENDED, FOLDER, SNAPSHOT, Report, Snapshot
+from troupe.orchestrator.why.folder import ENDED, FOLDER, SNAPSHOT, DiagnosisReport, DriverSnapshot
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 
 _OUTSIDE_S = 4.0
@@ -29,7 +29,7 @@ _WRITE_S = 0.5
 """Longest wait until the request is written; it takes longer on a disk that hangs."""
 
 
-def why(run_folder: Path, timeout_s: float) -> Report:
+def why(run_folder: Path, timeout_s: float) -> DiagnosisReport:
     """Why the run in this folder is slow, stuck or dead.
 
     Args:
@@ -63,16 +63,16 @@ def why(run_folder: Path, timeout_s: float) -> Report:
     process = snapshot.process()
     state: DriverState = "dead" if process is None else "stopped" if stopped else "silent"
     diagnosis = diagnose(_from_outside(run_folder, snapshot, state))
-    return Report(time.time(), snapshot.pid, diagnosis, round(time.monotonic() - began, 2))
+    return DiagnosisReport(time.time(), snapshot.pid, diagnosis, round(time.monotonic() - began, 2))
 
 
-def _last_report(folder: Path, snapshot: Snapshot) -> Report | None:
+def _last_report(folder: Path, snapshot: DriverSnapshot) -> DiagnosisReport | None:
     """What the driver of this snapshot said when its run ended; None where it did not. A new run deletes it."""
     ended = ENDED.read(folder)
     return ended if ended is not None and ended.pid == snapshot.pid else None
 
 
-def _ask(folder: Path, timeout_s: float) -> Report | None:
+def _ask(folder: Path, timeout_s: float) -> DiagnosisReport | None:
     """The run's own answer; None if it does not answer in time."""
     try:
         return ENDED.decode(Mailbox(folder).ask(b"", timeout_s, _WRITE_S))
@@ -80,7 +80,7 @@ def _ask(folder: Path, timeout_s: float) -> Report | None:
         return None
 
 
-def _from_outside(run_folder: Path, snapshot: Snapshot, state: DriverState) -> Facts:
+def _from_outside(run_folder: Path, snapshot: DriverSnapshot, state: DriverState) -> Facts:
     """What this machine says about a run whose driver does not answer."""
     since = time.time() - snapshot.time
     known, paths = snapshot.facts, (run_folder,)
@@ -96,7 +96,7 @@ def _from_outside(run_folder: Path, snapshot: Snapshot, state: DriverState) -> F
     return replace(known, run=run, driver=driver, calls=calls, processes=report.processes, nodes=nodes)
 
 
-def _remains(run_folder: Path, snapshot: Snapshot) -> tuple[str, ...]:
+def _remains(run_folder: Path, snapshot: DriverSnapshot) -> tuple[str, ...]:
     """What is left of a run whose driver is dead: its last events, its workers' processes."""
     try:
         words = [json.dumps(event) for event in RunFolder(run_folder).events()[-_LAST_EVENTS:]]
@@ -108,7 +108,7 @@ def _remains(run_folder: Path, snapshot: Snapshot) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def text_of(report: Report) -> str:
+def text_of(report: DiagnosisReport) -> str:
     """The report for a terminal."""
     age = time.time() - report.time
     lines: Diagnosis = report.diagnosis

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class DriverSnapshot:
     """What the driver has last written about itself."""
 
     time: float
@@ -61,7 +61,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Report:
+class DiagnosisReport:
     """A diagnosis with its time."""
 
     time: float
@@ -102,11 +102,11 @@ class _File(Generic[T]):
             return None
 
 
-SNAPSHOT = _File("driver.json", Snapshot)
-ENDED = _File("ended.json", Report)
+SNAPSHOT = _File("driver.json", DriverSnapshot)
+ENDED = _File("ended.json", DiagnosisReport)
 
 
-def keep_report(folder: Path, report: Report) -> Path:
+def keep_report(folder: Path, report: DiagnosisReport) -> Path:
     """Write a report as text beside the newest ones; returns its path. Raises OSError."""
     reports = folder / "reports"
     reports.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, Queues, RunFacts
-from troupe.orchestrator.why.folder import ENDED, FOLDER, SNAPSHOT, Report, Snapshot, keep_report
+from troupe.orchestrator.why.folder import ENDED, FOLDER, SNAPSHOT, DiagnosisReport, DriverSnapshot, keep_report
 from troupe.orchestrator.why.waiting import is_bounded, roles_behind
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
@@ -160,11 +160,11 @@ class RunObserver:
         nodes = tuple(report.node for report in reports)
         return replace(known, driver=driver, processes=processes, nodes=nodes, exit_reasons=words)
 
-    def report(self, error: str = "") -> Report:
+    def report(self, error: str = "") -> DiagnosisReport:
         """A diagnosis of now."""
         began = time.monotonic()
         diagnosis = diagnose(self.facts(error))
-        return Report(time.time(), os.getpid(), diagnosis, round(time.monotonic() - began, 2))
+        return DiagnosisReport(time.time(), os.getpid(), diagnosis, round(time.monotonic() - began, 2))
 
     def _known(self) -> Facts:
         """What needs no look at processes."""
@@ -207,7 +207,7 @@ class RunObserver:
             except Exception as error:
                 logger.debug("observing the run failed: %s: %s", type(error).__name__, error)
 
-    def _examined(self) -> Report:
+    def _examined(self) -> DiagnosisReport:
         """A diagnosis of now; where that fails, what failed."""
         try:
             return self.report()
@@ -269,7 +269,7 @@ class RunObserver:
 
     def _write_end(self, diagnosis: Diagnosis) -> None:
         try:
-            ENDED.write(self.folder, Report(time.time(), os.getpid(), diagnosis))
+            ENDED.write(self.folder, DiagnosisReport(time.time(), os.getpid(), diagnosis))
         except OSError as error:
             logger.debug("no last report: %s", error)
 
@@ -277,7 +277,7 @@ class RunObserver:
         cluster = self._cluster
         roots = {p.pid: name for name, p in cluster.locations().items() if p.node == cluster.node}
         logs = str(cluster.logs)
-        snapshot = Snapshot(
+        snapshot = DriverSnapshot(
             time.time(), socket.gethostname(), os.getpid(), started_at(os.getpid()), self._known(), logs, roots
         )
         SNAPSHOT.write(self.folder, snapshot)
@@ -307,11 +307,11 @@ def _words(error: Exception) -> str:
     return " ".join(str(error).split()).encode(errors="replace").decode()
 
 
-def _unexamined(problem: Exception, error: str = "") -> Report:
+def _unexamined(problem: Exception, error: str = "") -> DiagnosisReport:
     """The report where a diagnosis fails: the error with which the run ends, if it does, and what failed."""
     failed = f"the diagnosis failed: {type(problem).__name__}: {_words(problem)}"
     found = Diagnosis("run_failed", f"the run failed: {error}; {failed}") if error else Diagnosis("unknown", failed)
-    return Report(time.time(), os.getpid(), found)
+    return DiagnosisReport(time.time(), os.getpid(), found)
 
 
 def _with_own_stacks(process: ProcessFacts) -> ProcessFacts:

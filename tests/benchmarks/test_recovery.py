@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recovery import Gate, parse
+from benchmarks.recovery import RecoveryGate, parse
 from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.recovery_setup import Recovered
 from tests.benchmarks.settings import SETTINGS
@@ -37,7 +37,7 @@ def recovered(turn: int = 1, **changes: Any) -> Recovered:
 
 
 def test_a_recovery_that_lost_nothing_passes() -> None:
-    gate = Gate(RECOVERY)
+    gate = RecoveryGate(RECOVERY)
     gate.turn(recovered(1))
     gate.turn(recovered(2, gap=0.002, stale=0.3))
     checks = gate.checks()
@@ -61,7 +61,7 @@ def test_a_recovery_that_lost_nothing_passes() -> None:
 )
 def test_a_recovery_that_lost_something_or_has_old_weights_is_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(NotCorrect, match=complaint):
-        Gate(RECOVERY).turn(recovered(**changes))
+        RecoveryGate(RECOVERY).turn(recovered(**changes))
 
 
 def test_the_command_line_of_recovery() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import rollout_throughput
-from benchmarks.rollout_throughput import PRODUCT, Gate, measure_repeatedly
+from benchmarks.rollout_throughput import PRODUCT, ThroughputGate, measure_repeatedly
 from benchmarks.support.harness import (
     NotCorrect,
     Report,
@@ -25,7 +25,7 @@ GROUPS = [group(SETTINGS, uid, row, [1, 2]) for row, uid in enumerate(("p0", "p1
 
 def test_gate_refuses_other_work() -> None:
     good = [[1, 2, 3]] * 4
-    gate = Gate(SETTINGS)
+    gate = ThroughputGate(SETTINGS)
     gate.turn(PRODUCT, GROUPS, good)
     gate.turn("LLM", GROUPS, good)
     gate.totals()
@@ -34,7 +34,7 @@ def test_gate_refuses_other_work() -> None:
         gate.turn("LLM", GROUPS, good[:3])
     with pytest.raises(NotCorrect, match="other lengths"):
         gate.turn("LLM", GROUPS, [*good[:3], [1]])
-    natural = Gate(replace(SETTINGS, lengths="natural"))
+    natural = ThroughputGate(replace(SETTINGS, lengths="natural"))
     natural.turn(PRODUCT, GROUPS, good)
     natural.turn("LLM", GROUPS, [[1]] * 4)
     with pytest.raises(NotCorrect, match="different amounts"):
@@ -48,7 +48,7 @@ async def test_gate_refuses_other_tokens() -> None:
     async def second(one: Group, greedy: bool) -> list[list[int]]:
         return [[one.row, 1]]
 
-    groups, gate = [Group("a", 1, (1,), 1, 1)], Gate(SETTINGS)
+    groups, gate = [Group("a", 1, (1,), 1, 1)], ThroughputGate(SETTINGS)
     await gate.same_tokens(groups, {PRODUCT: first, "LLM": first})
     assert gate.checks
     with pytest.raises(NotCorrect, match="greedy=False"):
@@ -66,7 +66,7 @@ def test_gate_wants_every_sample_to_have_its_own_length() -> None:
     settings = replace(TAIL, groups=2)
     work = groups(2)
     right = [[7] * length for one in work for length in response_lengths(settings, one)]
-    gate = Gate(settings)
+    gate = ThroughputGate(settings)
     gate.turn(PRODUCT, work, right)
     with pytest.raises(NotCorrect, match="other lengths"):
         gate.turn(PRODUCT, work, right[::-1])

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks import time_to_reward
-from benchmarks.support.grpo_setup import Steps
+from benchmarks.support.grpo_setup import ContenderSteps
 from benchmarks.support.harness import NotCorrect, Report, Turn
 from benchmarks.support.workload import Settings
 from benchmarks.time_to_reward import missed_target, steps_to, to_target
 from tests.benchmarks.settings import SETTINGS
 
 
-def training(rewards: list[float]) -> Steps:
+def training(rewards: list[float]) -> ContenderSteps:
     turns = [Turn(2.0, 10, 3.0, 0.5) for _ in rewards]
-    return Steps({"bare loop": turns}, {"bare loop": rewards}, {})
+    return ContenderSteps({"bare loop": turns}, {"bare loop": rewards}, {})
 
 
 def test_steps_are_counted_until_the_mean_of_the_last_ones_is_the_target() -> None:
@@ -42,7 +42,7 @@ def test_a_baseline_that_misses_the_target_counts_with_all_its_steps() -> None:
 
 def test_the_product_must_reach_the_target() -> None:
     steps = training([0.1, 0.3])
-    own = Steps({"troupe": steps.taken["bare loop"]}, {"troupe": steps.rewards["bare loop"]}, {})
+    own = ContenderSteps({"troupe": steps.taken["bare loop"]}, {"troupe": steps.rewards["bare loop"]}, {})
     with pytest.raises(NotCorrect, match=r"reached a reward of 0\.2000 in 2 steps, less than the target"):
         to_target("troupe", own, 0.35, 2)
 
@@ -50,7 +50,7 @@ def test_the_product_must_reach_the_target() -> None:
 def test_a_seed_that_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[int] = []
 
-    def train(settings: Settings, *_: object) -> Steps:
+    def train(settings: Settings, *_: object) -> ContenderSteps:
         trained.append(settings.seed)
         if settings.seed == 3 and trained.count(3) == 1:
             raise NotCorrect("cut short")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.support.harness import NotCorrect
-from benchmarks.weight_sync import Gate
+from benchmarks.weight_sync import SyncGate
 
 
 def test_sync_gate_passes_new_weights_and_says_what_it_saw() -> None:
-    gate = Gate(12)
+    gate = SyncGate(12)
     gate.turn("disk", stale=0.5, fresh=0.01, tokens=12)
     gate.turn("troupe", stale=0.3, fresh=0.02, tokens=12)
     gate.digest("a")
@@ -30,11 +30,11 @@ def test_sync_gate_passes_new_weights_and_says_what_it_saw() -> None:
 )
 def test_sync_gate_refuses(stale: float, fresh: float, tokens: int, message: str) -> None:
     with pytest.raises(NotCorrect, match=message):
-        Gate(12).turn("troupe", stale, fresh, tokens)
+        SyncGate(12).turn("troupe", stale, fresh, tokens)
 
 
 def test_sync_gate_refuses_weights_that_did_not_change() -> None:
-    gate = Gate(12)
+    gate = SyncGate(12)
     gate.digest("a")
     with pytest.raises(NotCorrect, match="digest a"):
         gate.digest("a")

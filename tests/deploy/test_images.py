@@ -154,8 +154,8 @@ def test_pins_only_installs_no_package_of_ours(tmp_path: Path, monkeypatch: pyte
     locks: list[Path] = []
     monkeypatch.setattr(install, "problems", lambda venv, build: [])
     monkeypatch.setattr(install, "install_pinned", lambda environment, lock: locks.append(lock) is None)
-    monkeypatch.setattr(install.Environment, "make", lambda self: None)
-    monkeypatch.setattr(install.Environment, "pip", lambda self, *arguments: asked.append(arguments) is None)
+    monkeypatch.setattr(install.VirtualEnvironment, "make", lambda self: None)
+    monkeypatch.setattr(install.VirtualEnvironment, "pip", lambda self, *arguments: asked.append(arguments) is None)
     monkeypatch.setattr(sys, "argv", ["install.py", "--venv", str(tmp_path), "--pins-only"])
     assert install.main() == 0 and asked == []
     monkeypatch.setattr(sys, "argv", ["install.py", "--venv", str(tmp_path), "--gpu"])

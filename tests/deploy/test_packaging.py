@@ -40,7 +40,7 @@ on_locked_installation = pytest.mark.skipif(
 )
 
 
-class RecordingEnvironment(install.Environment):
+class RecordingEnvironment(install.VirtualEnvironment):
     """An environment whose pip records its arguments and returns prepared answers."""
 
     def __init__(self, folder: Path, answers: list[bool]) -> None:
@@ -68,7 +68,7 @@ def test_every_declared_dependency_is_pinned_and_the_pins_are_installed() -> Non
     names = {canonicalize_name(requirement.name) for requirement in lock.declared("cpu", "dev")}
     assert names - set(pinned) == set()
     # sys.prefix, not sys.executable: that one may be the interpreter which the environment was made from.
-    assert install.Environment(Path(sys.prefix)).lacks(pinned) == []
+    assert install.VirtualEnvironment(Path(sys.prefix)).lacks(pinned) == []
 
 
 def test_lock_pins_the_cpu_build_of_torch_and_no_cuda() -> None:
@@ -161,7 +161,7 @@ def test_pip_falls_back_to_the_build_with_cuda_of_a_reachable_index(
     publish(index, "cuda-of-torch", "2", "")
     pinned = tmp_path / "cpu.lock"
     pinned.write_text("b==1\ntorch==2.13.0+cpu\ncuda-of-torch==1\n")
-    environment = install.Environment(tmp_path / "venv")
+    environment = install.VirtualEnvironment(tmp_path / "venv")
     environment.make()
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
@@ -220,7 +220,7 @@ def test_a_broken_environment_is_created_again_and_a_good_one_kept(tmp_path: Pat
     folder = tmp_path / "venv"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(tmp_path / "gone")
-    environment = install.Environment(folder)
+    environment = install.VirtualEnvironment(folder)
     environment.make()
     assert "pip" not in environment.lacks({"pip": "0", "no-such-thing": "1"})
     assert environment.lacks({"no-such-thing": "1"}) == ["no-such-thing==1"]

@@ -52,19 +52,19 @@ def check_custom(config: CustomConfig, seeds: int = 5, available: Available = Av
         CustomAlgorithmError: the algorithm cannot be loaded.
     """
     custom = load_custom(config)
-    checks: list[tuple[str, Callable[[_Case, int], str]]] = []
+    checks: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = []
     if custom.advantage is not None:
         checks += _ADVANTAGE_CHECKS
     if custom.loss is not None:
         checks += [check for check in _LOSS_CHECKS if not (custom.stops_gradient and check[1] is _finite_differences)]
     if custom.keep_group is not None:
         checks += _FILTER_CHECKS
-    case = _Case(config, custom, available)
+    case = _TestedAlgorithm(config, custom, available)
     return [_run(name, check, case, seeds) for name, check in checks]
 
 
 @dataclass(frozen=True)
-class _Case:
+class _TestedAlgorithm:
     """The algorithm under test and what it is given."""
 
     config: CustomConfig
@@ -87,7 +87,7 @@ class _Case:
         return custom_loss(self.config, tokens)
 
 
-def _run(name: str, check: Callable[[_Case, int], str], case: _Case, seeds: int) -> Check:
+def _run(name: str, check: Callable[[_TestedAlgorithm, int], str], case: _TestedAlgorithm, seeds: int) -> Check:
     for seed in range(seeds):
         try:
             problem = check(case, seed)
@@ -162,18 +162,18 @@ def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float = _TOLERANCE) 
 # --- advantage ---
 
 
-def _advantages_are_finite(case: _Case, seed: int) -> str:
+def _advantages_are_finite(case: _TestedAlgorithm, seed: int) -> str:
     result = case.advantages(case.batch(seed))
     return "" if bool(torch.isfinite(result).all()) else "not every advantage is finite"
 
 
-def _advantages_of_equal_rewards(case: _Case, seed: int) -> str:
+def _advantages_of_equal_rewards(case: _TestedAlgorithm, seed: int) -> str:
     batch = case.batch(seed)
     result = case.advantages(replace(batch, rewards=torch.ones_like(batch.rewards)))
     return "" if bool(torch.isfinite(result).all()) else "not finite where all rewards of a group are equal"
 
 
-def _advantages_repeat(case: _Case, seed: int) -> str:
+def _advantages_repeat(case: _TestedAlgorithm, seed: int) -> str:
     batch = case.batch(seed)
     before = batch.rewards.clone()
     first, second = case.advantages(batch), case.advantages(batch)
@@ -182,7 +182,7 @@ def _advantages_repeat(case: _Case, seed: int) -> str:
     return "" if torch.equal(first, second) else "two calls with the same batch differ"
 
 
-def _advantages_permute(case: _Case, seed: int) -> str:
+def _advantages_permute(case: _TestedAlgorithm, seed: int) -> str:
     batch = case.batch(seed)
     order = torch.randperm(len(_LENGTHS), generator=torch.Generator().manual_seed(seed))
     starts = batch.lengths.cumsum(0) - batch.lengths
@@ -199,7 +199,7 @@ def _advantages_permute(case: _Case, seed: int) -> str:
 # --- loss ---
 
 
-def _loss_is_finite(case: _Case, seed: int) -> str:
+def _loss_is_finite(case: _TestedAlgorithm, seed: int) -> str:
     for drift, what in ((0.3, "near the old policy"), (30.0, "30 nats from the old policy")):
         tokens = case.tokens(seed, drift)
         gradient = _gradient(case, tokens)
@@ -208,7 +208,7 @@ def _loss_is_finite(case: _Case, seed: int) -> str:
     return ""
 
 
-def _gradient(case: _Case, tokens: LossTokens) -> torch.Tensor:
+def _gradient(case: _TestedAlgorithm, tokens: LossTokens) -> torch.Tensor:
     point = tokens.logprobs.detach().clone().requires_grad_()
     loss = torch.where(tokens.loss_mask, case.loss(replace(tokens, logprobs=point)).loss, 0.0).sum()
     if not bool(torch.isfinite(loss)):
@@ -218,7 +218,7 @@ def _gradient(case: _Case, tokens: LossTokens) -> torch.Tensor:
     return torch.autograd.grad(loss, point)[0]
 
 
-def _finite_differences(case: _Case, seed: int) -> str:
+def _finite_differences(case: _TestedAlgorithm, seed: int) -> str:
     tokens = case.tokens(seed)
     gradient = _gradient(case, tokens)
 
@@ -242,7 +242,7 @@ def _finite_differences(case: _Case, seed: int) -> str:
     return ""
 
 
-def _loss_permutes(case: _Case, seed: int) -> str:
+def _loss_permutes(case: _TestedAlgorithm, seed: int) -> str:
     tokens = case.tokens(seed)
     order = torch.randperm(len(_LENGTHS), generator=torch.Generator().manual_seed(seed)).tolist()
     index = torch.cat([(tokens.sequence == row).nonzero().flatten() for row in order])
@@ -253,7 +253,7 @@ def _loss_permutes(case: _Case, seed: int) -> str:
     return "depends on the order of the sequences" if _far(case.loss(moved).loss[mask], expected[mask]) else ""
 
 
-def _loss_splits(case: _Case, seed: int) -> str:
+def _loss_splits(case: _TestedAlgorithm, seed: int) -> str:
     tokens = case.tokens(seed)
     whole = case.loss(tokens).loss
     for rows in ((0, 1, 2), (3, 4), (5,)):
@@ -265,7 +265,7 @@ def _loss_splits(case: _Case, seed: int) -> str:
     return ""
 
 
-def _loss_ignores_masked(case: _Case, seed: int) -> str:
+def _loss_ignores_masked(case: _TestedAlgorithm, seed: int) -> str:
     tokens = case.tokens(seed)
     kept = _select(tokens, tokens.loss_mask.nonzero().flatten())
     expected = case.loss(kept).loss
@@ -276,7 +276,7 @@ def _loss_ignores_masked(case: _Case, seed: int) -> str:
 # --- keep_group ---
 
 
-def _filter_answers(case: _Case, seed: int) -> str:
+def _filter_answers(case: _TestedAlgorithm, seed: int) -> str:
     keep = case.custom.keep_group
     if keep is None:
         return ""
@@ -291,17 +291,17 @@ def _filter_answers(case: _Case, seed: int) -> str:
     return ""
 
 
-_ADVANTAGE_CHECKS: list[tuple[str, Callable[[_Case, int], str]]] = [
+_ADVANTAGE_CHECKS: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = [
     ("advantage: finite", _advantages_are_finite),
     ("advantage: equal rewards", _advantages_of_equal_rewards),
     ("advantage: repeatable", _advantages_repeat),
     ("advantage: order of samples", _advantages_permute),
 ]
-_LOSS_CHECKS: list[tuple[str, Callable[[_Case, int], str]]] = [
+_LOSS_CHECKS: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = [
     ("loss: finite", _loss_is_finite),
     ("loss: finite differences", _finite_differences),
     ("loss: order of sequences", _loss_permutes),
     ("loss: split into micro-batches", _loss_splits),
     ("loss: masked tokens", _loss_ignores_masked),
 ]
-_FILTER_CHECKS: list[tuple[str, Callable[[_Case, int], str]]] = [("keep_group: answer", _filter_answers)]
+_FILTER_CHECKS: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = [("keep_group: answer", _filter_answers)]

@@ -285,7 +285,7 @@ SURROGATES: Mapping[str, Surrogate] = {
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LossTerms:
     """Terms of a loss with their statistics, all with gradient: the fields of `LossOutput` before they are summed."""
 
     terms: Mapping[str, torch.Tensor]
@@ -327,7 +327,7 @@ def policy_loss(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: flo
     )
 
 
-def _of_ratio(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float) -> _Part:
+def _of_ratio(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float) -> _LossTerms:
     """The part that compares the policy with the one that sampled."""
     mask, weights, logprobs = tokens.loss_mask, tokens.weights, tokens.logprobs
     old_logprobs = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
@@ -347,12 +347,12 @@ def _of_ratio(tokens: PolicyTokens, config: PolicyLossConfig, kl_old_coef: float
         "importance_cut_fraction": (cut & mask).float(),
         "rollout_logprob_gap": gap,
     }
-    return _Part(terms, sums, {"rollout_logprob_gap_max": gap, "ratio_max": _masked(ratio, mask)})
+    return _LossTerms(terms, sums, {"rollout_logprob_gap_max": gap, "ratio_max": _masked(ratio, mask)})
 
 
-def _of_samples(tokens: PolicyTokens) -> _Part:
+def _of_samples(tokens: PolicyTokens) -> _LossTerms:
     """The part of a likelihood: who sampled a token does not matter."""
-    return _Part({"policy_loss": -(tokens.weights * tokens.advantages * tokens.logprobs).sum()}, {}, {})
+    return _LossTerms({"policy_loss": -(tokens.weights * tokens.advantages * tokens.logprobs).sum()}, {}, {})
 
 
 def value_loss(

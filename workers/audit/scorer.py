@@ -37,7 +37,7 @@ _SHOWN_PROMPTS = 3
 
 
 @dataclass(frozen=True)
-class _Row:
+class _RolloutRow:
     """One row of the ROLLOUTS table."""
 
     ids: torch.Tensor
@@ -104,9 +104,9 @@ def _key(row: dict[str, Any]) -> tuple[str, int, int]:
     return row["prompt_uid"], row["sample_index"], row["segment"]
 
 
-def _row(row: dict[str, Any]) -> _Row:
+def _row(row: dict[str, Any]) -> _RolloutRow:
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-    return _Row(ids, len(row["prompt_ids"]), torch.tensor(row["loss_mask"], dtype=torch.bool))
+    return _RolloutRow(ids, len(row["prompt_ids"]), torch.tensor(row["loss_mask"], dtype=torch.bool))
 
 
 def _masked(values: list[list[float]], masks: list[list[bool]]) -> Floats:
@@ -131,7 +131,9 @@ def _load(request: ScoreRequest, folder: str, dtype: torch.dtype) -> PreTrainedM
     return loaded.eval()
 
 
-def _run(model: PreTrainedModel, row: _Row, positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(
+    model: PreTrainedModel, row: _RolloutRow, positions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(logits [T, vocabulary], states that the head reads [T, hidden size]) for the row's sampled tokens."""
     where = {} if positions is None else {"position_ids": positions[None]}
     arguments = {"input_ids": row.ids, "attention_mask": torch.ones_like(row.ids), "use_cache": False}
@@ -145,7 +147,9 @@ def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -
     return (scaled.gather(-1, targets) - scaled.logsumexp(-1, keepdim=True))[:, 0]
 
 
-def _score(request: ScoreRequest, model: PreTrainedModel, rows: list[_Row]) -> tuple[Floats, dict[str, Floats], Floats]:
+def _score(
+    request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow]
+) -> tuple[Floats, dict[str, Floats], Floats]:
     """Log-probs in float32, under the hypotheses that need no separate pass, and at every temperature."""
     temperature, grid = request.temperature, _temperatures(request)
     exact: list[torch.Tensor] = []
@@ -210,7 +214,7 @@ def _heads(
             yield f"head:{name}", _logprobs(short, targets, request.temperature)
 
 
-def _score_rounded(request: ScoreRequest, rows: list[_Row]) -> Floats:
+def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
     """Log-probs that differ from the scorer's by the rounding of the run's data type and head."""
     temperature = request.temperature
     dtype = torch.float64 if request.model.dtype == "float32" else torch.bfloat16
@@ -227,7 +231,7 @@ def _score_rounded(request: ScoreRequest, rows: list[_Row]) -> Floats:
     return _joined(parts)
 
 
-def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_Row]) -> dict[str, Floats]:
+def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_RolloutRow]) -> dict[str, Floats]:
     """Log-probs at other positions, and with older weights."""
     found = {}
     for name in ("response+1", "response-1", "response from 0", "all+1"):
@@ -240,12 +244,12 @@ def _thorough(request: ScoreRequest, model: PreTrainedModel, rows: list[_Row]) -
     return found
 
 
-def _pass(model: PreTrainedModel, rows: list[_Row], temperature: float, shift: str = "") -> Floats:
+def _pass(model: PreTrainedModel, rows: list[_RolloutRow], temperature: float, shift: str = "") -> Floats:
     parts = [_logprobs(_run(model, row, _positions(row, shift))[0], row.targets, temperature) for row in rows]
     return _joined(parts)
 
 
-def _positions(row: _Row, shift: str) -> torch.Tensor | None:
+def _positions(row: _RolloutRow, shift: str) -> torch.Tensor | None:
     """int64 [L]: the positions of a row's tokens under a hypothesis; None: the model's own."""
     if not shift:
         return None

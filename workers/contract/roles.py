@@ -125,7 +125,7 @@ class JudgeEngine(Watched, Protocol):
         ...
 
 
-class Environment(Watched, Protocol):
+class EnvironmentServer(Watched, Protocol):
     """An environment worker: episodes of one environment."""
 
     def begin(self, episode: str, row: Row) -> Reply[EpisodeReply]:
@@ -141,7 +141,7 @@ class Environment(Watched, Protocol):
         ...
 
 
-class Engine(Replica, Protocol):
+class RolloutEngine(Replica, Protocol):
     """A rollout worker: one vLLM engine."""
 
     def connect_environments(self, link: EnvironmentLink) -> Reply[None]:

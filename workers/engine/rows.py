@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import EpisodeSummary, GroupRequest, SampleSummary
 from troupe.workers.episodes.episode import Played
-from troupe.workers.episodes.turns import Segment, Turn
+from troupe.workers.episodes.turns import SampledTurn, Segment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,13 +112,13 @@ def _status(status: str, *logprobs: Sequence[float]) -> str:
     return status
 
 
-def sampled_turn(output: RequestOutput) -> Turn:
+def sampled_turn(output: RequestOutput) -> SampledTurn:
     """What the engine sampled for one prompt. Raises RuntimeError if vLLM left something out."""
     completion = output.outputs[0]
     timing = output.metrics
     if timing is None or completion.finish_reason is None:
         raise RuntimeError("vLLM returned no timings, or an unfinished response")
-    return Turn(
+    return SampledTurn(
         ids=list(completion.token_ids),
         logprobs=_sampled_logprobs(completion),
         versions=_version_spans(completion),

@@ -83,7 +83,7 @@ def _become_seat(connection: socket.socket, create: Callable[[], Environment], m
         write_stacks_on_signal()
         limit_memory(memory_limit_mib)
         connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
-        Seat(create).serve(connection)
+        EpisodeHost(create).serve(connection)
         code = 0
     except MemoryError:
         with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ def _become_seat(connection: socket.socket, create: Callable[[], Environment], m
         os._exit(code)
 
 
-class Seat:
+class EpisodeHost:
     """Runs one episode after another."""
 
     def __init__(self, create: Callable[[], Environment]) -> None:

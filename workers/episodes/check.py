@@ -13,7 +13,7 @@ from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.environments.processes import EnvironmentProcesses, SeatProcess
 from troupe.workers.episodes.episode import EpisodeRunner, Played, SampleTurn
 from troupe.workers.episodes.reader import ParseCalls, TurnReader
-from troupe.workers.episodes.turns import Turn
+from troupe.workers.episodes.turns import SampledTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,11 +83,11 @@ async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str
 
 
 def _sampler(turns: Iterator[list[int]]) -> SampleTurn:
-    async def sample(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+    async def sample(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
         ids = next(turns)
         reason = "length" if len(ids) > max_tokens else "stop"
         ids = ids[:max_tokens]
-        return Turn(ids, [0.0] * len(ids), [{"version": 0, "start": 0, "end": len(ids)}], reason)
+        return SampledTurn(ids, [0.0] * len(ids), [{"version": 0, "start": 0, "end": len(ids)}], reason)
 
     return sample
 

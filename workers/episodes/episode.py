@@ -23,7 +23,7 @@ from troupe.workers.contract.environments import (
 )
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.episodes.conversation import Conversation, ConversationError
-from troupe.workers.episodes.turns import Segment, Turn
+from troupe.workers.episodes.turns import SampledTurn, Segment
 
 RESTARTS = 3
 """How often an episode starts again because its environment worker died."""
@@ -31,7 +31,7 @@ _CALL_MARGIN_S = 10.0
 """Time that a call may take beyond the environment's own bound."""
 _NO_WORKER_PAUSE_S = 0.5
 
-SampleTurn = Callable[[int, Sequence[int], int, Sequence[str]], Awaitable[Turn]]
+SampleTurn = Callable[[int, Sequence[int], int, Sequence[str]], Awaitable[SampledTurn]]
 """Samples one turn: (number of the turn, prompt ids, most tokens, further strings that end it)."""
 
 
@@ -53,7 +53,7 @@ class Played:
     """The whole conversation."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """(tokens of all segments' responses up to the turn that is rewarded, reward)."""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[SampledTurn] = field(default_factory=list)
     prompt_tokens: int = 0
     """Tokens of the prompts of all turns."""
     environment_s: float = 0.0
@@ -111,7 +111,7 @@ class EpisodeRunner:
         deadline = asyncio.get_running_loop().time() + self.config.episode_timeout_s
         restarts = 0
         while True:
-            state = _State(Played([], restarts=restarts))
+            state = _OpenEpisode(Played([], restarts=restarts))
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._play(state, f"{key}/{restarts}", row, sample)
@@ -128,7 +128,7 @@ class EpisodeRunner:
                 state.fail(f"the episode is not done after {self.config.episode_timeout_s:g} s")
             return state.played
 
-    async def _play(self, state: _State, key: str, row: Row, sample: SampleTurn) -> None:
+    async def _play(self, state: _OpenEpisode, key: str, row: Row, sample: SampleTurn) -> None:
         link = self.link()
         worker, reply = await self._timed(state, link.begin(key, row, self.config.episode_timeout_s))
         state.begun = True
@@ -156,7 +156,7 @@ class EpisodeRunner:
 
     async def _turn(
         self,
-        state: _State,
+        state: _OpenEpisode,
         conversation: Conversation,
         tools: Sequence[Any] | None,
         asked: Observation,
@@ -183,14 +183,16 @@ class EpisodeRunner:
         played.messages.append(message)
         return answer | ({"also": also} if also else {})
 
-    async def _sample(self, number: int, conversation: Conversation, asked: Observation, sample: SampleTurn) -> Turn:
+    async def _sample(
+        self, number: int, conversation: Conversation, asked: Observation, sample: SampleTurn
+    ) -> SampledTurn:
         """Sample the next turn of a conversation."""
         prompt = conversation.prompt_ids
         room = min(self.max_tokens, self.max_model_len - len(prompt), asked.max_tokens or self.max_tokens)
         return await sample(number, prompt, room, asked.stop)
 
     async def _read(
-        self, state: _State, segment: Segment, turn: Turn, tools: Sequence[Any] | None
+        self, state: _OpenEpisode, segment: Segment, turn: SampledTurn, tools: Sequence[Any] | None
     ) -> tuple[Message, Message]:
         """Record a turn at the end of a row; its messages for the environment and for the history."""
         state.played.prompt_tokens += segment.tokens
@@ -199,7 +201,7 @@ class EpisodeRunner:
         read = partial(self.reader.read, turn.ids, tools, cut=turn.finish_reason == "length")
         return await self._run(read)
 
-    async def _branch(self, state: _State, observation: Observation) -> None:
+    async def _branch(self, state: _OpenEpisode, observation: Observation) -> None:
         """Begin the conversations that are sampled along with the next turn; the episode ends where one has no room."""
         for asked in observation.also:
             conversation = await self._run(self.reader.start, asked.messages, asked.tools)
@@ -207,7 +209,7 @@ class EpisodeRunner:
                 state.end("length")
             state.branches.append(_Branch(conversation, asked))
 
-    async def _take(self, state: _State, conversation: Conversation, observation: Observation) -> None:
+    async def _take(self, state: _OpenEpisode, conversation: Conversation, observation: Observation) -> None:
         """Record the environment's answer to a turn, and whether the episode ends with it."""
         played = state.played
         played.messages += observation.messages
@@ -233,21 +235,21 @@ class EpisodeRunner:
                 played.segments[-1].added(added.ids)
             await self._branch(state, observation)
 
-    def _observed(self, state: _State, reply: EpisodeReply) -> Observation:
+    def _observed(self, state: _OpenEpisode, reply: EpisodeReply) -> Observation:
         """The observation of a reply, its messages cut to the bound. Raises EpisodeFailed."""
         if reply.status != OK:
             state.done = True  # the worker has closed it
             raise EpisodeFailed(reply.status)
         return self._bounded(state, reply.observation)
 
-    def _bounded(self, state: _State, observation: Observation) -> Observation:
+    def _bounded(self, state: _OpenEpisode, observation: Observation) -> Observation:
         """The observation with its messages cut to the bound."""
         given, limit = observation.messages, self.config.max_observation_chars
         state.played.cut_observations += sum(len(message["content"]) > limit for message in given)
         messages = [message | {"content": cut(message["content"], limit)} for message in given]
         return replace(observation, messages=messages, also=[self._bounded(state, one) for one in observation.also])
 
-    async def _timed(self, state: _State, call: Awaitable[Any]) -> Any:
+    async def _timed(self, state: _OpenEpisode, call: Awaitable[Any]) -> Any:
         """Wait for the environment, and count the time."""
         started = time.monotonic()
         try:
@@ -263,7 +265,7 @@ class EpisodeRunner:
             raise EpisodeFailed(f"chat template: {error}") from error
 
 
-def _told(message: Message, conversation: Conversation, turn: Turn) -> Message:
+def _told(message: Message, conversation: Conversation, turn: SampledTurn) -> Message:
     """A turn as the environment gets it, with how it ended and what it cost; before it enters the conversation."""
     counts = {"prompt_tokens": len(conversation.prompt_ids), "completion_tokens": len(turn.ids)}
     return message | {"finish_reason": turn.finish_reason, "usage": counts}
@@ -278,7 +280,7 @@ class _Branch:
 
 
 @dataclass
-class _State:
+class _OpenEpisode:
     """An episode under way."""
 
     played: Played

@@ -19,7 +19,7 @@ class TurnLimits:
 
 
 @dataclass(frozen=True)
-class Turn:
+class SampledTurn:
     """The tokens that the policy sampled in one turn."""
 
     ids: Sequence[int]
@@ -46,7 +46,7 @@ class Segment:
     versions: list[dict[str, int]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
 
-    def sampled(self, turn: Turn) -> None:
+    def sampled(self, turn: SampledTurn) -> None:
         """Append a turn of the policy."""
         start = len(self.response_ids)
         self._append(list(turn.ids), list(turn.logprobs), True, "assistant")

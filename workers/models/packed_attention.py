@@ -31,7 +31,7 @@ _REFUSED = ("softcap", "s_aux", "position_bias", "cache")
 
 
 @dataclass(frozen=True)
-class Segment:
+class RowSegment:
     """Tokens `start` to `start + length` of a row, which also attend to `prefix_length` tokens from `prefix_start`."""
 
     start: int
@@ -68,7 +68,7 @@ class VarlenLayout:
 class Segments:
     """The segments of a row, in order; together they cover every token once."""
 
-    items: tuple[Segment, ...]
+    items: tuple[RowSegment, ...]
     layouts: dict[torch.device, VarlenLayout] = field(default_factory=dict, compare=False)
     """Filled by `varlen`."""
 
@@ -105,7 +105,7 @@ _parsed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def parse(table: torch.Tensor) -> Segments:
     """The segments of a table from `token_batch.segment_table`."""
     if table not in _parsed:
-        _parsed[table] = Segments(tuple(Segment(*row) for row in table[0, 0].tolist()))
+        _parsed[table] = Segments(tuple(RowSegment(*row) for row in table[0, 0].tolist()))
     segments: Segments = _parsed[table]
     return segments
 
@@ -222,14 +222,14 @@ class _SegmentsOnCpu(torch.autograd.Function):
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None
 
 
-def _attended(states: torch.Tensor, segment: Segment, groups: int) -> torch.Tensor:
+def _attended(states: torch.Tensor, segment: RowSegment, groups: int) -> torch.Tensor:
     """float32 [1, query heads, prefix and segment, head size] of keys or values."""
     own = states[:, :, segment.queries]
     both = torch.cat([states[:, :, segment.prefix], own], 2) if segment.prefix_length else own
     return both.float().repeat_interleave(groups, 1)
 
 
-def _causal(segment: Segment) -> dict[str, Any]:
+def _causal(segment: RowSegment) -> dict[str, Any]:
     """Arguments of torch's kernel: it aligns its causal mask to the first key, so behind a prefix it needs a mask."""
     if not segment.prefix_length:
         return {"is_causal": True}

@@ -12,7 +12,7 @@ from troupe.workers.models.token_batch import TokenBatch, list_column
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RecordedBatch:
     """One micro-batch. The tensors stay on their device until the update has ended: a copy would wait for it."""
 
     rows: torch.Tensor
@@ -25,13 +25,15 @@ class TokenRecorder:
     """Log-probs and entropies of the rows that a rank trained on, since they were last taken."""
 
     def __init__(self) -> None:
-        self._parts: list[_Part] = []
+        self._parts: list[_RecordedBatch] = []
         self._updates: list[pa.Table] = []
 
     def note(self, batch: TokenBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> None:
         """Keeps what a micro-batch gave: float [T] over its response tokens."""
         if len(batch.rows):
-            self._parts.append(_Part(batch.rows, batch.lengths, logprobs.detach().clone(), entropy.detach().clone()))
+            self._parts.append(
+                _RecordedBatch(batch.rows, batch.lengths, logprobs.detach().clone(), entropy.detach().clone())
+            )
 
     def end_update(self, table: pa.Table) -> None:
         """Takes the micro-batches noted since the last update as those of one, on rows of this TRAIN table."""

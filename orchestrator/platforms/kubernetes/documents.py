@@ -18,7 +18,7 @@ from troupe.orchestrator.capacity.placement import ACCELERATOR
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.kubernetes.accelerators import node_affinity
 from troupe.orchestrator.platforms.kubernetes.memory import HEAD, HEAD_CPUS, memory, unplanned
-from troupe.orchestrator.platforms.kubernetes.options import API_TOKEN_FOLDER, LONGEST_S, SPEC_FOLDER, Options
+from troupe.orchestrator.platforms.kubernetes.options import API_TOKEN_FOLDER, LONGEST_S, SPEC_FOLDER, KubernetesOptions
 from troupe.orchestrator.platforms.kubernetes.patch import Document, apply_patches
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, pod_groups
 from troupe.orchestrator.spec.load import RunSpec
@@ -36,7 +36,7 @@ _KILL_S = 60
 """Seconds of the grace period that remain for Ray to end once the run has saved."""
 
 
-def manifests(sent: Document, runs: Sequence[PlannedRun], options: Options) -> list[Document]:
+def manifests(sent: Document, runs: Sequence[PlannedRun], options: KubernetesOptions) -> list[Document]:
     """The documents to apply: a ConfigMap with the spec and a RayJob, or a RayCluster alone.
 
     Args:
@@ -75,7 +75,7 @@ def manifests(sent: Document, runs: Sequence[PlannedRun], options: Options) -> l
     return apply_patches(list(yaml.safe_load_all(text)), options.patch)
 
 
-def notes(runs: Sequence[PlannedRun], options: Options) -> Iterator[str]:
+def notes(runs: Sequence[PlannedRun], options: KubernetesOptions) -> Iterator[str]:
     """What a user should know about the pods of a manifest, one line each."""
     yield from unplanned(runs, options)
     for group in pod_groups([run.spec for run in runs], options.limits):
@@ -87,7 +87,7 @@ def notes(runs: Sequence[PlannedRun], options: Options) -> Iterator[str]:
             )
 
 
-def run_folder(sent: Document, options: Options) -> str:
+def run_folder(sent: Document, options: KubernetesOptions) -> str:
     """The run folder, as the pods see it."""
     return options.out or str(PurePosixPath(sent["output"]["folder"]) / sent["name"])
 
@@ -105,7 +105,7 @@ def longest_s(specs: Sequence[RunSpec]) -> int:
     return min(math.ceil(total), LONGEST_S)
 
 
-def unmounted(sent: Document, options: Options) -> list[str]:
+def unmounted(sent: Document, options: KubernetesOptions) -> list[str]:
     """One line for each path of the spec that is not on a mounted claim."""
     paths = {**dict(path_fields(sent)), "output.folder": run_folder(sent, options)}
     return [

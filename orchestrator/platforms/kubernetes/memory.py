@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from troupe.orchestrator.capacity.fit import MemoryPlan, memory_plan
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.platforms.kubernetes.options import Options
+from troupe.orchestrator.platforms.kubernetes.options import KubernetesOptions
 from troupe.orchestrator.platforms.kubernetes.pods import PodGroup, Share, shares
 from troupe.orchestrator.roles.memory import Seated, Sizes
 from troupe.orchestrator.spec.stages import PlannedRun
@@ -65,7 +65,7 @@ class Need:
     """Whether the sizes of all models are known."""
 
 
-def memory(runs: Sequence[PlannedRun], groups: Sequence[PodGroup], options: Options) -> dict[str, PodMemory]:
+def memory(runs: Sequence[PlannedRun], groups: Sequence[PodGroup], options: KubernetesOptions) -> dict[str, PodMemory]:
     """Memory of the head pod (`head`) and of the pods of each group, enough for every run of a file.
 
     Raises:
@@ -85,7 +85,7 @@ def memory(runs: Sequence[PlannedRun], groups: Sequence[PodGroup], options: Opti
     return found
 
 
-def unplanned(runs: Sequence[PlannedRun], options: Options) -> list[str]:
+def unplanned(runs: Sequence[PlannedRun], options: KubernetesOptions) -> list[str]:
     """A line that says which models have no known size, so that pods are sized by rule of thumb; empty: none."""
     unknown = {model.path: model.why for plan, _ in _plans(runs, options) for model in plan.unknown}
     if options.gib_per_node is not None or not unknown:
@@ -120,7 +120,7 @@ def _store(need: Need) -> int:
     return max(_LEAST_STORE_GIB, math.ceil(2 * need.batch / GIB))
 
 
-def _needs(runs: Sequence[PlannedRun], options: Options) -> Iterator[tuple[str, Need]]:
+def _needs(runs: Sequence[PlannedRun], options: KubernetesOptions) -> Iterator[tuple[str, Need]]:
     for plan, of_run in _plans(runs, options):
         batch = _part(plan, HEAD, "batch")
         sized = {worker.worker for worker in plan.workers}
@@ -137,7 +137,7 @@ def _needs(runs: Sequence[PlannedRun], options: Options) -> Iterator[tuple[str, 
             )
 
 
-def _plans(runs: Sequence[PlannedRun], options: Options) -> Iterator[tuple[MemoryPlan, tuple[Share, ...]]]:
+def _plans(runs: Sequence[PlannedRun], options: KubernetesOptions) -> Iterator[tuple[MemoryPlan, tuple[Share, ...]]]:
     """The plan of each run on its own pods; a later stage's model has the size of the one that an earlier stage
     trains."""
     sizes = Sizes()

@@ -32,7 +32,7 @@ _IMAGE = re.compile(r"[A-Za-z0-9][^\s]{0,500}")
 
 
 @dataclass(frozen=True)
-class Options:
+class KubernetesOptions:
     """Settings of a manifest that are not part of the spec.
 
     Raises:
@@ -71,7 +71,7 @@ class Options:
         return self.root or (self.claims[0].path if self.claims else WORKSPACE)
 
 
-def _problems(options: Options) -> Iterator[str]:
+def _problems(options: KubernetesOptions) -> Iterator[str]:
     yield from _name_problems(options)
     if options.namespace is not None and not _LABEL.fullmatch(options.namespace):
         yield f"--namespace {short(options.namespace)}: not a DNS label (lowercase letters, digits and '-')"
@@ -85,7 +85,7 @@ def _problems(options: Options) -> Iterator[str]:
     yield from _number_problems(options)
 
 
-def _name_problems(options: Options) -> Iterator[str]:
+def _name_problems(options: KubernetesOptions) -> Iterator[str]:
     kind, longest = ("RayCluster", _LONGEST_CLUSTER) if options.cluster_only else ("RayJob", _LONGEST_JOB)
     if len(options.name) > longest:
         yield (
@@ -97,7 +97,7 @@ def _name_problems(options: Options) -> Iterator[str]:
         yield f"the name '{short(options.name)}' is not a DNS label ({rule}); set one with --name"
 
 
-def _mount_problems(options: Options) -> Iterator[str]:
+def _mount_problems(options: KubernetesOptions) -> Iterator[str]:
     paths = [claim.path for claim in options.claims]
     for claim in options.claims:
         if claim.path == "/" or any(_inside(claim.path, path) or _inside(path, claim.path) for path in _RESERVED_PATHS):
@@ -106,7 +106,7 @@ def _mount_problems(options: Options) -> Iterator[str]:
             yield f"--pvc {claim.name}:{claim.path}: two claims have this mount path"
 
 
-def _variable_problems(options: Options) -> Iterator[str]:
+def _variable_problems(options: KubernetesOptions) -> Iterator[str]:
     flags = [("--env", variable.variable) for variable in options.variables]
     flags += [("--secret-env", variable.variable) for variable in options.secret_variables]
     names = [name for _, name in flags]
@@ -118,7 +118,7 @@ def _variable_problems(options: Options) -> Iterator[str]:
             yield f"{flag} {name}: specified twice"
 
 
-def _number_problems(options: Options) -> Iterator[str]:
+def _number_problems(options: KubernetesOptions) -> Iterator[str]:
     numbers = {
         "--gpus-per-node": (options.limits.gpus, 1),
         "--cpus-per-node": (options.limits.cpus, 1),

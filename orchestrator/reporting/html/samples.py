@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class TokenValues:
+class TokenColumn:
     """One value for each response token of a table: flat values, and where the rows begin."""
 
     flat: np.ndarray
@@ -35,7 +35,7 @@ class TokenValues:
         return self.flat[self.offsets[number] : self.offsets[number + 1]]
 
     @classmethod
-    def of(cls, table: pa.Table, name: str) -> TokenValues | None:
+    def of(cls, table: pa.Table, name: str) -> TokenColumn | None:
         """A list column of numbers; None where the table does not have it or has only nulls."""
         if name not in table.column_names or table[name].null_count == table.num_rows:
             return None
@@ -142,9 +142,9 @@ def _versions(spans: list[Json] | None) -> list[list[int]]:
 
 def _tokens(table: pa.Table, rows: int, texts: TokenTexts | None) -> Json:
     """Tokens and their values, and of every sample how surprising it was."""
-    sampled = TokenValues.of(table, "rollout_logprobs")
-    mask = TokenValues.of(table, "loss_mask")
-    ids = TokenValues.of(table, "response_ids")
+    sampled = TokenColumn.of(table, "rollout_logprobs")
+    mask = TokenColumn.of(table, "loss_mask")
+    ids = TokenColumn.of(table, "response_ids")
     lengths = [int(n) for n in np.diff(ids.offsets)] if ids is not None else [0] * rows
     block: Json = {"length": lengths, "surprise": [None] * rows, "gap": [None] * rows}
     if sampled is not None:
@@ -161,13 +161,13 @@ def _tokens(table: pa.Table, rows: int, texts: TokenTexts | None) -> Json:
     width = np.uint16 if len(distinct) < 2**16 else np.uint32
     block["vocabulary"] = [texts[int(token)] for token in distinct]
     block["wide"] = width is np.uint32
-    block["tokens"] = [_encoded(row.astype(width)) for row in _rows(TokenValues(numbers.reshape(-1), ids.offsets))]
+    block["tokens"] = [_encoded(row.astype(width)) for row in _rows(TokenColumn(numbers.reshape(-1), ids.offsets))]
     values = {
-        "advantage": TokenValues.of(table, "advantages"),
+        "advantage": TokenColumn.of(table, "advantages"),
         "gap": gap,
-        "entropy": TokenValues.of(table, "entropy"),
-        "value": TokenValues.of(table, "values"),
-        "probability": None if sampled is None else TokenValues(np.exp(sampled.flat), sampled.offsets),
+        "entropy": TokenColumn.of(table, "entropy"),
+        "value": TokenColumn.of(table, "values"),
+        "probability": None if sampled is None else TokenColumn(np.exp(sampled.flat), sampled.offsets),
     }
     block["values"] = {name: _quantised(found) for name, found in values.items() if found is not None}
     if mask is not None and not mask.flat.all():
@@ -175,19 +175,19 @@ def _tokens(table: pa.Table, rows: int, texts: TokenTexts | None) -> Json:
     return block
 
 
-def _gap(table: pa.Table, sampled: TokenValues | None) -> TokenValues | None:
+def _gap(table: pa.Table, sampled: TokenColumn | None) -> TokenColumn | None:
     """The sampler's log-prob of each token less the trainer's, before the update where that was computed."""
     if sampled is None:
         return None
     for name in ("old_logprobs", "logprobs"):
-        trainer = TokenValues.of(table, name)
+        trainer = TokenColumn.of(table, name)
         if trainer is None:
             continue
         flat = np.full(sampled.flat.size, np.nan)
         for i in range(len(sampled.offsets) - 1):
             if len(trainer.row(i)) == len(sampled.row(i)):
                 flat[sampled.offsets[i] : sampled.offsets[i + 1]] = sampled.row(i) - trainer.row(i)
-        return TokenValues(flat, sampled.offsets)
+        return TokenColumn(flat, sampled.offsets)
     return None
 
 
@@ -198,11 +198,11 @@ def _mean(values: np.ndarray, mask: np.ndarray | None) -> float | None:
     return _number(float(values.mean())) if values.size else None
 
 
-def _rows(values: TokenValues) -> Iterable[np.ndarray]:
+def _rows(values: TokenColumn) -> Iterable[np.ndarray]:
     return (values.row(i)[:LONGEST_TOKENS] for i in range(len(values.offsets) - 1))
 
 
-def _quantised(values: TokenValues) -> Json:
+def _quantised(values: TokenColumn) -> Json:
     """Values in 254 equal steps between the least and the largest; a row of equal values is one number."""
     finite = values.flat[np.isfinite(values.flat)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
@@ -210,7 +210,7 @@ def _quantised(values: TokenValues) -> Json:
     # Missing values become low and then level 0.
     levels = np.where(np.isfinite(values.flat), 1 + np.rint((np.nan_to_num(values.flat, nan=low) - low) * scale), 0)
     rows: list[str | float | None] = []
-    for row in _rows(TokenValues(levels.astype(np.uint8), values.offsets)):
+    for row in _rows(TokenColumn(levels.astype(np.uint8), values.offsets)):
         if row.size and (row == row[0]).all():
             rows.append(None if row[0] == 0 else _number(low + (int(row[0]) - 1) / scale if scale else low))
         else:

@@ -19,7 +19,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """One span of a worker."""
 
     role: str
@@ -32,17 +32,17 @@ class Span:
     detail: str = ""
 
 
-def spans_of(table: pa.Table) -> list[Span]:
+def spans_of(table: pa.Table) -> list[TimelineSpan]:
     """The spans of a table of the recording; rows with times that make no sense are left out."""
     rows = table.select(["role", "worker", "phase", "start", "end", "method", "status", "detail"]).to_pylist()
-    return [Span(**row) for row in rows if row["start"] is not None and row["end"] is not None and _sane(row)]
+    return [TimelineSpan(**row) for row in rows if row["start"] is not None and row["end"] is not None and _sane(row)]
 
 
 def _sane(row: Json) -> bool:
     return 0 < row["start"] <= row["end"]
 
 
-def step_times(spans: Sequence[Span], start: float, end: float) -> Json:
+def step_times(spans: Sequence[TimelineSpan], start: float, end: float) -> Json:
     """Busy and idle seconds of a step by role, and its bound.
 
     Args:
@@ -56,7 +56,7 @@ def step_times(spans: Sequence[Span], start: float, end: float) -> Json:
         larger of the two, however well they overlap.
     """
     window = (start, end)
-    workers: dict[str, dict[str, list[Span]]] = {}
+    workers: dict[str, dict[str, list[TimelineSpan]]] = {}
     for span in spans:
         if span.role in _ROLES[1:] and span.end > start and span.start < end:
             workers.setdefault(span.role, {}).setdefault(span.worker, []).append(span)
@@ -85,11 +85,11 @@ def _longest(workers: Json, roles: Sequence[str], window: Interval) -> float:
     return max((covered(_times(own), window) for role in roles for own in workers.get(role, {}).values()), default=0.0)
 
 
-def _times(spans: Iterable[Span]) -> list[Interval]:
+def _times(spans: Iterable[TimelineSpan]) -> list[Interval]:
     return [(span.start, span.end) for span in spans]
 
 
-def step_bounds(spans: Sequence[Span]) -> tuple[float, float] | None:
+def step_bounds(spans: Sequence[TimelineSpan]) -> tuple[float, float] | None:
     """Start and end of the step that a step's spans describe: those of the driver's phases.
 
     A checkpoint counts in the next step's metrics, although its spans end before that step begins.
@@ -98,7 +98,9 @@ def step_bounds(spans: Sequence[Span]) -> tuple[float, float] | None:
     return (min(span.start for span in own), max(span.end for span in own)) if own else None
 
 
-def timeline_block(step: int, spans: Sequence[Span], bounds: tuple[float, float], crossing: Sequence[Span]) -> Json:
+def timeline_block(
+    step: int, spans: Sequence[TimelineSpan], bounds: tuple[float, float], crossing: Sequence[TimelineSpan]
+) -> Json:
     """One step's spans for the page, times in milliseconds from the start of the step.
 
     `crossing`: calls that were open at its end, which count in the times of the step and are drawn in the next one.

@@ -10,18 +10,26 @@ import time
 import psutil
 import pytest
 
-from benchmarks.support.processes import RAY_NICENESS, Child, ChildFailed, Meter, SurvivorMeter, cpu_seconds, stopped
+from benchmarks.support.processes import (
+    RAY_NICENESS,
+    ChildFailed,
+    Meter,
+    RemoteObject,
+    SurvivorMeter,
+    cpu_seconds,
+    stopped,
+)
 from tests.child_server import Server
 
 
 @pytest.fixture(scope="module")
 def child():
-    child = Child("server", Server, 40)
+    child = RemoteObject("server", Server, 40)
     yield child
     child.close()
 
 
-def test_child_answers_and_reports_errors(child: Child) -> None:
+def test_child_answers_and_reports_errors(child: RemoteObject) -> None:
     assert child.call("add", 2, timeout_s=60) == 42
     child.send("add", 1)
     assert child.receive(60) == 43
@@ -30,7 +38,7 @@ def test_child_answers_and_reports_errors(child: Child) -> None:
     assert child.call("niceness", timeout_s=60) == max(RAY_NICENESS, os.nice(0))
 
 
-def test_cpu_time_counts_the_tree_without_excluded_processes(child: Child) -> None:
+def test_cpu_time_counts_the_tree_without_excluded_processes(child: RemoteObject) -> None:
     meter, others = Meter([child.pid]), cpu_seconds([os.getpid()], [child.pid])
     child.call("burn", 0.3, timeout_s=60)
     own, foreign = meter.read()
@@ -39,7 +47,7 @@ def test_cpu_time_counts_the_tree_without_excluded_processes(child: Child) -> No
     assert cpu_seconds([os.getpid()]) > own
 
 
-def test_stopped_processes_are_suspended_and_resumed(child: Child) -> None:
+def test_stopped_processes_are_suspended_and_resumed(child: RemoteObject) -> None:
     below = psutil.Process(child.call("leave_child", timeout_s=60))
     with stopped([os.getpid()], without=[child.pid]):
         assert below.status() != psutil.STATUS_STOPPED
@@ -56,7 +64,7 @@ def test_stopped_processes_are_suspended_and_resumed(child: Child) -> None:
 
 
 def test_closing_a_child_ends_its_descendants() -> None:
-    child = Child("server", Server, 0)
+    child = RemoteObject("server", Server, 0)
     below = psutil.Process(child.call("leave_child", timeout_s=60))
     child.close()
     assert not below.is_running() or below.status() == psutil.STATUS_ZOMBIE

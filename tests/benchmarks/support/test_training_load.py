@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from benchmarks.support.harness import Turn
-from benchmarks.support.processes import Child
+from benchmarks.support.processes import RemoteObject
 from benchmarks.support.training_load import RESPONSE_TOKENS, BackgroundLoad, TrainingLoad
 from benchmarks.support.workload import grpo_spec
 from tests.benchmarks.settings import SETTINGS
@@ -24,7 +24,7 @@ async def test_nothing_is_measured_without_a_load() -> None:
 
 
 async def test_only_tokens_trained_during_a_turn_are_counted(tiny_model: Path) -> None:
-    load = Child("training-load", TrainingLoad, grpo_spec(SETTINGS, tiny_model, 1, 1).policy_config())
+    load = RemoteObject("training-load", TrainingLoad, grpo_spec(SETTINGS, tiny_model, 1, 1).policy_config())
     beside = BackgroundLoad(load)
 
     async def rows(count: int) -> int:

@@ -178,7 +178,7 @@ class _Sender(FakePolicy):
 def _device_sync(engines: list[FaultyEngine]) -> tuple[_Sender, EnginePool, DeviceSync]:
     sender, pool = _Sender(), fake_pool(engines)
 
-    def link(handles: Sequence[WorkerHandle[roles.Engine]]) -> _Link:
+    def link(handles: Sequence[WorkerHandle[roles.RolloutEngine]]) -> _Link:
         return _Link([handle.target for handle in handles if isinstance(handle, FaultyWorker)])
 
     return sender, pool, DeviceSync(policy_group(sender), pool, link, 1.0)

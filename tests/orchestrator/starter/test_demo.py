@@ -12,7 +12,7 @@ from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.spec.examples import MODELS_VARIABLE, examples
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.starter import demo_models as demo
-from troupe.orchestrator.starter.command import Flags, copy_of
+from troupe.orchestrator.starter.command import InitFlags, copy_of
 from troupe.orchestrator.starter.demo import (
     DEFAULT,
     demo_folder,
@@ -114,6 +114,6 @@ def test_an_example_is_copied_as_a_file_to_edit(models: Path) -> None:
 
 def test_flags_that_a_copy_would_not_heed_are_refused(models: Path) -> None:
     with pytest.raises(UsageError, match=r"drop --max-tokens and edit the file"):
-        copy_of("tiny-grpo", Flags(max_tokens=9), Path("run.yaml"))
+        copy_of("tiny-grpo", InitFlags(max_tokens=9), Path("run.yaml"))
     with pytest.raises(UsageError, match="no such example"):
-        copy_of("tiny", Flags(), Path("run.yaml"))
+        copy_of("tiny", InitFlags(), Path("run.yaml"))

@@ -19,7 +19,7 @@ from troupe.orchestrator.model_facts.model_size import read_size
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.starter.choices import Choices, check_algorithm, read_data
-from troupe.orchestrator.starter.command import Flags, complete, text_of, write
+from troupe.orchestrator.starter.command import InitFlags, complete, text_of, write
 from troupe.orchestrator.starter.sizing import fitting_document, nodes
 
 DATA = ROOT / "deploy" / "specs" / "data"
@@ -174,15 +174,15 @@ def test_what_is_missing_is_asked_in_a_terminal_and_refused_elsewhere() -> None:
         asked.append(question.split()[0])
         return default or "/models/my-1b"
 
-    choices = complete(Flags(gpus=0), ask)
+    choices = complete(InitFlags(gpus=0), ask)
     assert asked == ["Model", "Data:", "Algorithm"]
     assert (choices.model, choices.data, choices.algorithm) == ("/models/my-1b", "reasoning_gym:chain_sum", "grpo")
     assert choices.name == "my-1b-grpo"
     asked.clear()
-    complete(Flags(model="m", data="reasoning_gym:gcd", gpus=0), ask)
+    complete(InitFlags(model="m", data="reasoning_gym:gcd", gpus=0), ask)
     assert asked == []
     with pytest.raises(UsageError, match=r"^--model and --data: required where there is no terminal"):
-        complete(Flags(), None)
+        complete(InitFlags(), None)
 
 
 def test_a_file_is_overwritten_only_by_force(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from troupe.orchestrator.telemetry.call_log import CallLog, OpenCall
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.telemetry.timeline import Span
 from troupe.workers.contract.messages import GroupRequest, RewardSummary
-from troupe.workers.contract.roles import Engine, Reward
+from troupe.workers.contract.roles import Reward, RolloutEngine
 
 
 class Clock:
@@ -118,17 +118,17 @@ def test_a_worker_reports_every_call_with_its_subject_and_how_it_ended() -> None
 
     async def run() -> list[Span]:
         log = CallLog()
-        engine: ActorWorker[Engine] = ActorWorker("rollout-0", _Actor(generate=never), PeakMemory(), log)
+        engine: ActorWorker[RolloutEngine] = ActorWorker("rollout-0", _Actor(generate=never), PeakMemory(), log)
         reward: ActorWorker[Reward] = ActorWorker("reward-1", _Actor(score=scored), PeakMemory(), log)
         request = GroupRequest("p1", 0, 0, 1, 0)
-        generating = asyncio.ensure_future(engine.call(Engine.generate, 0.05, request, None))
+        generating = asyncio.ensure_future(engine.call(RolloutEngine.generate, 0.05, request, None))
         await asyncio.sleep(0.01)
         (open_,) = log.open_calls()
         assert open_[:2] == ("rollout-0", "generate") and open_.timeout_s == 0.05 and open_.detail == "p1"
         with pytest.raises(WorkerTimeout):
             await generating
         await reward.call(Reward.score, 1.0, None)
-        cancelled = asyncio.ensure_future(engine.call(Engine.generate, 9.0, request, None))
+        cancelled = asyncio.ensure_future(engine.call(RolloutEngine.generate, 9.0, request, None))
         await asyncio.sleep(0.01)
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)

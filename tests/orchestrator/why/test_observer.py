@@ -28,7 +28,7 @@ from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.why import observer as observing
 from troupe.orchestrator.why.facts import Diagnosis
-from troupe.orchestrator.why.folder import ENDED, FOLDER, Report, keep_report
+from troupe.orchestrator.why.folder import ENDED, FOLDER, DiagnosisReport, keep_report
 
 WAIT_S = 60.0
 
@@ -143,7 +143,7 @@ def test_a_folder_without_a_run_is_a_mistake_of_the_user(tmp_path: Path) -> None
 
 def test_only_the_newest_reports_are_kept(tmp_path: Path) -> None:
     for second in range(30):
-        keep_report(tmp_path, Report(float(second), 1, Diagnosis("busy", f"at {second}")))
+        keep_report(tmp_path, DiagnosisReport(float(second), 1, Diagnosis("busy", f"at {second}")))
     texts = [path.read_text().strip() for path in sorted((tmp_path / "reports").iterdir())]
     assert texts == [f"at {second}" for second in range(10, 30)]
 
@@ -151,8 +151,8 @@ def test_only_the_newest_reports_are_kept(tmp_path: Path) -> None:
 def test_the_last_report_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     diagnosis = {"cause": "full", "verdict": "/ is full", "culprit": "/ on n1", "evidence": ["a line"]}
     (tmp_path / ENDED.name).write_text(json.dumps({"time": 1.0, "pid": 2, "diagnosis": diagnosis, "seconds": 0.5}))
-    assert ENDED.read(tmp_path) == Report(1.0, 2, Diagnosis("full", "/ is full", "/ on n1", ("a line",)), 0.5)
-    ENDED.write(tmp_path, Report(1.0, 2, Diagnosis("full", "/ is full", "/ on n1")))
+    assert ENDED.read(tmp_path) == DiagnosisReport(1.0, 2, Diagnosis("full", "/ is full", "/ on n1", ("a line",)), 0.5)
+    ENDED.write(tmp_path, DiagnosisReport(1.0, 2, Diagnosis("full", "/ is full", "/ on n1")))
     assert json.loads((tmp_path / ENDED.name).read_text())["diagnosis"]["blocked_by"] == "/ on n1"
 
 

@@ -14,7 +14,7 @@ from troupe.workers.contract.config import EpisodeConfig
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Observation, Row, failed
 from troupe.workers.episodes.conversation import Added, Conversation, ConversationError
 from troupe.workers.episodes.episode import RESTARTS, EpisodeRunner, Played
-from troupe.workers.episodes.turns import Turn
+from troupe.workers.episodes.turns import SampledTurn
 
 ROW = Row(({"role": "user", "content": "go"},))
 USER: Message = {"role": "user", "content": "more"}
@@ -91,10 +91,10 @@ def reply(*messages: Message, **fields: Any) -> EpisodeReply:
     return EpisodeReply(Observation(messages, **fields))
 
 
-async def sampled(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+async def sampled(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
     ids = [10 * (number + 1) + place for place in range(min(3, max_tokens))]
     spans = [{"version": number, "start": 0, "end": 1}, {"version": number + 1, "start": 1, "end": len(ids)}]
-    return Turn(ids, [-0.5] * len(ids), spans, "stop", cached_tokens=2)
+    return SampledTurn(ids, [-0.5] * len(ids), spans, "stop", cached_tokens=2)
 
 
 def play(script: Script, sample: Any = sampled, fork_at: int = -1, longest: int = 100, **bounds: Any) -> Played:
@@ -146,8 +146,8 @@ def test_the_environment_gets_the_last_turn_when_turns_run_out() -> None:
 
 
 def test_a_turn_that_is_cut_ends_the_episode_or_not() -> None:
-    async def cut(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
-        return Turn([5], [-1.0], [{"version": 0, "start": 0, "end": 1}], "length")
+    async def cut(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+        return SampledTurn([5], [-1.0], [{"version": 0, "start": 0, "end": 1}], "length")
 
     script = Script([reply(USER, reward=0.5), reply(done=True)])
     assert (play(script, cut).finish_reason, len(script.heard)) == ("length", 1)
@@ -188,7 +188,7 @@ def test_a_long_observation_is_cut() -> None:
 
 
 def test_an_episode_that_takes_too_long_fails() -> None:
-    async def slow(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+    async def slow(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
         await asyncio.sleep(60)
         raise AssertionError
 
@@ -217,7 +217,7 @@ def test_workers_that_keep_dying_fail_the_sample() -> None:
 
 
 def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
-    async def broken(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+    async def broken(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
         raise RuntimeError("the engine died")
 
     script = Script([])
@@ -229,7 +229,7 @@ def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
 def test_a_conversation_of_its_own_begins_a_row_with_its_own_limits() -> None:
     asked: list[tuple[int, tuple[str, ...]]] = []
 
-    async def noted(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+    async def noted(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
         asked.append((max_tokens, tuple(stop)))
         return await sampled(number, prompt_ids, max_tokens, stop)
 
@@ -244,7 +244,7 @@ def test_conversations_beside_a_turn_are_sampled_with_it_and_are_rows_before_it(
     running: list[int] = []
     together: list[int] = []
 
-    async def noted(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> Turn:
+    async def noted(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
         running.append(number)
         await asyncio.sleep(0)
         together.append(len(running))

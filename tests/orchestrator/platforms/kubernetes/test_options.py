@@ -10,7 +10,7 @@ import pytest
 from tests.orchestrator.platforms.kubernetes.manifests import GRPO, documents
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.platforms.flags import KubernetesFlags, NodeFlags
-from troupe.orchestrator.platforms.kubernetes.options import Options
+from troupe.orchestrator.platforms.kubernetes.options import KubernetesOptions
 from troupe.orchestrator.platforms.kubernetes.values import (
     Claim,
     Variable,
@@ -104,4 +104,4 @@ def test_a_plain_variable_keeps_its_value() -> None:
 
 def test_a_claim_is_parsed_and_its_path_normalized() -> None:
     assert parse_claim("team.data:/data//x/") == Claim("team.data", "/data/x")
-    assert Options("a", "i", "2.60.0", claims=(Claim("a", "/a"),)).base == "/a"
+    assert KubernetesOptions("a", "i", "2.60.0", claims=(Claim("a", "/a"),)).base == "/a"

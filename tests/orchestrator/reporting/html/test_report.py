@@ -21,7 +21,7 @@ from troupe.orchestrator.reporting.html.budget import fitting, spread
 from troupe.orchestrator.reporting.html.overview import MOST_POINTS, overview, resumes, sections, spec_differences
 from troupe.orchestrator.reporting.html.page import as_json, render
 from troupe.orchestrator.reporting.html.report import Budget, page_data, samples_data, timeline_data, write_report
-from troupe.orchestrator.reporting.html.timeline import Span, step_times
+from troupe.orchestrator.reporting.html.timeline import TimelineSpan, step_times
 from troupe.orchestrator.reporting.html.token_texts import TokenTexts
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.utilization import step_bounds
@@ -131,9 +131,12 @@ def test_steps_are_spread_with_the_first_and_the_last() -> None:
 
 def test_idle_time_and_the_bound_of_a_step() -> None:
     spans = [
-        *(Span("rollout", "rollout-0", "generate", 0, 4), Span("rollout", "rollout-1", "generate", 0, 2)),
-        *(Span("policy", "policy-0", "update", 4, 7), Span("policy", "policy-0", "publish", 7, 8)),
-        *(Span("rollout", "rollout-0", "load", 8, 9), Span("rollout", "rollout-1", "load", 8, 10)),
+        *(
+            TimelineSpan("rollout", "rollout-0", "generate", 0, 4),
+            TimelineSpan("rollout", "rollout-1", "generate", 0, 2),
+        ),
+        *(TimelineSpan("policy", "policy-0", "update", 4, 7), TimelineSpan("policy", "policy-0", "publish", 7, 8)),
+        *(TimelineSpan("rollout", "rollout-0", "load", 8, 9), TimelineSpan("rollout", "rollout-1", "load", 8, 10)),
     ]
     times = step_times(spans, 0, 10)
     assert times["roles"]["rollout"] == {"workers": 2, "busy": {"generate": 3.0, "load": 1.5}, "idle": 5.5}
