@@ -13,7 +13,7 @@ from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHeal
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
-from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.telemetry.start_activity import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics

@@ -39,7 +39,7 @@ from troupe.workers.models.modeling import (
     share_backbone,
     torch_dtype,
 )
-from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.telemetry.start_activity import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
 from troupe.workers.training.group import all_reduce
 from troupe.workers.training.profiling import profiled

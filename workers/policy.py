@@ -31,7 +31,7 @@ from troupe.workers.data.texts import cut_texts, text_batches
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
-from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.telemetry.start_activity import Stage, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
 from troupe.workers.training.group import free_port, own_address
 from troupe.workers.training.profiling import profiled

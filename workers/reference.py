@@ -9,7 +9,7 @@ from troupe.workers.contract.config import ReferenceConfig
 from troupe.workers.contract.messages import RankPlan, ScoreSummary, WorkerHealth
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
-from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.telemetry.start_activity import Stage, announce
 from troupe.workers.training.rank import own_peak, prepare_torch, worker_health
 
 

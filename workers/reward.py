@@ -33,7 +33,7 @@ from troupe.workers.rewards.judge import JudgeReward
 from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
 from troupe.workers.rewards.steps import Step, token_counts
 from troupe.workers.telemetry.peak_memory import resident_peak
-from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.telemetry.start_activity import Stage, announce
 
 if TYPE_CHECKING:
     from troupe.workers.rewards.model import RewardModel

@@ -30,7 +30,7 @@ from troupe.orchestrator.processes.proc import StoppedProcesses, kill_tree, last
 from troupe.orchestrator.roles.table import named
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
-from troupe.workers.telemetry.start_stages import read_stages
+from troupe.workers.telemetry.start_activity import read_stages
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from troupe.workers.contract.messages import TensorSpec, WeightUpdate
 from troupe.workers.engine.owner_watch import OWNER_VARIABLE, die_with_owner
 from troupe.workers.engine.settings import SHM_BACKEND
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
-from troupe.workers.telemetry.start_stages import Stage, announce
+from troupe.workers.telemetry.start_activity import Stage, announce
 from troupe.workers.weights.file import WeightDigestMismatch, open_weights
 from troupe.workers.weights.shared_memory import FileMapping
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from troupe.workers.telemetry.stacks import VARIABLE
-from troupe.workers.telemetry.start_stages import Stage, announce, read_stages
+from troupe.workers.telemetry.start_activity import Stage, announce, read_stages
 
 
 def test_the_last_announced_stage_of_each_process_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
