@@ -67,7 +67,7 @@ class WorkerLauncher:
         """
         await self._seats.reserve(only)
         await self._download()
-        self._progress = StartProgress(self._cluster.stages, progress, self._seats, self._served)
+        self._progress = StartProgress(self._cluster.activities, progress, self._seats, self._served)
         try:
             with self._progress.following():
                 return await self._start()

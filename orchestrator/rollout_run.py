@@ -161,7 +161,7 @@ class RolloutRun:
     async def audit(
         self, spec: RolloutSpec, found: Checkpoint | None, controller: Controller | None = None
     ) -> AuditReport:
-        """Compares engines and trainer with the judge, with the initial weights or those of the checkpoint.
+        """Compares engines and trainer with the float32 scorer, with the initial weights or those of the checkpoint.
 
         Args:
             spec: With models that are folders.

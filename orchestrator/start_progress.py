@@ -8,21 +8,23 @@ from contextlib import contextmanager
 
 _SHOWN = 6
 """Names of workers that a message lists."""
-_STAGES_S = 1.0
+_LOOK_S = 1.0
 """Time between two looks at what the workers do that are starting."""
 
 Progress = Callable[[int, int, str], None]
 """Is told how many workers have started, how many there are, and the names of the others."""
-Stages = Callable[[Sequence[str]], Awaitable[dict[str, str]]]
+Activities = Callable[[Sequence[str]], Awaitable[dict[str, str]]]
 """What workers that are starting do, by name."""
 
 
 class StartProgress:
     """Reports the workers that have not started, until all of them have."""
 
-    def __init__(self, stages: Stages, progress: Progress, all_names: Collection[str], served: Collection[str]) -> None:
+    def __init__(
+        self, activities: Activities, progress: Progress, all_names: Collection[str], served: Collection[str]
+    ) -> None:
         """`all_names` and `served`: the workers of the run, and those that have started; both change."""
-        self._stages = stages
+        self._activities = activities
         self._progress = progress
         self._all = all_names
         self._served = served
@@ -32,7 +34,7 @@ class StartProgress:
     def following(self) -> Iterator[None]:
         """Looks at the workers while the block runs."""
         self.report()
-        task = asyncio.create_task(self._follow(), name="follow stages")
+        task = asyncio.create_task(self._follow(), name="follow activities")
         try:
             yield
         finally:
@@ -50,6 +52,6 @@ class StartProgress:
 
     async def _follow(self) -> None:
         while True:
-            self._doing = await self._stages(self._waiting())
+            self._doing = await self._activities(self._waiting())
             self.report()
-            await asyncio.sleep(_STAGES_S)
+            await asyncio.sleep(_LOOK_S)

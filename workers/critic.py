@@ -13,7 +13,7 @@ from troupe.workers.contract.messages import RankPlan, UpdateMetrics, WorkerHeal
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import TokenValues, load_value, score_plan, torch_dtype
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
-from troupe.workers.telemetry.start_activity import Stage, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
@@ -34,12 +34,12 @@ class CriticWorker(TrainingRank):
     def build(self) -> WorkerHealth:
         """Load the model into DeepSpeed; the process must have joined its group."""
         config = self._config
-        announce(Stage.MODEL)
+        announce(Activity.MODEL)
         model = load_value(config.model)
         dtype = torch_dtype(config.model.dtype)
         module = TokenValues(model)
         self._packs = adapt(module, model, config.device, config.trainer.packing)
-        announce(Stage.TRAINER)
+        announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, dtype)
         return self.health()
 

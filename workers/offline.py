@@ -39,7 +39,7 @@ from troupe.workers.models.modeling import (
     share_backbone,
     torch_dtype,
 )
-from troupe.workers.telemetry.start_activity import Stage, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
 from troupe.workers.training.group import all_reduce
 from troupe.workers.training.profiling import profiled
@@ -172,11 +172,11 @@ class ExamplePolicyWorker(OfflineRank):
     def build(self) -> WorkerHealth:
         """Load the policy and, where it is colocated, the reference."""
         config = self._config
-        announce(Stage.MODEL)
+        announce(Activity.MODEL)
         model = load_causal(config.model)
         module = CausalLogprobs(model, temperature=1.0, chunks=self._chunks(model))
         self._packs = adapt(module, model, config.device, config.trainer.packing)
-        announce(Stage.TRAINER)
+        announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
             reference = load_causal(config.reference_model)
@@ -200,7 +200,7 @@ class RewardTrainer(OfflineRank):
     def build(self) -> WorkerHealth:
         """Load the backbone with a head that starts at zero, or with the head it was saved with."""
         config = self._config
-        announce(Stage.MODEL)
+        announce(Activity.MODEL)
         model = load_value(config.model)
         _keep_last_token(model.config.get_text_config(), self._tokens())
         keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
@@ -208,7 +208,7 @@ class RewardTrainer(OfflineRank):
         dtype = torch_dtype(config.model.dtype)
         module = RewardScores(model, language)
         self._packs = adapt(module, model, config.device, config.trainer.packing)
-        announce(Stage.TRAINER)
+        announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, dtype)
         return self.health()
 

@@ -31,7 +31,7 @@ from troupe.workers.data.texts import cut_texts, text_batches
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chunks, load_causal, score_plan
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
-from troupe.workers.telemetry.start_activity import Stage, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
 from troupe.workers.training.group import free_port, own_address
 from troupe.workers.training.profiling import profiled
@@ -76,11 +76,11 @@ class PolicyWorker(TrainingRank):
     def build(self) -> WorkerHealth:
         """Load the models, the policy into DeepSpeed; the process must have joined its group."""
         config = self._config
-        announce(Stage.MODEL)
+        announce(Activity.MODEL)
         model = load_causal(config.model)
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
         self._packs = adapt(module, model, config.device, config.trainer.packing)
-        announce(Stage.TRAINER)
+        announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
             frozen = load_causal(config.reference_model)

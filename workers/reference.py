@@ -9,7 +9,7 @@ from troupe.workers.contract.config import ReferenceConfig
 from troupe.workers.contract.messages import RankPlan, ScoreSummary, WorkerHealth
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal, score_plan
-from troupe.workers.telemetry.start_activity import Stage, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.rank import own_peak, prepare_torch, worker_health
 
 
@@ -26,7 +26,7 @@ class ReferenceWorker:
     def start(self) -> WorkerHealth:
         """Load the model. Raises OSError if it is missing."""
         prepare_torch(self._config.threads)
-        announce(Stage.MODEL)
+        announce(Activity.MODEL)
         config = self._config
         model = load_causal(config.model)
         chunks = head_chunks(model.config.get_text_config().vocab_size, config.micro_batch_tokens, config.device)

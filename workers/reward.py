@@ -33,7 +33,7 @@ from troupe.workers.rewards.judge import JudgeReward
 from troupe.workers.rewards.runner import Outcome, RewardProcess, Sample
 from troupe.workers.rewards.steps import Step, token_counts
 from troupe.workers.telemetry.peak_memory import resident_peak
-from troupe.workers.telemetry.start_activity import Stage, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 
 if TYPE_CHECKING:
     from troupe.workers.rewards.model import RewardModel
@@ -186,7 +186,7 @@ class RewardWorker:
         try:
             if self._splits_text:
                 self._tokenizer = _load_tokenizer(self.policy)
-            announce(Stage.FUNCTIONS)
+            announce(Activity.FUNCTIONS)
             for process in (*self._processes, *self._judges):
                 process.start()
             if self.config.model is not None and self._model is None:
@@ -196,7 +196,7 @@ class RewardWorker:
 
                 if self.config.threads:
                     torch.set_num_threads(self.config.threads)
-                announce(Stage.MODEL)
+                announce(Activity.MODEL)
                 self._model = RewardModel(self.config.model, self.config.micro_batch_tokens, self.device)
         except BaseException:
             self.close()
@@ -220,9 +220,9 @@ class RewardWorker:
         rollouts = _samples_of(_check_group(rollouts))
         statuses = rollouts["episode_status"].to_pylist()
         played = [status == OK for status in statuses]
-        # Episodes that have failed are not judged.
-        judged = self._components(rollouts.filter(pa.array(played))) if any(played) else [[] for _ in self.labels]
-        components = [_with_failed(outcomes, statuses) for outcomes in judged]
+        # Episodes that have failed are not scored.
+        scored = self._components(rollouts.filter(pa.array(played))) if any(played) else [[] for _ in self.labels]
+        components = [_with_failed(outcomes, statuses) for outcomes in scored]
         per_sample = list(zip(*components, strict=True))
         rewards = [
             combine(self.labels, self.weights, outcomes) if status == OK else SampleReward(status, None)
@@ -241,8 +241,8 @@ class RewardWorker:
                 label: tuple(outcome.value for outcome in outcomes)
                 for label, outcomes in zip(self.labels, components, strict=True)
             },
-            steps_differ=len({reward for judged in rewards for _, reward in judged.spans}) > 1,
-            faults=(*find_faults(self.labels, judged), *episode_faults(statuses)),
+            steps_differ=len({reward for sample in rewards for _, reward in sample.spans}) > 1,
+            faults=(*find_faults(self.labels, scored), *episode_faults(statuses)),
             seconds=time.perf_counter() - started,
             peak=self._peak(),
         )
@@ -380,9 +380,9 @@ def _samples_of(rollouts: pa.Table) -> pa.Table:
 
 
 def _with_failed(outcomes: Sequence[Outcome], statuses: Sequence[str]) -> list[Outcome]:
-    """The outcomes of the episodes that were judged, in place among those that have failed."""
-    judged = iter(outcomes)
-    return [next(judged) if status == OK else Outcome(None, status) for status in statuses]
+    """The outcomes of the episodes that were scored, in place among those that have failed."""
+    scored = iter(outcomes)
+    return [next(scored) if status == OK else Outcome(None, status) for status in statuses]
 
 
 def _samples(rollouts: pa.Table) -> list[Sample]:

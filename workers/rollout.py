@@ -43,7 +43,7 @@ from troupe.workers.episodes.reader import TurnReader, read_row
 from troupe.workers.episodes.turns import SampledTurn, TurnLimits
 from troupe.workers.isolation.removal import remove_at_death, retire
 from troupe.workers.telemetry.peak_memory import resident_peak
-from troupe.workers.telemetry.start_activity import Stage, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ class RolloutWorker:
             EngineDead: the engine's process failed.
             Exception: vLLM cannot load the model.
         """
-        announce(Stage.IMPORT)
+        announce(Activity.IMPORT)
         set_environment(self._config)
         # Blocked from here on, the event loop would hold back the answer to the call before this one, by which the
         # node's watch finds this process. Another process imports vLLM meanwhile.

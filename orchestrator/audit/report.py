@@ -1,4 +1,4 @@
-"""The report of an audit: figures, verdict, and what to do about each cause."""
+"""The report of an audit: figures, result, and what to do about each cause."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class AuditReport:
         seconds = ", ".join(f"{name} {value:.1f} s" for name, value in self.seconds.items())
         lines = [f"audit of {self.weights}: {self.tokens} sampled tokens, {self.dtype} ({seconds})"]
         for gap in self.gaps:
-            verdict = "explained by rounding" if gap.passed else "NOT explained by rounding"
+            result = "explained by rounding" if gap.passed else "NOT explained by rounding"
             lines.append(
                 f"  {gap.worker}: mean gap to the float32 scorer {gap.mean:.2g} nats (99th percentile {gap.p99:.2g}); "
-                f"rounding {gap.rounding:.2g}: {verdict}"
+                f"rounding {gap.rounding:.2g}: {result}"
             )
         lines.append(f"  sampler and trainer: mean gap {self.between:.2g} nats")
         if self.prompts:

@@ -30,7 +30,7 @@ from troupe.orchestrator.processes.proc import StoppedProcesses, kill_tree, last
 from troupe.orchestrator.roles.table import named
 from troupe.workers.telemetry.stacks import FOLDER as STACKS
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
-from troupe.workers.telemetry.start_activity import read_stages
+from troupe.workers.telemetry.start_activity import read_activities
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,9 @@ class NodeWatch:
         request = InspectRequest(roots, logs / STACKS, str(logs.parent), paths)
         return await asyncio.to_thread(inspect_node, request)
 
-    async def stages(self, pids: tuple[int, ...]) -> dict[int, str]:
+    async def activities(self, pids: tuple[int, ...]) -> dict[int, str]:
         """What these processes do to start, where they have announced it."""
-        return read_stages(own_logs() / STACKS, pids)
+        return read_activities(own_logs() / STACKS, pids)
 
 
 class ProcessWatch:
@@ -155,19 +155,19 @@ class ProcessWatch:
         """Where the workers' processes are, by name. May be called from any thread."""
         return {worker.name: process for process, worker in list(self._workers.items())}
 
-    async def stages(self, names: Collection[str]) -> dict[str, str]:
+    async def activities(self, names: Collection[str]) -> dict[str, str]:
         """What these workers do to start, by name. Those of a node that does not answer at once are missing."""
         on_node: dict[str, dict[int, str]] = {}
         for name, process in self.locations().items():
             if name in names:
                 on_node.setdefault(process.node, {})[process.pid] = name
         here = on_node.pop(self.node, {})
-        found = {here[pid]: stage for pid, stage in read_stages(self._logs / STACKS, here).items()}
+        found = {here[pid]: activity for pid, activity in read_activities(self._logs / STACKS, here).items()}
 
         async def ask(node: str, workers: Mapping[int, str]) -> None:
             with contextlib.suppress(RayError, TimeoutError, KeyError):
-                there = await within(_FETCH_S, self._actors[node].stages.remote(tuple(workers)))
-                found.update({workers[pid]: stage for pid, stage in there.items()})
+                there = await within(_FETCH_S, self._actors[node].activities.remote(tuple(workers)))
+                found.update({workers[pid]: activity for pid, activity in there.items()})
 
         await asyncio.gather(*(ask(node, workers) for node, workers in on_node.items()))
         return found

@@ -348,9 +348,9 @@ class Cluster:
         """Where the workers' processes are, by name. May be called from any thread."""
         return {} if self._watch is None else self._watch.locations()
 
-    async def stages(self, names: Collection[str]) -> dict[str, str]:
-        """See `ProcessWatch.stages`."""
-        return {} if self._watch is None else await self._watch.stages(names)
+    async def activities(self, names: Collection[str]) -> dict[str, str]:
+        """See `ProcessWatch.activities`."""
+        return {} if self._watch is None else await self._watch.activities(names)
 
     def inspect(self, own: Mapping[int, str], paths: tuple[Path, ...], timeout_s: float) -> list[NodeReport]:
         """See `ProcessWatch.inspect`."""

@@ -1,4 +1,4 @@
-"""Gathers the facts about this machine. Nothing here judges; a fact that cannot be read takes a harmless value."""
+"""Gathers the facts about this machine. A fact that cannot be read gets a default that triggers no check."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ class Repeated:
 
     def line(self) -> str:
         """The result in one line."""
-        verdict = "equal" if self.equal else "NOT EQUAL"
+        result = "equal" if self.equal else "NOT EQUAL"
         parts = ", ".join(_compared(role, digest, self.found.get(role, "")) for role, digest in self.recorded.items())
-        return f"step {self.step}: {verdict} ({parts}; {self.seconds:.2f} s)"
+        return f"step {self.step}: {result} ({parts}; {self.seconds:.2f} s)"
 
     def different_metrics(self) -> list[str]:
         """Metrics of the updates that differ, of the first update with any: `policy/loss 0.1 in the run, 0.2 here`."""

@@ -54,7 +54,7 @@ class RunSummary:
         for (name, sign), values in self._learned.items():
             if len(values) >= 2:
                 first, last, change = trend(values)
-                return f"{name} {first:.3g} to {last:.3g}: {_judged(change, change * sign > 0)}"
+                return f"{name} {first:.3g} to {last:.3g}: {_rated(change, change * sign > 0)}"
         return ""
 
     def shares(self) -> tuple[float, float]:
@@ -88,7 +88,7 @@ class RunSummary:
         return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def _judged(change: int, wanted: bool) -> str:
+def _rated(change: int, wanted: bool) -> str:
     if not change:
         return "no clear change yet"
     name, other = ("rises", "fall") if change > 0 else ("falls", "rise")

@@ -28,7 +28,7 @@ SAVED_SAMPLES = 4096
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """The held-out prompts and how they are sampled and judged."""
+    """The held-out prompts and how they are sampled and scored."""
 
     picks: tuple[PromptPick, ...]
     sampling: EvalSampling

@@ -281,7 +281,7 @@ def trainer_layouts(spec: RunSpec) -> dict[str, TrainerLayout]:
 def stage_problem(saved: TrainerLayout, now: TrainerLayout) -> str:
     """Why trainers with one ZeRO stage cannot load what another stage wrote; empty where they can.
 
-    Stages 1 and 2 have the same files. In float32 those of stage 0 are converted.
+    ZeRO stages 1 and 2 have the same files. In float32 those of stage 0 are converted.
     """
     both = {saved.zero_stage, now.zero_stage}
     if len(both) == 1 or both <= {1, 2} or (both <= {0, 1, 2} and now.dtype == "float32"):
@@ -295,7 +295,7 @@ def stage_problem(saved: TrainerLayout, now: TrainerLayout) -> str:
 
 
 def _layout_of(folder: Path) -> TrainerLayout | None:
-    """The layout that file names tell: stages 1 and 2 look the same."""
+    """The layout that file names tell: ZeRO stages 1 and 2 look the same."""
     own = [match for match in map(_RANK_FILE.fullmatch, _names(folder)) if match]
     if not own:
         return None

@@ -205,7 +205,7 @@ def shipped(name: str, *overrides: str) -> RolloutSpec:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_workers_say_what_they_do_while_they_start(shared: SharedWorkers) -> None:
     names = ("rollout-0", "policy-0", "critic-0")
-    last = await shared.cluster.stages(names)  # the last stage that each has announced
+    last = await shared.cluster.activities(names)  # the last that each has announced
     assert last == {"rollout-0": "engine warm-up", "policy-0": "DeepSpeed", "critic-0": "DeepSpeed"}
 
 

@@ -205,8 +205,8 @@ class TrainerConfig(OptimizerConfig):
     def stage_for(self, ranks: int, float32: bool) -> Literal[0, 1, 2, 3]:
         """The ZeRO stage to use for a group of `ranks` ranks.
 
-        For a single rank in float32, stages 1 and 2 would copy all gradients and keep all weights twice, for nothing.
-        In bfloat16 they accumulate gradients in float32.
+        For a single rank in float32, ZeRO stages 1 and 2 would copy all gradients and keep all weights twice, for no
+        gain. In bfloat16 they accumulate gradients in float32.
 
         Args:
             ranks: Size of the training group.

@@ -230,7 +230,7 @@ class SampleSummary:
     oldest_version: int
     newest_version: int
     status: str = OK
-    """`ok`, or why the sample failed before it was judged."""
+    """`ok`, or why the sample failed before it was scored."""
     segments: tuple[int, ...] = ()
     """Tokens of each row of the sample, prompt included; empty: it has one row."""
     episode: EpisodeSummary | None = None

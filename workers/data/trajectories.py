@@ -22,7 +22,7 @@ from troupe.workers.contract.messages import (
 from troupe.workers.contract.samples import SAMPLES, TRAINED, conform
 
 _RECORDED = TOKEN_RECORDS.names[-2:]
-_JUDGEMENT = tuple(name for name in REWARDS.names if name not in IDENTITY_NAMES)
+_SCORES = tuple(name for name in REWARDS.names if name not in IDENTITY_NAMES)
 READABLE = (
     *("prompt_uid", "sample_index", "messages", "conversation", "response", "answer", "finish_reason"),
     *("status", "reward", "components"),
@@ -49,17 +49,17 @@ def join_rewards(tables: Sequence[pa.Table]) -> pa.Table:
             raise ValueError(f"neither a rollouts nor a rewards table: it has the columns {table.column_names}")
         found[0].append(table)
     samples = pa.concat_tables(rollouts) if rollouts else ROLLOUTS.empty_table()
-    judged = pa.concat_tables(rewards) if rewards else REWARDS.empty_table()
-    rows: dict[Identity, int] = {identity: row for row, identity in enumerate(identities(judged))}
+    scored = pa.concat_tables(rewards) if rewards else REWARDS.empty_table()
+    rows: dict[Identity, int] = {identity: row for row, identity in enumerate(identities(scored))}
     wanted = identities(samples)
     segments = samples.column(SEGMENT.name).to_pylist()
-    if len(rows) != judged.num_rows or len(set(zip(wanted, segments, strict=True))) != len(wanted):
+    if len(rows) != scored.num_rows or len(set(zip(wanted, segments, strict=True))) != len(wanted):
         raise ValueError("a sample occurs twice")
     if missing := [identity for identity in wanted if identity not in rows]:
         raise ValueError(f"{len(missing)} samples have no reward row; the first is {missing[0]}")
-    judged = judged.take(pa.array([rows[identity] for identity in wanted], pa.int64()))
-    for name in _JUDGEMENT:
-        samples = samples.append_column(judged.schema.field(name), judged[name])
+    scored = scored.take(pa.array([rows[identity] for identity in wanted], pa.int64()))
+    for name in _SCORES:
+        samples = samples.append_column(scored.schema.field(name), scored[name])
     return samples
 
 

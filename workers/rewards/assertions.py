@@ -219,7 +219,7 @@ class _Splitter:
                 source = ast.unparse(node)
                 calls.append(f"bool({source})" if truth else source)
                 return ast.Name(f"{_RESULT}{len(calls) - 1}", ast.Load())
-        raise ValueError(f"the tests contain an expression that cannot be judged: {ast.unparse(node)[:80]}")
+        raise ValueError(f"the tests contain an expression that cannot be evaluated: {ast.unparse(node)[:80]}")
 
     def _split_comparison(self, node: ast.Compare, calls: list[str]) -> ast.expr:
         sides: list[ast.expr] = []

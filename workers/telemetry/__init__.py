@@ -1,1 +1,1 @@
-"""What a worker process reports about itself without being called: stacks, stages of its start, peak memory."""
+"""What a worker process reports about itself without being called: stacks, activity of its start, peak memory."""

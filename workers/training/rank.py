@@ -18,7 +18,7 @@ from troupe.workers.contract.messages import KEPT_BATCH, KEPT_TEXTS, KeptFile, P
 from troupe.workers.data.step_record import picked, write_tables
 from troupe.workers.models.modeling import ModelModule
 from troupe.workers.telemetry.peak_memory import resident_peak
-from troupe.workers.telemetry.start_activity import Stage, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import StepResult, TrainEngine
 from troupe.workers.training.group import all_reduce, join_group, leave_group, own_address, rendezvous_store
 from troupe.workers.training.throughput import UpdateMeter
@@ -58,7 +58,7 @@ class TrainingRank:
             raise RuntimeError(f"{self._name} has already been started")
         prepare_torch(self._threads)
         torch.manual_seed(self._seed)
-        announce(Stage.GROUP)
+        announce(Activity.GROUP)
         join_group(rendezvous, self._device, self._store)
 
     def _meter(self) -> UpdateMeter:

@@ -38,7 +38,7 @@ from troupe.workers.contract.messages import TensorSpec, WeightUpdate
 from troupe.workers.engine.owner_watch import OWNER_VARIABLE, die_with_owner
 from troupe.workers.engine.settings import SHM_BACKEND
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
-from troupe.workers.telemetry.start_activity import Stage, announce
+from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.weights.file import WeightDigestMismatch, open_weights
 from troupe.workers.weights.shared_memory import FileMapping
 
@@ -265,17 +265,17 @@ def ipc_sender(source: WeightSource, client: VLLMWeightSyncClient, rank: int) ->
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
 
-def _announce_stages() -> None:
+def _announce_activities() -> None:
     """Announce what the engine of the rollout worker named in the environment does until it serves."""
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if owner in (0, os.getpid()):
         return
-    announce(Stage.MODEL, owner)
+    announce(Activity.MODEL, owner)
     create = WeightTransferEngineFactory.create_engine
 
     def create_engine(*args: Any, **kwargs: Any) -> WeightTransferEngine[Any, Any]:
         # vLLM creates it between loading the model and its warm-up: it profiles, and compiles or captures graphs.
-        announce(Stage.WARM_UP, owner)
+        announce(Activity.WARM_UP, owner)
         return create(*args, **kwargs)
 
     WeightTransferEngineFactory.create_engine = create_engine
@@ -286,4 +286,4 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 WeightTransferEngineFactory.register_engine(SHM_BACKEND, ShmWeightTransferEngine)
 die_with_owner()
 write_stacks_on_signal()
-_announce_stages()
+_announce_activities()

@@ -81,7 +81,7 @@ def truncation(run: History) -> Iterator[Verdict]:
     if found is None:
         return
     rises = cut.trend().rises and cut.last > cut.first + 0.2
-    always = min(cut.values) > 0.99 and run["reward/std"].last > 0.0  # then the reward judges cut responses as such
+    always = min(cut.values) > 0.99 and run["reward/std"].last > 0.0  # then the reward scores cut responses as such
     harmless = (run.reward_rises or always) and not rises
     longest = _longest(run)
     yield Verdict(

@@ -201,12 +201,12 @@ def test_a_prelude_comes_before_the_program() -> None:
         ("assert True", "no assertion"),
         ("for x in y: assert f(x) == 1", "line 1"),
         ("assert f(1) == g(1)", "computed in the sandbox"),
-        ("import numpy as np\nassert np.allclose(f(1), [2])", "cannot be judged"),
-        ("assert math.fsum(f(1)) == 3", "cannot be judged"),
-        ("assert [x for x in f(1)] == [1]", "cannot be judged"),
-        ("assert print(f(1), 3) == 3", "cannot be judged"),
-        ("assert (lambda x: x == 3)(f(1))", "cannot be judged"),
-        ("assert f(1) == f'{3}'", "cannot be judged"),
+        ("import numpy as np\nassert np.allclose(f(1), [2])", "cannot be evaluated"),
+        ("assert math.fsum(f(1)) == 3", "cannot be evaluated"),
+        ("assert [x for x in f(1)] == [1]", "cannot be evaluated"),
+        ("assert print(f(1), 3) == 3", "cannot be evaluated"),
+        ("assert (lambda x: x == 3)(f(1))", "cannot be evaluated"),
+        ("assert f(1) == f'{3}'", "cannot be evaluated"),
     ],
 )
 def test_cases_that_cannot_be_judged_raise_and_are_no_reward(tests: Any, message: str) -> None:
