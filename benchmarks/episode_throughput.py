@@ -6,7 +6,7 @@
 One engine serves all contenders in turns. `plain` samples one response to every prompt, as without an environment.
 `bare` is what one would write by hand around vLLM's `AsyncLLM`: a coroutine for each sample that samples a turn and
 appends the fixed tokens of an observation, without a table, an environment process or anything else. `episodes` is the
-product: environment workers in Ray actors, each episode in a process of its own.
+product: environment workers in Ray actors, each episode in a separate process.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ def reset_peak() -> None:
 
 
 def _folders(models: Path, made: Path) -> dict[str, Path]:
-    """Folders by model name; creates the model `made`, in a process of its own so that this one does not load torch."""
+    """Folders by model name; creates the model `made`, in a separate process so that this one does not load torch."""
     code = (
         "import sys, torch; from transformers import LlamaConfig, LlamaForCausalLM; "
         "LlamaForCausalLM(LlamaConfig(vocab_size=16384, hidden_size=512, intermediate_size=1408, num_hidden_layers=4, "

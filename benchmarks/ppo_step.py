@@ -31,7 +31,7 @@ PHASES = ("generate", "prepare", "update", "sync")
 
 
 def four_models(spec: RolloutSpec) -> RolloutSpec:
-    """The spec with PPO, a critic, and a reference in a worker of its own. Raises SpecError."""
+    """The spec with PPO, a critic, and a reference in a separate worker. Raises SpecError."""
     document = spec.model_dump(mode="json", exclude_defaults=True)
     policy = document["roles"]["policy"]
     document["roles"]["critic"] = dict(policy)

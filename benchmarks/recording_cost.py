@@ -80,7 +80,7 @@ def measure(settings: Settings, turns: int) -> Report:
 
 
 def check(out: Path, steps: int) -> str:
-    """What was recorded, in words. Raises NotCorrect where a step is missing."""
+    """What was recorded, as text. Raises NotCorrect where a step is missing."""
     counts: dict[str, int] = {}
     for folder in _RECORDED:
         found = {int(path.stem.partition("-")[2]) for path in (out / folder).glob("step-*")} - {0}

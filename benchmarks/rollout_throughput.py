@@ -215,7 +215,7 @@ def measure_repeatedly(times: int, once: Callable[[], Report], baselines: Sequen
 
 
 def rollout_class(settings: Settings) -> type[RolloutWorker]:
-    """The class of the rollout workers: the product's, or the one with a length of its own for every sample."""
+    """The class of the rollout workers: the product's, or the one with a different length for every sample."""
     if settings.lengths != "long-tail":
         return RolloutWorker
     from benchmarks.support.long_tail import LongTailRollout

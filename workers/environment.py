@@ -21,7 +21,7 @@ _WATCH_S = 0.5
 class EnvironmentWorker:
     """Holds up to `episodes` episodes. Those of one worker wait for nothing but a free seat.
 
-    Every method names the episode by a key that the caller chose. An episode that nobody asks for within
+    Every method names the episode by a key that the caller chose. An episode that no call names within
     `episode_timeout_s` ends: its engine may have died.
     """
 
@@ -113,7 +113,7 @@ class EnvironmentWorker:
         try:
             reply = await asking
         except BaseException:
-            self._release(episode)  # nobody waits for the reply: the process was killed
+            self._release(episode)  # no caller waits for the reply: the process was killed
             raise
         if reply.observation.done:
             self._release(episode)

@@ -1,4 +1,4 @@
-"""The product's rollout worker with a length of its own for every sample, drawn from a long-tailed distribution."""
+"""The product's rollout worker with a different length for every sample, drawn from a long-tailed distribution."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class ChildFailed(RuntimeError):
 
 
 class RemoteObject:
-    """An object in a process of its own, called by method name; `close` ends the process and its descendants."""
+    """An object in a separate process, called by method name; `close` ends the process and its descendants."""
 
     def __init__(self, name: str, server: type, *args: Any) -> None:
         """Start the process without waiting for it; it builds `server(*args)` at its first call."""

@@ -23,7 +23,7 @@ ANSWER_TIMEOUT_S = 300.0
 
 
 class TrainingLoad:
-    """Runs the bare loop's updates on a fixed batch, back to back, on a thread of its own."""
+    """Runs the bare loop's updates on a fixed batch, back to back, on a separate thread."""
 
     def __init__(self, config: PolicyConfig) -> None:
         import torch

@@ -207,7 +207,7 @@ def check_steps(steps: Sequence[BareStep], settings: Settings) -> str:
     """Check TRL's steps.
 
     Returns:
-        The outcome in words.
+        The outcome as text.
 
     Raises:
         NotCorrect: A step sampled another amount, or its gradient is zero although rewards differ within a group.

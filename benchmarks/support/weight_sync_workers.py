@@ -42,7 +42,7 @@ class MeasuredPolicy(PolicyWorker):
         return health
 
     def disturb(self, seed: int) -> None:
-        """Change the weights: each tensor of the loaded model is multiplied by a factor of its own near 1."""
+        """Change the weights: each tensor of the loaded model is multiplied by a different factor near 1."""
         factors = random.Random(seed)
         for (_, tensor), first in zip(self.engine.named_weights(), self._first, strict=True):
             torch.mul(first, math.exp(factors.uniform(-0.2, 0.2)), out=tensor)

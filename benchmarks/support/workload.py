@@ -193,7 +193,7 @@ def group(settings: Settings, uid: str, row: int, prompt_ids: Sequence[int], ans
 def groups_by_turn(
     settings: Settings, turns: int, prompt_ids: Sequence[Sequence[int]], first: int = 0
 ) -> list[list[Group]]:
-    """The groups of each turn, every group with a prompt of its own.
+    """The groups of each turn, every group with a different prompt.
 
     Args:
         settings: Size of a turn.

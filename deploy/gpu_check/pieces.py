@@ -104,7 +104,7 @@ PIECES: tuple[Piece, ...] = (
     ),
     Piece(
         "sleep",
-        "sleep and wake of vLLM with the engines' settings: memory given back, outputs identical",
+        "sleep and wake of vLLM with the engines' settings: memory freed, outputs identical",
         "probe",
         on_gpu=(("-m", "deploy.gpu_check.sleep", "--json", f"{{folder}}/{FIGURES}"),),
         bound_s=300.0,

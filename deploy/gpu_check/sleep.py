@@ -57,7 +57,7 @@ def measure(model: Path) -> dict[str, float]:
     """Sleep and wake once.
 
     Raises:
-        RuntimeError: too little memory was given back, or the tokens differ.
+        RuntimeError: too little memory was freed, or the tokens differ.
     """
     config = configuration(model)
     set_environment(config)
@@ -84,7 +84,7 @@ def measure(model: Path) -> dict[str, float]:
     if sampled() != first:
         raise RuntimeError("after waking, the engine samples other tokens greedily")
     gib = 2**30
-    return {"share given back": share, "GiB given back": (asleep - awake) / gib, "sleep, s": slept_s, "wake, s": woke_s}
+    return {"share freed": share, "GiB freed": (asleep - awake) / gib, "sleep, s": slept_s, "wake, s": woke_s}
 
 
 def main() -> None:

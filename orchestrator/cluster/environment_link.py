@@ -1,4 +1,4 @@
-"""The way from a rollout worker to the environment workers: made here, used there, without Ray in the workers' code."""
+"""Lets rollout workers call environment workers; keeps Ray out of worker code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way from a reward worker to the judge workers: made here, used there, without Ray in the workers' code."""
+"""Lets reward workers call judge workers; keeps Ray out of worker code."""
 
 from __future__ import annotations
 

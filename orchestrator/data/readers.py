@@ -138,7 +138,7 @@ def _json(path: Path, fields: Mapping[str, str], label: str) -> Iterator[RawValu
 
 
 def _objects(parsed: Iterator[tuple[str, Any, str]], fields: Mapping[str, str], label: str) -> Iterator[RawValues]:
-    """Rows of parsed values: (origin, value, why there is none)."""
+    """Rows of parsed values: (origin, value, why there is no value)."""
     checked = False
     for origin, values, error in parsed:
         if error or not isinstance(values, dict):

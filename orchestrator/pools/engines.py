@@ -250,7 +250,7 @@ class EnginePool(ReplicaPool[Engine]):
         """Probes every serving engine; replaces one that died or missed `probe_misses` consecutive probes.
 
         A probe that times out during a transfer of weights does not count: an engine answers after its update. The
-        transfer has a timeout of its own.
+        transfer has a separate timeout.
         """
 
         async def probe(engine: Engine) -> None:

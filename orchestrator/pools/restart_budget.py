@@ -16,7 +16,7 @@ class RestartBudget:
         Args:
             role: `failures.{role}_restarts` is the limit.
             limit: Restarts that can be in use at once.
-            steps_per_restart: Steps without a loss that give one restart back; 0: none is given back.
+            steps_per_restart: Steps without a lost worker after which one restart is refunded; 0: never.
         """
         self.role = role
         self._limit = limit

@@ -182,8 +182,8 @@ def zero_states(
     else:
         gathered = width * min(whole, LIVE) if ranks > 1 else 0
         yield device, Part("gathered", gathered, "pass")
-        # One bucket for the whole run: on the CPU its pages stay once they are written. gloo has no reduce-scatter
-        # of its own and copies what it reduces.
+        # One bucket for the whole run: on the CPU its pages stay once they are written. gloo has no
+        # reduce-scatter and copies what it reduces.
         yield device, Part("buffers", staged)
         converted = 4 * math.ceil(in_bucket / ranks) if width < 4 else 0
         copies = 2 if ranks > 1 and not gpu else 1

@@ -68,7 +68,7 @@ def _algorithm(spec: RolloutSpec) -> Iterator[Finding]:
         yield "algorithm.kl.estimator", f"{row.name} has its KL term in the reward, which is k1; remove it"
     steered = config.kl.target is not None
     if steered and not (row.kl_in == "reward" and spec.kl_coef > 0):
-        why = "adapts a KL term in the reward, and there is none"
+        why = "adapts a KL term in the reward, which this spec lacks"
         yield "algorithm.kl.target", f"{why}; set algorithm.kl.coef above 0" if row.kl_in == "reward" else why
     if config.kl.to_go is not None and (row.kl_in != "reward" or row.advantage.estimator != "returns"):
         yield "algorithm.kl.to_go", f"{row.name} does not use it; remove it"

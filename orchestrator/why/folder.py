@@ -84,7 +84,7 @@ class _File(Generic[T]):
         write_atomic(folder / self.name, self.encode(value))
 
     def read(self, folder: Path) -> T | None:
-        """The value; None if there is none, or none that can be read."""
+        """The value; None if the file does not exist or cannot be read."""
         try:
             return self.decode((folder / self.name).read_bytes())
         except OSError:

@@ -1,4 +1,4 @@
-"""Who waits for whom: open calls, the processes behind them, and the one that holds up the others."""
+"""Who waits for whom: open calls, the processes behind them, and the one that blocks the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_bounded(worker: str, method: str) -> bool:
 
 
 def open_calls(facts: Facts) -> list[Call]:
-    """Calls that hold up the run, oldest first; probes only where there are no others."""
+    """Calls that block the run, oldest first; probes only where there are no others."""
     calls = sorted(facts.calls, key=lambda call: -call.age_s)
     return [call for call in calls if call.method not in _PROBES] or calls
 
@@ -65,7 +65,7 @@ def missing_rank(facts: Facts, call: Call, blocking: Iterable[str]) -> str:
 
 
 def oldest_wait(facts: Facts) -> tuple[Call, Behaviour, str] | None:
-    """The call that holds up the run, what the process behind it does, and who else waits for that process."""
+    """The call that blocks the run, what the process behind it does, and who else waits for that process."""
     calls = open_calls(facts)
     if not calls:
         return None

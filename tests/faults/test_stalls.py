@@ -258,7 +258,7 @@ def test_node_freezes_and_dies(two_nodes: tuple[Run, psutil.Process]) -> None:
 
 
 def test_policy_killed(tmp_path: Path) -> None:
-    """Without restarts the run ends; its last report has the last words of the policy."""
+    """Without restarts the run ends; its last report has the last error of the policy."""
     overrides = (*SMALL, *UNBOUNDED, "failures.trainer_restarts=0")
     with running(Run(tmp_path, GRPO, *overrides, name="run")) as run:
         run.wait_for_step(2)

@@ -96,7 +96,7 @@ class EnvironmentLink(Protocol):
         """Starts an episode on the worker with the fewest; returns the worker's name and the first observation.
 
         Raises:
-            EnvironmentGone: The worker died, or there is none.
+            EnvironmentGone: The worker died, or none is running.
         """
         ...
 

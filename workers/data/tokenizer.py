@@ -17,7 +17,7 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _UNCOPIED = {"config.json", "generation_config.json"}
 """Files that a model writes with its weights."""
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Template used where there is none: the texts unchanged."""
+"""Template of tokenizers that have none: the texts unchanged."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

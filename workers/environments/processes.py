@@ -69,7 +69,7 @@ class SeatProcess:
         """The reply to a request.
 
         Raises:
-            SeatFailed: there is none.
+            SeatFailed: There is no reply.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -83,7 +83,7 @@ class SeatProcess:
             self.kill()
             raise SeatFailed(f"error: {error}") from None
         except BaseException:
-            self.kill()  # nobody waits for the reply, which would be taken for that to the next request
+            self.kill()  # no caller waits for the reply, which would be taken for that to the next request
             raise
         if reply is None:
             self.kill()

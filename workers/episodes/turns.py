@@ -56,7 +56,7 @@ class Segment:
         ]
 
     def added(self, ids: Sequence[int]) -> None:
-        """Append tokens that nobody sampled: they have no loss, and their log-prob is recorded as 0."""
+        """Append tokens that were not sampled: they have no loss, and their log-prob is recorded as 0."""
         self._append(list(ids), [0.0] * len(ids), False, "environment")
 
     def _append(self, ids: list[int], logprobs: list[float], loss: bool, speaker: str) -> None:

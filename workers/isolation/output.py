@@ -59,7 +59,7 @@ class BoundedOutput:
         return next((line for text in reversed(lines) if (line := one_line(text))), "")
 
     def _pump(self) -> None:
-        """Read until the last process has closed its end. What is over the limit is read too: nobody must block."""
+        """Read until the last process has closed its end, also what exceeds the limit: no writer may block."""
         try:
             while chunk := os.read(self._read, _CHUNK):
                 self._last.append(chunk[-_LAST:])

@@ -140,7 +140,7 @@ def _raise_memory_limit(wanted: int) -> None:
 def _can_drop_user() -> bool:
     """Whether the program can run as another user than the caller, who is root.
 
-    Root in a container may be an ordinary user outside, with a map that holds nobody else.
+    Root in a container may be an ordinary user outside, with a map that contains no other user.
     """
     if os.geteuid() != 0:
         return False
@@ -172,7 +172,7 @@ def _init(request: dict[str, Any], status: int, ready: int, drops_user: bool) ->
         if os.read(ready, 1) != b"1":  # the keeper failed, or is dead
             os._exit(1)
         os.setsid()
-        _call("prctl", _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))  # its memory and descriptors are nobody's
+        _call("prctl", _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))  # no other process may read its memory or descriptors
         if drops_user:  # files that it makes belong to a user whom the namespace knows
             os.setresgid(0, 0, 0)
             os.setresuid(0, 0, 0)

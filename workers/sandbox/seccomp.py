@@ -101,7 +101,7 @@ def build_filter(machine: str | None = None) -> bytes:
     """The filter as an array of the kernel's `struct sock_filter`.
 
     Raises:
-        KeyError: there is none for this architecture.
+        KeyError: This architecture has no filter.
     """
     column, architecture = _ARCHITECTURES[machine or platform.machine()]
     steps = [

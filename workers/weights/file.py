@@ -67,7 +67,7 @@ class WeightDigestMismatch(WeightsDamaged):
     """The weights that arrived are not the ones that were published."""
 
     def __init__(self, name: str, expected: str, got: str) -> None:
-        """`name`: the file or the engine. `expected`, `got`: digests, or why there is none."""
+        """`name`: the file or the engine. `expected`, `got`: digests, or why a digest is missing."""
         super().__init__(name, expected, got)
         self.name, self.expected, self.got = name, expected, got
 

@@ -98,7 +98,7 @@ class Series:
     def stretch(self, holds: Callable[[float], bool], at_least: int = SHORTEST) -> Stretch | None:
         """The longest stretch of smoothed values for which `holds` is true; the one that reaches the end wins.
 
-        None if there is none of `at_least` values.
+        None if no stretch has `at_least` values.
         """
         found = [part for part in self._stretches(holds) if part[1] - part[0] + 1 >= at_least]
         if not found:

@@ -176,5 +176,5 @@ def lost_workers(run: History) -> Iterator[Verdict]:
         min(first),
         None,
         ("ledger/retries", "trainer_restarts"),
-        (Remedy("`troupe why RUN` names the last words of a dead worker; memory is the usual cause."),),
+        (Remedy("`troupe why RUN` shows the last error of a dead worker; memory is the usual cause."),),
     )

@@ -429,12 +429,12 @@ CPU_CASES = [
     ),
     case(
         "kl_target_without_kl",
-        "20: algorithm.kl.target: adapts a KL term in the reward, and there is none; set algorithm.kl.coef above 0",
+        "20: algorithm.kl.target: adapts a KL term in the reward, which this spec lacks; set algorithm.kl.coef above 0",
         ("  name: grpo", "  name: reinforce\n  kl: {target: 1.0}"),
     ),
     case(
         "kl_target_in_the_loss",
-        "20: algorithm.kl.target: adapts a KL term in the reward, and there is none",
+        "20: algorithm.kl.target: adapts a KL term in the reward, which this spec lacks",
         ("  name: grpo", "  name: grpo\n  kl: {target: 1.0}"),
     ),
     case(
