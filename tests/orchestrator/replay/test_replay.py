@@ -29,7 +29,6 @@ from troupe.orchestrator.replay.plan import plan_replay
 from troupe.orchestrator.replay.repeat import Repeated, software_changes, start_problem
 from troupe.orchestrator.replay.resample import Resampled, compare_samples, first_difference, plan_resample
 from troupe.orchestrator.replay.step_record import REPLAY, STEP, KeptStep, folder_of, packed_texts
-from troupe.orchestrator.rollout_run import write_spec
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
@@ -75,7 +74,7 @@ def keep(tmp_path: Path) -> Keep:
         folder.mkdir(parents=True)
         files = write_tables(folder, {KEPT_BATCH: table()})
         (folder / STEP).write_text(kept_step(step, files=files, **changes).model_dump_json())
-        write_spec(spec or load_rollout_spec(SPECS / "tiny-grpo.yaml"), folder / RESOLVED_SPEC)
+        (spec or load_rollout_spec(SPECS / "tiny-grpo.yaml")).write(folder / RESOLVED_SPEC)
 
     return keep
 
