@@ -351,7 +351,7 @@ def test_the_reward_hacking_alarm_is_a_metric_and_can_stop_the_run(tmp_path: Pat
 
 def test_a_stopped_run_saves_its_last_whole_step_and_resumes(tmp_path: Path) -> None:
     """After a stop during generation, groups in flight are rescheduled; none is lost and none is trained twice."""
-    sections = {"schedule": {"steps": 6, "max_staleness": 1}, "checkpoint": {"every_steps": 0}}
+    sections: dict[str, Any] = {"schedule": {"steps": 6, "max_staleness": 1}, "checkpoint": {"every_steps": 0}}
     first = RolloutRun(tmp_path, **sections)
     outcome = first.run_until(2)
     assert outcome.stopped
