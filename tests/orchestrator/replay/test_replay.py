@@ -144,13 +144,21 @@ def test_a_longer_run_is_another_one_only_where_the_learning_rate_depends_on_it(
         plan_replay(tmp_path, 2)
 
 
-@pytest.mark.parametrize("change", ["schedule.epochs=3", "schedule.minibatches=2", "algorithm.kl_states=8"])
-def test_steps_with_other_updates_are_not_repeated_together(tmp_path: Path, keep: Keep, change: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tiny-grpo", "schedule.epochs=3"),
+        ("tiny-grpo", "schedule.minibatches=2"),
+        ("tiny-grpo", "algorithm.kl_states=8"),
+        ("tiny-ppo", "algorithm.kl_stop=0.1"),
+        ("tiny-ppo", "roles.critic.warmup_steps=2"),
+    ],
+)
+def test_steps_with_other_updates_are_not_repeated_together(tmp_path: Path, keep: Keep, name: str, change: str) -> None:
     """The learning rate is constant, so that the workers' settings are the same."""
     limits = ["schedule.train_timeout_s=123", "failures.nonfinite_steps=9"]
-    keep(1)
-    keep(2, load_rollout_spec(SPECS / "tiny-grpo.yaml", limits))
-    keep(3, load_rollout_spec(SPECS / "tiny-grpo.yaml", [change]))
+    for step, overrides in enumerate(([], limits, [change]), start=1):
+        keep(step, load_rollout_spec(SPECS / f"{name}.yaml", overrides))
     assert len(plan_replay(tmp_path, 2).folders) == 2
     field = change.partition("=")[0]
     words = rf"the spec changed between step 1 and the last step \({field}\), and there is no checkpoint"
