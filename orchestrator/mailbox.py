@@ -5,26 +5,29 @@ No port is opened, and the folder may be on a shared file system. Only the run's
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
+from troupe.orchestrator.errors import UsageError
+from troupe.workers.contract.atomic_file import PRIVATE, replacing, write_atomic
 
 LONGEST = 64 * 1024
 """Longest request, in bytes."""
 
 _REQUEST, _ANSWER = "request-", "answer-"
-_POLL_S = 0.1
-
-Change = Callable[[Callable[[], object]], bool]
-"""Makes one change of the folder and returns whether it succeeded."""
+_POLL_S = 0.05
+_WITHDRAW_S = 0.5
+_DESCRIPTORS = 256
 
 
 @dataclass(frozen=True)
-class Request:
+class PostedRequest:
     """A request that has arrived."""
 
     key: str
@@ -39,63 +42,101 @@ class Request:
 
 
 class Mailbox:
-    """One folder of requests and answers, with the side of the run and that of the command."""
+    """One folder of requests and answers.
+
+    The run calls :meth:`open`, :meth:`take` and :meth:`answer`, a command :meth:`ask`. The answer to a request that is
+    withdrawn after the run has taken it stays until the next :meth:`open`.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Neither creates nor reads the folder."""
         self.folder = folder
 
     def open(self) -> None:
-        """Creates the folder, without requests and answers of an earlier run. Raises OSError."""
+        """Creates the folder, and deletes the requests and answers of an earlier run. Raises OSError."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for stale in (*self.folder.glob(f"{_REQUEST}*"), *self.folder.glob(f"{_ANSWER}*")):
-            stale.unlink(missing_ok=True)
+        self._delete(f"*{_REQUEST}*", f"*{_ANSWER}*")
 
-    def take(self) -> Iterator[Request]:
-        """The requests that have arrived, each deleted before it is returned. Raises OSError."""
+    def take(self) -> Iterator[PostedRequest]:
+        """The requests that have arrived, each deleted before it is returned, so that one process takes it."""
         for file in sorted(self.folder.glob(f"{_REQUEST}*")):
+            content = None
+            with contextlib.suppress(OSError), file.open("rb") as stream:
+                content = stream.read(LONGEST + 1)
             try:
-                with file.open("rb") as stream:
-                    content = stream.read(LONGEST + 1)
-            except OSError:
-                content = None
-            file.unlink(missing_ok=True)
-            yield Request(file.name.removeprefix(_REQUEST), content)
+                file.unlink()
+            except OSError:  # withdrawn, or taken by another process
+                continue
+            yield PostedRequest(file.name.removeprefix(_REQUEST), content)
 
-    def answer(self, request: Request, content: str | bytes) -> None:
+    def answer(self, request: PostedRequest, content: str | bytes) -> None:
         """Answers a request. Raises OSError."""
         write_atomic(self.folder / f"{_ANSWER}{request.key}", content, PRIVATE)
 
-    def ask(self, content: str | bytes, timeout_s: float, change: Change | None = None) -> bytes | None:
-        """Sends a request and waits for its answer.
+    def ask(self, content: bytes, timeout_s: float, write_s: float | None = None) -> bytes:
+        """Sends a request and returns its answer. A disk that hangs does not block this process.
 
         Args:
             content: The request.
-            timeout_s: Longest wait for the answer, in seconds. Then the request is withdrawn.
-            change: Makes the changes of the folder; None: this process makes them.
-
-        Returns:
-            The answer; None if there is none in time, or if the request could not be written by `change`.
+            timeout_s: Longest wait for the answer, in seconds.
+            write_s: Longest wait until the request is written, in seconds; None: `timeout_s`.
 
         Raises:
+            TimeoutError: There is no answer in time. The request is withdrawn.
             OSError: The folder is gone or not accessible.
         """
-        change = change or _directly
-        key = f"{uuid.uuid4().hex}.json"
-        request, answer = self.folder / f"{_REQUEST}{key}", self.folder / f"{_ANSWER}{key}"
-        deadline = time.monotonic() + timeout_s
-        if not change(lambda: write_atomic(request, content, PRIVATE)):
-            return None
-        while time.monotonic() < deadline:
-            if answer.exists() or not self.folder.exists():
-                text = answer.read_bytes()
-                answer.unlink(missing_ok=True)
-                return text
-            time.sleep(_POLL_S)
-        change(lambda: request.unlink(missing_ok=True))
-        return None
+        key, write_s = f"{uuid.uuid4().hex}.json", timeout_s if write_s is None else write_s
+        answer, began = self.folder / f"{_ANSWER}{key}", time.monotonic()
+        try:
+            run_in_child(lambda: self._post(key, content, began + write_s), write_s)
+            while not answer.exists() and self.folder.exists():
+                if time.monotonic() > began + timeout_s:
+                    raise TimeoutError
+                time.sleep(_POLL_S)
+            return answer.read_bytes()
+        finally:
+            with contextlib.suppress(OSError):
+                run_in_child(lambda: self._delete(f"*{key}"), _WITHDRAW_S)
+
+    def _post(self, key: str, content: bytes, deadline: float) -> None:
+        with replacing(self.folder / f"{_REQUEST}{key}", PRIVATE) as unfinished:
+            unfinished.write_bytes(content)
+            if time.monotonic() > deadline:  # the disk hung, and the command has given up
+                raise TimeoutError
+
+    def _delete(self, *patterns: str) -> None:
+        for file in (file for pattern in patterns for file in self.folder.glob(pattern)):
+            file.unlink(missing_ok=True)
 
 
-def _directly(change: Callable[[], object]) -> bool:
-    change()
-    return True
+def require_folder(run_folder: Path) -> None:
+    """Raises UsageError if the folder of the run does not exist."""
+    if not run_folder.is_dir():
+        raise UsageError(f"{run_folder}: no such folder; RUN is a run folder, as in runs/NAME")
+
+
+def run_in_child(action: Callable[[], object], timeout_s: float) -> None:
+    """Runs a file operation in a forked child, so that a disk that hangs does not block this process.
+
+    Raises:
+        TimeoutError: It has not ended in time. The child continues when the disk answers.
+        OSError: It failed.
+    """
+    child = os.fork()
+    if child == 0:
+        code = errno.EIO
+        try:
+            os.closerange(0, _DESCRIPTORS)  # whoever reads the command's output does not wait for this process
+            action()
+            code = 0
+        except OSError as error:
+            code = error.errno or code
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + timeout_s
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(_POLL_S / 10)
+    if code := os.waitstatus_to_exitcode(ended[1]):
+        raise OSError(code, os.strerror(code))

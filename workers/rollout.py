@@ -294,15 +294,19 @@ class RolloutWorker:
     # The receiving side of vLLM's GPU backends, driven by the trainer's sender. Untested on GPU.
 
     async def transfer_init(self, init_info: dict[str, Any]) -> None:
-        """vLLM's `init_weight_transfer_engine` (nccl, ipc)."""
+        """vLLM's `init_weight_transfer_engine` (nccl, ipc). An engine that a failed transfer has closed joins again."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._call(self._open_engine().init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
+        await self._call(self._live_engine().init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def transfer_start(self) -> None:
-        """vLLM's `start_weight_update` (nccl, ipc); running requests are paused."""
+        """vLLM's `start_weight_update` (nccl, ipc); running requests are paused.
+
+        An update that did not end, because the trainer died in it, is forgotten.
+        """
         async with self._update_lock:
             engine = await self._pause()
+            await self._closing_on_failure(engine.collective_rpc("troupe_forget_unfinished_update"))
             await self._closing_on_failure(engine.start_weight_update())
 
     async def transfer_receive(self, update_info: dict[str, Any]) -> None:
@@ -319,7 +323,7 @@ class RolloutWorker:
         await self._closing_on_failure(self._live_engine().finish_weight_update(str(version)))
         await self._resume(version)
 
-    async def _closing_on_failure(self, call: Coroutine[Any, Any, None]) -> None:
+    async def _closing_on_failure(self, call: Coroutine[Any, Any, object]) -> None:
         try:
             await self._call(call)
         except BaseException as error:

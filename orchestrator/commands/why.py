@@ -17,7 +17,7 @@ def why(
         float, typer.Option("--timeout-s", min=5.0, help="Time in which to answer, in seconds.")
     ] = 10.0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print cause, verdict, culprit and evidence as JSON.")
+        bool, typer.Option("--json", help="Print cause, summary, blocked_by and evidence as JSON.")
     ] = False,
 ) -> None:
     """Say why a run is slow, stuck or dead: what it waits for, since when, and what that does. Also when it hangs."""

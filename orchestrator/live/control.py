@@ -13,11 +13,10 @@ from typing import Any
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from troupe.orchestrator import mailbox
 from troupe.orchestrator.errors import TroupeError, UsageError
 from troupe.orchestrator.live.role_state import RoleState
 from troupe.orchestrator.live.scaling import WorkerScaler
-from troupe.orchestrator.mailbox import Mailbox
+from troupe.orchestrator.mailbox import LONGEST, Mailbox, PostedRequest, require_folder
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
@@ -28,7 +27,7 @@ _OWNER = "run.json"
 _POLL_S = 0.5
 
 
-class Request(BaseModel):
+class ChangeRequest(BaseModel):
     """A request to a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -37,7 +36,7 @@ class Request(BaseModel):
     """New values of spec fields by dotted path; empty: only report the state."""
 
 
-class Answer(BaseModel):
+class ChangeAnswer(BaseModel):
     """A run's answer to a request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,10 +69,9 @@ class ControlServer:
 
     def open(self) -> None:
         """Start answering. Files of earlier runs in the folder are deleted."""
-        folder = self._mailbox.folder
-        shutil.rmtree(folder, ignore_errors=True)
         self._mailbox.open()
-        write_atomic(folder / _OWNER, _Owner(host=socket.gethostname(), pid=os.getpid()).model_dump_json(), PRIVATE)
+        owner = _Owner(host=socket.gethostname(), pid=os.getpid())
+        write_atomic(self._mailbox.folder / _OWNER, owner.model_dump_json(), PRIVATE)
         self._task = asyncio.create_task(self._serve())
 
     async def close(self) -> None:
@@ -87,24 +85,24 @@ class ControlServer:
     async def _serve(self) -> None:
         while True:
             try:
-                for request in await asyncio.to_thread(lambda: list(self._mailbox.take())):
-                    self._mailbox.answer(request, self._answer(request).model_dump_json())
+                while (request := await asyncio.to_thread(next, self._mailbox.take(), None)) is not None:
+                    await asyncio.to_thread(self._mailbox.answer, request, self._answer(request).model_dump_json())
             except OSError as error:
                 logger.warning("%s: cannot answer a request: %s", self._mailbox.folder, error)
             await asyncio.sleep(_POLL_S)
 
-    def _answer(self, request: mailbox.Request) -> Answer:
+    def _answer(self, request: PostedRequest) -> ChangeAnswer:
         try:
             if request.too_long:
-                raise UsageError(f"the request exceeds {mailbox.LONGEST} bytes")
-            asked = Request.model_validate_json(request.content or b"")
+                raise UsageError(f"the request exceeds {LONGEST} bytes")
+            asked = ChangeRequest.model_validate_json(request.content or b"")
             if asked.changes:
                 self._scaler.change(asked.changes)
         except (SpecError, UsageError) as error:
-            return Answer(error=str(error))
+            return ChangeAnswer(error=str(error))
         except ValidationError as error:
-            return Answer(error=f"cannot read the request: {type(error).__name__}")
-        return Answer(roles=self._scaler.states())
+            return ChangeAnswer(error=f"cannot read the request: {type(error).__name__}")
+        return ChangeAnswer(roles=self._scaler.states())
 
 
 def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[RoleState, ...]:
@@ -124,15 +122,16 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
     """
     _require_run(run_folder)
     try:
-        text = Mailbox(run_folder / FOLDER).ask(Request(changes=changes).model_dump_json(), timeout_s)
+        request = ChangeRequest(changes=changes).model_dump_json()
+        text = Mailbox(run_folder / FOLDER).ask(request.encode(), timeout_s)
+    except TimeoutError:
+        raise TroupeError(f"{run_folder}: the run did not answer within {timeout_s:g} s") from None
     except OSError as error:
         raise TroupeError(
             f"{run_folder}: the run has ended, or its folder is not accessible: {error.strerror}"
         ) from error
-    if text is None:
-        raise TroupeError(f"{run_folder}: the run did not answer within {timeout_s:g} s")
     try:
-        found = Answer.model_validate_json(text)
+        found = ChangeAnswer.model_validate_json(text)
     except ValidationError:
         raise TroupeError(f"{run_folder}: the run's answer cannot be read: is it another version of Troupe?") from None
     if found.error:
@@ -142,8 +141,7 @@ def ask(run_folder: Path, changes: dict[str, Any], timeout_s: float) -> tuple[Ro
 
 def _require_run(run_folder: Path) -> None:
     """Raise UsageError if the folder has no active run, as far as this machine can tell."""
-    if not run_folder.is_dir():
-        raise UsageError(f"{run_folder}: no such folder; RUN is a run folder, as in runs/NAME")
+    require_folder(run_folder)
     try:
         owner = _Owner.model_validate_json((run_folder / FOLDER / _OWNER).read_bytes())
     except (OSError, ValidationError):

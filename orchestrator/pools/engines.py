@@ -19,7 +19,7 @@ from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerError
+from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -239,12 +239,19 @@ class EnginePool(ReplicaPool[Engine]):
                 await self._notify()
 
     async def probe_all(self) -> None:
-        """Probes every serving engine; replaces one that died or missed `probe_misses` consecutive probes."""
+        """Probes every serving engine; replaces one that died or missed `probe_misses` consecutive probes.
+
+        A probe that times out during a transfer of weights does not count: an engine answers after its update. The
+        transfer has a timeout of its own.
+        """
 
         async def probe(engine: Engine) -> None:
+            transferring = self.transfer_lock.locked()
             try:
                 await engine.health(self.spec.failures.health_interval_s)
             except WorkerError as error:
+                if isinstance(error, WorkerTimeout) and (transferring or self.transfer_lock.locked()):
+                    return
                 engine.missed_probes += 1
                 lost = isinstance(error, WorkerDied) or engine.missed_probes >= self.spec.failures.health_misses
                 if lost and engine.state is EngineState.SERVING:

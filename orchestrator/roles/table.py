@@ -18,7 +18,7 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles
-from troupe.workers.contract.config import CPU_THREADS, Device
+from troupe.workers.contract.config import CPU_THREADS, Device, EngineConfig
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
@@ -84,7 +84,7 @@ class Role:
 
 def _rollout(spec: RolloutSpec) -> WorkerSettings:
     config = spec.rollout_config()
-    return WorkerSettings(config, config.engine.threads, config.device)
+    return WorkerSettings(config, _engine_threads(config.engine, config.device), config.device)
 
 
 def _environment(spec: RolloutSpec) -> WorkerSettings | None:
@@ -94,7 +94,14 @@ def _environment(spec: RolloutSpec) -> WorkerSettings | None:
 
 def _judge(spec: RolloutSpec) -> WorkerSettings | None:
     config = spec.judge_config()
-    return None if config is None else WorkerSettings(config, config.engine.threads, config.device)
+    if config is None:
+        return None
+    return WorkerSettings(config, _engine_threads(config.engine, config.device), config.device)
+
+
+def _engine_threads(engine: EngineConfig, device: Device) -> int:
+    """Threads of an engine's process; 0: vLLM decides, which on a GPU takes one, because more would spin beside it."""
+    return 0 if device == "cuda" else engine.threads
 
 
 def _reward(spec: RolloutSpec) -> WorkerSettings:
@@ -254,6 +261,9 @@ def resolve(path: str) -> Any:
 
 
 def worker_env(threads: int, device: Device) -> dict[str, str]:
-    """Environment variables of a worker's process, set before any library is loaded."""
-    env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    return {**env, **_CPU_ENV} if device == "cpu" else env
+    """Environment variables of a worker's process, set before any library is loaded; 0 threads: the library decides."""
+    env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if threads:
+        env["OMP_NUM_THREADS"] = str(threads)
+    # DeepSpeed looks for a CUDA toolkit, which its torch operations do not need.
+    return {**env, **(_CPU_ENV if device == "cpu" else {"DS_IGNORE_CUDA_DETECTION": "1"})}

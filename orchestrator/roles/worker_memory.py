@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from troupe.orchestrator.model_facts.model_size import ModelSize
-from troupe.workers.contract.config import CHUNK_LOGITS, REDUCE_BUCKET, Dtype, EngineConfig, TrainerConfig
+from troupe.workers.contract.config import (
+    CHUNK_LOGITS,
+    GPU_BATCH_TOKENS,
+    REDUCE_BUCKET,
+    Dtype,
+    EngineConfig,
+    TrainerConfig,
+)
 from troupe.workers.contract.units import GIB, MIB
 
 Where = Literal["gpu", "host"]
@@ -30,8 +37,6 @@ CUDA_CONTEXT = 800 * MIB
 """Memory that CUDA, cuBLAS and NCCL take of a GPU for one process, by reports of nvidia-smi. Not measured here."""
 TRANSFER_BUFFER = GIB
 """vLLM's `DEFAULT_PACKED_BUFFER_SIZE_BYTES`; nccl has two of them on each side, ipc one."""
-PROFILED_TOKENS = 8192
-"""Tokens of the largest batch that vLLM reserves memory for on a GPU (`max_num_batched_tokens`)."""
 CPU_BATCH_TOKENS = 4096
 """Tokens of the largest batch on the CPU, if no sequence is longer (`workers/engine/settings.py`)."""
 KV_BLOCK = {"gpu": 16, "host": 32}
@@ -359,7 +364,7 @@ def engine(
     packed = width * size.vocabulary * size.hidden if gpu is None and size.head == 0 else 0
     weights = math.ceil((size.packed or width * size.parameters) / ranks) + packed
     block = KV_BLOCK["host" if gpu is None else "gpu"]
-    batch = max(config.max_model_len, CPU_BATCH_TOKENS) if gpu is None else PROFILED_TOKENS
+    batch = max(config.max_model_len, CPU_BATCH_TOKENS) if gpu is None else GPU_BATCH_TOKENS
     needed = sequence_bytes(size, kv_bytes(size, width, ranks), config.max_model_len, block, batch)
     if gpu is None:
         cache = int(config.kv_cache_gib * GIB)
@@ -368,7 +373,7 @@ def engine(
         memory = WorkerMemory(worker, "host", (*parts, Part("process", process)))
         return (memory,), Cache(cache, cache // needed, config.max_model_len)
     host = WorkerMemory(worker, "host", (Part("process", process),))
-    at_work = forward(size, width, PROFILED_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
+    at_work = forward(size, width, GPU_BATCH_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
     fixed = [Part("weights", weights), Part("activations", at_work, "pass"), Part("process", CUDA_CONTEXT)]
     sent = Part("transfer", transfer)
     if not gpu:

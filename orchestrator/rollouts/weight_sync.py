@@ -147,8 +147,8 @@ class DeviceSync:
     """Weights from GPU to GPU with vLLM's own back-ends (nccl, ipc). Untested on GPU.
 
     The trainer's sender drives the engines; afterwards each engine must report that it serves the version. These
-    back-ends have no digest and rely on the transport for the integrity of the bytes. After a change of the set of
-    engines or of trainers, all of them are connected again.
+    back-ends have no digest and rely on the transport for the integrity of the bytes. After a failed transfer or a
+    change of the set of engines or of trainers, all of them are connected again.
     """
 
     def __init__(self, policy: PolicyGroup, pool: EnginePool, link: Link, timeout_s: float) -> None:
@@ -157,7 +157,7 @@ class DeviceSync:
         self._link = link
         self._timeout_s = timeout_s
         self._connected: tuple[object, ...] = ()
-        """Engines and trainers of the last transfer."""
+        """Engines and trainers of the last transfer; empty if it failed."""
         self._version = 0
         pool.bring_up = self.bring_up
 
@@ -182,10 +182,11 @@ class DeviceSync:
         clock = asyncio.get_running_loop().time
         started = clock()
         connected = (engines, self._policy.workers)
-        if connected != self._connected:
+        reconnect = connected != self._connected
+        self._connected = ()  # after a failure, also of the connection, no communicator is used again
+        if reconnect:
             link = self._link([engine.handle for engine in engines])
             await self._policy.connect_engines(link, timeout_s=self._timeout_s)
-            self._connected = connected
         connected_at = clock()
         nbytes = await self._policy.send_weights(self._version, timeout_s=self._timeout_s)
         for engine in engines:
@@ -193,5 +194,6 @@ class DeviceSync:
             if health.version != self._version:
                 raise WeightsNotVerified(f"{engine.name} serves version {health.version}, sent was {self._version}")
             engine.version = health.version
+        self._connected = connected
         digests = {engine.name: "" for engine in engines}
         return SyncReport(self._version, connected_at - started, clock() - connected_at, nbytes, digests)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import textwrap
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from troupe.orchestrator.errors import TroupeError, UsageError
-from troupe.orchestrator.mailbox import Mailbox
+from troupe.orchestrator.mailbox import Mailbox, require_folder
 from troupe.orchestrator.processes.inspection import InspectRequest, NodeFacts, inspect_node, node_facts
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.telemetry.timeline import DRIVER
@@ -24,12 +22,11 @@ from troupe.workers.telemetry.stacks import FOLDER as STACKS
 
 _OUTSIDE_S = 4.0
 """Time that is left for a look from outside."""
-_POLL_S = 0.1
 _LAST_EVENTS = 3
 _LONGEST_EVENT = 200
 """Characters of an event that are shown."""
 _WRITE_S = 0.5
-_DESCRIPTORS = 256
+"""Longest wait until the request is written; it takes longer on a disk that hangs."""
 
 
 def why(run_folder: Path, timeout_s: float) -> Report:
@@ -46,20 +43,19 @@ def why(run_folder: Path, timeout_s: float) -> Report:
     began, folder = time.monotonic(), run_folder / FOLDER
     snapshot = SNAPSHOT.read(folder)
     if snapshot is None:
-        if not run_folder.is_dir():
-            raise UsageError(f"{run_folder}: no such folder; RUN is a run folder, as in runs/NAME")
+        require_folder(run_folder)
         raise UsageError(f"{run_folder}: no run has started here, or its folder {FOLDER} cannot be read")
     if (ended := _last_report(folder, snapshot)) is not None:  # its process may go on with another run: a later stage
         return ended
-    process = snapshot.process() if snapshot.here else None
+    process = snapshot.process() if snapshot.is_local else None
     stopped = process is not None and process.status() == psutil.STATUS_STOPPED
-    if not stopped and (process is not None or not snapshot.here):
+    if not stopped and (process is not None or not snapshot.is_local):
         answer = _ask(folder, max(1.0, timeout_s - _OUTSIDE_S - (time.monotonic() - began)))
         if answer is not None:
             return replace(answer, seconds=round(time.monotonic() - began, 2))
     if (ended := _last_report(folder, snapshot)) is not None:  # it ended while it was asked
         return replace(ended, seconds=round(time.monotonic() - began, 2))
-    if not snapshot.here:
+    if not snapshot.is_local:
         raise TroupeError(
             f"{run_folder}: the driver (process {snapshot.pid} on {snapshot.host}) does not answer; "
             f"run `troupe why` on {snapshot.host}"
@@ -77,29 +73,11 @@ def _last_report(folder: Path, snapshot: Snapshot) -> Report | None:
 
 
 def _ask(folder: Path, timeout_s: float) -> Report | None:
-    """The run's own answer; None if there is none in time."""
-    answer = Mailbox(folder).ask(b"", timeout_s, change=_in_a_child)
-    return None if answer is None else ENDED.decode(answer)
-
-
-def _in_a_child(write: Callable[[], object]) -> bool:
-    """Writes in a forked child, so that a disk that hangs does not block this process; returns whether it succeeded."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.closerange(0, _DESCRIPTORS)  # whoever reads the command's output does not wait for this process
-            write()
-            code = 0
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + _WRITE_S
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return status == 0
-        time.sleep(_POLL_S / 10)
-    return False
+    """The run's own answer; None if it does not answer in time."""
+    try:
+        return ENDED.decode(Mailbox(folder).ask(b"", timeout_s, _WRITE_S))
+    except OSError:
+        return None
 
 
 def _from_outside(run_folder: Path, snapshot: Snapshot, state: DriverState) -> Facts:

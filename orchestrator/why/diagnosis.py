@@ -1,4 +1,4 @@
-"""From facts to a verdict. Rules are tried in order, from what explains most to what explains least."""
+"""From facts to a diagnosis. Rules are tried in order, from what explains most to what explains least."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def diagnose(facts: Facts) -> Diagnosis:
         phase = f" in {facts.run.phase} {facts.run.progress}".rstrip() if facts.run.phase else ""
         call = next(iter(open_calls(facts)), None)
         waits = "no call is open" if call is None else f"it waits for {call}{call.detail and f': {call.detail}'}"
-        verdict = f"{facts.run.here} has been running for {facts.run.step_s:.0f} s{usual}{phase}; {waits}"
-        found = Diagnosis("waits" if call is not None and _slow(facts) else "running", verdict)
+        summary = f"{facts.run.location} has been running for {facts.run.step_s:.0f} s{usual}{phase}; {waits}"
+        found = Diagnosis("waits" if call is not None and _slow(facts) else "running", summary)
     return replace(found, evidence=(*found.evidence, *_circumstances(facts, found)))
 
 
@@ -40,49 +40,49 @@ def _driver_dead(facts: Facts) -> Diagnosis | None:
     driver = facts.driver
     if driver.state != "dead":
         return None
-    cause, culprit = "driver_dead", DRIVER
+    cause, blocked_by = "driver_dead", DRIVER
     why = "so it was killed (SIGKILL) or exited at once (a second Ctrl-C)"
     if _kills(facts):
         why = "so it was killed by the kernel's out-of-memory killer"
     elif full := _full(facts):
-        why, cause, culprit = f"and {full} is full", "full", full
+        why, cause, blocked_by = f"and {full} is full", "full", full
     waited = f", waiting for {oldest}" if (oldest := next(iter(open_calls(facts)), None)) is not None else ""
-    where = f"{facts.run.here}{f' ({facts.run.phase})' if facts.run.phase else ''}"
-    verdict = (
+    where = f"{facts.run.location}{f' ({facts.run.phase})' if facts.run.phase else ''}"
+    summary = (
         f"the driver (process {driver.pid} on {driver.host}) is dead: it left no last report, {why}; "
         f"{driver.last_seen_s:.0f} s ago it was in {where}{waited}"
     )
-    return Diagnosis(cause, verdict, culprit)
+    return Diagnosis(cause, summary, blocked_by)
 
 
 def _run_failed(facts: Facts) -> Diagnosis | None:
     """The run ends with an error: the error, and what the node says about it."""
     if not facts.error:
         return None
-    where = f"{facts.run.here}{f' ({facts.run.phase})' if facts.run.phase else ''}"
-    verdict, text = f"{where} failed: {facts.error}", facts.error.lower()
+    where = f"{facts.run.location}{f' ({facts.run.phase})' if facts.run.phase else ''}"
+    summary, text = f"{where} failed: {facts.error}", facts.error.lower()
     if full := _full(facts, nearly=any(word in text for word in _SPACE)):
-        return Diagnosis("full", f"{full} is full, and {verdict}", full)
+        return Diagnosis("full", f"{full} is full, and {summary}", full)
     if _kills(facts) or any(word in text for word in _MEMORY):
-        return Diagnosis("memory", f"{verdict}; the node has run out of memory", "")
+        return Diagnosis("memory", f"{summary}; the node has run out of memory", "")
     if words := next(iter(facts.exit_reasons), ""):
-        verdict = f"{verdict}; {words}"
-    return Diagnosis("run_failed", verdict)
+        summary = f"{summary}; {words}"
+    return Diagnosis("run_failed", summary)
 
 
 def _driver_stopped(facts: Facts) -> Diagnosis | None:
     if facts.driver.state != "stopped":
         return None
-    verdict = f"the driver (process {facts.driver.pid}) is stopped (SIGSTOP, state T): `kill -CONT` continues it"
-    return Diagnosis("driver_stopped", verdict, DRIVER)
+    summary = f"the driver (process {facts.driver.pid}) is stopped (SIGSTOP, state T): `kill -CONT` continues it"
+    return Diagnosis("driver_stopped", summary, DRIVER)
 
 
 def _ray_stopped(facts: Facts) -> Diagnosis | None:
     for process in facts.processes:
         if process.worker in _SERVICES and process.state in ("T", "Z", ""):
             how = "is stopped (SIGSTOP, state T)" if process.state == "T" else "has ended"
-            verdict = f"Ray's {process.worker} (process {process.pid} on {process.node}) {how}"
-            return Diagnosis("ray_stopped", f"{facts.run.here} waits for Ray: {verdict}", process.worker)
+            summary = f"Ray's {process.worker} (process {process.pid} on {process.node}) {how}"
+            return Diagnosis("ray_stopped", f"{facts.run.location} waits for Ray: {summary}", process.worker)
     return None
 
 
@@ -98,8 +98,8 @@ def _worker_stopped(facts: Facts) -> Diagnosis | None:
     call, process = waited[0]
     others = missing_rank(facts, call, {process.worker for process in stopped})
     who = subject(facts, call, process)
-    verdict = f"{facts.run.here} waits for {call}: {who} is stopped (SIGSTOP, state T){others}"
-    return Diagnosis("worker_stopped", verdict, process.worker, (process_line(process), *stack_lines(process)))
+    summary = f"{facts.run.location} waits for {call}: {who} is stopped (SIGSTOP, state T){others}"
+    return Diagnosis("worker_stopped", summary, process.worker, (process_line(process), *stack_lines(process)))
 
 
 def _node_lost(facts: Facts) -> Diagnosis | None:
@@ -110,7 +110,9 @@ def _node_lost(facts: Facts) -> Diagnosis | None:
     how = "is dead" if not node.alive else "does not answer"
     calls = [call for call in open_calls(facts) if call.worker in node.workers]
     if calls:
-        return Diagnosis("node_lost", f"{facts.run.here} waits for {calls[0]}: its node {node.name} {how}", node.name)
+        return Diagnosis(
+            "node_lost", f"{facts.run.location} waits for {calls[0]}: its node {node.name} {how}", node.name
+        )
     if node.workers:
         on_it = f"{', '.join(node.workers)} ran on it"
         return Diagnosis("node_lost", f"node {node.name} {how}: {on_it}", node.name)
@@ -119,7 +121,7 @@ def _node_lost(facts: Facts) -> Diagnosis | None:
     starting = [call for call in open_calls(facts) if call.method == "start"]
     names = [call.worker for call in starting] or list(facts.queues.starting)
     if names or facts.queues.waiting:
-        waits = f"{facts.run.here} waits for {', '.join(names) or 'an engine'} to start"
+        waits = f"{facts.run.location} waits for {', '.join(names) or 'an engine'} to start"
         return Diagnosis("node_lost", f"{waits}: node {node.name} {how}, and no other node has room", node.name)
     return None
 
@@ -144,7 +146,7 @@ def _no_space(facts: Facts) -> Diagnosis | None:
     if not full:
         return None
     call = next(iter(open_calls(facts)), None)
-    waits = f"{facts.run.here} waits for {call}" if call is not None else f"{facts.run.here} is running"
+    waits = f"{facts.run.location} waits for {call}" if call is not None else f"{facts.run.location} is running"
     return Diagnosis("full", f"{full} is full; {waits}", full)
 
 
@@ -154,8 +156,8 @@ def _worker_gone(facts: Facts) -> Diagnosis | None:
         process = next((p for p in facts.tree(call.worker) if p.pid == pid), None)
         if process is not None and process.state in ("", "Z") and call.method != "start":
             words = "; ".join(facts.exit_reasons)
-            verdict = f"{facts.run.here} waits for {call}: its process {pid} has ended{words and f': {words}'}"
-            return Diagnosis("worker_gone", verdict, call.worker)
+            summary = f"{facts.run.location} waits for {call}: its process {pid} has ended{words and f': {words}'}"
+            return Diagnosis("worker_gone", summary, call.worker)
     return None
 
 
@@ -164,8 +166,8 @@ def _no_engine(facts: Facts) -> Diagnosis | None:
     if _serving(facts) or not queues.waiting or not facts.run.steps:
         return None
     starting = f"{', '.join(queues.starting)} is starting" if queues.starting else "none is starting"
-    verdict = f"{facts.run.here} waits for an engine: none serves, {starting}, {queues.waiting} group(s) wait"
-    return Diagnosis("no_engine", verdict, next(iter(queues.starting), ""))
+    summary = f"{facts.run.location} waits for an engine: none serves, {starting}, {queues.waiting} group(s) wait"
+    return Diagnosis("no_engine", summary, next(iter(queues.starting), ""))
 
 
 def _waits(facts: Facts) -> Diagnosis | None:
@@ -175,15 +177,15 @@ def _waits(facts: Facts) -> Diagnosis | None:
         return None
     call, behaviour, others = found
     who = subject(facts, call, behaviour.process)
-    verdict = f"{facts.run.here} waits for {call}: {who} {behaviour.doing}{others}"
+    summary = f"{facts.run.location} waits for {call}: {who} {behaviour.doing}{others}"
     cause = _cause_of(behaviour, others)
     run = facts.run
     if cause in ("busy", "waits") and not _slow(facts):
-        verdict, cause = f"nothing is stuck: {verdict} (a step usually takes {run.usual_step_s:.1f} s)", "running"
+        summary, cause = f"nothing is stuck: {summary} (a step usually takes {run.usual_step_s:.1f} s)", "running"
     elif run.usual_step_s:
-        verdict += f"; the step has taken {run.step_s:.0f} s, usually {run.usual_step_s:.1f} s"
+        summary += f"; the step has taken {run.step_s:.0f} s, usually {run.usual_step_s:.1f} s"
     evidence = (process_line(behaviour.process), *stack_lines(behaviour.process))
-    return Diagnosis(cause, verdict, behaviour.process.worker, evidence)
+    return Diagnosis(cause, summary, behaviour.process.worker, evidence)
 
 
 def _cause_of(behaviour: Behaviour, others: str) -> str:
@@ -229,7 +231,7 @@ def _kills(facts: Facts) -> int:
 
 
 def _circumstances(facts: Facts, found: Diagnosis) -> list[str]:
-    """Evidence that every verdict comes with: who waits for whom, queues, processes, nodes, exit reasons."""
+    """Evidence that every diagnosis comes with: who waits for whom, queues, processes, nodes, exit reasons."""
     run = facts.run
     lines = [f"run {run.name}: {run.steps} of {run.total} steps; {run.phase} {run.progress} for {run.phase_s:.0f} s"]
     calls = open_calls(facts)
@@ -250,7 +252,7 @@ def _circumstances(facts: Facts, found: Diagnosis) -> list[str]:
 
 def _notable(facts: Facts, found: Diagnosis) -> list[ProcessFacts]:
     """Processes that are waited for, stopped, busy or waiting for a device."""
-    waited = {call.worker for call in open_calls(facts)} | {found.culprit, DRIVER}
+    waited = {call.worker for call in open_calls(facts)} | {found.blocked_by, DRIVER}
     odd = [p for p in facts.processes if p.worker in waited or p.state in ("T", "D", "Z") or p.cpu > 0.1]
     return odd[:16]
 

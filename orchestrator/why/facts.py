@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, Field
 
 from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
 
@@ -44,7 +46,7 @@ class RunFacts:
     """Median of the steps before; 0: there are too few."""
 
     @property
-    def here(self) -> str:
+    def location(self) -> str:
         """The step or phase that the run is in, as the subject of a sentence."""
         if not self.steps and self.phase.startswith(("start", "download", "close")):
             return f"the run ({self.phase})"
@@ -114,16 +116,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What follows."""
+    """What follows. The aliases are the names in files of earlier versions."""
 
     cause: str
     """Name of the rule, for programs."""
-    verdict: str
+    summary: Annotated[str, Field(validation_alias=AliasChoices("summary", "verdict"))]
     """A sentence."""
-    culprit: str = ""
+    blocked_by: Annotated[str, Field(validation_alias=AliasChoices("blocked_by", "culprit"))] = ""
     """The worker, process or node that the run waits for; empty: none."""
     evidence: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """The verdict, then a line for each piece of evidence."""
-        return "\n".join([self.verdict, *(f"  {line}" for line in self.evidence)])
+        """The summary, then a line for each piece of evidence."""
+        return "\n".join([self.summary, *(f"  {line}" for line in self.evidence)])

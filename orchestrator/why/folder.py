@@ -46,7 +46,7 @@ class Snapshot:
     """Workers on the driver's node, by process id."""
 
     @property
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the driver is on this machine."""
         return self.host == socket.gethostname()
 

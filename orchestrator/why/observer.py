@@ -93,6 +93,7 @@ class RunObserver:
         self._mailbox = Mailbox(self.folder)
         self.queues: Callable[[], Queues] = Queues
         """What waits for engines."""
+        self._mailbox = Mailbox(self.folder)
         self._run_folder = run_folder
         self._name = name
         self._console = console
@@ -141,8 +142,8 @@ class RunObserver:
         if self._failed:
             return
         progress = self._console.progress()
-        verdict = f"the run has ended: {progress.steps} of {progress.total} steps"
-        self._write_end(Diagnosis("ended", verdict))
+        summary = f"the run has ended: {progress.steps} of {progress.total} steps"
+        self._write_end(Diagnosis("ended", summary))
 
     def facts(self, error: str = "") -> Facts:
         """All that is known now; takes one to some seconds, and blocks meanwhile."""
@@ -246,8 +247,8 @@ class RunObserver:
         if report.diagnosis.cause != "running":  # otherwise it is looked at again after the pause
             self._reported.add(reason)
             path = keep_report(self.folder, report)
-            logger.warning("%s (%s)", report.diagnosis.verdict, path)
-            alarm = partial(self._cluster.events.record, "alarm", detail=report.diagnosis.verdict)
+            logger.warning("%s (%s)", report.diagnosis.summary, path)
+            alarm = partial(self._cluster.events.record, "alarm", detail=report.diagnosis.summary)
             self._loop.call_soon_threadsafe(alarm)
 
     def _fail(self, error: Exception) -> None:

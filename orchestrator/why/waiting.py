@@ -55,10 +55,10 @@ def subject(facts: Facts, call: Call, process: ProcessFacts) -> str:
     return f"its process {name} ({process.pid})" if name else f"its process {process.pid}"
 
 
-def missing_rank(facts: Facts, call: Call, culprits: Iterable[str]) -> str:
+def missing_rank(facts: Facts, call: Call, blocking: Iterable[str]) -> str:
     """How many other ranks of the role wait in a collective, as the end of a sentence; empty: none."""
-    role, culprits = call.worker.rpartition("-")[0], set(culprits)
-    others = {p.worker for p in facts.role(role) if p.worker not in culprits and behaviour_of(p).kind == "collective"}
+    role, blocking = call.worker.rpartition("-")[0], set(blocking)
+    others = {p.worker for p in facts.role(role) if p.worker not in blocking and behaviour_of(p).kind == "collective"}
     if not others:
         return ""
     return f"; the other {len(others)} rank(s) of {role} wait in a collective"

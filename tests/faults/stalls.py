@@ -27,7 +27,7 @@ QUIET_S = 9.0
 """Time without a step from which on a run counts as stalled. A step takes seconds where others use the cores."""
 UNBOUNDED = ("failures.stopped_s=100000", "failures.hung_s=100000", "failures.health_interval_s=100000")
 """No bound of the run ends what stops: `troupe why` has to find it."""
-_LONGEST_VERDICT = 230
+_LONGEST_SUMMARY = 230
 _OTHER_PATHS = re.compile(r"/\S*/(?=tests/|run/)")
 
 
@@ -36,8 +36,8 @@ class Answer:
     """What `troupe why` said."""
 
     cause: str
-    culprit: str
-    verdict: str
+    blocked_by: str
+    summary: str
     evidence: list[str]
     seconds: float
     """From the command to its end, the start of Python included."""
@@ -50,7 +50,7 @@ class Outcome:
     stall: str
     named: bool
     seconds: float
-    verdict: str
+    summary: str
 
 
 def why(run: Run) -> Answer:
@@ -62,7 +62,7 @@ def why(run: Run) -> Answer:
     if done.returncode:
         return Answer("", "", f"exit code {done.returncode}: {done.stderr.strip()}", [], seconds)
     said = json.loads(done.stdout)
-    return Answer(said["cause"], said["culprit"], said["verdict"], said["evidence"], seconds)
+    return Answer(said["cause"], said["blocked_by"], said["summary"], said["evidence"], seconds)
 
 
 def wait_for_stall(run: Run) -> None:
@@ -72,9 +72,9 @@ def wait_for_stall(run: Run) -> None:
 
 def record(stall: str, answer: Answer, *, cause: str, words: tuple[str, ...]) -> Outcome:
     """Keep the outcome for the table: named are the cause and every one of the words."""
-    text = "\n".join([answer.verdict, *answer.evidence])
+    text = "\n".join([answer.summary, *answer.evidence])
     named = answer.cause in cause.split("|") and all(word in text for word in words)
-    outcome = Outcome(stall, named, round(answer.seconds, 1), answer.verdict)
+    outcome = Outcome(stall, named, round(answer.seconds, 1), answer.summary)
     rows: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     rows[stall] = vars(outcome)
     RESULTS.write_text(json.dumps(rows, indent=1))
@@ -84,11 +84,11 @@ def record(stall: str, answer: Answer, *, cause: str, words: tuple[str, ...]) ->
 
 def table() -> str:
     """The outcomes as a Markdown table."""
-    lines = ["| stall | named | answer after, s | verdict |", "|---|---|---|---|"]
+    lines = ["| stall | named | answer after, s | summary |", "|---|---|---|---|"]
     for row in json.loads(RESULTS.read_text()).values():
         outcome = Outcome(**row)
-        verdict = _OTHER_PATHS.sub("", outcome.verdict).replace("|", "\\|").replace("`", "'")
-        shown = verdict if len(verdict) <= _LONGEST_VERDICT else f"{verdict[:_LONGEST_VERDICT]} ..."
+        summary = _OTHER_PATHS.sub("", outcome.summary).replace("|", "\\|").replace("`", "'")
+        shown = summary if len(summary) <= _LONGEST_SUMMARY else f"{summary[:_LONGEST_SUMMARY]} ..."
         lines.append(f"| {outcome.stall} | {'yes' if outcome.named else '**no**'} | {outcome.seconds} | `{shown}` |")
     return "\n".join(lines)
 

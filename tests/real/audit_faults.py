@@ -106,7 +106,9 @@ class FaultyPolicy(PolicyWorker):
             (start,) = {len(ids) for ids in starts}
 
             def shift(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-                places = torch.arange(kwargs["input_ids"].shape[1])[None]
+                places = kwargs.get("position_ids")
+                if places is None:
+                    places = torch.arange(kwargs["input_ids"].shape[1])[None]
                 return args, kwargs | {"position_ids": places + (places >= start)}
 
             hooks.append(module.model.base_model.register_forward_pre_hook(shift, with_kwargs=True))

@@ -297,7 +297,12 @@ def test_batches_keep_to_the_budget() -> None:
 
 def test_a_reward_model_with_windows_of_attention_is_padded(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = MistralConfig(**sizes, num_key_value_heads=2, vocab_size=64, sliding_window=4, pad_token_id=0)
     config.num_labels = 1
     MistralForSequenceClassification(config).save_pretrained(tmp_path)

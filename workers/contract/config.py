@@ -19,6 +19,8 @@ Dtype = Literal["bfloat16", "float32"]
 TransferBackend = Literal["shm", "ipc", "nccl"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
 
+GPU_BATCH_TOKENS = 8192
+"""Tokens of an engine's largest batch on a GPU (vLLM's `max_num_batched_tokens`), for which it reserves memory."""
 CHUNK_LOGITS: dict[Device, int] = {"cpu": 2**24, "cuda": 2**26}
 """Maximum number of logits the output head holds at once: 64 and 256 MiB in float32. Larger chunks are not faster on
 the CPU. On a GPU every chunk reads the head's weight and adds to its gradient: 1 GB each for a vocabulary of 152,000

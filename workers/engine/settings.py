@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.contract.config import RolloutConfig, StructuredConfig, TransferBackend
+from troupe.workers.contract.config import GPU_BATCH_TOKENS, RolloutConfig, StructuredConfig, TransferBackend
 from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, temporary_folder
 from troupe.workers.engine.process import import_ahead
 
@@ -122,7 +122,13 @@ def _device_args(config: RolloutConfig) -> dict[str, Any]:
 
     engine = config.engine
     if config.device == "cuda":
-        return {"gpu_memory_utilization": engine.gpu_memory_utilization}
+        return {
+            "gpu_memory_utilization": engine.gpu_memory_utilization,
+            # In a placement group vLLM would choose Ray, and wants a bundle for every GPU. An engine's GPUs are on one
+            # node and in one bundle.
+            "distributed_executor_backend": "mp" if engine.tensor_parallel_size > 1 else "uni",
+            "max_num_batched_tokens": GPU_BATCH_TOKENS,
+        }
     args: dict[str, Any] = {
         "kv_cache_memory_bytes": int(engine.kv_cache_gib * 2**30),
         # Chunked prefill makes vLLM rewind its sampler's generator. A CPU generator cannot be rewound, and the engine

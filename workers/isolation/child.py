@@ -27,6 +27,8 @@ MAX_REPLY = 2**22
 _CHUNK = 2**16
 _WATCH_S = 0.5
 """Seconds between two calls of the function that watches an exchange."""
+_DRAIN_S = 1.0
+"""Longest wait, in seconds, for the output of a child that has ended: a process that escaped may hold its pipe."""
 _BOOTSTRAP = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); module, function = sys.argv[2].split(':'); "
     "vars(importlib.import_module(module))[function](*sys.argv[3:])"
@@ -66,7 +68,7 @@ class Child:
         """Identifies the child and all processes that it starts."""
         self.connection, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
-        output = BoundedOutput(name)
+        self._output = output = BoundedOutput(name)
         self._buffer = b""
         try:
             self._process = subprocess.Popen(
@@ -161,6 +163,7 @@ class Child:
         self._process.wait()
         self._disconnect()
         end_marked(self.mark)
+        self._output.drain(_DRAIN_S)
 
     def _disconnect(self) -> None:
         self.connection.close()

@@ -49,6 +49,10 @@ class BoundedOutput:
         os.close(self.descriptor)
         os.close(self._read)
 
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all output of a process that has ended is in the log, but no longer than `timeout_s`."""
+        self._thread.join(timeout_s)
+
     def last_line(self) -> str:
         """The last line of output so far; empty where there is none."""
         lines = b"".join(self._last).decode(errors="replace").splitlines()

@@ -9,9 +9,9 @@ import pytest
 
 from tests.clock import on_virtual_time
 from tests.fakes import FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_pool, pool_spec
-from troupe.orchestrator.errors import EnginesLost, WorkerDied
+from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerTimeout
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.workers.contract.messages import GroupRequest, GroupSummary
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, WorkerHealth
 
 
 def pool_of(engines: int, max_load: int) -> EnginePool:
@@ -214,3 +214,30 @@ async def test_a_replacement_that_dies_of_the_same_fault_before_a_first_group_en
     else:
         assert (await pool.acquire(2)).name == "rollout-0"
     assert pool.budget.total == (1 if ends else 2)
+
+
+class _SilentEngine(FakeEngine):
+    """An engine whose process is occupied: it answers no probe in time."""
+
+    async def health(self) -> WorkerHealth:
+        raise WorkerTimeout(self.name, "health", "no answer in time")
+
+
+@pytest.mark.parametrize(("transferring", "serves"), [(True, True), (False, False)])
+async def test_missed_probes_do_not_count_while_weights_are_transferred(transferring: bool, serves: bool) -> None:
+    engine = Engine(FaultyWorker("rollout-0", _SilentEngine("rollout-0")), "host")
+    pool = EnginePool([engine], _engine, pool_spec(restarts=0))
+    if transferring:
+        await pool.transfer_lock.acquire()
+    for _ in range(pool.spec.failures.health_misses + 1):
+        await pool.probe_all()
+    assert (engine in pool.engines) is serves
+
+
+async def test_an_engine_that_dies_during_a_transfer_is_lost_at_once() -> None:
+    pool = pool_of(1, 4)
+    (engine,) = pool.engines
+    engine.handle.kill()
+    await pool.transfer_lock.acquire()
+    await pool.probe_all()
+    assert engine not in pool.engines

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import ROOT
 from troupe.orchestrator.cluster.worker_group import TrainerGroup, WorkerGroup
-from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, resolve, row_of, settings_of
+from troupe.orchestrator.roles.table import NAMES, ROLES, TRAINERS, Role, resolve, row_of, settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.spec.stages import plan_runs, read_document
@@ -68,3 +68,12 @@ def test_a_role_without_workers_has_no_settings() -> None:
     for role in ("reference", "reward"):
         with pytest.raises(KeyError):
             settings_of(spec, role)
+
+
+def test_the_environment_of_a_worker_follows_from_its_device() -> None:
+    """vLLM chooses its threads on a GPU, and DeepSpeed does not look for a CUDA toolkit there."""
+    gpu, cpu = worker_env(0, "cuda"), worker_env(2, "cpu")
+    assert "OMP_NUM_THREADS" not in gpu and gpu["DS_IGNORE_CUDA_DETECTION"] == "1" and "DS_ACCELERATOR" not in gpu
+    assert (cpu["OMP_NUM_THREADS"], cpu["DS_ACCELERATOR"]) == ("2", "cpu")
+    assert settings_of(shipped("multinode-ppo"), "rollout").threads == 0
+    assert settings_of(shipped("tiny-grpo"), "rollout").threads == 1

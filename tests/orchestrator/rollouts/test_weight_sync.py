@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fake_pool, policy_group, pool_spec
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified
+from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync
 from troupe.workers.contract import roles
@@ -162,11 +162,14 @@ class _Sender(FakePolicy):
     def __init__(self) -> None:
         super().__init__()
         self.links: list[roles.EngineLink] = []
+        self.fails = False
 
     async def connect_engines(self, link: roles.EngineLink) -> None:
         self.links.append(link)
 
     async def send_weights(self, version: int) -> int:
+        if self.fails:
+            raise WorkerTimeout("policy-0", "send_weights", "no answer in time")
         self.links[-1].finish_weight_update(str(version))
         return 100
 
@@ -207,3 +210,19 @@ def test_an_engine_with_another_version_after_a_device_transfer_stops_the_run() 
 
     with pytest.raises(WeightsNotVerified, match="rollout-0 serves version 0, sent was 1"):
         asyncio.run(run())
+
+
+def test_a_failed_device_transfer_connects_the_engines_again() -> None:
+    """The link of a transfer that failed is not used again: its communicator may be half way through a broadcast."""
+
+    async def run() -> int:
+        sender, _, sync = _device_sync([FaultyEngine("rollout-0", random.Random(0))])
+        await sync.push(1)
+        sender.fails = True
+        with pytest.raises(WorkerError):
+            await sync.push(2)
+        sender.fails = False
+        assert (await sync.push(3)).version == 3
+        return len(sender.links)
+
+    assert asyncio.run(run()) == 2

@@ -63,7 +63,7 @@ def test_a_run_that_waits_answers_itself(tmp_path: Path) -> None:
         said = ask(tmp_path)
         psutil.Process(pid).suspend()
         stopped = ask(tmp_path)
-    assert said["verdict"].startswith("step 1 waits for policy-0 (update, ")
+    assert said["summary"].startswith("step 1 waits for policy-0 (update, ")
     assert stopped["cause"] == "worker_stopped"
     assert not list((tmp_path / FOLDER).glob("answer-*")) and not list((tmp_path / FOLDER).glob("request-*"))
 
@@ -73,14 +73,14 @@ def test_a_blocked_event_loop_is_named_with_its_line(tmp_path: Path) -> None:
         time.sleep(2.5)
         said = ask(tmp_path)
     assert said["cause"] == "driver_blocked"
-    assert "time.sleep(300)" in said["verdict"]
+    assert "time.sleep(300)" in said["summary"]
 
 
 def test_a_driver_whose_threads_do_not_run_is_examined_from_outside(tmp_path: Path) -> None:
     with observed(tmp_path, "holds the interpreter"):
         said = ask(tmp_path)
-    assert said["verdict"].startswith("the driver does not answer: its process")
-    assert 're.match(r"(a+)+$"' in said["verdict"]
+    assert said["summary"].startswith("the driver does not answer: its process")
+    assert 're.match(r"(a+)+$"' in said["summary"]
     assert said["seconds"] < 10.0
 
 
@@ -90,7 +90,7 @@ def test_a_run_folder_on_a_disk_that_hangs_is_examined_from_outside(tmp_path: Pa
         time.sleep(6.0)  # the driver writes what it waits for, and hangs
         said = ask(disk)
     assert said["cause"] == "disk"
-    assert "waits for the disk (state D" in said["verdict"]
+    assert "waits for the disk (state D" in said["summary"]
     assert said["seconds"] < 10.0
 
 
@@ -110,7 +110,7 @@ def test_a_dead_driver_is_named_with_what_it_waited_for(tmp_path: Path) -> None:
         said = ask(tmp_path)
     assert said["cause"] == "driver_dead"
     assert any("last event" in line and "checkpoint" in line for line in said["evidence"])
-    assert "waiting for policy-0 (update" in said["verdict"]
+    assert "waiting for policy-0 (update" in said["summary"]
 
 
 def test_the_last_report_of_a_run_that_failed_is_kept(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_the_last_report_of_a_run_that_failed_is_kept(tmp_path: Path) -> None:
         driver.wait(WAIT_S)
         said = ask(tmp_path)
     assert said["cause"] == "run_failed"
-    assert "step 1 (update) failed: policy-0.update: its process has died; policy-0 (process" in said["verdict"]
+    assert "step 1 (update) failed: policy-0.update: its process has died; policy-0 (process" in said["summary"]
 
 
 def test_a_run_that_has_ended_says_so(tmp_path: Path) -> None:
     with observed(tmp_path, "ends") as driver:
         driver.wait(WAIT_S)
-        assert ask(tmp_path)["verdict"] == "the run has ended: 0 of 0 steps"
+        assert ask(tmp_path)["summary"] == "the run has ended: 0 of 0 steps"
 
 
 def test_a_stage_that_has_ended_says_so_while_its_process_runs_the_next_one(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_stage_that_has_ended_says_so_while_its_process_runs_the_next_one(tmp_
         deadline = time.monotonic() + WAIT_S
         while not (tmp_path / FOLDER / ENDED.name).exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert ask(tmp_path)["verdict"] == "the run has ended: 0 of 0 steps"
+        assert ask(tmp_path)["summary"] == "the run has ended: 0 of 0 steps"
 
 
 def test_a_folder_without_a_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
@@ -146,6 +146,14 @@ def test_only_the_newest_reports_are_kept(tmp_path: Path) -> None:
         keep_report(tmp_path, Report(float(second), 1, Diagnosis("busy", f"at {second}")))
     texts = [path.read_text().strip() for path in sorted((tmp_path / "reports").iterdir())]
     assert texts == [f"at {second}" for second in range(10, 30)]
+
+
+def test_the_last_report_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    diagnosis = {"cause": "full", "verdict": "/ is full", "culprit": "/ on n1", "evidence": ["a line"]}
+    (tmp_path / ENDED.name).write_text(json.dumps({"time": 1.0, "pid": 2, "diagnosis": diagnosis, "seconds": 0.5}))
+    assert ENDED.read(tmp_path) == Report(1.0, 2, Diagnosis("full", "/ is full", "/ on n1", ("a line",)), 0.5)
+    ENDED.write(tmp_path, Report(1.0, 2, Diagnosis("full", "/ is full", "/ on n1")))
+    assert json.loads((tmp_path / ENDED.name).read_text())["diagnosis"]["blocked_by"] == "/ on n1"
 
 
 def test_what_cannot_be_read_is_no_report(tmp_path: Path) -> None:
@@ -177,7 +185,6 @@ async def test_a_diagnosis_that_fails_is_an_answer(
 ) -> None:
     monkeypatch.setattr(cluster, "inspect", lambda *_: (_ for _ in ()).throw(ValueError("what is \udcff?")))
     content = await asyncio.to_thread(Mailbox(tmp_path / FOLDER).ask, b"", WAIT_S)
-    assert content is not None
     answer = ENDED.decode(content)
     assert answer is not None
     assert answer.diagnosis == Diagnosis("unknown", "the diagnosis failed: ValueError: what is ??")
@@ -185,7 +192,7 @@ async def test_a_diagnosis_that_fails_is_an_answer(
         raise WorkerDied("policy-0", "update", "its process has died")
     ended = ENDED.read(tmp_path / FOLDER)
     assert ended is not None and ended.diagnosis.cause == "run_failed"
-    assert "its process has died; the diagnosis failed: ValueError" in ended.diagnosis.verdict
+    assert "its process has died; the diagnosis failed: ValueError" in ended.diagnosis.summary
 
 
 async def test_a_run_leaves_its_last_report_where_the_list_of_reports_cannot_be_written(

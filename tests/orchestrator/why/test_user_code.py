@@ -63,15 +63,15 @@ def diagnosis(folder: Path, pid: int, worker: str, call: Call) -> Diagnosis:
 def test_a_reward_function(tmp_path: Path, bug: str, cause: str, words: str) -> None:
     with worker(tmp_path, "score", bug) as pid:
         found = diagnosis(tmp_path, pid, "reward-0", Call("reward-0", "score", 30.0, 600.0))
-    assert (found.cause, found.culprit) == (cause, "reward-0")
-    assert words in found.verdict
-    assert "stalling_user_code.py" in found.verdict
+    assert (found.cause, found.blocked_by) == (cause, "reward-0")
+    assert words in found.summary
+    assert "stalling_user_code.py" in found.summary
 
 
 def test_an_environment(tmp_path: Path) -> None:
     """The driver waits for the engine, the engine for the environment."""
     with worker(tmp_path, "play", "sleep") as pid:
         found = diagnosis(tmp_path, pid, "environment-0", Call("rollout-0", "generate", 30.0, 600.0))
-    assert (found.cause, found.culprit) == ("sleep", "environment-0")
-    assert "step 7 waits for rollout-0 (generate, 30 s of 600 s): process" in found.verdict
-    assert "of environment-0 sleeps in step (" in found.verdict
+    assert (found.cause, found.blocked_by) == ("sleep", "environment-0")
+    assert "step 7 waits for rollout-0 (generate, 30 s of 600 s): process" in found.summary
+    assert "of environment-0 sleeps in step (" in found.summary

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config import GPU_BATCH_TOKENS, EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
 from troupe.workers.engine.settings import engine_args
 
 
@@ -34,3 +37,44 @@ def test_the_engine_computes_logits_in_the_type_of_the_trainer(
     model = engine_args(config).create_model_config()
     assert model.head_dtype == expected
     assert model.dtype == getattr(torch, dtype)
+
+
+class FakeCuda:
+    """What vLLM's parallel configuration asks of a CUDA platform with two GPUs."""
+
+    ray_device_key = "GPU"
+    device_type = "cuda"
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: name in ("is_cuda", "is_cuda_alike")
+
+    def device_count(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(1, "uni"), (2, "mp")])
+def test_an_engine_on_gpus_does_not_start_its_processes_with_ray(
+    ranks: int, backend: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an actor's placement group vLLM would choose Ray, which refuses a bundle with more than one GPU."""
+    config = RolloutConfig(
+        model=ModelConfig(path=str(tiny_model)),
+        engine=EngineConfig(max_num_seqs=4, max_model_len=64, tensor_parallel_size=ranks),
+        sampling=SamplingConfig(max_tokens=8),
+        seed=1,
+        transfer_backend="nccl",
+        device="cuda",
+    )
+    args = engine_args(config)
+    assert args.max_num_batched_tokens == GPU_BATCH_TOKENS
+    parallel: Any = import_module("vllm.config.parallel")
+    monkeypatch.setattr(parallel, "current_platform", FakeCuda())
+    chosen = parallel.ParallelConfig(
+        tensor_parallel_size=ranks,
+        placement_group=SimpleNamespace(bundle_specs=[{"GPU": ranks}]),
+        distributed_executor_backend=args.distributed_executor_backend,
+    )
+    assert chosen.distributed_executor_backend == backend
+    if ranks > 1:
+        left = parallel.ParallelConfig(tensor_parallel_size=2, placement_group=chosen.placement_group)
+        assert left.distributed_executor_backend == "ray", "the choice that the setting avoids"
