@@ -20,12 +20,11 @@ from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.rollouts.weight_sync import SyncReport, WeightSync
 from troupe.orchestrator.spec.base import RunSpec
-from troupe.orchestrator.spec.sections import AlarmConfig, BaseEvaluation, BaseFailures, BaseSchedule, CheckpointConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
 from troupe.orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_stopped
-from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, TrainerLayout, trainer_layouts
+from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, trainer_layouts
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
@@ -40,38 +39,6 @@ _QUIET_METRICS = ("eval/refused", "eval/failed_samples")
 
 
 @dataclass(frozen=True)
-class TrainSettings:
-    """The sections of the spec that the loop reads, and what follows from the whole spec."""
-
-    schedule: BaseSchedule
-    checkpoint: CheckpointConfig
-    evaluation: BaseEvaluation | None
-    failures: BaseFailures
-    probe_every_s: float
-    """Seconds between two rounds of health probes."""
-    averages: bool = False
-    """The policy keeps a moving average of its weights; checkpoints contain it."""
-    alarm: AlarmConfig | None = None
-    """When a rising reward counts as reward hacking."""
-    trainers: Mapping[str, TrainerLayout] = field(default_factory=dict)
-    """How each training role writes its files; checkpoints record it."""
-
-    @classmethod
-    def from_spec(cls, spec: RunSpec, probe_every_s: float, alarm: AlarmConfig | None = None) -> TrainSettings:
-        """The settings of a spec of either kind."""
-        return cls(
-            schedule=spec.schedule,
-            checkpoint=spec.checkpoint,
-            evaluation=spec.evaluation,
-            failures=spec.failures,
-            probe_every_s=probe_every_s,
-            averages=spec.roles.policy.ema_decay > 0,
-            alarm=alarm,
-            trainers=trainer_layouts(spec),
-        )
-
-
-@dataclass(frozen=True)
 class RunComponents:
     """The parts that a run assembles for the controller."""
 
@@ -83,7 +50,7 @@ class RunComponents:
     """None: no engine serves the trained weights."""
     evaluator: HeldOut | None
     ledger: Ledger
-    keeper: StepKeeper = field(default_factory=StepKeeper)
+    keeper: StepKeeper
     """Keeps what the last steps trained on, for `troupe replay`."""
     scaler: WorkerScaler | None = None
     """Scales roles while the run is running; None: the number of workers is fixed."""
@@ -133,7 +100,7 @@ class Controller:
 
     def __init__(
         self,
-        settings: TrainSettings,
+        spec: RunSpec,
         components: RunComponents,
         store: CheckpointStore,
         sinks: MetricSinks,
@@ -143,14 +110,14 @@ class Controller:
         state: ControllerState | None = None,
     ) -> None:
         """`done` steps and `state` come from the checkpoint that the run resumes from."""
-        self.settings = settings
+        self._spec = spec
         self.components = components
         self.store = store
         self.sinks = sinks
         self.console = console
         self.version = done
         self.stop = stop
-        penalty = components.updates.settings.kl_penalty
+        penalty = spec.kl_penalty
         self.state = state or ControllerState(kl_old_coef=0.0 if penalty is None else penalty.coef)
         self._recorder = components.recorder
         self._recorder.counts("dropped", components.ledger.drop_reasons())
@@ -174,14 +141,14 @@ class Controller:
         Waits for the next batch, for the trainers and for the engines' acknowledgements; each step ends within
         `step_timeout_s`. `stop` interrupts the wait for a batch.
         """
-        settings, source = self.settings, self.components.source
+        spec, source = self._spec, self.components.source
         heartbeat = asyncio.create_task(self._heartbeat())
         first_eval: dict[str, float] = {}
         last_eval: dict[str, float] = {}
         try:
             if self.version:
                 await self._push(self.version)
-            evaluation = settings.evaluation
+            evaluation = spec.evaluation
             if evaluation is not None and evaluation.at_start and not self.version:
                 first_eval = last_eval = await unless_stopped(self.stop, self._evaluate())
             await self.components.keeper.begin(self.version)
@@ -189,8 +156,8 @@ class Controller:
                 await self._recorder.end_step(0)  # start-up; that of a resumed run is part of its first step
             source.start()
             self._timers = self._new_timers()
-            while self.version < settings.schedule.steps and not self._alarm_stops():
-                async with asyncio.timeout(settings.schedule.step_timeout_s):
+            while self.version < spec.schedule.steps and not self._alarm_stops():
+                async with asyncio.timeout(spec.schedule.step_timeout_s):
                     last_eval = await self.step(self.version) or last_eval
             await self.components.keeper.settle()
         except StopRequested:
@@ -200,7 +167,7 @@ class Controller:
             error.locate(self.version + 1, self._timers.failed)
             raise
         except TimeoutError:
-            bound = settings.schedule.step_timeout_s
+            bound = spec.schedule.step_timeout_s
             raise TroupeError(
                 f"step {self.version + 1} took longer than schedule.step_timeout_s ({bound:g} s)"
             ) from None
@@ -215,11 +182,11 @@ class Controller:
         await self._recorder.close()
         ledger = self.components.ledger
         ledger.check()
-        how = "finished" if self.version >= settings.schedule.steps else "alarm" if self._alarm_stops() else "stopped"
+        how = "finished" if self.version >= spec.schedule.steps else "alarm" if self._alarm_stops() else "stopped"
         self._recorder.events.record("run_ended", how=how)
         return RunOutcome(
             self.version,
-            self.version < settings.schedule.steps,
+            self.version < spec.schedule.steps,
             first_eval,
             last_eval,
             ledger.counts(),
@@ -229,7 +196,7 @@ class Controller:
 
     def _alarm_stops(self) -> bool:
         """Whether the alarm ends the run. The run is saved as at any other stop."""
-        return bool(self._alarm) and self.settings.alarm is not None and self.settings.alarm.action == "stop"
+        return bool(self._alarm) and self._spec.alarm is not None and self._spec.alarm.action == "stop"
 
     def _new_timers(self) -> PhaseTimers:
         return PhaseTimers(record=self._recorder.phase)
@@ -282,10 +249,10 @@ class Controller:
         self._recorder.events.record("weights", **fields, seconds=seconds, loaded=len(report.engines), engines=digests)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
-        evaluation = self.settings.evaluation
+        evaluation = self._spec.evaluation
         if evaluation is None:
             return {}
-        last = self.version == self.settings.schedule.steps
+        last = self.version == self._spec.schedule.steps
         due = evaluation.every_steps and self.version % evaluation.every_steps == 0
         return await self._evaluate() if due or (last and evaluation.at_end) else {}
 
@@ -302,7 +269,7 @@ class Controller:
         return metrics
 
     async def _save_if_due(self) -> None:
-        every = self.settings.checkpoint.every_steps
+        every = self._spec.checkpoint.every_steps
         if not every or self.version % every:
             return
         try:
@@ -310,7 +277,7 @@ class Controller:
         except (OSError, WorkerRaised) as error:
             self._failed_saves += 1
             self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
-            limit = self.settings.failures.failed_saves
+            limit = self._spec.failures.failed_saves
             if self._failed_saves > limit:
                 why = f"{error} ({self.store.free_space()})"
                 raise TroupeError(f"{self._failed_saves} checkpoints in a row were not written: {why}") from error
@@ -326,7 +293,7 @@ class Controller:
         components = self.components
         state = {"step": self.version, "source": components.source.state(), "ledger": components.ledger.state()}
         state["memory"] = self.state.model_dump(mode="json")
-        state["trainers"] = {role: asdict(layout) for role, layout in self.settings.trainers.items()}
+        state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}
         started = asyncio.get_running_loop().time()
         folder = await components.recovery.retry(self._save_trainers)
         saved = await components.recovery.commit(self.version, lambda: self.store.commit(folder, state))
@@ -336,14 +303,14 @@ class Controller:
 
     async def _save_trainers(self) -> Path:
         """Writes the trainers' part of a checkpoint; returns its folder."""
-        folder, bound = self.store.begin(self.version), self.settings.schedule.train_timeout_s
+        folder, bound = self.store.begin(self.version), self._spec.schedule.train_timeout_s
         trainers = self.components.updates.trainers
         try:
             for number, group in enumerate(trainers):
                 self.console.phase("checkpoint", number, len(trainers))
                 await group.save(str(folder / group.role), timeout_s=bound)
             await trainers[0].export(str(folder / MODEL), timeout_s=bound)
-            if self.settings.averages:
+            if self._spec.roles.policy.ema_decay > 0:
                 await trainers[0].export_average(str(folder / AVERAGE), timeout_s=bound)
         except (WorkerError, asyncio.CancelledError):
             self.store.discard(folder)
@@ -390,9 +357,9 @@ class Controller:
 
     def _check_alarm(self, metrics: dict[str, float]) -> dict[str, float]:
         """Warns where the reward rises while text or policy degenerate: a sign of reward hacking."""
-        if self.settings.alarm is None:
+        if self._spec.alarm is None:
             return {}
-        self.state, reasons = self.state.check_alarm(metrics, self.settings.alarm)
+        self.state, reasons = self.state.check_alarm(metrics, self._spec.alarm)
         if reasons:
             self._alarm = f"step {self.version}: the reward rises while {' and '.join(reasons)} (failures.alarm)"
             logger.warning("%s", self._alarm)
@@ -402,7 +369,7 @@ class Controller:
     async def _heartbeat(self) -> None:
         """Probes the source's workers at a fixed interval; runs beside the loop until the run ends."""
         while True:
-            await asyncio.sleep(self.settings.probe_every_s)
+            await asyncio.sleep(self._spec.probe_interval_s)
             try:
                 await self.components.source.probe()
             except Exception:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from troupe.orchestrator.controller import Controller, RunComponents, TrainSettings
+from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.examples import ExamplePool
 from troupe.orchestrator.data.prompts import DataError, PromptSource, evaluation_picks
 from troupe.orchestrator.data.summary import data_metrics, named
 from troupe.orchestrator.errors import TroupeError
-from troupe.orchestrator.replay.step_recorder import KeeperSettings, StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
 from troupe.orchestrator.run_context import RunContext
@@ -26,7 +26,7 @@ from troupe.orchestrator.training.offline_source import (
 )
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.updates import OfflineUpdates, UpdateSettings
+from troupe.orchestrator.training.updates import OfflineUpdates
 from troupe.workers.contract.roles import TableRef
 
 Pools = tuple[ExamplePool, ExamplePool | None]
@@ -63,7 +63,7 @@ class OfflineRun:
             for line in await load_checkpoint(found, [self._trainer], spec.schedule.train_timeout_s):
                 self._context.console.message(line)
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
-        updates = OfflineUpdates(UpdateSettings.from_spec(spec), self._trainer, self._context.console)
+        updates = OfflineUpdates(spec, self._trainer, self._context.console)
         updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
@@ -71,8 +71,7 @@ class OfflineRun:
             source=OfflineSource(offline, self._context.console, self._context.stop),
             updates=updates,
             recovery=TrainerRecovery(
-                schedule=spec.schedule,
-                failures=spec.failures,
+                spec=spec,
                 updates=updates,
                 push=None,
                 store=store,
@@ -81,7 +80,7 @@ class OfflineRun:
                 done=done,
             ),
             sync=None,
-            keeper=StepKeeper(KeeperSettings.from_spec(spec, self._out), updates.trainers),
+            keeper=StepKeeper(spec, self._out, updates.trainers),
             evaluator=evaluator,
             ledger=ledger,
             peaks=cluster.peaks,
@@ -89,8 +88,7 @@ class OfflineRun:
             data=data,
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
-        settings = TrainSettings.from_spec(spec, probe_every_s=spec.schedule.step_timeout_s)  # no engine to probe
-        return Controller(settings, components, store, sinks, self._context.console, self._context.stop, done)
+        return Controller(spec, components, store, sinks, self._context.console, self._context.stop, done)
 
     async def evaluator(self, pool: ExamplePool) -> ExampleEvaluator:
         """Held-out metrics of the current model on `data.eval`; on all of it unless the spec says otherwise."""

@@ -32,12 +32,11 @@ from troupe.orchestrator.rollout_run import load_data, weight_sync
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.run import RunRequest, open_run
 from troupe.orchestrator.run_context import RunContext
-from troupe.orchestrator.run_pools import pool_bounds
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import GroupOrigin, unless_stopped
 from troupe.orchestrator.training.checkpoint import load_checkpoint
-from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates, UpdateSettings
+from troupe.orchestrator.training.updates import OfflineUpdates, RolloutUpdates, Updates
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.contract.roles import TableRef
 
@@ -228,7 +227,7 @@ class _Sampling:
         self._spec = spec
         self._context = context
         self._prompts = prompts
-        self.pool = EnginePool(context.workers.engines, context.launcher.engine, pool_bounds(spec))
+        self.pool = EnginePool(context.workers.engines, context.launcher.engine, spec)
         self._sync = weight_sync(spec, policy, self.pool, context.cluster)
 
     async def sample(self, version: int, groups: Sequence[GroupOrigin]) -> list[pa.Table]:
@@ -253,9 +252,8 @@ class _Sampling:
 
 def _updates(spec: RunSpec, workers: Workers, console: Console) -> Updates:
     """The updates of a spec of either kind, on its trainers."""
-    settings = UpdateSettings.from_spec(spec)
     if workers.examples is not None:
-        return OfflineUpdates(settings, workers.examples, console)
+        return OfflineUpdates(spec, workers.examples, console)
     if workers.policy is None:
         raise TroupeError("the run has no trainer: there is nothing to repeat")
-    return RolloutUpdates(settings, workers.policy, workers.critic, console)
+    return RolloutUpdates(spec.rollouts, workers.policy, workers.critic, console)

@@ -6,15 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
-from troupe.orchestrator.algorithms import section as algorithms
-from troupe.orchestrator.algorithms.custom import group_filter
 from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.audit.report import AuditReport
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
-from troupe.orchestrator.controller import Controller, RunComponents, TrainSettings
+from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.prompts import DataError, PromptPool, PromptSource, evaluation_picks, load_pools
 from troupe.orchestrator.data.summary import Pools, data_metrics, named
@@ -22,17 +18,16 @@ from troupe.orchestrator.data.texts import Pieces, TextOrder, TextPool, load_tex
 from troupe.orchestrator.live.control import ControlServer
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.replay.step_recorder import KeeperSettings, StepKeeper
+from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from troupe.orchestrator.rollouts.evaluation import EvalSettings, Evaluator
-from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
-from troupe.orchestrator.rollouts.scoring import Scorer, SignalTest
-from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
+from troupe.orchestrator.rollouts.evaluation import Evaluator
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
+from troupe.orchestrator.rollouts.scoring import Scorer
+from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync, WeightSync
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_pools import RunPools
-from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import MODEL, Checkpoint, CheckpointStore, load_checkpoint
@@ -40,10 +35,9 @@ from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
-from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
+from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.orchestrator.why.facts import EngineQueue, Queues
 from troupe.workers.contract.advantage_state import AdvantageState
-from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class RolloutRun:
             pools=self._pools.by_role(),
             seats=context.launcher,
             console=context.console,
-            save=lambda changed: write_spec(changed, file),
+            save=lambda changed: changed.write(file),
             file=str(file),
         )
         self._control = ControlServer(out, self._scaler)
@@ -124,19 +118,16 @@ class RolloutRun:
             texts=texts,
             curriculum=curriculum,
         )
-        updates = RolloutUpdates(UpdateSettings.from_spec(spec), policy, self._workers.critic, self._context.console)
+        updates = RolloutUpdates(spec, policy, self._workers.critic, self._context.console)
         updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
-            source=RolloutSource(
-                _rollout_settings(spec, self._out), rollouts, self._context.console, self._context.stop, advantages
-            ),
+            source=RolloutSource(spec, self._out, rollouts, self._context.console, self._context.stop, advantages),
             updates=updates,
             recovery=TrainerRecovery(
-                schedule=spec.schedule,
-                failures=spec.failures,
+                spec=spec,
                 updates=updates,
                 push=sync.push,
                 store=store,
@@ -145,7 +136,7 @@ class RolloutRun:
                 done=done,
             ),
             sync=sync,
-            keeper=StepKeeper(KeeperSettings.from_spec(spec, self._out), updates.trainers),
+            keeper=StepKeeper(spec, self._out, updates.trainers),
             evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),
             ledger=ledger,
             scaler=self._scaler,
@@ -155,8 +146,7 @@ class RolloutRun:
             data=data_metrics(self._data.pools, self._data.refused),
         )
         sinks = MetricSinks.of_spec(spec, self._out, done)
-        settings = TrainSettings.from_spec(spec, spec.failures.health_interval_s, spec.failures.alarm)
-        return Controller(settings, components, store, sinks, self._context.console, self._context.stop, done, state)
+        return Controller(spec, components, store, sinks, self._context.console, self._context.stop, done, state)
 
     async def audit(
         self, spec: RolloutSpec, found: Checkpoint | None, controller: Controller | None = None
@@ -207,12 +197,17 @@ class RolloutRun:
         evaluation = self._spec.evaluation
         if evaluation is None or self._data.held_out is None:
             return None
-        picks = tuple(evaluation_picks(self._data.held_out, self._spec.seed, evaluation.prompts))
         if self._spec.solved_at is None:
             hint = "set evaluation.solved_at to the reward of a right response"
             self._context.console.message(f"held-out accuracy is not reported for this reward: {hint}")
-        settings = EvalSettings(picks, evaluation.sampling, self._spec.solved_at, self._spec.seed, responses)
-        return Evaluator(settings, self._pool, self._rewards, self._context.cluster.put(self._data.held_out.table))
+        return Evaluator(
+            self._spec,
+            picks=evaluation_picks(self._data.held_out, self._spec.seed, evaluation.prompts),
+            prompts=self._context.cluster.put(self._data.held_out.table),
+            pool=self._pool,
+            rewards=self._rewards,
+            responses=responses,
+        )
 
     async def _texts(self, policy: PolicyGroup) -> TextOrder | None:
         """The texts of PPO-ptx, tokenized and split once."""
@@ -229,40 +224,16 @@ class RolloutRun:
     def _scheduler(
         self, ledger: Ledger, prompts: PromptSource, curriculum: Curriculum | None, done: int
     ) -> RolloutScheduler:
-        spec = self._spec
-        settings = ScheduleSettings(
-            schedule=spec.schedule,
-            failures=spec.failures,
-            group_size=spec.group_size,
-            min_group=algorithms.row_of(spec.algorithm).min_group_size,
-            seed=spec.seed,
-            replaceable=algorithms.dynamic_sampling(spec.algorithm),
-            greedy_baseline=spec.policy_config().advantage.baseline == "greedy",
-            signal=SignalTest(
-                component=spec.algorithm.dynamic_sampling_on,
-                mask_truncated=spec.algorithm.mask_truncated,
-                keep=group_filter(spec.algorithm),
-            ),
-        )
         scorer = Scorer(self._rewards, self._pools.token_scorers())
         table = self._context.cluster.put(self._data.train.table)
         observe = None if curriculum is None else curriculum.observe
-        return RolloutScheduler(settings, self._pool, scorer, ledger, prompts.next, table, done, observe)
+        return RolloutScheduler(self._spec, self._pool, scorer, ledger, prompts.next, table, done, observe)
 
     async def _load(self, found: Checkpoint) -> None:
         """Loads the checkpoint of policy and critic."""
         groups = [group for group in (self._workers.policy, self._workers.critic) if group is not None]
         for line in await load_checkpoint(found, groups, self._spec.schedule.train_timeout_s):
             self._context.console.message(line)
-
-
-def _rollout_settings(spec: RolloutSpec, out: Path) -> RolloutSettings:
-    return RolloutSettings(
-        old_logprobs_at_batch=spec.needs_old_logprobs and spec.schedule.max_staleness > 0,
-        schedule=spec.schedule,
-        trajectories=out / "trajectories" if spec.output.trajectories else None,
-        mask_truncated=spec.algorithm.mask_truncated,
-    )
 
 
 def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluster: Cluster) -> WeightSync:
@@ -272,8 +243,3 @@ def weight_sync(spec: RolloutSpec, policy: PolicyGroup, pool: EnginePool, cluste
         return FileSync(policy, pool, timeout_s)
     ranks = spec.roles.rollout.tensor_parallel_size
     return DeviceSync(policy, pool, lambda engines: cluster.link(engines, ranks, timeout_s), timeout_s)
-
-
-def write_spec(spec: RunSpec, file: Path) -> None:
-    """Writes the resolved spec, with every default, for its owner only."""
-    write_atomic(file, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False), PRIVATE)

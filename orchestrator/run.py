@@ -29,7 +29,7 @@ from troupe.orchestrator.offline_run import OfflineRun
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.roles.table import named as named_roles
-from troupe.orchestrator.rollout_run import RolloutRun, load_data, write_spec
+from troupe.orchestrator.rollout_run import RolloutRun, load_data
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_lock import locked
 from troupe.orchestrator.spec.base import RunSpec
@@ -92,7 +92,7 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
     if request.resume and found is None:
         logger.warning("nothing to resume in %s: starting from the beginning", request.out)
     if found is None:
-        write_spec(request.spec, request.out / RESOLVED_SPEC)
+        request.spec.write(request.out / RESOLVED_SPEC)
     else:
         _say(console, resumption(request.out, found, request.spec, request.out / RESOLVED_SPEC).lines())
     training = request.spec.dispatch(
@@ -183,7 +183,7 @@ async def _train_on_rollouts(
             await parts.start()
             controller = await parts.controller(store, found)
             if found is not None:  # the resume stands
-                write_spec(spec, request.out / RESOLVED_SPEC)
+                spec.write(request.out / RESOLVED_SPEC)
             if spec.audit.at_start:
                 report = await unless_stopped(context.stop, parts.audit(local.spec, found, controller))
                 _say(console, report.lines())
@@ -211,7 +211,7 @@ async def _train_offline(
     async with open_run(request, local, console, resume_at=_done(found)) as context:
         controller = await OfflineRun(spec, request.out, context).controller(examples, store, found)
         if found is not None:  # the resume stands
-            write_spec(spec, request.out / RESOLVED_SPEC)
+            spec.write(request.out / RESOLVED_SPEC)
         return await controller.run()
 
 

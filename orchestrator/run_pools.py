@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
+from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.pools.linked import Callers, LinkedPool
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
@@ -29,7 +29,7 @@ class RunPools:
         self._spec = spec
         self._context = context
         self._workers = context.workers
-        self.engines = EnginePool(context.workers.engines, self._start_engine, pool_bounds(spec))
+        self.engines = EnginePool(context.workers.engines, self._start_engine, spec)
         self.rewards = RewardPool(
             context.workers.reward,
             timeout_s=spec.schedule.score_timeout_s,
@@ -64,7 +64,7 @@ class RunPools:
             scorers.append(TokenScorer(critic, critic.compute_values, timeout_s))
         if policy is not None and spec.reference_in_policy:
             scorers.append(TokenScorer(policy, policy.reference_logprobs, timeout_s))
-        if policy is not None and spec.needs_old_logprobs and spec.schedule.max_staleness == 0:
+        if policy is not None and spec.needs_old_logprobs and not spec.old_logprobs_at_batch:
             # The policy is idle during synchronous generation, so it computes log-probs group by group meanwhile.
             scorers.append(TokenScorer(policy, policy.compute_logprobs, timeout_s))
         return scorers
@@ -143,16 +143,3 @@ class RunPools:
             budget=self._budget("judge", failures.judge_restarts),
             watch_s=failures.health_interval_s,
         )
-
-
-def pool_bounds(spec: RolloutSpec) -> PoolBounds:
-    """Limits and timeouts of the engine pool.
-
-    Two groups can queue in a full engine and take the places that finished samples free before their group ends.
-    An episode that waits for its environment takes no place in the engine, so that an engine gets as many groups as
-    there are episodes.
-    """
-    environment, engines = spec.roles.environment, spec.roles.rollout.workers
-    episodes = 0 if environment is None else -(-environment.workers * environment.episodes // engines)
-    places = max(spec.roles.rollout.max_num_seqs, spec.group_size, episodes)
-    return PoolBounds(places + 2 * spec.group_size, spec.schedule, spec.failures)

@@ -14,7 +14,7 @@ import inspect
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,24 +24,16 @@ import pyarrow as pa
 
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup, TrainerGroup
-from troupe.orchestrator.controller import Controller, RunOutcome, TrainSettings
+from troupe.orchestrator.controller import Controller, RunOutcome
 from troupe.orchestrator.errors import WorkerDied, WorkerTimeout
-from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
-from troupe.orchestrator.replay.step_recorder import KeeperSettings
+from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.spec.sections import (
-    AlarmConfig,
-    BaseEvaluation,
-    BaseFailures,
-    BaseSchedule,
-    CheckpointConfig,
-    FailureConfig,
-    ScheduleConfig,
-)
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import Push, TrainerRecovery
-from troupe.orchestrator.training.updates import Updates, UpdateSettings
+from troupe.orchestrator.training.updates import Updates
 from troupe.workers.contract import roles
 from troupe.workers.contract.config import Rendezvous
 from troupe.workers.contract.judges import Judge
@@ -68,46 +60,67 @@ from troupe.workers.data.step_record import write_tables
 
 P = ParamSpec("P")
 R = TypeVar("R")
+SpecT = TypeVar("SpecT", bound=RunSpec)
 W_co = TypeVar("W_co", bound=roles.Worker, covariant=True)
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 64, 256
 
 
-def pool_bounds(max_load: int = 64, restarts: int = 2) -> PoolBounds:
-    """Bounds of a pool whose engines answer at once."""
-    schedule = ScheduleConfig(steps=1, prompts_per_step=1, generate_timeout_s=5.0, start_timeout_s=1.0)
-    failures = FailureConfig(health_interval_s=0.05, health_misses=1, engine_restarts=restarts, steps_per_restart=0)
-    return PoolBounds(max_load, schedule, failures)
+def with_fields(spec: SpecT, **sections: Mapping[str, Any]) -> SpecT:
+    """The spec with other values of some fields, by section."""
+    fields = spec.model_dump()
+    changed = {name: (fields[name] or {}) | dict(section) for name, section in sections.items()}
+    return type(spec).model_validate(fields | changed)
 
 
-def train_settings(
-    steps: int = 4,
-    checkpoint_every: int = 2,
-    step_timeout_s: float = 5.0,
-    evaluation: BaseEvaluation | None = None,
-    failed_saves: int = 0,
-    probe_every_s: float = 1.0,
-    alarm: AlarmConfig | None = None,
-) -> TrainSettings:
-    """By default four steps with a checkpoint after every second one, and no evaluation."""
-    return TrainSettings(
-        schedule=BaseSchedule(steps=steps, train_timeout_s=5.0, step_timeout_s=step_timeout_s),
-        checkpoint=CheckpointConfig(every_steps=checkpoint_every),
-        evaluation=evaluation,
-        failures=BaseFailures(failed_saves=failed_saves),
-        probe_every_s=probe_every_s,
-        alarm=alarm,
-    )
-
-
-def recovery_failures(restarts: int = 2, replay_steps: int = 4, steps_per_restart: int = 0) -> BaseFailures:
-    """Restarts of trainers, and steps that are kept to be repeated."""
-    return BaseFailures(trainer_restarts=restarts, replay_steps=replay_steps, steps_per_restart=steps_per_restart)
-
-
-UPDATES = UpdateSettings(
-    epochs=1, minibatches=1, seed=3, train_timeout_s=5.0, nonfinite_limit=2, skip_zero_advantage=True
+_SPEC = RolloutSpec.model_validate(
+    {
+        "name": "fakes",
+        "seed": 17,
+        "model": {"path": "model"},
+        "roles": {"rollout": {}, "policy": {}, "reward": {"functions": [{"name": "exact_match"}]}},
+        "algorithm": {"name": "grpo", "group_size": 4, "kl_states": 0, "kl": {"coef": 0.0}},
+        "schedule": {
+            "steps": 4,
+            "prompts_per_step": 5,
+            "train_timeout_s": 5.0,
+            "step_timeout_s": 5.0,
+            "start_timeout_s": 1.0,
+            "generate_timeout_s": 5.0,
+        },
+        "data": {"train": {"kind": "jsonl", "path": "prompts.jsonl"}},
+        "checkpoint": {"every_steps": 2},
+        "failures": {
+            "nonfinite_steps": 2,
+            "failed_saves": 0,
+            "health_interval_s": 1.0,
+            "health_misses": 1,
+            "engine_restarts": 2,
+            "trainer_restarts": 0,
+            "steps_per_restart": 0,
+            "replay_steps": 4,
+        },
+        "output": {"trajectories": False, "replay_steps": 0},
+    }
 )
+
+
+def fake_spec(**sections: Mapping[str, Any]) -> RolloutSpec:
+    """A spec of workers that answer at once: four steps of five groups of four, a checkpoint after every second step.
+
+    Args:
+        sections: Other values of fields, by section.
+    """
+    return with_fields(_SPEC, **sections)
+
+
+def pool_spec(max_load: int = 64, restarts: int = 2) -> RolloutSpec:
+    """A spec whose engines have at most `max_load` unfinished samples."""
+    return fake_spec(
+        roles={"rollout": {"max_num_seqs": max_load - 2}},
+        algorithm={"group_size": 1},
+        failures={"engine_restarts": restarts, "health_interval_s": 0.05},
+    )
 
 
 class FakeTable(NamedTuple):
@@ -571,7 +584,7 @@ class FakePolicy(FakeTrainer):
         return tuple(row for row, key in zip(rows, request.keep, strict=True) if key not in request.masked)
 
 
-def fake_pool(engines: Sequence[FaultyEngine], bounds: PoolBounds | None = None) -> EnginePool:
+def fake_pool(engines: Sequence[FaultyEngine], spec: RolloutSpec | None = None) -> EnginePool:
     """A pool over fake engines that can replace them."""
     started = 0
 
@@ -581,7 +594,7 @@ def fake_pool(engines: Sequence[FaultyEngine], bounds: PoolBounds | None = None)
         started += 1
         return Engine(FaultyWorker(name, FaultyEngine(f"{name}#{started}", random.Random(started))), "host")
 
-    return EnginePool([Engine(FaultyWorker(e.name, e), "host") for e in engines], spawn, bounds or pool_bounds())
+    return EnginePool([Engine(FaultyWorker(e.name, e), "host") for e in engines], spawn, spec or pool_spec())
 
 
 def policy_group(*policies: FakePolicy) -> PolicyGroup:
@@ -609,17 +622,18 @@ async def restart_fakes(groups: Sequence[TrainerGroup[Any]]) -> None:
         await group.start(1.0)
 
 
-class FakeRun(ABC):
+class FakeRun(ABC, Generic[SpecT]):
     """A controller with the fakes that it needs, which a subclass builds."""
 
-    def __init__(self, out: Path, settings: TrainSettings | None, updates: UpdateSettings, resume: bool) -> None:
+    def __init__(self, out: Path, spec: SpecT, resume: bool) -> None:
         self.out = out
-        self.settings = settings or train_settings()
-        self.updates = updates
+        self.spec = spec
         self.resume = resume
         self.stop = asyncio.Event()
-        self.failures = recovery_failures(restarts=0)
-        self.records: KeeperSettings | None = None
+
+    def change(self, **sections: Mapping[str, Any]) -> None:
+        """Give fields of the spec other values, by section."""
+        self.spec = with_fields(self.spec, **sections)
 
     @abstractmethod
     def build(self) -> Controller:
@@ -636,8 +650,7 @@ class FakeRun(ABC):
         self, updates: Updates, push: Push | None, store: CheckpointStore, console: Console, done: int
     ) -> TrainerRecovery:
         """Restarts trainers as new fakes."""
-        schedule = self.settings.schedule
-        return TrainerRecovery(schedule, self.failures, updates, push, store, restart_fakes, console, done)
+        return TrainerRecovery(self.spec, updates, push, store, restart_fakes, console, done)
 
     def run(self) -> RunOutcome:
         """Run to the end."""

@@ -16,6 +16,7 @@ from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.processes import Meter
 from benchmarks.support.rollout_setup import Unscored
 from benchmarks.support.timing import Parts
+from tests.fakes import with_fields
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.prompts import PromptSource
@@ -210,9 +211,10 @@ class PPOSetup:
 
     async def _updates(self, turn: int, batch: Batch, parts: Parts) -> None:
         """Run the policy's updates on the batch, then the critic's, through the controller."""
-        settings, console = self.controller.components.updates.settings, self.controller.console
-        policy = RolloutUpdates(settings, self.policy, None, console)
-        critic = RolloutUpdates(replace(settings, critic_warmup=turn + 1), self.policy, self.critic, console)
+        spec, console = self.run._spec, self.controller.console
+        policy = RolloutUpdates(spec, self.policy, None, console)
+        warmup = dict(spec.roles.critic or {}) | {"warmup_steps": turn + 1}
+        critic = RolloutUpdates(with_fields(spec, roles={"critic": warmup}), self.policy, self.critic, console)
         for name, one in (("policy update", policy), ("critic update", critic)):
             with parts.timed(name):
                 updates, _ = await one.run(turn, batch, self.controller.state)

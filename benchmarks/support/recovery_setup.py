@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pyarrow as pa
 
@@ -19,7 +19,7 @@ from benchmarks.support.rollout_setup import (
     Unscored,
     prompt_picks,
     response_ids,
-    schedule_settings,
+    turns_spec,
 )
 from benchmarks.support.weight_sync_setup import call_policy, logprob_gap
 from benchmarks.support.weight_sync_workers import MeasuredPolicy
@@ -33,7 +33,6 @@ from troupe.orchestrator.rollout_run import weight_sync
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import WeightSync
-from troupe.orchestrator.run_pools import pool_bounds
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
 
@@ -100,13 +99,11 @@ class RecoverySetup:
             workers = await launcher.open(frozenset({"rollout", "policy", "reward"}))
             if workers.policy is None:
                 raise RuntimeError("the spec has no policy")
-            bounds = pool_bounds(spec)
-            failures = bounds.failures.model_copy(update={"engine_restarts": len(work)})
-            pool = EnginePool(workers.engines, launcher.engine, replace(bounds, failures=failures))
+            spec = turns_spec(spec, len(work), max_attempts=_ATTEMPTS, engine_restarts=len(work))
+            pool = EnginePool(workers.engines, launcher.engine, spec)
             picks, ledger = prompt_picks(work), Ledger()
-            settings = schedule_settings(spec, len(work), _ATTEMPTS)
             prompts = cluster.put(table)
-            scheduler = RolloutScheduler(settings, pool, Unscored(), ledger, lambda: next(picks), prompts)
+            scheduler = RolloutScheduler(spec, pool, Unscored(), ledger, lambda: next(picks), prompts)
             sync = weight_sync(spec, workers.policy, pool, cluster)
             yield cls(workers.policy, pool, sync, scheduler, ledger, work)
             await scheduler.close()

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pyarrow as pa
 import ray
@@ -14,15 +13,15 @@ import ray
 from benchmarks.support.harness import Turn
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Group
+from tests.fakes import with_fields
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import TableRef
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
-from troupe.orchestrator.run_pools import pool_bounds
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
@@ -87,13 +86,12 @@ class RolloutSetup:
         try:
             launcher = WorkerLauncher(spec, cluster, classes={"rollout": rollout})
             workers = await launcher.open(frozenset({"rollout", "reward"}))
-            bounds = pool_bounds(spec)
-            bounds = replace(bounds, max_load=max_load or bounds.max_load)
-            pool = EnginePool(workers.engines, launcher.engine, bounds)
+            spec = turns_spec(spec, len(work), max_attempts=1)
+            pool = EnginePool(workers.engines, launcher.engine, spec)
+            pool.max_load = max_load or pool.max_load
             prompts = cluster.put(table)
             picks = prompt_picks(work)
-            settings = schedule_settings(spec, len(work), attempts=1)
-            scheduler = RolloutScheduler(settings, pool, Unscored(), Ledger(), lambda: next(picks), prompts)
+            scheduler = RolloutScheduler(spec, pool, Unscored(), Ledger(), lambda: next(picks), prompts)
             yield cls(pool, scheduler, prompts, work, others)
             await scheduler.close()
             await cluster.close(CLOSE_TIMEOUT_S)
@@ -103,7 +101,7 @@ class RolloutSetup:
     @property
     def max_load(self) -> int:
         """Maximum number of unfinished samples per engine."""
-        return self._pool.bounds.max_load
+        return self._pool.max_load
 
     async def turn(self, turn: int) -> tuple[Turn, list[list[int]]]:
         """Run one turn; returns it and the response token ids, in the order of the groups' samples."""
@@ -138,14 +136,19 @@ def response_ids(rollouts: TableRef) -> list[list[int]]:
     return [row["response_ids"] for row in table.select(["response_ids"]).to_pylist()]
 
 
-def schedule_settings(spec: RolloutSpec, turns: int, attempts: int) -> ScheduleSettings:
-    """Scheduling of one step per turn, with no staleness and no failed samples."""
-    return ScheduleSettings(
-        schedule=spec.schedule.model_copy(update={"max_staleness": 0, "steps": turns}),
-        failures=spec.failures.model_copy(update={"max_attempts": attempts, "max_failed_fraction": 0.0}),
-        group_size=spec.group_size,
-        min_group=1,
-        seed=spec.seed,
+def turns_spec(spec: RolloutSpec, turns: int, **failures: int) -> RolloutSpec:
+    """The spec with one step per turn, no staleness and no failed or replaced groups of any size.
+
+    Args:
+        spec: The spec of the engines.
+        turns: Number of turns.
+        failures: Other values of fields of that section.
+    """
+    return with_fields(
+        spec,
+        algorithm={"name": "reinforce", "group_size": spec.group_size, "dynamic_sampling": 0},
+        schedule={"max_staleness": 0, "steps": turns},
+        failures={"max_failed_fraction": 0.0, **failures},
     )
 
 

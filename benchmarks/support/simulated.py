@@ -27,25 +27,27 @@ from tests.fakes import (
     FakeReward,
     LocalWorker,
     Seconds,
+    fake_spec,
     no_work,
 )
 from troupe.orchestrator.cluster.worker_group import PolicyGroup, TrainerGroup, WorkerHandle
-from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
+from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
-from troupe.orchestrator.pools.engines import Engine, EnginePool, PoolBounds
+from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.pools.workers import Workers
+from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler, ScheduleSettings
+from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer
-from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
+from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
-from troupe.orchestrator.spec.sections import CheckpointConfig, FailureConfig, ScheduleConfig
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
-from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
+from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import (
     PrepareRequest,
@@ -98,28 +100,26 @@ class Shape:
         return self.groups * self.samples
 
     @property
-    def schedule(self) -> ScheduleConfig:
-        """The section of the spec."""
-        return ScheduleConfig(
-            steps=self.steps,
-            prompts_per_step=self.groups,
-            max_staleness=self.staleness,
-            start_timeout_s=TIMEOUT_S,
-            generate_timeout_s=TIMEOUT_S,
-            train_timeout_s=TIMEOUT_S,
-            step_timeout_s=TIMEOUT_S,
+    def spec(self) -> RolloutSpec:
+        """The spec of the run: nothing but engines may fail."""
+        timeouts = dict.fromkeys(
+            ("start_timeout_s", "generate_timeout_s", "train_timeout_s", "step_timeout_s"), TIMEOUT_S
         )
-
-    @property
-    def failures(self) -> FailureConfig:
-        """The section of the spec: nothing but engines may fail."""
-        return FailureConfig(
-            engine_restarts=self.restarts,
-            steps_per_restart=0,
-            trainer_restarts=0,
-            max_attempts=3,
-            max_failed_fraction=0.0,
-            health_interval_s=TIMEOUT_S,
+        return fake_spec(
+            algorithm={"name": "reinforce", "group_size": self.samples},
+            schedule={
+                "steps": self.steps,
+                "prompts_per_step": self.groups,
+                "max_staleness": self.staleness,
+                **timeouts,
+            },
+            checkpoint={"every_steps": 0},
+            failures={
+                "engine_restarts": self.restarts,
+                "max_failed_fraction": 0.0,
+                "health_interval_s": self.probe_every_s,
+            },
+            output={"trajectories": True},
         )
 
 
@@ -200,29 +200,28 @@ class Simulation:
                 await pool.close()
 
     def _controller(self, out: Path) -> tuple[Controller, EnginePool]:
-        shape, workers = self.shape, self.workers
+        shape, workers, spec = self.shape, self.workers, self.shape.spec
 
         async def spawn(name: str) -> Engine:
             await asyncio.sleep(0)
             return Engine(workers.spawn(name), "host")
 
-        bounds = PoolBounds(shape.slots * shape.samples, shape.schedule, shape.failures)
-        pool = EnginePool([Engine(handle, "host") for handle in workers.engines], spawn, bounds)
+        pool = EnginePool([Engine(handle, "host") for handle in workers.engines], spawn, spec)
+        pool.max_load = shape.slots * shape.samples
         policy = PolicyGroup("policy", [workers.policy], 16384)
         rewards = RewardPool([workers.reward], TIMEOUT_S)
         ledger = Ledger()
         prompts = PromptSource(_Pool((shape.steps + shape.staleness + 1) * shape.groups), 17)
-        schedule = ScheduleSettings(shape.schedule, shape.failures, group_size=shape.samples, min_group=1, seed=17)
-        scheduler = RolloutScheduler(schedule, pool, Scorer(rewards, ()), ledger, self._drawn(prompts), None)
+        scheduler = RolloutScheduler(spec, pool, Scorer(rewards, ()), ledger, self._drawn(prompts), None)
         makers = RolloutComponents(Workers({"policy": policy}), pool, scheduler, rewards, prompts, ledger)
-        rollouts = RolloutSettings(shape.schedule, old_logprobs_at_batch=False, trajectories=out / "trajectories")
-        source = RolloutSource(rollouts, makers, self.clock, self.stop)
-        updates = RolloutUpdates(_update_settings(), policy, None, self.clock)
+        source = RolloutSource(spec, out, makers, self.clock, self.stop)
+        updates = RolloutUpdates(spec, policy, None, self.clock)
         sinks = MetricSinks.open(LoggedRun(out))
         store, sync = CheckpointStore(out / "checkpoints", 1), FileSync(policy, pool, TIMEOUT_S)
-        recovery = TrainerRecovery(shape.schedule, shape.failures, updates, sync.push, store, _restart, self.clock)
-        components = RunComponents(source, updates, recovery, sync, None, ledger)
-        return Controller(_settings(shape), components, store, sinks, self.clock, self.stop), pool
+        recovery = TrainerRecovery(spec, updates, sync.push, store, _restart, self.clock)
+        keeper = StepKeeper(spec, out, updates.trainers)
+        components = RunComponents(source, updates, recovery, sync, None, ledger, keeper)
+        return Controller(spec, components, store, sinks, self.clock, self.stop), pool
 
     def _drawn(self, prompts: PromptSource) -> NextPrompt:
         on_prompt = self.on_prompt
@@ -239,22 +238,6 @@ class Simulation:
 
 async def _restart(groups: Sequence[TrainerGroup[Any]]) -> None:
     """Never called: the simulated trainers do not die."""
-
-
-def _settings(shape: Shape) -> TrainSettings:
-    return TrainSettings(
-        schedule=shape.schedule,
-        checkpoint=CheckpointConfig(every_steps=0),
-        evaluation=None,
-        failures=shape.failures,
-        probe_every_s=shape.probe_every_s,
-    )
-
-
-def _update_settings() -> UpdateSettings:
-    return UpdateSettings(
-        epochs=1, minibatches=1, seed=17, train_timeout_s=TIMEOUT_S, nonfinite_limit=3, skip_zero_advantage=True
-    )
 
 
 def check(shape: Shape, outcome: RunOutcome, policy: SimPolicy) -> None:

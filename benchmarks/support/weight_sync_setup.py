@@ -22,7 +22,6 @@ from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.rollout_run import weight_sync
 from troupe.orchestrator.rollouts.scoring import TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync, SyncReport, WeightSync
-from troupe.orchestrator.run_pools import pool_bounds
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract.messages import GroupRequest, GroupSummary
 from troupe.workers.contract.roles import Reply, TableRef
@@ -60,7 +59,7 @@ class WeightSyncSetup:
             workers = await launcher.open(frozenset({"rollout", "policy"}))
             if workers.policy is None:
                 raise RuntimeError("the spec has no policy")
-            pool = EnginePool(workers.engines, launcher.engine, pool_bounds(spec))
+            pool = EnginePool(workers.engines, launcher.engine, spec)
             prompts, _ = load_pools(spec.data)
             sync = weight_sync(spec, workers.policy, pool, cluster)
             yield cls(workers.policy, pool, sync, cluster.put(prompts.table), spec.group_size)

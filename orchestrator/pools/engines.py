@@ -22,7 +22,7 @@ from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
-from troupe.orchestrator.spec.sections import FailureConfig, ScheduleConfig
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.contract import roles
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightAck, WeightUpdate, WorkerHealth
 from troupe.workers.contract.roles import TableRef
@@ -103,16 +103,6 @@ class Engine:
         return self.handle.call(roles.RolloutEngine.health, timeout_s)
 
 
-@dataclass(frozen=True)
-class PoolBounds:
-    """Limits and timeouts of the pool."""
-
-    max_load: int
-    """Maximum number of unfinished samples of one engine, running and queued."""
-    schedule: ScheduleConfig
-    failures: FailureConfig
-
-
 Spawn = Callable[[str], Awaitable[Engine]]
 """Starts an engine under this name (placement, constructor and `start`)."""
 BringUp = Callable[[Engine], Awaitable[None]]
@@ -159,10 +149,12 @@ class EnginePool(ReplicaPool[Engine]):
     that joins, recovers or is replaced, and by the loss of the last engine.
     """
 
-    def __init__(self, engines: Sequence[Engine], spawn: Spawn, bounds: PoolBounds) -> None:
-        budget = RestartBudget("engine", bounds.failures.engine_restarts, bounds.failures.steps_per_restart)
+    def __init__(self, engines: Sequence[Engine], spawn: Spawn, spec: RolloutSpec) -> None:
+        budget = RestartBudget("engine", spec.failures.engine_restarts, spec.failures.steps_per_restart)
         super().__init__(engines, spawn, budget, _RETRY_S)
-        self.bounds = bounds
+        self.spec = spec
+        self.max_load = spec.engine_load
+        """Most unfinished samples of one engine, running and queued."""
         self.bring_up: BringUp | None = None
         self.transfer_lock = asyncio.Lock()
         """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
@@ -195,7 +187,7 @@ class EnginePool(ReplicaPool[Engine]):
 
     async def generate(self, request: GroupRequest, prompts: TableRef, engine: Engine) -> tuple[GroupSummary, TableRef]:
         """Runs a request on an engine returned by `acquire`."""
-        summary, rollouts = await engine.generate(request, prompts, self.bounds.schedule.generate_timeout_s)
+        summary, rollouts = await engine.generate(request, prompts, self.spec.schedule.generate_timeout_s)
         engine.finished_ahead = summary.finished_ahead
         engine.finished_groups += 1
         return summary, rollouts
@@ -238,7 +230,7 @@ class EnginePool(ReplicaPool[Engine]):
         self._set_state(engine, EngineState.SUSPECT)
         logger.warning("%s; probing the engine", error)
         try:
-            await engine.health(self.bounds.failures.health_interval_s)
+            await engine.health(self.spec.failures.health_interval_s)
         except WorkerError as probe:
             await self.lose(engine, probe)
         else:
@@ -256,12 +248,12 @@ class EnginePool(ReplicaPool[Engine]):
         async def probe(engine: Engine) -> None:
             transferring = self.transfer_lock.locked()
             try:
-                await engine.health(self.bounds.failures.health_interval_s)
+                await engine.health(self.spec.failures.health_interval_s)
             except WorkerError as error:
                 if isinstance(error, WorkerTimeout) and (transferring or self.transfer_lock.locked()):
                     return
                 engine.missed_probes += 1
-                lost = isinstance(error, WorkerDied) or engine.missed_probes >= self.bounds.failures.health_misses
+                lost = isinstance(error, WorkerDied) or engine.missed_probes >= self.spec.failures.health_misses
                 if lost and engine.state is EngineState.SERVING:
                     await self.lose(engine, error)
             else:
@@ -314,13 +306,13 @@ class EnginePool(ReplicaPool[Engine]):
     def _with_room(self, samples: int) -> Engine | None:
         """The least-loaded engine, if it has room; if it has none, no other engine has."""
         engine = self._loads.least()
-        if engine is None or (engine.outstanding and engine.load + samples > self.bounds.max_load):
+        if engine is None or (engine.outstanding and engine.load + samples > self.max_load):
             return None
         return engine
 
     async def _start(self, name: str) -> None:
         """Starts an engine, loads the current weights into it and adds it to the serving engines."""
-        engine = await asyncio.wait_for(self._spawn(name), self.bounds.schedule.start_timeout_s)
+        engine = await asyncio.wait_for(self._spawn(name), self.spec.schedule.start_timeout_s)
         try:
             async with self.transfer_lock:
                 if self.bring_up is not None:

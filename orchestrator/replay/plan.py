@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from troupe.orchestrator.errors import UsageError
@@ -16,7 +16,6 @@ from troupe.orchestrator.spec.preflight import Located
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, CheckpointStore
-from troupe.orchestrator.training.updates import UpdateSettings
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,8 @@ def _require_same_trainers(folder: KeptFolder, before: RunSpec, spec: RunSpec) -
 
 
 def _training(spec: RunSpec) -> tuple[object, ...]:
-    """What the weights depend on besides the batches. The limits that end a run do not change them."""
-    updates = replace(UpdateSettings.from_spec(spec), train_timeout_s=0.0, nonfinite_limit=0)
-    return updates, *(_trained_by(spec, role) for role in TRAINERS if role in spec.roles.trainers())
+    """What the weights depend on besides the batches."""
+    return spec.update_rules, *(_trained_by(spec, role) for role in TRAINERS if role in spec.roles.trainers())
 
 
 def _trained_by(spec: RunSpec, role: RoleName) -> tuple[object, ...]:

@@ -8,12 +8,9 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerError
@@ -31,28 +28,6 @@ logger = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished-"
 
 
-@dataclass(frozen=True)
-class KeeperSettings:
-    """Where steps are kept, and how many."""
-
-    folder: Path
-    steps: int
-    nbytes: int
-    timeout_s: float
-    spec: str
-    """The run's spec, as YAML."""
-    software: tuple[str, ...] = field(default_factory=lambda: software())
-    working_folder: str = field(default_factory=os.getcwd)
-
-    @classmethod
-    def from_spec(cls, spec: RunSpec, out: Path) -> KeeperSettings | None:
-        """The settings of a spec of either kind; None: it keeps no steps."""
-        if not spec.output.replay_steps:
-            return None
-        bounds = spec.output.replay_steps, int(spec.output.replay_gib * GIB), spec.schedule.train_timeout_s
-        return cls(out / REPLAY, *bounds, yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False))
-
-
 class StepKeeper:
     """Writes one folder for each step, in the background: a rank writes the tables, this process the rest.
 
@@ -60,14 +35,21 @@ class StepKeeper:
     alone is larger than all steps may be ends the keeping, as the next ones are about as large.
     """
 
-    def __init__(self, settings: KeeperSettings | None = None, trainers: Sequence[TrainerGroup[Any]] = ()) -> None:
+    def __init__(self, spec: RunSpec, out: Path, trainers: Sequence[TrainerGroup[Any]]) -> None:
         """Writes nothing yet.
 
         Args:
-            settings: None: nothing is kept.
+            spec: Says how much is kept.
+            out: The run folder.
             trainers: The groups that train, the policy first.
         """
-        self._settings = settings
+        self._spec = spec
+        self._folder = out / REPLAY
+        self._most_bytes = int(spec.output.replay_gib * GIB)
+        self._keeps = spec.output.replay_steps > 0
+        self._text = spec.as_yaml()
+        self._software = software() if self._keeps else ()
+        self._working_folder = os.getcwd()
         self._trainers = trainers
         self._digests: dict[str, str] = {}
         """Of the weights now, by role; empty: not known."""
@@ -76,11 +58,11 @@ class StepKeeper:
 
     async def begin(self, done: int) -> None:
         """Removes what was kept after step `done`, which the run repeats, and takes the digest of the weights."""
-        if self._settings is None:
+        if not self._keeps:
             return
         try:
-            await asyncio.to_thread(_prepare, self._settings.folder, done)
-            self._digests = await self._take_digests(self._settings)
+            await asyncio.to_thread(_prepare, self._folder, done)
+            self._digests = await self._take_digests()
         except (OSError, WorkerError) as error:
             self._warn(done + 1, error)
 
@@ -95,8 +77,8 @@ class StepKeeper:
             state: State of the controller before the updates.
             updates: Metrics of each update.
         """
-        if self._settings is not None:
-            keeping = self._keep(self._settings, step, batch, state, updates)
+        if self._keeps:
+            keeping = self._keep(step, batch, state, updates)
             self._writing = asyncio.create_task(keeping, name=f"keep step {step}")
 
     async def settle(self) -> None:
@@ -112,17 +94,12 @@ class StepKeeper:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _keep(
-        self,
-        settings: KeeperSettings,
-        step: int,
-        batch: Batch,
-        state: ControllerState,
-        updates: Sequence[Mapping[str, float]],
+        self, step: int, batch: Batch, state: ControllerState, updates: Sequence[Mapping[str, float]]
     ) -> None:
-        unfinished = settings.folder / f"{_UNFINISHED}{step:06d}"
+        unfinished = self._folder / f"{_UNFINISHED}{step:06d}"
         before, self._digests = self._digests, {}
         try:
-            self._digests = await self._take_digests(settings)
+            self._digests = await self._take_digests()
             await asyncio.to_thread(_fresh, unfinished)
             texts = batch.texts
             rows, tokens, picks = packed_texts(texts)
@@ -131,13 +108,13 @@ class StepKeeper:
                 batch.table,
                 None if texts is None else texts.table,
                 rows,
-                timeout_s=settings.timeout_s,
+                timeout_s=self._spec.schedule.train_timeout_s,
             )
             kept = partial(
                 KeptStep,
                 step=step,
-                software=settings.software,
-                working_folder=settings.working_folder,
+                software=self._software,
+                working_folder=self._working_folder,
                 state=state,
                 rows=batch.summary.rows,
                 units=batch.units,
@@ -149,21 +126,43 @@ class StepKeeper:
                 after=self._digests,
                 updates=tuple(dict(metrics) for metrics in updates),
             )
-            nbytes = await asyncio.to_thread(_publish, settings, unfinished, step, kept)
+            nbytes = await asyncio.to_thread(self._publish, unfinished, step, kept)
             self._failed = False
-            if nbytes > settings.nbytes:
-                self._settings = None
+            if nbytes > self._most_bytes:
+                self._keeps = False
                 words = f"step {step} alone has {nbytes / GIB:.3g} GiB, more than output.replay_gib"
-                logger.warning("%s (%.3g): no more steps are kept for `troupe replay`", words, settings.nbytes / GIB)
+                logger.warning(
+                    "%s (%.3g): no more steps are kept for `troupe replay`", words, self._spec.output.replay_gib
+                )
         except (OSError, WorkerError) as error:
             self._warn(step, error)
             await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
 
-    async def _take_digests(self, settings: KeeperSettings) -> dict[str, str]:
+    async def _take_digests(self) -> dict[str, str]:
         """Digest of the weights of each role; the roles' ranks compute it at the same time."""
-        trainers, timeout_s = self._trainers, settings.timeout_s
+        trainers, timeout_s = self._trainers, self._spec.schedule.train_timeout_s
         digests = await asyncio.gather(*(group.digest(timeout_s=timeout_s) for group in trainers))
         return {group.role: digest for group, digest in zip(trainers, digests, strict=True)}
+
+    def _publish(self, unfinished: Path, step: int, kept: Callable[[], KeptStep]) -> int:
+        """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds.
+
+        Returns:
+            The bytes of the step. One that alone is beyond the bound is removed, and the others stay.
+        """
+        write_atomic(unfinished / RESOLVED_SPEC, self._text, PRIVATE)
+        (unfinished / STEP).write_text(kept().model_dump_json())
+        nbytes = size_of(unfinished)
+        if nbytes > self._most_bytes:
+            shutil.rmtree(unfinished)
+            return nbytes
+        os.rename(unfinished, folder_of(self._folder, step))
+        sizes = {step: size_of(folder_of(self._folder, step)) for step in kept_steps(self._folder)}
+        while sizes and (len(sizes) > self._spec.output.replay_steps or sum(sizes.values()) > self._most_bytes):
+            oldest = min(sizes)
+            del sizes[oldest]
+            shutil.rmtree(folder_of(self._folder, oldest))
+        return nbytes
 
     def _warn(self, step: int, error: Exception) -> None:
         """Logs the first of several failures in a row."""
@@ -180,27 +179,6 @@ def _prepare(folder: Path, done: int) -> None:
     for step in kept_steps(folder):
         if step > done:
             shutil.rmtree(folder_of(folder, step))
-
-
-def _publish(settings: KeeperSettings, unfinished: Path, step: int, kept: Callable[[], KeptStep]) -> int:
-    """Adds what this process knows, gives the folder its name, and removes the oldest steps beyond the bounds.
-
-    Returns:
-        The bytes of the step. One that alone is beyond the bound is removed, and the others stay.
-    """
-    write_atomic(unfinished / RESOLVED_SPEC, settings.spec, PRIVATE)
-    (unfinished / STEP).write_text(kept().model_dump_json())
-    nbytes = size_of(unfinished)
-    if nbytes > settings.nbytes:
-        shutil.rmtree(unfinished)
-        return nbytes
-    os.rename(unfinished, folder_of(settings.folder, step))
-    sizes = {step: size_of(folder_of(settings.folder, step)) for step in kept_steps(settings.folder)}
-    while sizes and (len(sizes) > settings.steps or sum(sizes.values()) > settings.nbytes):
-        oldest = min(sizes)
-        del sizes[oldest]
-        shutil.rmtree(folder_of(settings.folder, oldest))
-    return nbytes
 
 
 def _fresh(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,7 +15,8 @@ from troupe.orchestrator.pools.engines import EnginePool
 from troupe.orchestrator.reporting.metrics import pass_at_k
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.rollouts.scoring import RewardPool
-from troupe.workers.contract.config import EvalSampling
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import EvaluationConfig
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
 from troupe.workers.contract.roles import TableRef
 
@@ -24,19 +25,6 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 3
 SAVED_SAMPLES = 4096
 """Most samples of an evaluation that are written: those of the first prompts, the same ones in every evaluation."""
-
-
-@dataclass(frozen=True)
-class EvalSettings:
-    """The held-out prompts and how they are sampled and scored."""
-
-    picks: tuple[PromptPick, ...]
-    sampling: EvalSampling
-    solved_at: float | None
-    """A sample with at least this reward counts as solved; None: the reward does not say."""
-    seed: int
-    responses: Path | None = None
-    """Folder for the samples of every evaluation; None: they are not written."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +41,30 @@ class _Sampled:
 class Evaluator:
     """Samples and scores the held-out prompts; failed samples are counted separately, never scored 0."""
 
-    def __init__(self, settings: EvalSettings, pool: EnginePool, rewards: RewardPool, prompts: TableRef) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        spec: RolloutSpec,
+        picks: Sequence[PromptPick],
+        prompts: TableRef,
+        pool: EnginePool,
+        rewards: RewardPool,
+        responses: Path | None = None,
+    ) -> None:
+        """Evaluates nothing yet.
+
+        Args:
+            spec: Says how the prompts are sampled, and from which reward a sample counts as solved.
+            picks: The held-out prompts.
+            prompts: The table that they are rows of.
+            pool: The engines.
+            rewards: The reward workers.
+            responses: Folder for the samples of every evaluation; None: they are not written.
+        """
+        self._seed = spec.seed
+        self._sampling = (spec.evaluation or EvaluationConfig()).sampling
+        self._solved_at = spec.solved_at
+        self._picks = tuple(picks)
+        self._responses = responses
         self._pool = pool
         self._rewards = rewards
         self._prompts = prompts
@@ -75,25 +85,24 @@ class Evaluator:
             EnginesLost: No engine is left and none is starting.
         """
         done = 0
-        settings = self._settings
-        saved = max(1, SAVED_SAMPLES // settings.sampling.samples) if settings.responses is not None else 0
+        saved = max(1, SAVED_SAMPLES // self._sampling.samples) if self._responses is not None else 0
 
         async def one(number: int, pick: PromptPick) -> _Sampled | None:
             nonlocal done
             result = await self._one(pick, save=number < saved)
             done += 1
             if progress is not None:
-                progress(done, len(self._settings.picks))
+                progress(done, len(self._picks))
             return result
 
-        results = await asyncio.gather(*(one(number, pick) for number, pick in enumerate(settings.picks)))
+        results = await asyncio.gather(*(one(number, pick) for number, pick in enumerate(self._picks)))
         sampled = [result for result in results if result is not None]
         await self._save(step, sampled)
         return self._metrics(sampled)
 
     async def _save(self, step: int, results: list[_Sampled]) -> None:
         """Has a reward worker write the samples. The metrics are valid without them, so an error is only logged."""
-        folder, tables = self._settings.responses, [table for result in results for table in result.tables]
+        folder, tables = self._responses, [table for result in results for table in result.tables]
         if folder is None or not tables:
             return
         try:
@@ -103,13 +112,13 @@ class Evaluator:
 
     async def _one(self, pick: PromptPick, save: bool) -> _Sampled | None:
         """The samples of one prompt; None if the engine refuses it. Lost samples are sampled again."""
-        sampling = self._settings.sampling
+        sampling = self._sampling
         request = GroupRequest(
             prompt_uid=pick.prompt_uid,
             row=pick.row,
             attempt=0,
             samples=sampling.samples,
-            seed=sampling_seed(self._settings.seed, pick.prompt_uid),
+            seed=sampling_seed(self._seed, pick.prompt_uid),
             greedy=sampling.temperature == 0.0,
             top_p=sampling.top_p,
             temperature=sampling.temperature,
@@ -150,14 +159,14 @@ class Evaluator:
         flat = [reward for group in scored for reward in group]
         metrics = {
             "eval/prompts": float(len(results)),
-            "eval/refused": float(len(self._settings.picks) - len(results)),
+            "eval/refused": float(len(self._picks) - len(results)),
             "eval/failed_samples": float(sum(len(result.rewards.rewards) for result in results) - len(flat)),
         }
         if not flat:
             return metrics
         metrics["eval/reward"] = fmean(flat)
-        if self._settings.solved_at is not None:
-            metrics |= solved_metrics([group for group in scored if group], self._settings.solved_at)
+        if self._solved_at is not None:
+            metrics |= solved_metrics([group for group in scored if group], self._solved_at)
         metrics["eval/response_tokens"] = fmean(length for result in results for length in result.lengths)
         return metrics
 

@@ -14,14 +14,16 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from troupe.orchestrator.algorithms import section as algorithms
+from troupe.orchestrator.algorithms.custom import group_filter
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, DataLost, WorkerError
 from troupe.orchestrator.pools.engines import EnginePool, EngineState
 from troupe.orchestrator.rollouts.scoring import ScoredGroup, Scorer, SignalTest
-from troupe.orchestrator.spec.sections import FailureConfig, ScheduleConfig
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.ledger import Ledger, OpenGroup
 from troupe.workers.contract.environments import OK
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
@@ -46,24 +48,6 @@ Progress = Callable[[int, int], None]
 """Called with (finished groups, groups of the batch) while a batch is collected."""
 Observe = Callable[[int, RewardSummary], None]
 """Called with the row of the prompt and the rewards of a group that is replaced although it is scored."""
-
-
-@dataclass(frozen=True)
-class ScheduleSettings:
-    """Sizes and limits of the scheduler."""
-
-    schedule: ScheduleConfig
-    failures: FailureConfig
-    group_size: int
-    min_group: int
-    """Minimum number of scored samples of a trained group (two if samples are compared within the group)."""
-    seed: int
-    replaceable: int = 0
-    """Zero-advantage groups that may be replaced, per group of a step (dynamic sampling, arXiv 2503.14476)."""
-    greedy_baseline: bool = False
-    """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""
-    signal: SignalTest = field(default_factory=SignalTest)
-    """Which groups are replaced."""
 
 
 @dataclass(eq=False)
@@ -91,7 +75,7 @@ class RolloutScheduler:
 
     def __init__(
         self,
-        settings: ScheduleSettings,
+        spec: RolloutSpec,
         pool: EnginePool,
         scorer: Scorer,
         ledger: Ledger,
@@ -100,8 +84,16 @@ class RolloutScheduler:
         version: int = 0,
         observe: Observe | None = None,
     ) -> None:
-        self.settings = settings
-        self._schedule = settings.schedule
+        self._schedule = spec.schedule
+        self._failures = spec.failures
+        self._seed = spec.seed
+        self._group_size = spec.group_size
+        self._min_group = algorithms.row_of(spec.algorithm).min_group_size
+        self._greedy_baseline = algorithms.advantage(spec.algorithm).baseline == "greedy"
+        """Whether a greedy response to every prompt is generated and scored as well; it is not trained on."""
+        self._replaceable = algorithms.dynamic_sampling(spec.algorithm) * spec.schedule.prompts_per_step
+        """Groups without signal that may be replaced in a step."""
+        self._signal = SignalTest(spec.algorithm, group_filter(spec.algorithm))
         self.version = version
         self._pool = pool
         self._scorer = scorer
@@ -109,7 +101,7 @@ class RolloutScheduler:
         self._next_prompt = next_prompt
         self._prompt_pool = prompt_pool
         self._observe = observe
-        self._opened = version * settings.schedule.prompts_per_step
+        self._opened = version * spec.schedule.prompts_per_step
         self._order = 0
         self._opening = False
         """Whether a task that opens the free slots is running."""
@@ -213,7 +205,7 @@ class RolloutScheduler:
         for _ in range(min(self._free, _OPENED_AT_ONCE)):
             self._opened += 1
             pick = self._next_prompt()
-            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self.settings.group_size))
+            self._launch(pick, self._ledger.dispatch(pick.prompt_uid, pick.row, self._group_size))
 
     async def _open_the_rest(self) -> None:
         """Opens the remaining slots; other tasks run between two portions. Ends when no slot is free."""
@@ -246,7 +238,7 @@ class RolloutScheduler:
 
     async def _run(self, group: _Open) -> None:
         """Generates and scores a group, again whenever its data are lost, up to `max_attempts` times."""
-        for _ in range(self.settings.failures.max_attempts):
+        for _ in range(self._failures.max_attempts):
             try:
                 await self._attempt(group)
                 return
@@ -254,7 +246,7 @@ class RolloutScheduler:
                 logger.warning("sampling %s again: %s", group.pick.prompt_uid, error)
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 self._stop(group)
-        self._replace(group, f"its data were lost {self.settings.failures.max_attempts} times", failed=True)
+        self._replace(group, f"its data were lost {self._failures.max_attempts} times", failed=True)
 
     async def _attempt(self, group: _Open) -> None:
         """Generates and scores a group once, and keeps, drops or replaces it.
@@ -266,7 +258,7 @@ class RolloutScheduler:
             (summary, rollouts), *greedy = await self._generate(group)
         except WorkerError as error:
             self._replace(
-                group, f"generation failed {self.settings.failures.max_attempts} times", failed=True, detail=str(error)
+                group, f"generation failed {self._failures.max_attempts} times", failed=True, detail=str(error)
             )
             return
         if summary.refused:
@@ -292,7 +284,7 @@ class RolloutScheduler:
         Raises:
             WorkerError: The error of the last attempt.
         """
-        samples = self.settings.group_size + self.settings.greedy_baseline
+        samples = self._group_size + self._greedy_baseline
         tries = 0
         while True:
             engine = await self._pool.acquire(samples)
@@ -301,12 +293,12 @@ class RolloutScheduler:
                 prompt_uid=group.pick.prompt_uid,
                 row=group.pick.row,
                 attempt=group.attempt,
-                samples=self.settings.group_size,
-                seed=sampling_seed(self.settings.seed, group.pick.prompt_uid),
+                samples=self._group_size,
+                seed=sampling_seed(self._seed, group.pick.prompt_uid),
                 candidates=True,
             )
             greedy = replace(request, samples=1, greedy=True, candidates=False)
-            requests = [request, *([greedy] if self.settings.greedy_baseline else [])]
+            requests = [request, *([greedy] if self._greedy_baseline else [])]
             try:
                 results = await gather_all(self._pool.generate(asked, self._prompt_pool, engine) for asked in requests)
             except WorkerError as error:
@@ -314,7 +306,7 @@ class RolloutScheduler:
                 group.attempt = self._ledger.retry(group.pick.prompt_uid)
                 tries += engine.state is not EngineState.LEAVING
                 await self._pool.report_failure(engine, error)
-                if tries >= self.settings.failures.max_attempts:
+                if tries >= self._failures.max_attempts:
                     raise
                 continue
             finally:
@@ -329,7 +321,7 @@ class RolloutScheduler:
         replacements lasts (dynamic sampling).
         """
         failures = [(i, s) for i, s in enumerate(scored.rewards.statuses) if s != "ok"]
-        if self.settings.group_size - len(failures) < self.settings.min_group:
+        if self._group_size - len(failures) < self._min_group:
             self._replace(group, f"reward: {failures[0][1]}", failed=True)
             return
         for sample_index, status in failures:
@@ -337,8 +329,7 @@ class RolloutScheduler:
             reason = status if failed_before else f"reward: {status}"
             self._ledger.mark_dropped(group.pick.prompt_uid, sample_index, reason)
         self._count_failures(len(failures))
-        replaceable = self.settings.replaceable * self._schedule.prompts_per_step
-        if self._without_signal < replaceable and (why := self.settings.signal.problem(scored)):
+        if self._without_signal < self._replaceable and (why := self._signal.problem(scored)):
             self._without_signal += 1
             self._drop(group, f"no signal: {why}")
             if self._observe is not None:
@@ -368,7 +359,7 @@ class RolloutScheduler:
         logger.warning("%s dropped: %s %s", group.pick.prompt_uid, reason, detail)
         self._drop(group, reason)
         if failed:
-            self._count_failures(self.settings.group_size)
+            self._count_failures(self._group_size)
         else:
             self._count_refusal(reason)
         self._dispatch()
@@ -391,7 +382,7 @@ class RolloutScheduler:
     def _count_failures(self, samples: int) -> None:
         """Counts failed samples; raises BatchFailed if this step has too many."""
         self._failed_samples += samples
-        budget = self.settings.failures.max_failed_fraction * self._schedule.prompts_per_step * self.settings.group_size
+        budget = self._failures.max_failed_fraction * self._schedule.prompts_per_step * self._group_size
         if self._failed_samples > budget:
             raise BatchFailed(
                 f"{self._failed_samples} samples of this step failed, more than failures.max_failed_fraction allows "

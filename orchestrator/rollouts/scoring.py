@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from troupe.orchestrator.algorithms.section import AlgorithmConfig
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import Scores, ScoreTokens, WorkerGroup, WorkerHandle
 from troupe.orchestrator.errors import JudgeLost, WorkerDied, WorkerError, WorkerTimeout
@@ -72,24 +73,23 @@ class ScoredGroup:
 class SignalTest:
     """Which groups are worth training on (dynamic sampling: DAPO, arXiv 2503.14476, sec. 3.2)."""
 
-    component: str | None = None
-    """Reward component that must differ between the samples; None: the reward."""
-    mask_truncated: bool = False
-    """Whether truncated samples carry no loss, so that a group of them has no signal."""
+    algorithm: AlgorithmConfig
+    """Says which component must differ between the samples, and whether truncated ones carry no loss."""
     keep: Callable[[RewardSummary], bool] | None = None
     """The user's filter, used instead of the comparison of rewards."""
 
     def problem(self, group: ScoredGroup) -> str:
         """Why the group is worth replacing; empty: it is not."""
+        component = self.algorithm.dynamic_sampling_on
         if self.keep is not None:
             if not self.keep(group.rewards):
                 return "the algorithm's keep_group refused the group"
-        elif self.component is None:
+        elif component is None:
             if not group.has_signal:
                 return "all rewards of the group are equal"
-        elif len({group.rewards.components[self.component][i] for i in group.rewarded}) < 2:
-            return f"all values of {self.component} in the group are equal"
-        if self.mask_truncated and group.truncated.issuperset(group.rewarded):
+        elif len({group.rewards.components[component][i] for i in group.rewarded}) < 2:
+            return f"all values of {component} in the group are equal"
+        if self.algorithm.mask_truncated and group.truncated.issuperset(group.rewarded):
             return "all samples of the group are truncated"
         return ""
 

@@ -21,7 +21,7 @@ from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.metrics import PhaseTimers, std
 from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, row_lengths
-from troupe.orchestrator.spec.sections import ScheduleConfig
+from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import Batch, GroupOrigin, unless_stopped
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.micro_batches import plan_ranks
@@ -31,19 +31,6 @@ from troupe.workers.contract.messages import PrepareRequest
 from troupe.workers.contract.roles import TableRef
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RolloutSettings:
-    """Settings of a `RolloutSource`."""
-
-    schedule: ScheduleConfig
-    old_logprobs_at_batch: bool
-    """Whether `old_logprobs` are computed for the whole batch instead of for each group during generation."""
-    trajectories: Path | None
-    """Folder for the samples of every step; None: they are not written."""
-    mask_truncated: bool = False
-    """Whether truncated samples carry no loss (overlong filtering)."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +54,20 @@ class RolloutSource:
 
     def __init__(
         self,
-        settings: RolloutSettings,
+        spec: RolloutSpec,
+        out: Path,
         components: RolloutComponents,
         console: Console,
         stop: asyncio.Event,
         advantage_state: AdvantageState | None = None,
     ) -> None:
-        """`advantage_state` is the state of the advantage computation after earlier batches (see `state`)."""
-        self._settings = settings
+        """Writes samples to the run folder `out`, if the spec says so.
+
+        `advantage_state` is the state of the advantage computation after earlier batches (see `state`).
+        """
+        self._spec = spec
+        self._trajectories = out / "trajectories" if spec.output.trajectories else None
+        self._old_logprobs_at_batch = spec.old_logprobs_at_batch
         self._components = components
         self._console = console
         self._stop = stop
@@ -128,7 +121,7 @@ class RolloutSource:
         """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
         metrics |= episode_metrics(self._groups)
-        if self._settings.mask_truncated:
+        if self._spec.algorithm.mask_truncated:
             metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))
         curriculum = self._components.curriculum
         return metrics if curriculum is None else metrics | curriculum.metrics()
@@ -136,7 +129,7 @@ class RolloutSource:
     async def save_trajectories(self, version: int) -> None:
         """Has a reward worker write the samples of the step in the background; waits for those of the step before."""
         await self.flush()
-        folder, train, self._train = self._settings.trajectories, self._train, None
+        folder, train, self._train = self._trajectories, self._train, None
         if folder is None:
             return
         tables = [ref for group in self._groups for ref in (group.rollouts, group.reward_table)]
@@ -146,7 +139,7 @@ class RolloutSource:
 
     async def _write_samples(self, folder: Path, version: int, tables: list[TableRef]) -> None:
         """Writes the tables of a step with what the policy computed in its updates. Raises WorkerError."""
-        timeout_s = self._settings.schedule.train_timeout_s
+        timeout_s = self._spec.schedule.train_timeout_s
         try:
             tables = tables + await self._components.workers.require_policy().token_records(timeout_s=timeout_s)
         except WorkerError as error:
@@ -184,8 +177,8 @@ class RolloutSource:
         self._check_staleness(version, groups)
         rollouts = [group.rollouts for group in groups]
         tables = [*rollouts, *(group.reward_table for group in groups), *_unique(groups)]
-        policy, timeout_s = self._components.workers.require_policy(), self._settings.schedule.train_timeout_s
-        if self._settings.old_logprobs_at_batch:
+        policy, timeout_s = self._components.workers.require_policy(), self._spec.schedule.train_timeout_s
+        if self._old_logprobs_at_batch:
             self._console.phase("old log-probs", 0, 1)
             lengths = [length for group in groups for length in row_lengths(group.summary)]
             plans = plan_ranks(
@@ -212,18 +205,18 @@ class RolloutSource:
 
     def _masked(self, group: ScoredGroup) -> list[int]:
         """Indices of the samples that have a reward and carry no loss."""
-        truncated = group.truncated if self._settings.mask_truncated else frozenset()
+        truncated = group.truncated if self._spec.algorithm.mask_truncated else frozenset()
         return [i for i in group.rewarded if i in truncated]
 
     def _check_staleness(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Raises TroupeError if a sample is older than the staleness limit (an invariant of the scheduler)."""
         for group in groups:
             for sample in group.summary.samples:
-                if version - sample.oldest_version > self._settings.schedule.max_staleness:
+                if version - sample.oldest_version > self._spec.schedule.max_staleness:
                     raise TroupeError(
                         f"{group.summary.prompt_uid} sample {sample.sample_index} from {group.summary.engine} has "
                         f"tokens of version {sample.oldest_version}; the policy is at {version} and "
-                        f"schedule.max_staleness is {self._settings.schedule.max_staleness}"
+                        f"schedule.max_staleness is {self._spec.schedule.max_staleness}"
                     )
 
     def _on_groups(self, done: int, wanted: int) -> None:

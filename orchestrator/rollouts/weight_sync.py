@@ -190,7 +190,7 @@ class DeviceSync:
         connected_at = clock()
         nbytes = await self._policy.send_weights(self._version, timeout_s=self._timeout_s)
         for engine in engines:
-            health = await engine.health(self._pool.bounds.failures.health_interval_s)
+            health = await engine.health(self._pool.spec.failures.health_interval_s)
             if health.version != self._version:
                 raise WeightsNotVerified(f"{engine.name} serves version {health.version}, sent was {self._version}")
             engine.version = health.version

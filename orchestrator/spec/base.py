@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+import yaml
 from pydantic import Field
 
 from troupe.orchestrator.algorithms.offline import Trains
+from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import preflight
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.sections import (
+    AlarmConfig,
     BaseEvaluation,
     BaseFailures,
     BaseOutput,
@@ -24,6 +27,7 @@ from troupe.orchestrator.spec.sections import (
     RoleResources,
     TrainerRole,
 )
+from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 from troupe.workers.contract.config import Device, Frozen, ModelConfig, ReferenceConfig
 
 T = TypeVar("T")
@@ -131,6 +135,26 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         """Most bytes of the object store that the tables of one step take, with those of steps in progress beside."""
 
     @property
+    @abstractmethod
+    def probe_interval_s(self) -> float:
+        """Seconds between two rounds of health probes of the workers besides the trainers."""
+
+    @property
+    def alarm(self) -> AlarmConfig | None:
+        """When a rising reward counts as reward hacking; None: never."""
+        return None
+
+    @property
+    def kl_penalty(self) -> KlPenalty | None:
+        """The penalty on KL(old || new); None for an algorithm without one."""
+        return None
+
+    @property
+    def update_rules(self) -> tuple[object, ...]:
+        """What the updates of a step depend on besides its batch and the configurations of the trainers."""
+        return self.seed, self.schedule.epochs, self.schedule.minibatches
+
+    @property
     def has_weight_file(self) -> bool:
         """Whether new weights reach the engines in a file in shared memory."""
         return False
@@ -183,6 +207,14 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def with_model(self, path: Path) -> list[str]:
         """Overrides (`--set`) that replace the trained model."""
         return [f"model.path={json.dumps(str(path))}"]
+
+    def as_yaml(self) -> str:
+        """The spec, with every default."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def write(self, file: Path) -> None:
+        """Writes the spec, with every default, for its owner only."""
+        write_atomic(file, self.as_yaml(), PRIVATE)
 
     @property
     def longest_sequence(self) -> int:

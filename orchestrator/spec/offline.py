@@ -157,7 +157,12 @@ class OfflineSpec(RunSpec, frozen=True):
     @property
     def updates(self) -> int:
         """Optimizer updates over the run."""
-        return self.schedule.steps * self.schedule.epochs * self.schedule.minibatches
+        return self.schedule.steps * self.schedule.updates_per_step
+
+    @property
+    def probe_interval_s(self) -> float:
+        """See `RunSpec.probe_interval_s`: there are no other workers."""
+        return self.schedule.step_timeout_s
 
     @property
     def device(self) -> Device:

@@ -12,10 +12,12 @@ from typing import Any, Literal, TypeVar
 
 from troupe.orchestrator.algorithms import custom, section
 from troupe.orchestrator.algorithms.section import AlgorithmConfig
+from troupe.orchestrator.algorithms.table import KlPenalty
 from troupe.orchestrator.spec import preflight
 from troupe.orchestrator.spec.base import PromptRoom, RunSpec
 from troupe.orchestrator.spec.preflight import DataSource, Finding
 from troupe.orchestrator.spec.sections import (
+    AlarmConfig,
     AuditConfig,
     CheckpointConfig,
     DataConfig,
@@ -92,13 +94,54 @@ class RolloutSpec(RunSpec, frozen=True):
     @property
     def critic_updates(self) -> int:
         """Optimizer updates of the critic over the run."""
-        return self.schedule.steps * self.schedule.epochs * self.schedule.minibatches
+        return self.schedule.steps * self.schedule.updates_per_step
+
+    @property
+    def critic_warmup(self) -> int:
+        """Steps at the start of the run in which only the critic is updated."""
+        return self.roles.critic.warmup_steps if self.roles.critic is not None else 0
 
     @property
     def policy_updates(self) -> int:
         """Optimizer updates of the policy over the run (the critic's warm-up has none)."""
-        warmup = self.roles.critic.warmup_steps if self.roles.critic is not None else 0
-        return max(0, self.schedule.steps - warmup) * self.schedule.epochs * self.schedule.minibatches
+        return max(0, self.schedule.steps - self.critic_warmup) * self.schedule.updates_per_step
+
+    @property
+    def kl_penalty(self) -> KlPenalty | None:
+        """See `RunSpec.kl_penalty`."""
+        return section.kl_penalty(self.algorithm)
+
+    @property
+    def skips_zero_advantage(self) -> bool:
+        """Whether updates leave out rows without an advantage, because the loss has no other term for them."""
+        loss = section.policy_loss(self.algorithm)
+        return loss.kl_coef == 0 and loss.entropy_coef == 0 and self.kl_penalty is None
+
+    @property
+    def update_rules(self) -> tuple[object, ...]:
+        """See `RunSpec.update_rules`."""
+        algorithm = self.algorithm
+        return (
+            *super().update_rules,
+            self.critic_warmup,
+            self.skips_zero_advantage,
+            self.kl_penalty,
+            section.trust_region(algorithm),
+            algorithm.kl_stop or None,
+            algorithm.kl_states,
+        )
+
+    @property
+    def engine_load(self) -> int:
+        """Most unfinished samples of one engine, running and queued.
+
+        Two groups can queue in a full engine and take the places that finished samples free before their group ends.
+        An episode that waits for its environment takes no place in the engine, so that an engine gets as many groups as
+        there are episodes.
+        """
+        environment, engines = self.roles.environment, self.roles.rollout.workers
+        episodes = 0 if environment is None else -(-environment.workers * environment.episodes // engines)
+        return max(self.roles.rollout.max_num_seqs, self.group_size, episodes) + 2 * self.group_size
 
     @property
     def device(self) -> Device:
@@ -112,9 +155,13 @@ class RolloutSpec(RunSpec, frozen=True):
         With one update per step and no KL in the reward, the update itself computes them.
         """
         policy = self.policy_config()
-        several_updates = self.schedule.epochs * self.schedule.minibatches > 1
-        compares = several_updates and policy.loss.has_ratio
+        compares = self.schedule.updates_per_step > 1 and policy.loss.has_ratio
         return compares or policy.advantage.kl_coef > 0 or policy.advantage.estimator == "distill"
+
+    @property
+    def old_logprobs_at_batch(self) -> bool:
+        """Whether these log-probs are computed for the whole batch instead of for each group during generation."""
+        return self.needs_old_logprobs and self.schedule.max_staleness > 0
 
     @property
     def solved_at(self) -> float | None:
@@ -199,15 +246,7 @@ class RolloutSpec(RunSpec, frozen=True):
         role = self.roles.judge
         if role is None:
             return None
-        engine = role.worker_config(EngineConfig)
-        return JudgeConfig(
-            model=role.model,
-            engine=engine,
-            max_tokens=role.max_tokens,
-            temperature=role.temperature,
-            structured=role.structured,
-            device=role.device,
-        )
+        return role.part(JudgeConfig, engine=role.worker_config(EngineConfig), device=role.device)
 
     def policy_config(self) -> PolicyConfig:
         """Configuration of each policy rank."""
@@ -250,6 +289,16 @@ class RolloutSpec(RunSpec, frozen=True):
     def dispatch(self, rollout: Callable[[RolloutSpec], T], offline: Callable[[Any], T]) -> T:
         """Call `rollout` with this spec."""
         return rollout(self)
+
+    @property
+    def probe_interval_s(self) -> float:
+        """See `RunSpec.probe_interval_s`."""
+        return self.failures.health_interval_s
+
+    @property
+    def alarm(self) -> AlarmConfig | None:
+        """See `RunSpec.alarm`."""
+        return self.failures.alarm
 
     @property
     def trains(self) -> Literal["policy"]:

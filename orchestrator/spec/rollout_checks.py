@@ -99,7 +99,7 @@ def _exact_divergence(spec: RolloutSpec) -> Iterator[Finding]:
 
 def _several_updates(spec: RolloutSpec) -> Iterator[Finding]:
     """KL(old || new) is 0 before the first update of a step, so what reads it needs a second update."""
-    if spec.schedule.epochs * spec.schedule.minibatches > 1:
+    if spec.schedule.updates_per_step > 1:
         return
     why = "needs more than one update a step (schedule.epochs times schedule.minibatches)"
     if algorithms.kl_penalty(spec.algorithm) is not None:

@@ -56,18 +56,18 @@ class RoleResources(Frozen):
         """Device that the role's workers run on."""
         return "cuda" if self.gpus > 0 else "cpu"
 
-    def worker_config(self, config: type[ConfigT], **others: Any) -> ConfigT:
+    def part(self, config: type[ConfigT], **others: Any) -> ConfigT:
         """A worker configuration made of the fields that this section shares with it.
 
         Args:
-            config: Class of the configuration. It has a field `threads`, and so has this section: 0 becomes as many as
-                the role's `cpus`, at least one.
+            config: Class of the configuration.
             others: Fields of the configuration that this section does not have, or has with another value.
         """
-        section = dict(self)
-        shared = {name: section[name] for name in config.model_fields if name in section}
-        threads = section["threads"] or max(1, int(self.cpus))
-        return config(**(shared | {"threads": threads} | others))
+        return config(**({name: value for name, value in self if name in config.model_fields} | others))
+
+    def worker_config(self, config: type[ConfigT], **others: Any) -> ConfigT:
+        """See `part`. Section and configuration have a field `threads`: 0 becomes the role's `cpus`, at least one."""
+        return self.part(config, **({"threads": dict(self)["threads"] or max(1, int(self.cpus))} | others))
 
 
 class ScaledRole(RoleResources):
@@ -140,10 +140,6 @@ class RewardRole(RewardConfig, ScaledRole):
 class EnvironmentRole(EnvironmentConfig, ScaledRole):
     """Workers that hold the episodes of an environment."""
 
-    def part(self, config: type[ConfigT]) -> ConfigT:
-        """The fields of this section that a worker's configuration has."""
-        return config(**{name: dict(self)[name] for name in config.model_fields})
-
 
 class JudgeRole(EngineConfig, ScaledRole):
     """Workers that answer the reward function `judge`: one vLLM engine with a frozen model each."""
@@ -212,6 +208,11 @@ class BaseSchedule(Frozen):
     """Timeout for a call to the trainers (prepare, update, evaluate, save, load)."""
     step_timeout_s: float = Field(default=7200.0, gt=0.0)
     """Timeout for a step; the run then stops with an error."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates on each batch."""
+        return self.epochs * self.minibatches
 
 
 class ScheduleConfig(BaseSchedule):

@@ -18,7 +18,7 @@ from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.reporting.console import Console
-from troupe.orchestrator.spec.sections import BaseFailures, BaseSchedule
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.training.batch import Batch
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.state import ControllerState
@@ -49,8 +49,7 @@ class TrainerRecovery:
 
     def __init__(
         self,
-        schedule: BaseSchedule,
-        failures: BaseFailures,
+        spec: RunSpec,
         updates: Updates,
         push: Push | None,
         store: CheckpointStore,
@@ -61,8 +60,7 @@ class TrainerRecovery:
         """Restarts nothing yet.
 
         Args:
-            schedule: Timeouts of calls.
-            failures: How many restarts are allowed, and how many steps can be repeated.
+            spec: Says how many restarts are allowed, and how many steps can be repeated.
             updates: The updates and the trainers.
             push: None: no engine serves the trained weights.
             store: Checkpoints of the run.
@@ -70,8 +68,7 @@ class TrainerRecovery:
             console: Shows the progress.
             done: Step of the checkpoint that the trainers have loaded, if any.
         """
-        self._schedule = schedule
-        self._failures = failures
+        self._spec = spec
         self._updates = updates
         self._push = push
         self._store = store
@@ -87,7 +84,7 @@ class TrainerRecovery:
         self._interrupted: set[asyncio.Task[Any]] = set()
         """Those of them that a restart has ended."""
         self._restarts = 0
-        self.budget = RestartBudget("trainer", failures.trainer_restarts, failures.steps_per_restart)
+        self.budget = RestartBudget("trainer", spec.failures.trainer_restarts, spec.failures.steps_per_restart)
         for group in updates.trainers:
             group.recovery = self
 
@@ -96,7 +93,7 @@ class TrainerRecovery:
         done = await self.retry(lambda: self._updates.run(step, batch, state))
         if self._steps is not None:
             self._steps.append(_Trained(step, batch, state))
-            if len(self._steps) > self._failures.replay_steps:
+            if len(self._steps) > self._spec.failures.replay_steps:
                 self._steps = None
         return done
 
@@ -179,7 +176,7 @@ class TrainerRecovery:
         while True:
             steps = self._steps
             if steps is None:
-                limit = f"failures.replay_steps ({self._failures.replay_steps})"
+                limit = f"failures.replay_steps ({self._spec.failures.replay_steps})"
                 why = f"more than {limit} steps since the last checkpoint: resume from it"
                 raise WorkerError(lost.worker, lost.method, f"{lost.detail} ({why})") from lost
             if not self.budget.take():
@@ -219,7 +216,7 @@ class TrainerRecovery:
         if found is None or found.step != self._saved:
             problem = f"the checkpoint of step {self._saved} cannot be used"
             raise WorkerError(lost.worker, lost.method, f"{lost.detail} ({problem})") from lost
-        await load_checkpoint(found, self._updates.trainers, self._schedule.train_timeout_s)
+        await load_checkpoint(found, self._updates.trainers, self._spec.schedule.train_timeout_s)
 
     async def _repeat(self, steps: Sequence[_Trained]) -> None:
         """Trains on the batches since the checkpoint again; then the engines get the weights of these trainers."""

@@ -6,12 +6,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from troupe.orchestrator.algorithms import section as algorithms
-from troupe.orchestrator.algorithms.table import KlPenalty, TrustRegion
 from troupe.orchestrator.cluster.worker_group import CriticGroup, ExampleGroup, PolicyGroup, TrainerGroup
 from troupe.orchestrator.errors import TrainingDiverged, WorkerError
 from troupe.orchestrator.reporting.console import Console
@@ -27,68 +26,14 @@ from troupe.workers.contract.messages import RankPlan, UpdateMetrics
 Metrics = dict[str, float]
 
 
-@dataclass(frozen=True)
-class UpdateSettings:
-    """How a batch becomes optimizer updates."""
-
-    epochs: int
-    minibatches: int
-    seed: int
-    train_timeout_s: float
-    nonfinite_limit: int
-    """Consecutive updates of a role with a non-finite gradient that end the run."""
-    skip_zero_advantage: bool = False
-    """Whether zero-advantage rows are skipped because the loss has no other term for them."""
-    critic_warmup: int = 0
-    """Steps at the start of the run in which only the critic is updated."""
-    kl_stop: float | None = None
-    """KL(old || new) per token above which the policy's remaining updates of the step are skipped."""
-    kl_states: int = 0
-    """Tokens of a batch at which KL(old || new) is measured over the whole vocabulary after the updates."""
-    kl_penalty: KlPenalty | None = None
-    """Penalty on KL(old || new), where the objective has one."""
-    trust_region: TrustRegion | None = None
-    """Limit on KL(old || new) of a step, where the algorithm has one."""
-
-    @classmethod
-    def from_spec(cls, spec: RunSpec) -> UpdateSettings:
-        """The settings of a spec of either kind."""
-        common = cls(
-            epochs=spec.schedule.epochs,
-            minibatches=spec.schedule.minibatches,
-            seed=spec.seed,
-            train_timeout_s=spec.schedule.train_timeout_s,
-            nonfinite_limit=spec.failures.nonfinite_steps,
-        )
-        return common if spec.rollouts is None else common._for_rollouts(spec.rollouts)
-
-    def _for_rollouts(self, spec: RolloutSpec) -> UpdateSettings:
-        """These with what only a spec of rollouts has."""
-        loss, penalty = spec.policy_config().loss, algorithms.kl_penalty(spec.algorithm)
-        return replace(
-            self,
-            skip_zero_advantage=loss.kl_coef == 0 and loss.entropy_coef == 0 and penalty is None,
-            critic_warmup=spec.roles.critic.warmup_steps if spec.roles.critic is not None else 0,
-            kl_stop=spec.algorithm.kl_stop or None,
-            kl_states=spec.algorithm.kl_states,
-            kl_penalty=penalty,
-            trust_region=algorithms.trust_region(spec.algorithm),
-        )
-
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer updates on each batch."""
-        return self.epochs * self.minibatches
-
-
 class Updates(ABC):
     """Trains on one batch after another."""
 
     profiles: UpdateProfiles | None = None
     """None: no update is recorded."""
 
-    def __init__(self, settings: UpdateSettings, console: Console) -> None:
-        self.settings = settings
+    def __init__(self, spec: RunSpec, console: Console) -> None:
+        self._spec = spec
         self._console = console
         self._nonfinite: Counter[str] = Counter()
         """Consecutive non-finite updates of each role."""
@@ -147,7 +92,7 @@ class Updates(ABC):
             raise TrainingDiverged(f"{group.role}: {error}") from error
         skipped = results[0].skipped
         self._nonfinite[group.role] = self._nonfinite[group.role] + 1 if skipped else 0
-        if self._nonfinite[group.role] >= self.settings.nonfinite_limit:
+        if self._nonfinite[group.role] >= self._spec.failures.nonfinite_steps:
             raise TrainingDiverged(
                 f"{group.role}: {self._nonfinite[group.role]} consecutive updates had a non-finite gradient "
                 "(failures.nonfinite_steps); they changed no parameter"
@@ -158,8 +103,8 @@ class Updates(ABC):
 class OfflineUpdates(Updates):
     """Updates of one model on offline data."""
 
-    def __init__(self, settings: UpdateSettings, trainer: ExampleGroup, console: Console) -> None:
-        super().__init__(settings, console)
+    def __init__(self, spec: RunSpec, trainer: ExampleGroup, console: Console) -> None:
+        super().__init__(spec, console)
         self._trainer = trainer
 
     @property
@@ -169,15 +114,15 @@ class OfflineUpdates(Updates):
 
     async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
         """See `Updates.run`; the state stays as it is."""
-        settings, trainer, updates = self.settings, self._trainer, []
+        schedule, trainer, updates = self._spec.schedule, self._trainer, []
         units = batch.units or ()
-        for epoch in range(settings.epochs):
-            for chosen in minibatches(len(units), settings.minibatches, (settings.seed, step, epoch)):
-                self._console.phase("update", len(updates), settings.updates_per_step)
+        for epoch in range(schedule.epochs):
+            for chosen in minibatches(len(units), schedule.minibatches, (self._spec.seed, step, epoch)):
+                self._console.phase("update", len(updates), schedule.updates_per_step)
                 rows = [units[unit] for unit in chosen]
                 size = trainer.ranks, trainer.micro_batch_tokens
                 plans = plan_units(batch.summary.rows, rows, *size, packed=trainer.packs)
-                update = partial(trainer.update, batch=batch.table, timeout_s=settings.train_timeout_s)
+                update = partial(trainer.update, batch=batch.table, timeout_s=schedule.train_timeout_s)
                 updates.append(await self._update(step, trainer, plans, update))
         return updates, state
 
@@ -185,10 +130,13 @@ class OfflineUpdates(Updates):
 class RolloutUpdates(Updates):
     """Updates of the policy and, concurrently, of the critic on rollouts."""
 
-    def __init__(
-        self, settings: UpdateSettings, policy: PolicyGroup, critic: CriticGroup | None, console: Console
-    ) -> None:
-        super().__init__(settings, console)
+    def __init__(self, spec: RolloutSpec, policy: PolicyGroup, critic: CriticGroup | None, console: Console) -> None:
+        super().__init__(spec, console)
+        self._algorithm = spec.algorithm
+        self._critic_warmup = spec.critic_warmup
+        self._skips_zero_advantage = spec.skips_zero_advantage
+        self._kl_penalty = spec.kl_penalty
+        self._trust_region = algorithms.trust_region(spec.algorithm)
         self._policy = policy
         self._critic = critic
 
@@ -199,17 +147,17 @@ class RolloutUpdates(Updates):
 
     async def _run(self, step: int, batch: Batch, state: ControllerState) -> tuple[list[Metrics], ControllerState]:
         """See `Updates.run`; the state gets the adapted coefficient of the KL penalty."""
-        settings = self.settings
+        schedule, kl_stop = self._spec.schedule, self._algorithm.kl_stop
         updates: list[Metrics] = []
-        trains_policy = step >= settings.critic_warmup
+        trains_policy = step >= self._critic_warmup
         measures_kl = trains_policy and await self._hold_states(step, batch)
         texts = () if batch.texts is None else batch.texts.rows
-        for epoch in range(settings.epochs):
-            seed = (settings.seed, step, epoch)
-            of_texts = minibatches(len(texts), settings.minibatches, seed)
-            of_rows = minibatches(len(batch.summary.rows), settings.minibatches, seed)
+        for epoch in range(schedule.epochs):
+            seed = (self._spec.seed, step, epoch)
+            of_texts = minibatches(len(texts), schedule.minibatches, seed)
+            of_rows = minibatches(len(batch.summary.rows), schedule.minibatches, seed)
             for rows, pieces in zip(of_rows, of_texts, strict=True):
-                self._console.phase("update", len(updates), settings.updates_per_step)
+                self._console.phase("update", len(updates), schedule.updates_per_step)
                 calls = []
                 if trains_policy:
                     calls.append(self._update_policy(step, batch, rows, [texts[i] for i in pieces], state.kl_old_coef))
@@ -219,7 +167,7 @@ class RolloutUpdates(Updates):
                     break
                 updates.append({k: v for metrics in await asyncio.gather(*calls) for k, v in metrics.items()})
                 divergence = updates[-1].get("policy/kl_old", 0.0)
-                trains_policy = trains_policy and (settings.kl_stop is None or divergence <= settings.kl_stop)
+                trains_policy = trains_policy and (not kl_stop or divergence <= kl_stop)
         if measures_kl:
             updates[-1] |= await self._divergence()
         return updates, self._adapt_penalty(updates, state)
@@ -234,7 +182,7 @@ class RolloutUpdates(Updates):
             rows,
             policy.ranks,
             policy.micro_batch_tokens,
-            skip_zero_advantage=self.settings.skip_zero_advantage,
+            skip_zero_advantage=self._skips_zero_advantage,
             packed=policy.packs,
             share_prompts=policy.shares_prompts,
         )
@@ -244,7 +192,7 @@ class RolloutUpdates(Updates):
             text_plans = plan_texts(texts.tokens, pieces, *size, packed=policy.packs)
             plans = [replace(plan, texts=part) for plan, part in zip(plans, text_plans, strict=True)]
             table = texts.table
-        timeout_s = self.settings.train_timeout_s
+        timeout_s = self._spec.schedule.train_timeout_s
         update = partial(policy.update, batch=batch.table, kl_old_coef=kl_old_coef, texts=table, timeout_s=timeout_s)
         return await self._update(step, policy, plans, update)
 
@@ -252,13 +200,13 @@ class RolloutUpdates(Updates):
         """One update on rows of the batch."""
         size = critic.ranks, critic.micro_batch_tokens
         plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False, packed=critic.packs)
-        update = partial(critic.update, batch=batch.table, timeout_s=self.settings.train_timeout_s)
+        update = partial(critic.update, batch=batch.table, timeout_s=self._spec.schedule.train_timeout_s)
         return await self._update(step, critic, plans, update)
 
     async def _hold_states(self, step: int, batch: Batch) -> bool:
         """Has the policy keep its distributions at some states of the batch; returns whether there are any."""
-        policy, settings = self._policy, self.settings
-        rows, stride = pick_states(batch.summary.rows, settings.kl_states, (settings.seed, step))
+        policy, spec = self._policy, self._spec
+        rows, stride = pick_states(batch.summary.rows, self._algorithm.kl_states, (spec.seed, step))
         if not rows:
             return False
         plans = plan_update(
@@ -270,13 +218,13 @@ class RolloutUpdates(Updates):
             packed=policy.packs,
             share_prompts=policy.shares_prompts,
         )
-        weights = settings.trust_region is not None
-        await policy.hold_distributions(plans, batch.table, stride, weights, timeout_s=settings.train_timeout_s)
+        weights = self._trust_region is not None
+        await policy.hold_distributions(plans, batch.table, stride, weights, timeout_s=spec.schedule.train_timeout_s)
         return True
 
     async def _divergence(self) -> Metrics:
         """KL(old || new) after the batch's updates; with a trust region, the step is shortened until it is within."""
-        policy, region, timeout_s = self._policy, self.settings.trust_region, self.settings.train_timeout_s
+        policy, region, timeout_s = self._policy, self._trust_region, self._spec.schedule.train_timeout_s
         proposed = divergence = await policy.divergence(timeout_s=timeout_s)
         if region is None:
             return {"policy/kl_exact": divergence}
@@ -290,7 +238,7 @@ class RolloutUpdates(Updates):
 
     def _adapt_penalty(self, updates: list[Metrics], state: ControllerState) -> ControllerState:
         """Adapts the penalty once per batch, to KL(old || new) after the batch's updates."""
-        if self.settings.kl_penalty is None or "policy/kl_exact" not in updates[-1]:
+        if self._kl_penalty is None or "policy/kl_exact" not in updates[-1]:
             return state
         updates[-1]["policy/kl_old_coef"] = state.kl_old_coef
-        return state.after_updates(updates[-1]["policy/kl_exact"], self.settings.kl_penalty)
+        return state.after_updates(updates[-1]["policy/kl_exact"], self._kl_penalty)

@@ -7,14 +7,14 @@ import gc
 import io
 import json
 import random
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests.fakes import (
-    UPDATES,
     FakeCritic,
     FakePolicy,
     FakeRun,
@@ -24,12 +24,11 @@ from tests.fakes import (
     FaultyWorker,
     critic_group,
     fake_pool,
+    fake_spec,
     policy_group,
-    train_settings,
 )
 from tests.orchestrator.data.test_prompts import pool_of
-from troupe.orchestrator.algorithms.table import KlPenalty, TrustRegion
-from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome, TrainSettings
+from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.data.texts import Pieces, TextOrder
@@ -42,18 +41,17 @@ from troupe.orchestrator.reporting.recorder import RunRecorder
 from troupe.orchestrator.reporting.run_folder import RunFolder
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
 from troupe.orchestrator.rollouts.scoring import RewardPool, Scorer, TokenScorer
-from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSettings, RolloutSource
+from troupe.orchestrator.rollouts.source import RolloutComponents, RolloutSource
 from troupe.orchestrator.rollouts.weight_sync import FileSync
-from troupe.orchestrator.spec.sections import AlarmConfig, CurriculumConfig, FailureConfig, ScheduleConfig
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.training.checkpoint import CheckpointStore
-from troupe.orchestrator.training.updates import RolloutUpdates, UpdateSettings
+from troupe.orchestrator.training.updates import RolloutUpdates
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightUpdate
-
-SCHEDULE = ScheduleConfig(steps=4, prompts_per_step=5, train_timeout_s=5.0)
 
 
 class _Prompts:
@@ -73,35 +71,20 @@ class _Prompts:
         self._position = state["position"]
 
 
-class RolloutRun(FakeRun):
+class RolloutRun(FakeRun[RolloutSpec]):
     """A controller with the fakes that it needs."""
 
-    def __init__(
-        self,
-        out: Path,
-        settings: TrainSettings | None = None,
-        updates: UpdateSettings = UPDATES,
-        policies: int = 1,
-        resume: bool = False,
-        staleness: int = 0,
-    ) -> None:
-        super().__init__(out, settings, updates, resume)
+    def __init__(self, out: Path, policies: int = 1, resume: bool = False, **sections: Mapping[str, Any]) -> None:
+        """`sections`: values of the spec's fields."""
+        super().__init__(out, fake_spec(**sections), resume)
         self.policies = [FakePolicy(rank) for rank in range(policies)]
         self.critic = FakeCritic()
         self.reward = FaultyReward()
         self.engines: list[FaultyEngine] = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
-        self.staleness = staleness
-        self.rollouts = RolloutSettings(self.schedule, old_logprobs_at_batch=False, trajectories=None)
         self.texts: tuple[int, ...] = ()
         self.texts_per_step = 6
         self.curriculum: CurriculumConfig | None = None
         """With one, prompts come from a pool of 12 instead of an endless one."""
-        self.replaceable = 0
-
-    @property
-    def schedule(self) -> ScheduleConfig:
-        """Five groups a step."""
-        return SCHEDULE.model_copy(update={"steps": self.settings.schedule.steps, "max_staleness": self.staleness})
 
     def build(self) -> Controller:
         """Build the controller. Call it inside the running event loop."""
@@ -114,14 +97,6 @@ class RolloutRun(FakeRun):
         pool = self.pool = fake_pool(self.engines)
         policy = self.policy = policy_group(*self.policies)
         rewards = self.rewards = RewardPool([FaultyWorker("reward-0", self.reward)], 1.0)
-        schedule = ScheduleSettings(
-            schedule=self.schedule,
-            failures=FailureConfig(max_attempts=3, max_failed_fraction=0.5),
-            group_size=4,
-            min_group=2,
-            seed=17,
-            replaceable=self.replaceable,
-        )
         scorer = Scorer(rewards, [TokenScorer(policy, policy.compute_logprobs, 1.0)])
         console = Console(io.StringIO())
         texts = None
@@ -130,7 +105,7 @@ class RolloutRun(FakeRun):
             if found:
                 texts.restore(found.state["source"]["texts"])
         observe = None if curriculum is None else curriculum.observe
-        scheduler = RolloutScheduler(schedule, pool, scorer, ledger, prompts.next, None, done, observe)
+        scheduler = RolloutScheduler(self.spec, pool, scorer, ledger, prompts.next, None, done, observe)
         makers = RolloutComponents(
             Workers({"policy": policy}),
             pool,
@@ -141,22 +116,22 @@ class RolloutRun(FakeRun):
             texts,
             curriculum,
         )
-        self.critics = critic_group(self.critic) if self.updates.critic_warmup else None
-        updates = RolloutUpdates(self.updates, policy, self.critics, console)
+        self.critics = critic_group(self.critic) if self.spec.roles.critic is not None else None
+        updates = RolloutUpdates(self.spec, policy, self.critics, console)
         sync = FileSync(policy, pool, 1.0)
         components = RunComponents(
-            source=RolloutSource(self.rollouts, makers, console, self.stop),
+            source=RolloutSource(self.spec, self.out, makers, console, self.stop),
             updates=updates,
             recovery=self.recovery(updates, sync.push, store, console, done),
             sync=sync,
             evaluator=None,
             ledger=ledger,
-            keeper=StepKeeper(self.records, updates.trainers),
+            keeper=StepKeeper(self.spec, self.out, updates.trainers),
             scaler=self.scaler(console),
             recorder=self.recorder(done),
         )
         sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
-        self.controller = Controller(self.settings, components, store, sinks, console, self.stop, done)
+        self.controller = Controller(self.spec, components, store, sinks, console, self.stop, done)
         return self.controller
 
     def recorder(self, done: int) -> RunRecorder:
@@ -174,7 +149,7 @@ class RolloutRun(FakeRun):
 def test_truncated_samples_are_masked_counted_and_accounted_for(tmp_path: Path, truncated: frozenset[int]) -> None:
     """With every sample truncated, each update is empty and the run ends as any other."""
     run = RolloutRun(tmp_path)
-    run.rollouts = replace(run.rollouts, mask_truncated=True)
+    run.change(algorithm={"mask_truncated": True})
     for engine in run.engines:
         engine.truncated = truncated
     outcome = run.run()
@@ -195,7 +170,7 @@ def test_truncated_samples_are_masked_counted_and_accounted_for(tmp_path: Path, 
 
 def test_candidates_compete_with_the_samples_and_are_not_counted_as_samples(tmp_path: Path) -> None:
     """Three answers to each prompt: rewards 0, 1, 0. One fails in one group, and that group still has its samples."""
-    run = RolloutRun(tmp_path, train_settings(steps=2, checkpoint_every=0))
+    run = RolloutRun(tmp_path, schedule={"steps": 2}, checkpoint={"every_steps": 0})
     run.reward.fail = {("e0-r2", 5): "timeout after 5 s"}
     for engine in run.engines:
         engine.candidates = 3
@@ -224,7 +199,7 @@ def test_truncated_samples_are_trained_unless_the_spec_masks_them(tmp_path: Path
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_every_sample_is_trained_once_at_any_max_staleness(tmp_path: Path, staleness: int) -> None:
     """Synchronous and asynchronous runs are the same loop with another `max_staleness`."""
-    run = RolloutRun(tmp_path, staleness=staleness)
+    run = RolloutRun(tmp_path, schedule={"max_staleness": staleness})
     outcome = run.run()
     assert (outcome.steps_done, outcome.stopped) == (4, False)
     assert outcome.ledger == {"dispatched": 80, "trained": 80, "dropped": 0, "in_flight": 0, "retries": 0}
@@ -247,9 +222,9 @@ def test_epochs_and_minibatches_make_that_many_updates(tmp_path: Path) -> None:
     """Two epochs of two mini-batches on two ranks are four updates per step, with each row twice."""
     run = RolloutRun(
         tmp_path,
-        train_settings(steps=1),
-        updates=replace(UPDATES, epochs=2, minibatches=2, skip_zero_advantage=False),
         policies=2,
+        schedule={"steps": 1, "epochs": 2, "minibatches": 2},
+        algorithm={"entropy_coef": 0.01},
     )
     run.run()
     assert [len(p.updates) for p in run.policies] == [4, 4]
@@ -259,7 +234,7 @@ def test_epochs_and_minibatches_make_that_many_updates(tmp_path: Path) -> None:
 
 def test_the_policy_is_not_updated_during_critic_warmup(tmp_path: Path) -> None:
     """The first two of four steps update the critic only."""
-    run = RolloutRun(tmp_path, updates=replace(UPDATES, critic_warmup=2))
+    run = RolloutRun(tmp_path, roles={"critic": {"warmup_steps": 2}})
     run.run()
     assert len(run.policies[0].updates) == 2
     assert len(run.critic.updates) == 4
@@ -267,7 +242,7 @@ def test_the_policy_is_not_updated_during_critic_warmup(tmp_path: Path) -> None:
 
 def test_kl_stop_skips_the_remaining_updates_of_a_step(tmp_path: Path) -> None:
     """The second update of step 1 exceeds the limit; step 2 has all four updates."""
-    run = RolloutRun(tmp_path, train_settings(steps=2), updates=replace(UPDATES, epochs=2, minibatches=2, kl_stop=0.1))
+    run = RolloutRun(tmp_path, schedule={"steps": 2, "epochs": 2, "minibatches": 2}, algorithm={"kl_stop": 0.1})
     run.policies[0].kl_old = (0.0, 0.2)
     run.run()
     assert len(run.policies[0].updates) == 2 + 4
@@ -280,9 +255,9 @@ def test_the_adaptive_kl_penalty_follows_the_divergence_after_the_updates_of_a_s
     It changes once per step and is saved in the checkpoint. Source: PPO, Schulman et al. 2017, section 4, where d is
     the divergence of the policy after the update; an update's own `kl_old` is that of before its step.
     """
-    penalty = KlPenalty(coef=0.5, target=0.1)
-    updates = replace(UPDATES, minibatches=2, kl_states=12, kl_penalty=penalty)
-    run = RolloutRun(tmp_path, train_settings(steps=3, checkpoint_every=0), updates)
+    penalty = {"coef": 0.5, "target": 0.1}
+    run = RolloutRun(tmp_path, schedule={"steps": 3, "minibatches": 2}, checkpoint={"every_steps": 0})
+    run.change(algorithm={"name": "ppo_penalty", "kl_states": 12, "kl_old": penalty})
     run.policies[0].kl_old = (0.0, 0.01, 0.0, 0.9, 0.0, 0.9)
     run.policies[0].divergences = [0.2, 0.1, 0.01]
     run.run()
@@ -293,7 +268,7 @@ def test_the_adaptive_kl_penalty_follows_the_divergence_after_the_updates_of_a_s
 
 
 def test_the_exact_kl_divergence_is_measured_over_all_updates_of_a_step(tmp_path: Path) -> None:
-    run = RolloutRun(tmp_path, updates=replace(UPDATES, kl_states=12, minibatches=2), policies=2)
+    run = RolloutRun(tmp_path, policies=2, schedule={"minibatches": 2}, algorithm={"kl_states": 12})
     run.run()
     assert [line["policy/kl_exact"] for line in run.lines()] == [0.25] * 4
     for policy in run.policies:
@@ -313,8 +288,9 @@ def test_the_exact_kl_divergence_is_measured_over_all_updates_of_a_step(tmp_path
 )
 def test_a_step_beyond_the_trust_region_is_shortened(tmp_path: Path, max_kl: float, lengths: list[float]) -> None:
     """The fake's divergence is a quarter nat for a whole step and falls with the square of the step's length."""
-    region = TrustRegion(max_kl=max_kl, backtrack=0.5, attempts=3)
-    run = RolloutRun(tmp_path, updates=replace(UPDATES, kl_states=12, minibatches=2, trust_region=region), policies=2)
+    run = RolloutRun(tmp_path, policies=2, schedule={"minibatches": 2})
+    region = {"max_kl": max_kl, "backtrack": 0.5, "attempts": 3}
+    run.change(algorithm={"name": "trpo", "kl_states": 12, "trust_region": region})
     run.run()
     for policy in run.policies:
         assert policy.step_lengths == lengths  # of the last step
@@ -326,8 +302,7 @@ def test_a_step_beyond_the_trust_region_is_shortened(tmp_path: Path, max_kl: flo
 
 
 def test_texts_are_split_over_the_minibatches_and_continue_after_a_resume(tmp_path: Path) -> None:
-    updates = replace(UPDATES, minibatches=2)
-    run = RolloutRun(tmp_path, updates=updates, policies=2)
+    run = RolloutRun(tmp_path, policies=2, schedule={"minibatches": 2})
     run.texts = (9,) * 7
     run.run()
     rows: list[int] = []
@@ -338,7 +313,7 @@ def test_texts_are_split_over_the_minibatches_and_continue_after_a_resume(tmp_pa
     assert len(rows) == 4 * 6  # four steps of six pieces
     assert {rows.count(piece) for piece in range(7)} <= {3, 4}
     assert all(texts == FakeTable("texts", ()) for texts in run.policies[0].learned_texts)
-    resumed = RolloutRun(tmp_path, train_settings(steps=6), updates, policies=2, resume=True)
+    resumed = RolloutRun(tmp_path, policies=2, resume=True, schedule={"steps": 6, "minibatches": 2})
     resumed.texts = run.texts
     resumed.run()
     later = [
@@ -353,7 +328,7 @@ def test_texts_are_split_over_the_minibatches_and_continue_after_a_resume(tmp_pa
 
 
 def test_texts_are_trained_in_minibatches_of_zero_advantage_rows(tmp_path: Path) -> None:
-    run = RolloutRun(tmp_path, updates=replace(UPDATES, minibatches=20))
+    run = RolloutRun(tmp_path, schedule={"minibatches": 20})
     run.texts = (9,) * 40
     run.texts_per_step = 20
     run.run()
@@ -363,11 +338,11 @@ def test_texts_are_trained_in_minibatches_of_zero_advantage_rows(tmp_path: Path)
 
 def test_the_reward_hacking_alarm_is_a_metric_and_can_stop_the_run(tmp_path: Path) -> None:
     """A constant reward raises no alarm; a rising one does."""
-    settings = train_settings(alarm=AlarmConfig(response_tokens=1.0, action="stop"))
-    calm = RolloutRun(tmp_path / "calm", settings)
+    alarm = {"alarm": {"response_tokens": 1.0, "action": "stop"}}
+    calm = RolloutRun(tmp_path / "calm", failures=alarm)
     assert calm.run().steps_done == 4
     assert [line["alarm/reward_hacking"] for line in calm.lines()] == [0.0] * 4
-    rising = RolloutRun(tmp_path / "rising", settings)
+    rising = RolloutRun(tmp_path / "rising", failures=alarm)
     rising.reward.uniform = frozenset(f"e0-r{row}" for row in range(5))  # rewards of the first step: all 0
     outcome = rising.run()
     assert (outcome.steps_done, outcome.stopped) == (2, True)
@@ -376,12 +351,12 @@ def test_the_reward_hacking_alarm_is_a_metric_and_can_stop_the_run(tmp_path: Pat
 
 def test_a_stopped_run_saves_its_last_whole_step_and_resumes(tmp_path: Path) -> None:
     """After a stop during generation, groups in flight are rescheduled; none is lost and none is trained twice."""
-    first = RolloutRun(tmp_path, train_settings(steps=6, checkpoint_every=0), staleness=1)
-
+    sections: dict[str, Any] = {"schedule": {"steps": 6, "max_staleness": 1}, "checkpoint": {"every_steps": 0}}
+    first = RolloutRun(tmp_path, **sections)
     outcome = first.run_until(2)
     assert outcome.stopped
     assert 2 <= outcome.steps_done < 6
-    second = RolloutRun(tmp_path, train_settings(steps=6, checkpoint_every=0), staleness=1, resume=True)
+    second = RolloutRun(tmp_path, resume=True, **sections)
     final = second.run()
     assert final.steps_done == 6
     assert final.ledger["trained"] == 120
@@ -394,7 +369,7 @@ def test_a_stopped_run_saves_its_last_whole_step_and_resumes(tmp_path: Path) -> 
 
 def test_a_run_records_its_phases_and_what_happens(tmp_path: Path) -> None:
     """Also over a resume, which drops what was recorded of later steps."""
-    run = RolloutRun(tmp_path, train_settings(checkpoint_every=2, step_timeout_s=60.0))
+    run = RolloutRun(tmp_path, schedule={"step_timeout_s": 60.0})
     run.reward.fail = {("e0-r2", 1): "timeout after 5 s"}
     run.engines[0].fail_next = 1
     run.run()
@@ -411,7 +386,7 @@ def test_a_run_records_its_phases_and_what_happens(tmp_path: Path) -> None:
     assert dropped == [(1, "reward: timeout after 5 s", 1)]
     assert [(e["step"], e["groups"]) for e in folder.events("retry")] == [(1, 1)]
     assert [e["how"] for e in folder.events("run_ended")] == ["finished"]
-    RolloutRun(tmp_path, train_settings(steps=6, checkpoint_every=2, step_timeout_s=60.0), resume=True).run()
+    RolloutRun(tmp_path, resume=True, schedule={"steps": 6, "step_timeout_s": 60.0}).run()
     assert [e["version"] for e in folder.events("weights")] == [1, 2, 3, 4, 4, 5, 6]
     assert list(folder.timeline_files()) == [0, 1, 2, 3, 4, 5, 6]
 
@@ -442,8 +417,8 @@ class ForgetfulPolicy(FakePolicy):
 def test_samples_are_written_with_the_batch_and_what_the_updates_computed(
     tmp_path: Path, policy: FakePolicy, records: list[str]
 ) -> None:
-    run = RolloutRun(tmp_path, train_settings(steps=2))
-    run.rollouts = replace(run.rollouts, trajectories=tmp_path / "trajectories")
+    run = RolloutRun(tmp_path, schedule={"steps": 2})
+    run.change(output={"trajectories": True})
     run.policies, reward = [policy], WritingReward()
     run.reward = reward
     run.run()
@@ -495,7 +470,7 @@ def test_a_dead_trainer_ends_the_run_with_an_error_that_names_it(tmp_path: Path)
 
 def test_a_step_that_exceeds_its_timeout_ends_the_run(tmp_path: Path) -> None:
     """The update takes longer than `step_timeout_s`."""
-    run = RolloutRun(tmp_path, train_settings(step_timeout_s=0.2))
+    run = RolloutRun(tmp_path, schedule={"step_timeout_s": 0.2})
     run.policies[0].update_s = 4.0
     with pytest.raises(TroupeError, match=r"step 1 took longer than schedule\.step_timeout_s"):
         run.run()
@@ -534,7 +509,7 @@ def test_garbage_collection_settings_are_restored_after_a_run(tmp_path: Path) ->
 
 def test_consecutive_non_finite_gradients_are_counted_for_each_role(tmp_path: Path) -> None:
     """The critic's finite gradients do not reset the policy's count."""
-    run = RolloutRun(tmp_path, updates=replace(UPDATES, critic_warmup=1))
+    run = RolloutRun(tmp_path, roles={"critic": {"warmup_steps": 1}})
     run.policies[0].skip_updates = True
     with pytest.raises(TrainingDiverged, match="policy: 2 consecutive updates had a non-finite gradient"):
         run.run()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes import FakeTable, FaultyReward, train_settings
+from tests.fakes import FakeTable, FaultyReward
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.workers.contract.messages import RewardSummary
@@ -30,10 +30,11 @@ class ByRow(FaultyReward):
 
 
 def run_of(out: Path, *, replaceable: int = 0, staleness: int = 0, resume: bool = False) -> RolloutRun:
-    run = RolloutRun(out, train_settings(steps=STEPS, checkpoint_every=1), resume=resume, staleness=staleness)
+    schedule = {"steps": STEPS, "max_staleness": staleness}
+    checkpoint, algorithm = {"every_steps": 1}, {"dynamic_sampling": replaceable}
+    run = RolloutRun(out, resume=resume, schedule=schedule, checkpoint=checkpoint, algorithm=algorithm)
     run.reward = ByRow()
     run.curriculum = CurriculumConfig(decay=1.0)
-    run.replaceable = replaceable
     return run
 
 
@@ -50,7 +51,7 @@ def lines(run: RolloutRun) -> list[dict[str, float]]:
 
 def test_prompts_that_are_always_or_never_solved_are_drawn_less_often(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    run.settings = train_settings(steps=60, checkpoint_every=0)
+    run.change(schedule={"steps": 60}, checkpoint={"every_steps": 0})
     run.run()
     counts = Counter(row for batch in rows(run) for row in batch)
     often = [counts[row] for row in range(8, 12)]

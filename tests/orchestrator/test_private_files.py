@@ -13,7 +13,6 @@ import pytest
 from tests.conftest import ROOT
 from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.live.control import FOLDER, ControlServer
-from troupe.orchestrator.rollout_run import write_spec
 from troupe.orchestrator.run_lock import LOCK_FILE, locked
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
@@ -55,7 +54,7 @@ def test_a_private_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) ->
 def test_the_files_of_a_run_are_private(tmp_path: Path) -> None:
     spec = load_rollout_spec(ROOT / "deploy" / "specs" / "tiny-grpo.yaml")
     (tmp_path / "spec.yaml").touch(mode=0o644)
-    write_spec(spec, tmp_path / "spec.yaml")
+    spec.write(tmp_path / "spec.yaml")
     with locked(tmp_path):
         assert (mode(tmp_path / LOCK_FILE), mode(tmp_path / "spec.yaml")) == ("0o600", "0o600")
 

@@ -11,7 +11,6 @@ from tests.conftest import ROOT
 from troupe.orchestrator.data.prompts import DataError
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
-from troupe.orchestrator.rollout_run import write_spec
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.orchestrator.training.checkpoint import Checkpoint, TrainerLayout, stage_problem, trainer_layouts
@@ -23,7 +22,7 @@ def shipped(name: str, *overrides: str) -> RunSpec:
 
 def lines(tmp_path: Path, before: RunSpec, after: RunSpec, state: dict[str, Any] | None = None) -> list[str]:
     file = tmp_path / "spec.yaml"
-    write_spec(before, file)
+    before.write(file)
     written = file.read_text()
     try:
         return resumption(tmp_path, Checkpoint(3, tmp_path / "step-000003", state or {}), after, file).lines()

@@ -24,7 +24,6 @@ from troupe.orchestrator.cluster.worker_group import PolicyGroup
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.rollout_run import load_data
 from troupe.orchestrator.rollouts.weight_sync import FileSync
-from troupe.orchestrator.run_pools import pool_bounds
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.workers.audit.scorer import score_tokens
@@ -147,7 +146,7 @@ class Stack:
         self.weights = AuditedWeights("the initial weights", 0, self.initial)
         self.engine = FaultyRollout(spec.rollout_config(), "rollout-0")
         self.policy = FaultyPolicy(spec.policy_config(), "policy-0")
-        pool = EnginePool([Engine(FaultyWorker("rollout-0", self.engine), "here")], self._no_other, pool_bounds(spec))
+        pool = EnginePool([Engine(FaultyWorker("rollout-0", self.engine), "here")], self._no_other, spec)
         self.pool = pool
         group = PolicyGroup("policy", [FaultyWorker("policy-0", self.policy)], spec.roles.policy.micro_batch_tokens)
         self.group = group

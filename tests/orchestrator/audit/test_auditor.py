@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tests.fakes import FakeEngine, FakePolicy, FaultyWorker, pool_bounds
+from tests.fakes import FakeEngine, FakePolicy, FaultyWorker
 from tests.real.audit_faults import audit_spec
 from troupe.orchestrator.audit.auditor import AuditedWeights, Auditor
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
@@ -114,7 +114,7 @@ class Parts:
         policy.module = CausalLogprobs(self.engines[0].model, temperature)
         self.policy = policy
         group = PolicyGroup("policy", [FaultyWorker("policy-0", policy)], 2048)
-        pool = EnginePool([Engine(FaultyWorker(e.name, e), "here") for e in self.engines], self._none, pool_bounds())
+        pool = EnginePool([Engine(FaultyWorker(e.name, e), "here") for e in self.engines], self._none, spec)
         prompts = load_data(spec).train
         self.scored: list[bool] = []
         self.auditor = Auditor(spec, pool, group, (prompts, prompts.table), self._score)

@@ -28,8 +28,6 @@ from tests.fakes import (
     FaultyReward,
     FaultyWorker,
     fake_pool,
-    pool_bounds,
-    train_settings,
 )
 from tests.faults.stalls import may_mount, own_disk
 from tests.orchestrator.test_cli import troupe
@@ -105,7 +103,8 @@ class Scaled(RolloutRun):
         self, out: Path, script: dict[int, dict[str, Any]], spec: RolloutSpec | None = None, **options: Any
     ) -> None:
         super().__init__(out, **options)
-        self.spec = spec or quick()
+        self.live = spec or quick()
+        """The spec that the scaler changes."""
         self.script = script
         self.launcher = FakeLauncher()
         self.output = io.StringIO()
@@ -115,7 +114,7 @@ class Scaled(RolloutRun):
     def scaler(self, console: Console) -> WorkerScaler:
         self.rewards._launch = self.launcher.replica
         self.worker_scaler = WorkerScaler(
-            self.spec,
+            self.live,
             pools={"rollout": self.pool, "reward": self.rewards},
             seats=self.launcher,
             console=Console(self.output),
@@ -152,8 +151,8 @@ class _Paced(FakePolicy):
     ) -> UpdateMetrics:
         harness, version = self._harness, self._harness.controller.version
         if (
-            version + 1 in {*harness.script, harness.settings.schedule.steps}
-            or harness.spec.roles.rollout.autoscale is not None
+            version + 1 in {*harness.script, harness.spec.schedule.steps}
+            or harness.live.roles.rollout.autoscale is not None
         ):
             while any(state.scaling for state in harness.worker_scaler.states()):
                 await asyncio.sleep(0.0005)
@@ -165,7 +164,7 @@ class _Paced(FakePolicy):
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_engines_scale_and_every_sample_is_trained_once(tmp_path: Path, staleness: int) -> None:
     script = {1: {"roles.rollout.workers": 4}, 4: {"roles.rollout.workers": 1}, 6: {"roles.rollout.workers": 3}}
-    harness = Scaled(tmp_path, script, settings=train_settings(steps=9), staleness=staleness)
+    harness = Scaled(tmp_path, script, schedule={"steps": 9, "max_staleness": staleness})
     outcome = harness.run()
     assert outcome.steps_done == 9
     assert outcome.ledger["trained"] == outcome.ledger["dispatched"] == 9 * 20
@@ -229,7 +228,7 @@ def test_a_removed_engine_gets_no_new_groups_and_finishes_its_own() -> None:
 
 
 def test_groups_a_removed_engine_does_not_finish_are_rescheduled_without_counting_as_failures(tmp_path: Path) -> None:
-    harness = Scaled(tmp_path, {0: {"roles.rollout.workers": 1}}, settings=train_settings(steps=2))
+    harness = Scaled(tmp_path, {0: {"roles.rollout.workers": 1}}, schedule={"steps": 2})
     harness.engines[1].mean_s = 1e6
 
     class Ending(FakeLauncher):
@@ -248,7 +247,6 @@ def test_groups_a_removed_engine_does_not_finish_are_rescheduled_without_countin
         for engine in harness.pool.engines:
             assert isinstance(engine.handle, FaultyWorker)
             handles[engine.name] = engine.handle
-        harness.pool.bounds = pool_bounds(restarts=0)
         return controller
 
     harness.build = built
@@ -259,7 +257,7 @@ def test_groups_a_removed_engine_does_not_finish_are_rescheduled_without_countin
 
 
 def test_without_room_the_run_continues_with_its_workers(tmp_path: Path) -> None:
-    harness = Scaled(tmp_path, {1: {"roles.rollout.workers": 4}}, settings=train_settings(steps=6))
+    harness = Scaled(tmp_path, {1: {"roles.rollout.workers": 4}}, schedule={"steps": 6})
     harness.launcher.room = 1
     assert harness.run().steps_done == 6
     assert "could not be added: no room for rollout-" in harness.output.getvalue()
@@ -268,7 +266,7 @@ def test_without_room_the_run_continues_with_its_workers(tmp_path: Path) -> None
 
 def test_reward_workers_scale(tmp_path: Path) -> None:
     script = {1: {"roles.reward.workers": 3}, 3: {"roles.reward.workers": 1}}
-    harness = Scaled(tmp_path, script, settings=train_settings(steps=6))
+    harness = Scaled(tmp_path, script, schedule={"steps": 6})
     outcome = harness.run()
     assert outcome.ledger["trained"] == 6 * 20
     assert [line["workers/reward"] for line in harness.lines()][-1] == 1
@@ -319,7 +317,7 @@ def test_scorers_are_added_and_removed_between_two_waves() -> None:
 def test_engines_scale_with_the_trainers_wait(tmp_path: Path) -> None:
     """Steps with a long wait add engines up to the maximum; after each change the rule starts counting again."""
     rule = "roles.rollout.autoscale={max_wait: 0.0001, steps: 2}"  # every step waits for more than that
-    harness = Scaled(tmp_path, {}, spec=tiny(rule), settings=train_settings(steps=16, checkpoint_every=0))
+    harness = Scaled(tmp_path, {}, spec=tiny(rule), schedule={"steps": 16}, checkpoint={"every_steps": 0})
     assert harness.run().steps_done == 16
     assert [spec.roles.rollout.workers for spec in harness.saved] == [3, 4]
     assert harness.lines()[-1]["workers/rollout"] == 4
@@ -331,7 +329,7 @@ def _full_disk(spec: RolloutSpec) -> None:
 
 def test_autoscaling_goes_on_where_the_spec_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rule = "roles.rollout.autoscale={max_wait: 0.0001, steps: 2}"
-    harness = Scaled(tmp_path, {}, spec=tiny(rule), settings=train_settings(steps=16, checkpoint_every=0))
+    harness = Scaled(tmp_path, {}, spec=tiny(rule), schedule={"steps": 16}, checkpoint={"every_steps": 0})
     harness.save = _full_disk
     assert harness.run().steps_done == 16
     assert harness.lines()[-1]["workers/rollout"] == 4

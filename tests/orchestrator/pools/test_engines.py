@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.clock import on_virtual_time
-from tests.fakes import FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_pool, pool_bounds
+from tests.fakes import FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_pool, pool_spec
 from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerTimeout
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WorkerHealth
@@ -16,7 +16,7 @@ from troupe.workers.contract.messages import GroupRequest, GroupSummary, WorkerH
 
 def pool_of(engines: int, max_load: int) -> EnginePool:
     fakes = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(engines)]
-    return fake_pool(fakes, pool_bounds(max_load=max_load, restarts=0))
+    return fake_pool(fakes, pool_spec(max_load=max_load, restarts=0))
 
 
 async def test_acquire_returns_the_least_loaded_engine() -> None:
@@ -79,9 +79,8 @@ class StepwiseEngine(FakeEngine):
 async def test_finished_samples_free_their_slots_before_their_group_ends() -> None:
     """An engine of 16 slots stays full and within its limit although samples of a group finish at different times."""
     engine, size, slots = StepwiseEngine(), 4, 16
-    bounds = pool_bounds(max_load=slots + 2 * size)
     held = Engine(FaultyWorker("rollout-0", engine), "host")
-    pool = EnginePool([held], FaultyEngine, bounds)  # pyright: ignore[reportArgumentType]  # no engine is replaced
+    pool = EnginePool([held], FaultyEngine, pool_spec(slots + 2 * size))  # pyright: ignore[reportArgumentType]  # no engine is replaced
     prompts = FakeTable("prompts", ())
 
     async def group(uid: str) -> None:
@@ -100,13 +99,13 @@ async def test_finished_samples_free_their_slots_before_their_group_ends() -> No
     rng, full, taken = random.Random(3), 0, 0
     while len(engine.ended) < len(tasks):
         unfinished = sum(engine.unfinished.values())
-        assert unfinished <= held.load <= bounds.max_load
+        assert unfinished <= held.load <= pool.max_load
         full, taken = full + (unfinished >= slots), taken + 1
         running = [uid for uid, count in engine.unfinished.items() for _ in range(count)][:slots]
         if engine.finish_one(rng.choice(running)):
             await settle()
             assert held.load == sum(engine.unfinished.values())
-            assert held.load > bounds.max_load - size or len(engine.ended) == len(tasks)  # no free slots
+            assert held.load > pool.max_load - size or len(engine.ended) == len(tasks)  # no free slots
     assert full / taken > 0.9
     while engine.unfinished:
         engine.finish_one(next(iter(engine.unfinished)))
@@ -164,7 +163,7 @@ def test_a_replacement_that_does_not_start_is_started_again_while_the_budget_las
                 raise WorkerDied(name, "start", "the node is gone")
             return await _engine(name)
 
-        pool = EnginePool([await _engine("rollout-0")], spawn, pool_bounds(max_load=8, restarts=3))
+        pool = EnginePool([await _engine("rollout-0")], spawn, pool_spec(max_load=8, restarts=3))
         held = await pool.acquire(4)
         waiting = asyncio.create_task(pool.acquire(8))
         held.handle.kill()
@@ -202,7 +201,7 @@ async def test_a_replacement_that_dies_of_the_same_fault_before_a_first_group_en
     first: str, second: str, groups: int, ends: bool
 ) -> None:
     fakes = [FaultyEngine("rollout-0", random.Random(0))]
-    pool = fake_pool(fakes, pool_bounds(max_load=8, restarts=3))
+    pool = fake_pool(fakes, pool_spec(max_load=8, restarts=3))
     await lose(pool, first)
     for _ in range(groups):
         held = await pool.acquire(2)
@@ -227,10 +226,10 @@ class _SilentEngine(FakeEngine):
 @pytest.mark.parametrize(("transferring", "serves"), [(True, True), (False, False)])
 async def test_missed_probes_do_not_count_while_weights_are_transferred(transferring: bool, serves: bool) -> None:
     engine = Engine(FaultyWorker("rollout-0", _SilentEngine("rollout-0")), "host")
-    pool = EnginePool([engine], _engine, pool_bounds(restarts=0))
+    pool = EnginePool([engine], _engine, pool_spec(restarts=0))
     if transferring:
         await pool.transfer_lock.acquire()
-    for _ in range(pool.bounds.failures.health_misses + 1):
+    for _ in range(pool.spec.failures.health_misses + 1):
         await pool.probe_all()
     assert (engine in pool.engines) is serves
 

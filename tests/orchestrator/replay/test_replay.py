@@ -29,7 +29,6 @@ from troupe.orchestrator.replay.plan import plan_replay
 from troupe.orchestrator.replay.repeat import Repeated, software_changes, start_problem
 from troupe.orchestrator.replay.resample import Resampled, compare_samples, first_difference, plan_resample
 from troupe.orchestrator.replay.step_record import REPLAY, STEP, KeptStep, folder_of, packed_texts
-from troupe.orchestrator.rollout_run import write_spec
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.load import load_rollout_spec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
@@ -75,7 +74,7 @@ def keep(tmp_path: Path) -> Keep:
         folder.mkdir(parents=True)
         files = write_tables(folder, {KEPT_BATCH: table()})
         (folder / STEP).write_text(kept_step(step, files=files, **changes).model_dump_json())
-        write_spec(spec or load_rollout_spec(SPECS / "tiny-grpo.yaml"), folder / RESOLVED_SPEC)
+        (spec or load_rollout_spec(SPECS / "tiny-grpo.yaml")).write(folder / RESOLVED_SPEC)
 
     return keep
 
@@ -145,13 +144,21 @@ def test_a_longer_run_is_another_one_only_where_the_learning_rate_depends_on_it(
         plan_replay(tmp_path, 2)
 
 
-@pytest.mark.parametrize("change", ["schedule.epochs=3", "schedule.minibatches=2", "algorithm.kl_states=8"])
-def test_steps_with_other_updates_are_not_repeated_together(tmp_path: Path, keep: Keep, change: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tiny-grpo", "schedule.epochs=3"),
+        ("tiny-grpo", "schedule.minibatches=2"),
+        ("tiny-grpo", "algorithm.kl_states=8"),
+        ("tiny-ppo", "algorithm.kl_stop=0.1"),
+        ("tiny-ppo", "roles.critic.warmup_steps=2"),
+    ],
+)
+def test_steps_with_other_updates_are_not_repeated_together(tmp_path: Path, keep: Keep, name: str, change: str) -> None:
     """The learning rate is constant, so that the workers' settings are the same."""
     limits = ["schedule.train_timeout_s=123", "failures.nonfinite_steps=9"]
-    keep(1)
-    keep(2, load_rollout_spec(SPECS / "tiny-grpo.yaml", limits))
-    keep(3, load_rollout_spec(SPECS / "tiny-grpo.yaml", [change]))
+    for step, overrides in enumerate(([], limits, [change]), start=1):
+        keep(step, load_rollout_spec(SPECS / f"{name}.yaml", overrides))
     assert len(plan_replay(tmp_path, 2).folders) == 2
     field = change.partition("=")[0]
     words = rf"the spec changed between step 1 and the last step \({field}\), and there is no checkpoint"

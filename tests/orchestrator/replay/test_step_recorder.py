@@ -7,37 +7,32 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from tests.fakes import UPDATES, FakePolicy, FakeTable, fakes_of, recovery_failures
+from tests.fakes import FakePolicy, FakeTable, fakes_of
 from tests.orchestrator.test_controller import RolloutRun
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.errors import UsageError, WorkerRaised
 from troupe.orchestrator.replay.repeat import Repeated, Replayer
 from troupe.orchestrator.replay.step_record import STEP, KeptFolder, folder_of, kept_steps, read_step, read_steps
-from troupe.orchestrator.replay.step_recorder import KeeperSettings
 from troupe.orchestrator.training.checkpoint import CheckpointStore, load_checkpoint
 from troupe.orchestrator.training.updates import Updates
 from troupe.workers.contract.messages import KEPT_BATCH, KeptFile
-
-
-def keeper(out: Path, **bounds: Any) -> KeeperSettings:
-    """Settings that keep up to 8 steps."""
-    return replace(KeeperSettings(out / "replay", 8, 2**20, 1.0, "name: fakes\n"), **bounds)
+from troupe.workers.contract.units import GIB, MIB
 
 
 class RecordedRun(RolloutRun):
     """A run with a policy of two ranks and a critic that keeps its steps."""
 
-    def __init__(self, out: Path, resume: bool = False, **bounds: Any) -> None:
-        super().__init__(out, policies=2, updates=replace(UPDATES, minibatches=2, critic_warmup=1), resume=resume)
-        self.records = keeper(out, **bounds)
+    def __init__(self, out: Path, resume: bool = False, steps: int = 8, nbytes: int = MIB) -> None:
+        """`steps`, `nbytes`: Bounds on what is kept."""
+        output = {"replay_steps": steps, "replay_gib": nbytes / GIB}
+        super().__init__(out, policies=2, resume=resume, schedule={"minibatches": 2}, output=output)
+        self.change(roles={"critic": {"warmup_steps": 1}})
 
     @property
     def root(self) -> Path:
@@ -147,11 +142,11 @@ def test_a_resumed_run_replaces_what_was_kept_after_its_checkpoint(tmp_path: Pat
 
 def test_a_restarted_trainer_has_the_digest_of_a_run_without_a_loss(tmp_path: Path) -> None:
     whole = RecoveringRun(tmp_path / "whole")
-    whole.records = keeper(whole.out)
+    whole.change(output={"replay_steps": 8})
     whole.run()
     for number, method in enumerate(("update", "digest", "keep_batch")):
         run = RecoveringRun(tmp_path / method, ("policy-0", method, 3), ("critic-0", "digest", 2 + number))
-        run.records, run.failures = keeper(run.out), recovery_failures()
+        run.change(output={"replay_steps": 8})
         run.run()
         for step in (1, 2, 3, 4):
             ours, theirs = (read_step(out / "replay", step).kept for out in (run.out, whole.out))

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes import FakeReward, FakeTable, FaultyEngine, FaultyReward, FaultyWorker, fake_pool
+from tests.fakes import FakeReward, FakeTable, FaultyEngine, FaultyReward, FaultyWorker, fake_pool, fake_spec
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.rollouts import evaluation
-from troupe.orchestrator.rollouts.evaluation import EvalSettings, Evaluator, solved_metrics
+from troupe.orchestrator.rollouts.evaluation import Evaluator, solved_metrics
 from troupe.orchestrator.rollouts.scoring import RewardPool
-from troupe.workers.contract.config import EvalSampling
 
 
 def evaluate(
@@ -24,10 +23,11 @@ def evaluate(
 
     async def run() -> dict[str, float]:
         picks = tuple(PromptPick(f"eval-r{row}", row) for row in range(4))
-        sampling = EvalSampling(temperature=1.0, samples=4)
-        plan = EvalSettings(picks, sampling, solved_at, 7, responses)
+        reward_role = {"functions": [{"name": "exact_match"}, {"name": "last_number"}]}
+        sampling = {"temperature": 1.0, "samples": 4}
+        spec = fake_spec(evaluation={"sampling": sampling, "solved_at": solved_at}, roles={"reward": reward_role})
         rewards = RewardPool([FaultyWorker("reward-0", reward)], 1.0)
-        return await Evaluator(plan, fake_pool([engine]), rewards, None).run(30)
+        return await Evaluator(spec, picks, None, fake_pool([engine]), rewards, responses).run(30)
 
     return asyncio.run(run())
 

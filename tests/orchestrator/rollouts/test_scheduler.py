@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,19 +18,18 @@ from tests.fakes import (
     FaultyReward,
     FaultyWorker,
     fake_pool,
+    fake_spec,
     policy_group,
-    pool_bounds,
+    pool_spec,
 )
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.errors import BatchFailed, EnginesLost
-from troupe.orchestrator.pools.engines import PoolBounds
 from troupe.orchestrator.rollouts import scheduler
-from troupe.orchestrator.rollouts.scheduler import RolloutScheduler, ScheduleSettings
-from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, SignalTest, TokenScorer
+from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
+from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer, TokenScorer
 from troupe.orchestrator.rollouts.weight_sync import FileSync
-from troupe.orchestrator.spec.sections import FailureConfig, ScheduleConfig
 from troupe.orchestrator.training.ledger import Ledger
-from troupe.workers.algorithms.custom import GroupRewards, group_rewards
+from troupe.workers.algorithms.custom import CustomAlgorithm, GroupRewards
 from troupe.workers.contract.messages import RankPlan, RewardSummary
 
 
@@ -45,18 +43,14 @@ class FakeRollouts:
         steps: int = 6,
         groups: int = 5,
         reward: FakeReward | None = None,
-        bounds: PoolBounds | None = None,
+        restarts: int = 2,
         ledger: Ledger | None = None,
         version: int = 0,
         max_failed_fraction: float = 0.5,
-        replaceable: int = 0,
-        greedy_baseline: bool = False,
-        signal: str | None = None,
-        mask_truncated: bool = False,
-        keep: Callable[[RewardSummary], bool] | None = None,
+        **algorithm: Any,
     ) -> None:
         self.engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(engines)]
-        self.pool = fake_pool(self.engines, bounds)
+        self.pool = fake_pool(self.engines, pool_spec(restarts=restarts))
         self.policy = FakePolicy()
         policy = policy_group(self.policy)
         self.sync = FileSync(policy, self.pool, 1.0)
@@ -66,18 +60,13 @@ class FakeRollouts:
             RewardPool([FaultyWorker("reward-0", reward)], 1.0), [TokenScorer(policy, policy.compute_logprobs, 1.0)]
         )
         rows = itertools.count()
-        settings = ScheduleSettings(
-            schedule=ScheduleConfig(steps=steps, prompts_per_step=groups, max_staleness=staleness),
-            failures=FailureConfig(max_attempts=3, max_failed_fraction=max_failed_fraction),
-            group_size=4,
-            min_group=2,
-            seed=17,
-            replaceable=replaceable,
-            greedy_baseline=greedy_baseline,
-            signal=SignalTest(signal, mask_truncated, keep),
+        spec = fake_spec(
+            schedule={"steps": steps, "prompts_per_step": groups, "max_staleness": staleness},
+            failures={"max_failed_fraction": max_failed_fraction},
+            algorithm=algorithm,
         )
         self.scheduler = RolloutScheduler(
-            settings,
+            spec,
             self.pool,
             scorer,
             self.ledger,
@@ -192,8 +181,7 @@ def test_a_frozen_engine_is_found_by_the_probe_and_its_late_result_is_fenced() -
 
 def test_losing_all_engines_ends_the_run_with_engines_lost() -> None:
     """Without an engine and without a restart left, the run fails instead of waiting."""
-    bounds = pool_bounds(restarts=0)
-    rollouts = FakeRollouts(engines=2, bounds=bounds)
+    rollouts = FakeRollouts(engines=2, restarts=0)
     for engine in rollouts.pool.engines:
         engine.handle.kill()
     with pytest.raises(EnginesLost, match="no rollout engine is left"):
@@ -234,7 +222,7 @@ def test_failed_rewards_drop_samples_and_groups_that_become_too_small() -> None:
 def test_dynamic_sampling_replaces_zero_advantage_groups_within_its_budget() -> None:
     """A step of 5 groups may replace 10; further zero-advantage groups are trained. The ledger counts them all."""
     reward = FaultyReward(uniform=frozenset(f"e0-r{row}" for row in range(12)))
-    rollouts = FakeRollouts(steps=2, reward=reward, replaceable=2)
+    rollouts = FakeRollouts(steps=2, reward=reward, dynamic_sampling=2)
     first, second = asyncio.run(rollouts.train(2))
     assert [group.has_signal for group in first].count(False) == 2  # r10 and r11: the budget is spent
     assert all(group.has_signal for group in second)
@@ -265,8 +253,8 @@ class ShapedReward(FakeReward):
 
 def test_dynamic_sampling_on_a_component_replaces_groups_by_that_component_alone() -> None:
     """DAPO filters on correctness: the shaping term differs in every group and would keep them all."""
-    given: dict[str, Any] = {"steps": 2, "reward": ShapedReward(), "replaceable": 4, "max_failed_fraction": 1.0}
-    on = FakeRollouts(**given, signal="correct")
+    given: dict[str, Any] = {"steps": 2, "reward": ShapedReward(), "dynamic_sampling": 4, "max_failed_fraction": 1.0}
+    on = FakeRollouts(**given, dynamic_sampling_on="correct")
     batches = asyncio.run(on.train(2))
     rows = [group.row for batch in batches for group in batch]
     assert rows == [row for row in range(30) if row % 3 == 2]
@@ -279,31 +267,37 @@ def test_dynamic_sampling_on_a_component_replaces_groups_by_that_component_alone
     assert [group.row for batch in asyncio.run(total.train(2)) for group in batch] == list(range(10))
 
 
+SEEN: list[GroupRewards] = []
+
+
+def _some_are_wrong(group: GroupRewards) -> bool:
+    SEEN.append(group)
+    return min(group.components["correct"]) == 0.0
+
+
+filtering = CustomAlgorithm(keep_group=_some_are_wrong)
+
+
 def test_a_filter_of_the_users_own_decides_in_place_of_the_comparison_of_rewards() -> None:
     """It sees only samples with a reward; a failure in it ends the run and names it."""
-    seen: list[GroupRewards] = []
-
-    def keep(rewards: RewardSummary) -> bool:
-        seen.append(group_rewards(rewards.rewards, rewards.components))
-        return min(seen[-1].components["correct"]) == 0.0
-
-    rollouts = FakeRollouts(steps=1, reward=ShapedReward(), replaceable=4, max_failed_fraction=1.0, keep=keep)
+    algorithm = {"name": f"{__name__}:filtering", "dynamic_sampling": 4}
+    rollouts = FakeRollouts(steps=1, reward=ShapedReward(), max_failed_fraction=1.0, **algorithm)
     (batch,) = asyncio.run(rollouts.train(1))
     assert [group.row for group in batch] == [row for row in range(8) if row % 3 != 0]
-    assert all(len(one.rewards) == 3 == len(one.components["correct"]) for one in seen)
+    assert all(len(one.rewards) == 3 == len(one.components["correct"]) for one in SEEN)
     assert rollouts.ledger.drop_reasons()["no signal: the algorithm's keep_group refused the group"] == 3 * 3
 
 
 def test_a_group_of_truncated_samples_is_replaced_where_they_carry_no_loss() -> None:
     for masks in (False, True):
-        rollouts = FakeRollouts(steps=1, replaceable=1, mask_truncated=masks)
+        rollouts = FakeRollouts(steps=1, dynamic_sampling=1, mask_truncated=masks)
         for engine in rollouts.engines:
             engine.truncated = frozenset(range(4))
         asyncio.run(rollouts.train(1))
         # The budget of five replacements is spent; the groups after it are kept.
         reasons = {"no signal: all samples of the group are truncated": 5 * 4} if masks else {}
         assert rollouts.ledger.drop_reasons() == reasons
-    partly = FakeRollouts(steps=1, replaceable=1, mask_truncated=True)
+    partly = FakeRollouts(steps=1, dynamic_sampling=1, mask_truncated=True)
     for engine in partly.engines:
         engine.truncated = frozenset({0, 1, 2})
     asyncio.run(partly.train(1))
@@ -312,7 +306,7 @@ def test_a_group_of_truncated_samples_is_replaced_where_they_carry_no_loss() -> 
 
 def test_the_greedy_response_is_scored_with_its_group_and_not_counted_in_the_ledger() -> None:
     """ReMax needs one more request per prompt, on the engine of the group. Only its reward is kept."""
-    rollouts = FakeRollouts(steps=1, greedy_baseline=True)
+    rollouts = FakeRollouts(steps=1, name="remax")
     (batch,) = asyncio.run(rollouts.train(1))
     assert [group.greedy_reward for group in batch] == [0.0] * 5
     for engine in rollouts.engines:
@@ -326,7 +320,7 @@ def test_the_greedy_response_is_scored_with_its_group_and_not_counted_in_the_led
 def test_a_group_whose_greedy_response_has_no_reward_is_replaced() -> None:
     """The group has no baseline."""
     reward = FaultyReward({("e0-r1", 0): "timeout after 5 s"})
-    rollouts = FakeRollouts(steps=1, reward=reward, greedy_baseline=True)
+    rollouts = FakeRollouts(steps=1, reward=reward, name="remax")
     (batch,) = asyncio.run(rollouts.train(1))
     assert "e0-r1" not in {group.summary.prompt_uid for group in batch}
     assert rollouts.ledger.drop_reasons() == {"reward of the greedy response: timeout after 5 s": 4}
@@ -341,7 +335,7 @@ def test_a_candidate_gives_a_group_of_equal_rewards_a_signal() -> None:
             statuses = ("ok",) * rollouts.samples
             return RewardSummary(rollouts.uids[0], rollouts.attempt, statuses, values, {"all": values}), rollouts
 
-    rollouts = FakeRollouts(steps=1, reward=BestIsLast(), replaceable=2)
+    rollouts = FakeRollouts(steps=1, reward=BestIsLast(), dynamic_sampling=2)
     for engine in rollouts.engines:
         engine.candidates = 1
     scored: list[int] = []

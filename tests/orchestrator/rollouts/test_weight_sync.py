@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fake_pool, policy_group, pool_bounds
+from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fake_pool, policy_group, pool_spec
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.engines import Engine, EnginePool
@@ -92,8 +92,7 @@ def test_losing_the_last_engine_during_the_sync_raises_engines_lost() -> None:
     """No engine and no restart is left."""
 
     async def run() -> None:
-        bounds = pool_bounds(restarts=0)
-        pool = fake_pool([FaultyEngine("rollout-0", random.Random(0))], bounds)
+        pool = fake_pool([FaultyEngine("rollout-0", random.Random(0))], pool_spec(restarts=0))
         pool.engines[0].handle.kill()
         await FileSync(policy_group(FakePolicy()), pool, 1.0).push(1)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from tests.fakes import UPDATES, FakePolicy, policy_group
+from tests.fakes import FakePolicy, fake_spec, policy_group
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import TrainingDiverged
 from troupe.orchestrator.reporting.console import Console
@@ -27,7 +26,7 @@ class SkippingUpdates(Updates):
     """One update for each entry: whether its gradient was not finite; None: it never ends."""
 
     def __init__(self) -> None:
-        super().__init__(replace(UPDATES, nonfinite_limit=3), Console(io.StringIO()))
+        super().__init__(fake_spec(failures={"nonfinite_steps": 3}), Console(io.StringIO()))
         self.skips: Sequence[bool | None] = ()
         self._group = policy_group(FakePolicy())
 

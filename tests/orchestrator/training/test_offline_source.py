@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.fakes import UPDATES, FakeRun, FakeTrainer, FaultyWorker, train_settings
+from tests.fakes import FakeRun, FakeTrainer, FaultyWorker
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
-from troupe.orchestrator.controller import Controller, RunComponents, TrainSettings
+from troupe.orchestrator.controller import Controller, RunComponents
 from troupe.orchestrator.data.prompts import PromptSource, evaluation_picks
+from troupe.orchestrator.replay.step_recorder import StepKeeper
 from troupe.orchestrator.reporting.console import Console
 from troupe.orchestrator.reporting.sinks.base import LoggedRun
 from troupe.orchestrator.reporting.sinks.metric_sinks import MetricSinks
-from troupe.orchestrator.spec.sections import BaseEvaluation, BaseSchedule
+from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.training.offline_source import (
     BatchMaker,
     ExampleEvaluator,
@@ -25,16 +25,23 @@ from troupe.orchestrator.training.offline_source import (
     ReferenceScorer,
     Tokenized,
 )
-from troupe.orchestrator.training.updates import OfflineUpdates, UpdateSettings
+from troupe.orchestrator.training.updates import OfflineUpdates
 from troupe.workers.contract.messages import RankPlan, TrainRow, UpdateMetrics
 from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
 
 EXAMPLES = 10
-SETTINGS = train_settings(
-    steps=5,
-    checkpoint_every=0,
-    evaluation=BaseEvaluation(every_steps=2, at_start=True, at_end=True),
-    probe_every_s=60.0,
+SPEC = OfflineSpec.model_validate(
+    {
+        "name": "fakes",
+        "model": {"path": "model"},
+        "roles": {"policy": {}, "reference": {}},
+        "algorithm": {"name": "dpo"},
+        "schedule": {"steps": 5, "examples_per_step": 4, "train_timeout_s": 5.0, "step_timeout_s": 60.0},
+        "data": {"train": {"kind": "jsonl", "path": "pairs.jsonl"}},
+        "evaluation": {"every_steps": 2},
+        "checkpoint": {"every_steps": 0},
+        "output": {"replay_steps": 0},
+    }
 )
 
 Picks = Sequence[tuple[str, int]]
@@ -72,19 +79,12 @@ class FakePairTrainer(FakeTrainer):
         return EvaluationPart({"loss": 0.5}, {"accuracy": (3.0, 4.0)})
 
 
-class OfflineRun(FakeRun):
+class OfflineRun(FakeRun[OfflineSpec]):
     """A controller of offline training with the fakes that it needs."""
 
-    def __init__(
-        self,
-        out: Path,
-        settings: TrainSettings = SETTINGS,
-        updates: UpdateSettings = UPDATES,
-        ranks: int = 1,
-        resume: bool = False,
-    ) -> None:
+    def __init__(self, out: Path, ranks: int = 1, resume: bool = False) -> None:
         self.trainers = [FakePairTrainer() for _ in range(ranks)]
-        super().__init__(out, settings, updates, resume)
+        super().__init__(out, SPEC, resume)
 
     def build(self) -> Controller:
         """Build the controller. Call it inside the running event loop."""
@@ -95,10 +95,10 @@ class OfflineRun(FakeRun):
             self.order.restore(found.state["source"])
         trainer = ExampleGroup("policy", [FaultyWorker(f"policy-{n}", t) for n, t in enumerate(self.trainers)], 256)
         reference = ReferenceScorer(trainer, trainer.reference_logprobs)
-        maker = BatchMaker(trainer, reference, "table", BaseSchedule(steps=1, train_timeout_s=5.0, score_timeout_s=5.0))
+        maker = BatchMaker(trainer, reference, "table", self.spec.schedule)
         console = Console(io.StringIO())
         picks = evaluation_picks(Tokenized(4, "e"), 17)
-        updates = OfflineUpdates(self.updates, trainer, console)
+        updates = OfflineUpdates(self.spec, trainer, console)
         components = RunComponents(
             source=OfflineSource(OfflineComponents(maker, self.order, ledger, 4), console, self.stop),
             updates=updates,
@@ -106,9 +106,10 @@ class OfflineRun(FakeRun):
             sync=None,
             evaluator=ExampleEvaluator(trainer, maker, picks, 5.0),
             ledger=ledger,
+            keeper=StepKeeper(self.spec, self.out, updates.trainers),
         )
         sinks = MetricSinks.open(LoggedRun(self.out, resume_at=done))
-        return Controller(self.settings, components, store, sinks, console, self.stop, done)
+        return Controller(self.spec, components, store, sinks, console, self.stop, done)
 
     @property
     def seen(self) -> list[int]:
@@ -150,12 +151,8 @@ def test_a_stopped_run_resumes_with_the_next_example(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_pairs_stay_together_with_minibatches_and_ranks(tmp_path: Path, ranks: int) -> None:
-    run = OfflineRun(
-        tmp_path,
-        train_settings(steps=1, checkpoint_every=0, evaluation=SETTINGS.evaluation, probe_every_s=60.0),
-        updates=replace(UPDATES, epochs=2, minibatches=2),
-        ranks=ranks,
-    )
+    run = OfflineRun(tmp_path, ranks)
+    run.change(schedule={"steps": 1, "epochs": 2, "minibatches": 2})
     run.run()
     plans = [plan for trainer in run.trainers for plan in trainer.plans]
     rows = [row for plan in plans for batch in plan.micro_batches for row in batch]

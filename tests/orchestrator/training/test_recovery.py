@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fakes import UPDATES, FaultyWorker, fakes_of, recovery_failures, restart_fakes, train_settings
+from tests.fakes import FaultyWorker, fakes_of, restart_fakes
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.cluster.worker_group import TrainerGroup
 from troupe.orchestrator.errors import WorkerDied, WorkerError
@@ -22,11 +21,12 @@ METHODS = ("compute_logprobs", "prepare", "update", "publish_weights", "save", "
 class RecoveringRun(RolloutRun):
     """A run whose policy (two ranks) or critic dies in given calls."""
 
-    def __init__(self, out: Path, *deaths: tuple[str, str, int], **settings: Any) -> None:
+    def __init__(self, out: Path, *deaths: tuple[str, str, int], **options: Any) -> None:
         """`deaths`: (worker, method, which of its calls, counted over all processes of that name)."""
-        super().__init__(out, policies=2, updates=replace(UPDATES, minibatches=2, critic_warmup=1), **settings)
+        super().__init__(out, policies=2, **options)
+        roles = {"critic": {"warmup_steps": 1}}
+        self.change(schedule={"minibatches": 2}, roles=roles, failures={"trainer_restarts": 2})
         self.deaths = dict.fromkeys(deaths)
-        self.failures = recovery_failures()
         self.calls: dict[tuple[str, str], int] = {}
 
     def watch(self, group: TrainerGroup[Any]) -> None:
@@ -93,7 +93,7 @@ def test_a_rank_that_dies_in_any_phase_is_brought_back(
     tmp_path: Path, whole: RecoveringRun, method: str, number: int, staleness: int
 ) -> None:
     """Rank 0 dies in a call; the weights are those of a run without a loss, and every sample is trained once."""
-    run = RecoveringRun(tmp_path / "run", ("policy-0", method, number), staleness=staleness)
+    run = RecoveringRun(tmp_path / "run", ("policy-0", method, number), schedule={"max_staleness": staleness})
     outcome = run.run()
     assert outcome.steps_done == 4
     assert outcome.ledger == {"dispatched": 80, "trained": 80, "dropped": 0, "in_flight": 0, "retries": 0}
@@ -156,7 +156,7 @@ def test_calls_under_way_are_repeated_after_a_restart_and_never_beside_it(tmp_pa
 def test_a_critic_that_dies_takes_the_policy_with_it(tmp_path: Path, whole: RecoveringRun) -> None:
     """Its second update of step 2 fails: the policy has made that update, and both repeat it once."""
     run = RecoveringRun(tmp_path / "run", ("critic-0", "update", 4), ("policy-1", "load", 1))
-    run.settings = train_settings(checkpoint_every=1)
+    run.change(checkpoint={"every_steps": 1})
     run.run()
     assert run.learned == whole.learned
     assert run.controller.components.recovery.budget.total == 2, "a rank died while the checkpoint was loaded"
@@ -195,8 +195,7 @@ def test_the_budget_ends_the_run_and_says_by_what(tmp_path: Path) -> None:
 
 def test_more_steps_than_are_kept_cannot_be_repeated(tmp_path: Path) -> None:
     run = RecoveringRun(tmp_path, ("policy-0", "update", 6))
-    run.settings = train_settings(checkpoint_every=0)
-    run.failures = recovery_failures(replay_steps=1)
+    run.change(checkpoint={"every_steps": 0}, failures={"replay_steps": 1})
     with pytest.raises(WorkerError, match=r"more than failures.replay_steps \(1\) steps since the last checkpoint"):
         run.run()
 
@@ -254,7 +253,7 @@ def test_steps_without_a_loss_give_restarts_back() -> None:
 def test_a_budget_of_one_survives_losses_that_are_far_apart(tmp_path: Path, whole: RecoveringRun) -> None:
     """A restart in step 1 and one in step 4 with a budget of one, which two steps give back."""
     run = RecoveringRun(tmp_path, ("policy-0", "prepare", 1), ("policy-0", "prepare", 5))
-    run.failures = recovery_failures(restarts=1, steps_per_restart=2)
+    run.change(failures={"trainer_restarts": 1, "steps_per_restart": 2})
     run.run()
     assert run.learned == whole.learned
     assert run.controller.components.recovery.budget.total == 2
