@@ -12,10 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import Link, PolicyGroup
-from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified, WorkerDied, WorkerTimeout
+from troupe.orchestrator.errors import (
+    EnginesLost,
+    UpdateDamaged,
+    WeightsNotVerified,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.workers.contract.messages import WeightAck, WeightUpdate
+from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +37,9 @@ class SyncReport:
     apply_s: float
     nbytes: int
     engines: Mapping[str, str]
-    """The digest that each engine acknowledged; an empty one with a back-end that has none."""
-    digest: str = ""
-    """Of the weights that were published."""
+    """The digest that each engine acknowledged."""
+    digest: str
+    """Of the weights that were published or sent."""
 
 
 class WeightSync(Protocol):
@@ -105,7 +113,7 @@ class FileSync:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""
         if self._current is not None:
             await self._write_to_hosts(self._current, [engine])
-            self._verify(await engine.update_weights(self._current, self._timeout_s), self._current, engine)
+            _verify(await engine.update_weights(self._current, self._timeout_s), self._current, engine)
 
     async def _apply(self, update: WeightUpdate, engine: Engine) -> WeightAck | None:
         """Loads an update into one engine; None: it does not answer, which was reported to the pool."""
@@ -118,18 +126,8 @@ class FileSync:
             if not self._pool.engines and not self._pool.starting:
                 raise EnginesLost(f"no rollout engine is left after version {update.version}: {error}") from error
             return None
-        self._verify(ack, update, engine)
+        _verify(ack, update, engine)
         return ack
-
-    @staticmethod
-    def _verify(ack: WeightAck, update: WeightUpdate, engine: Engine) -> None:
-        """Accepts an acknowledgement of exactly the version and digest sent; raises WeightsNotVerified otherwise."""
-        if (ack.version, ack.digest) != (update.version, update.digest):
-            raise WeightsNotVerified(
-                f"{engine.name} acknowledged version {ack.version} digest {ack.digest}; "
-                f"sent was version {update.version} digest {update.digest}"
-            )
-        engine.version = ack.version
 
     async def _write_to_hosts(self, update: WeightUpdate, engines: list[Engine]) -> None:
         """Writes the payload to the shared memory of hosts that lack it, through one engine of each host."""
@@ -144,11 +142,12 @@ class FileSync:
 
 
 class DeviceSync:
-    """Weights from GPU to GPU with vLLM's own back-ends (nccl, ipc). Untested on GPU.
+    """Weights from device to device (nccl, ipc, gloo), verified by checksums. nccl and ipc are untested on GPU.
 
-    The trainer's sender drives the engines; afterwards each engine must report that it serves the version. These
-    back-ends have no digest and rely on the transport for the integrity of the bytes. After a failed transfer or a
-    change of the set of engines or of trainers, all of them are connected again.
+    The trainer's sender drives the engines. They compute the checksums of what arrived, on their own devices, and
+    serve it only if these are the sender's. A failed transfer closes all engines that took part; it is repeated once,
+    with new connections and with the engines that still run. A change of the set of engines or of trainers connects
+    them again as well.
     """
 
     def __init__(self, policy: PolicyGroup, pool: EnginePool, link: Link, timeout_s: float) -> None:
@@ -165,20 +164,33 @@ class DeviceSync:
         """Sends the policy's weights to every engine as `version`.
 
         Raises:
-            WorkerError: The transfer failed.
-            WeightsNotVerified: An engine serves another version.
+            WorkerError: A trainer was lost, or the transfer failed twice.
+            WeightsNotVerified: An engine acknowledged another version or digest.
+            EnginesLost: No engine is left and none is starting.
         """
         async with self._pool.transfer_lock:
             self._version = version
-            return await self._send(tuple(self._pool.engines))
+            try:
+                return await self._send(tuple(self._pool.engines))
+            except (WorkerDied, WorkerTimeout):
+                raise
+            except WorkerError as error:
+                logger.warning("%s; sending version %d again", error, version)
+                await gather_all(self._lose_dead(engine) for engine in list(self._pool.engines))
+                if not self._pool.engines and not self._pool.starting:
+                    raise EnginesLost(f"no rollout engine is left after version {version}: {error}") from error
+                return await self._send(tuple(self._pool.engines))
 
     async def bring_up(self, engine: Engine) -> None:
-        """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""
+        """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`).
+
+        The other engines go on serving meanwhile.
+        """
         if self._version:
-            await self._send((*self._pool.engines, engine))
+            await self._send((engine,))
 
     async def _send(self, engines: tuple[Engine, ...]) -> SyncReport:
-        """Sends the weights to `engines` and verifies the version that each one serves."""
+        """Sends the weights to `engines` and verifies what each one acknowledges."""
         clock = asyncio.get_running_loop().time
         started = clock()
         connected = (engines, self._policy.workers)
@@ -188,12 +200,29 @@ class DeviceSync:
             link = self._link([engine.handle for engine in engines])
             await self._policy.connect_engines(link, timeout_s=self._timeout_s)
         connected_at = clock()
-        nbytes = await self._policy.send_weights(self._version, timeout_s=self._timeout_s)
-        for engine in engines:
-            health = await engine.health(self._pool.spec.failures.health_interval_s)
-            if health.version != self._version:
-                raise WeightsNotVerified(f"{engine.name} serves version {health.version}, sent was {self._version}")
-            engine.version = health.version
+        sent = await self._policy.send_weights(self._version, timeout_s=self._timeout_s)
+        for engine, ack in zip(engines, sent.acks, strict=True):
+            _verify(ack, sent, engine)
         self._connected = connected
-        digests = {engine.name: "" for engine in engines}
-        return SyncReport(self._version, connected_at - started, clock() - connected_at, nbytes, digests)
+        digests = {engine.name: sent.digest for engine in engines}
+        times = connected_at - started, clock() - connected_at
+        return SyncReport(self._version, *times, sent.nbytes, digests, sent.digest)
+
+    async def _lose_dead(self, engine: Engine) -> None:
+        """Has the pool replace the engine if its process is gone or hangs; a closed one joins the next transfer."""
+        try:
+            await engine.health(self._pool.spec.failures.health_interval_s)
+        except (WorkerDied, WorkerTimeout) as error:
+            await self._pool.lose(engine, error)
+        except WorkerError:
+            pass
+
+
+def _verify(ack: WeightAck, sent: WeightUpdate | WeightsSent, engine: Engine) -> None:
+    """Accepts an acknowledgement of exactly the version and digest sent; raises WeightsNotVerified otherwise."""
+    if (ack.version, ack.digest) != (sent.version, sent.digest):
+        raise WeightsNotVerified(
+            f"{engine.name} acknowledged version {ack.version} digest {ack.digest}; "
+            f"sent was version {sent.version} digest {sent.digest}"
+        )
+    engine.version = ack.version

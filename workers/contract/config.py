@@ -16,7 +16,7 @@ spins and takes CPU time from the workers that share its cores."""
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
-TransferBackend = Literal["shm", "ipc", "nccl"]
+TransferBackend = Literal["shm", "ipc", "nccl", "gloo"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
 
 GPU_BATCH_TOKENS = 8192

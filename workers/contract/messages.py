@@ -444,6 +444,18 @@ class WeightAck(Answer):
 
 
 @dataclass(frozen=True)
+class WeightsSent:
+    """A version of the policy's weights that was sent from device to device."""
+
+    version: int
+    digest: str
+    """Of names, types, shapes and the checksums that the sender computed."""
+    nbytes: int
+    acks: tuple[WeightAck, ...]
+    """Of every engine."""
+
+
+@dataclass(frozen=True)
 class WorkerHealth(Answer):
     """Health of a worker."""
 

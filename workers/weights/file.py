@@ -45,7 +45,7 @@ from troupe.workers.weights.shared_memory import (
 ALIGNMENT = 64
 _PIECE = 1 << 20  # hashed and written while it is in the core's cache
 _STRETCH = 16 * _PIECE  # work of one thread at a time: submitting a single piece costs as much as hashing it
-_DTYPES = {
+DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -191,7 +191,7 @@ class MappedWeights:
             yield self.payload[end : end + -end % ALIGNMENT]
 
     def _dtype(self, spec: TensorSpec) -> torch.dtype:
-        dtype = _DTYPES.get(spec.dtype)
+        dtype = DTYPES.get(spec.dtype)
         fits = 0 <= spec.offset <= spec.offset + spec.nbytes <= self.payload.nbytes and spec.offset % ALIGNMENT == 0
         if dtype is None or not fits or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
             raise WeightFileRefused(f"{self.update.path}: invalid description {spec}")
