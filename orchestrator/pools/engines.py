@@ -219,8 +219,15 @@ class EnginePool(ReplicaPool[Engine]):
         else:
             await self._notify()
 
-    async def report_failure(self, engine: Engine, error: WorkerError) -> None:
-        """Probes an engine after a failed call, and replaces it unless it answers as healthy."""
+    async def report_failure(self, engine: Engine, error: WorkerError, *, in_transfer: bool = False) -> None:
+        """Probes an engine after a failed call, and replaces it unless it answers as healthy.
+
+        Args:
+            engine: The engine.
+            error: How the call failed.
+            in_transfer: The call was part of a transfer of weights, whose lock is held by the caller. Otherwise an
+                engine that a transfer has closed is probed again once the transfer, which may open it, has ended.
+        """
         engine.finished_ahead = 0  # it is not known to which groups these belonged
         if engine.state is EngineState.LEAVING:
             await self.lose(engine, error)
@@ -229,14 +236,29 @@ class EnginePool(ReplicaPool[Engine]):
             return
         self._set_state(engine, EngineState.SUSPECT)
         logger.warning("%s; probing the engine", error)
-        try:
-            await engine.health(self.spec.failures.health_interval_s)
-        except WorkerError as probe:
-            await self.lose(engine, probe)
+        failed = await self._probe(engine)
+        if (
+            failed is not None
+            and not isinstance(failed, WorkerDied)
+            and not in_transfer
+            and self.transfer_lock.locked()
+        ):
+            async with self.transfer_lock:
+                failed = await self._probe(engine)
+        if failed is not None:
+            await self.lose(engine, failed)
         else:
             if engine.state is EngineState.SUSPECT:
                 self._set_state(engine, EngineState.SERVING)
                 await self._notify()
+
+    async def _probe(self, engine: Engine) -> WorkerError | None:
+        """Why the engine is not healthy; None: it is."""
+        try:
+            await engine.health(self.spec.failures.health_interval_s)
+        except WorkerError as error:
+            return error
+        return None
 
     async def probe_all(self) -> None:
         """Probes every serving engine; replaces one that died or missed `probe_misses` consecutive probes.

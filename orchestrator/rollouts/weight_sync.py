@@ -120,7 +120,7 @@ class FileSync:
         try:
             ack = await engine.update_weights(update, self._timeout_s)
         except (WorkerDied, WorkerTimeout) as error:
-            await self._pool.report_failure(engine, error)
+            await self._pool.report_failure(engine, error, in_transfer=True)
             if engine in self._pool.engines:  # it answers probes, but must not serve the previous version
                 raise WeightsNotVerified(f"{engine.name} did not load version {update.version}: {error}") from error
             if not self._pool.engines and not self._pool.starting:
