@@ -237,12 +237,8 @@ class EnginePool(ReplicaPool[Engine]):
         self._set_state(engine, EngineState.SUSPECT)
         logger.warning("%s; probing the engine", error)
         failed = await self._probe(engine)
-        if (
-            failed is not None
-            and not isinstance(failed, WorkerDied)
-            and not in_transfer
-            and self.transfer_lock.locked()
-        ):
+        transferring = self.transfer_lock.locked() and not in_transfer
+        if transferring and failed is not None and not isinstance(failed, WorkerDied):
             async with self.transfer_lock:
                 failed = await self._probe(engine)
         if failed is not None:
