@@ -139,7 +139,7 @@ class AlgorithmConfig(Frozen):
     aggregation: Aggregation | None = None
     """How token losses are reduced: `token_mean` weighs every token the same, `sequence_mean` every sequence;
     `sequence_sum` averages the sums of the sequences; `constant` divides the sum of all by a constant;
-    `only_token_mean` adds up the means of the sequences."""
+    `only_token_mean` adds up the means of the sequences. A sequence is a sample, however many rows it has."""
     importance: ImportanceConfig | None = None
     """Correction for the gap between the sampler and the trainer."""
     normalize_by_std: bool | None = None
