@@ -318,11 +318,18 @@ def critic_loss(config: AlgorithmConfig) -> CriticLossConfig | None:
     return CriticLossConfig(**_merge(row.critic_loss, {}, value_clip=config.value_clip))
 
 
+def unread_options(row: Algorithm) -> frozenset[str]:
+    """Fields that other estimators and objectives read, and those of the row do not."""
+    unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
+    unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
+    # Without rewards to go every token is credited with the whole return, which is not discounted.
+    return unread if row.advantage.reward_to_go else unread | {"gamma"}
+
+
 def unused_options(config: AlgorithmConfig) -> list[str]:
     """Fields that the spec sets and the algorithm does not read."""
     row = row_of(config)
-    unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
-    unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
+    unread = unread_options(row)
     if row.advantage.estimator not in COMPARES:
         unread |= {"dynamic_sampling", "dynamic_sampling_on"}
     if row.critic_loss is None:
