@@ -94,7 +94,8 @@ def scores() -> tuple[torch.Tensor, list[torch.Tensor]]:
 def true_gradient() -> torch.Tensor:
     """The gradient of the expected reward."""
     probabilities, gradients = scores()
-    return sum(p * r * g.sum(0) for p, r, g in zip(probabilities, RESPONSE_REWARDS, gradients, strict=True))
+    sums = torch.stack([gradient.sum(0) for gradient in gradients])
+    return (probabilities * RESPONSE_REWARDS) @ sums
 
 
 def update_gradient(how: AdvantageConfig, aggregation: str, sampled: tuple[int, ...], n: int) -> torch.Tensor:

@@ -91,7 +91,7 @@ def prepared(config: AlgorithmConfig, forked: bool, moved: bool) -> tuple[TrainS
         table = scores(column, keys, [tokens_of(key)[name][part] for key, _, part in rows])
         return table.set_column(3, table.schema.field("segment"), pa.array(segments, pa.int32()))
 
-    rollouts = rollout_table(keys, lengths, **columns)
+    rollouts = rollout_table(keys, lengths, 0, **columns)
     tables = [
         rollouts.set_column(3, rollouts.schema.field("segment"), pa.array(segments, pa.int32())),
         reward_table(list(SAMPLES), [reward for reward, _ in SAMPLES.values()]),
@@ -192,7 +192,7 @@ def test_six_turns_of_a_failure_weigh_as_much_as_a_solution_in_one() -> None:
     table = rollout_table([key for key, _ in rows], [20] * len(rows))
     segments = pa.array([segment for _, segment in rows], pa.int32())
     table = table.set_column(3, table.schema.field("segment"), segments)
-    rewards = reward_table(keys, [1.0] * 4 + [0.0] * 4)
+    rewards = reward_table(keys, [*[1.0] * 4, *[0.0] * 4])
     config = AlgorithmConfig(name="grpo")
     summary, train = prepare(advantage(config), PrepareRequest(tuple(keys)), [table, rewards])
     (plan,) = planned(summary, range(len(rows)), policy_loss(config), Layout(budget=64))
@@ -241,3 +241,21 @@ def test_repetition_is_a_mean_over_samples() -> None:
     tables = [table, reward_table(keys[:2], [1.0, 0.0])]
     summary, _ = prepare(advantage(AlgorithmConfig(name="grpo")), PrepareRequest((("p", 0), ("p", 1))), tables)
     assert summary.metrics["repetition"] == pytest.approx(1 / 8)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_masking_a_truncated_sample_leaves_out_all_of_its_rows(aggregation: str) -> None:
+    """And none of the others: the totals are those of the samples that are left."""
+    config = AlgorithmConfig.model_validate({"name": "grpo", "aggregation": aggregation})
+    rows = rows_of(True)
+    keys = [key for key, _, _ in rows]
+    table = rollout_table(keys, [part.stop - part.start for _, _, part in rows])
+    segments = pa.array([segment for _, segment, _ in rows], pa.int32())
+    table = table.set_column(3, table.schema.field("segment"), segments)
+    rewards = reward_table(list(SAMPLES), [reward for reward, _ in SAMPLES.values()])
+    request = PrepareRequest(tuple(SAMPLES), masked=(("p", 1), ("q", 1)))
+    summary, train = prepare(advantage(config), request, [table, rewards])
+    kept = list(zip(train["prompt_uid"].to_pylist(), train["sample_index"].to_pylist(), strict=True))
+    assert kept == [key for key in keys if key not in request.masked]
+    (plan,) = planned(summary, range(len(kept)), policy_loss(config), Layout())
+    assert plan.total_sequences == 4
