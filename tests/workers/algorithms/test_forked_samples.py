@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean, stdev
 
 import pyarrow as pa
 import pytest
 import torch
 
 from tests.workers.algorithms.test_train_batch import reward_table, rollout_table, scores
+from tests.workers.algorithms.test_truncated import Sample, exact_logprobs, loss_of, small_model
 from troupe.orchestrator.algorithms.section import AlgorithmConfig, advantage, policy_loss
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.training.micro_batches import minibatches, plan_update, sample_rows
@@ -75,20 +78,28 @@ def rows_of(forked: bool) -> list[tuple[Key, int, slice]]:
     return rows
 
 
-def prepared(config: AlgorithmConfig, forked: bool, moved: bool) -> tuple[TrainSummary, pa.Table]:
-    """The batch; the rows of a group start with one prompt, and a rewritten history is another."""
+def prompt_of(segment: int) -> list[int]:
+    """The rows of a group start with one prompt, and a rewritten history is another."""
+    return [1, 2, 3, *[9] * segment]
+
+
+def prepared(
+    config: AlgorithmConfig, forked: bool, moved: bool, old: Mapping[Key, list[float]] | None = None
+) -> tuple[TrainSummary, pa.Table]:
+    """The batch; `old`: old log-probs of every sample instead of random ones."""
     rows = rows_of(forked)
+    given = {key: tokens_of(key) | ({} if old is None else {"old": old[key]}) for key in SAMPLES}
     keys, lengths = [key for key, _, _ in rows], [part.stop - part.start for _, _, part in rows]
     masks = {key: [token for row in SAMPLES[key][1] for token in row] for key in SAMPLES}
     segments = [segment for _, segment, _ in rows]
     columns: dict[str, list[list[object]]] = {
-        "prompt_ids": [[1, 2, 3, *(9 for _ in range(segment))] for segment in segments],
+        "prompt_ids": [list(prompt_of(segment)) for segment in segments],
         "loss_mask": [list(masks[key][part]) for key, _, part in rows],
         "rollout_logprobs": [list(tokens_of(key)["rollout"][part]) for key, _, part in rows],
     }
 
     def score_table(column: str, name: str) -> pa.Table:
-        table = scores(column, keys, [tokens_of(key)[name][part] for key, _, part in rows])
+        table = scores(column, keys, [given[key][name][part] for key, _, part in rows])
         return table.set_column(3, table.schema.field("segment"), pa.array(segments, pa.int32()))
 
     rollouts = rollout_table(keys, lengths, 0, **columns)
@@ -181,6 +192,46 @@ def test_one_weight_for_a_sample_is_the_product_over_its_rows(aggregation: str, 
     config = {"name": "grpo", "aggregation": aggregation, "importance": importance}
     for moved in (False, True):
         compare(AlgorithmConfig.model_validate(config), moved, layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(budget=8), Layout(ranks=2, packed=True, budget=20), Layout(packed=True, shared=True)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_a_models_gradient_is_that_of_samples(name: str, layout: Layout) -> None:
+    """A small transformer against the formulas, over the tokens of all rows of a sample; padded, packed and shared."""
+    settings = {"name": name, "clip_range": 0.2, "importance": {"mode": "none"}}
+    config = AlgorithmConfig.model_validate(settings)
+    model = small_model()
+    exact = copy.deepcopy(model).double()
+    parts: dict[Key, list[torch.Tensor]] = {key: [] for key in SAMPLES}
+    for key, segment, part in rows_of(forked=True):
+        row = Sample(key, prompt_of(segment), list(range(part.stop - part.start)), 0.0, False)
+        parts[key].append(exact_logprobs(exact, row))
+    new = {key: torch.cat(rows) for key, rows in parts.items()}
+    generator = torch.Generator().manual_seed(6)
+    noise = {key: 0.15 * torch.randn(len(values), generator=generator) for key, values in new.items()}
+    old = {key: (values.detach() + noise[key]).float().tolist() for key, values in new.items()}
+    expected = torch.zeros((), dtype=torch.double)
+    for key, (reward, masks) in SAMPLES.items():
+        rewards = [other for (uid, _), (other, _) in SAMPLES.items() if uid == key[0]]
+        above = (reward - fmean(rewards)) / (stdev(rewards) + 1e-4)
+        own = torch.tensor([token for row in masks for token in row])
+        change = (new[key] - torch.tensor(old[key], dtype=torch.double))[own]
+        ratio = change.exp() if name == "grpo" else change.mean().exp()
+        expected = expected - torch.minimum(ratio * above, ratio.clamp(0.8, 1.2) * above).mean() / len(SAMPLES)
+    summary, table = prepared(config, forked=True, moved=True, old=old)
+    plans = planned(summary, range(len(summary.rows)), policy_loss(config), layout)
+    assert plans[0].shared == (layout.shared and name == "grpo")
+    loss = loss_of(model, table, plans, policy_loss(config))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    loss.backward()
+    expected.backward()
+    for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_six_turns_of_a_failure_weigh_as_much_as_a_solution_in_one() -> None:
