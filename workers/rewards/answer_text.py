@@ -8,6 +8,7 @@ _THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]")
 _THOUGHT_START = re.compile(r"<(?:think|thinking|thought|reasoning)>|\[THINK\]")
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s+(-?[0-9][0-9.,]*[0-9]|-?[0-9])(?![0-9])")
 _GROUPING = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|\{,\}|\u202f|\u00a0|\u2009)(?=[0-9]{3}(?![0-9]))")
 
@@ -45,9 +46,9 @@ def last_box(text: str) -> tuple[str | None, str]:
 
     A box that is not closed, cut at the longest response, is left out of the text before.
     """
-    before = text
+    before, closings = text, _closings(text)
     for opened in reversed(list(_BOX.finditer(text))):
-        end = _closing(text, opened.end())
+        end = closings.get(opened.end() - 1)
         if end is not None:
             percent = re.match(r"\s*\\?%", text[end + 1 :])
             return text[opened.end() : end] + (percent.group() if percent else ""), text[: opened.start()]
@@ -56,12 +57,13 @@ def last_box(text: str) -> tuple[str | None, str]:
     return (bare[-1] if bare else None), before
 
 
-def _closing(text: str, start: int) -> int | None:
-    """Position of the brace that closes the one before `start`."""
-    depth = 1
-    for position in range(start, len(text)):
-        if text[position] in "{}" and text[position - 1] != "\\":
-            depth += 1 if text[position] == "{" else -1
-            if not depth:
-                return position
-    return None
+def _closings(text: str) -> dict[int, int]:
+    """Position of the brace that closes each opening one that is closed; escaped braces are text."""
+    found: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACES.finditer(text):
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif brace.group() == "}" and opened:
+            found[opened.pop()] = brace.start()
+    return found
