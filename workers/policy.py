@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from troupe.workers.algorithms.policy_loss import LossOutput, PolicyTokens, exact_kl, policy_loss, token_weights
+from troupe.workers.algorithms.policy_batch import policy_tokens
+from troupe.workers.algorithms.policy_loss import LossOutput, exact_kl, policy_loss
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import PolicyConfig, Rendezvous
 from troupe.workers.contract.messages import (
@@ -292,28 +293,8 @@ class PolicyWorker(TrainingRank):
         )
         if self._records is not None:
             self._records.note(micro_batch, logprobs, entropy)
-        rollout_logprobs = table.floats("rollout_logprobs", micro_batch)
-        advantages = table.floats("advantages", micro_batch)
-        if rollout_logprobs is None or advantages is None:
-            raise ValueError("a policy batch needs the columns rollout_logprobs and advantages")
-        tokens = PolicyTokens(
-            logprobs=logprobs,
-            entropy=entropy,
-            rollout_logprobs=rollout_logprobs,
-            advantages=advantages,
-            weights=token_weights(
-                micro_batch.loss_mask,
-                micro_batch.sequence,
-                self._config.loss.aggregation,
-                plan.total_loss_tokens,
-                plan.total_sequences,
-                self._config.sampling.max_tokens,
-            ),
-            loss_mask=micro_batch.loss_mask,
-            sequence=micro_batch.sequence,
-            old_logprobs=table.floats("old_logprobs", micro_batch),
-            ref_logprobs=table.floats("ref_logprobs", micro_batch),
-        )
+        max_tokens = self._config.sampling.max_tokens
+        tokens = policy_tokens(table, micro_batch, plan, self._config.loss, max_tokens, logprobs, entropy)
         return policy_loss(tokens, self._config.loss, kl_old_coef)
 
 

@@ -51,7 +51,7 @@ from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 from troupe.orchestrator.training.updates import RolloutUpdates
-from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightUpdate
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, PrepareRequest, TrainRow, WeightUpdate
 
 
 class _Prompts:
@@ -230,6 +230,26 @@ def test_epochs_and_minibatches_make_that_many_updates(tmp_path: Path) -> None:
     assert [len(p.updates) for p in run.policies] == [4, 4]
     rows = [r for p in run.policies for plan in p.updates for mb in plan.micro_batches for r in mb]
     assert sorted(rows) == sorted(list(range(20)) * 2)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_minibatches_are_divided_between_samples(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample has two rows: an update has both, and counts one sequence."""
+
+    def forked(_: FakePolicy, request: PrepareRequest) -> tuple[TrainRow, ...]:
+        return tuple(TrainRow(15, 5, True, sample=sample) for sample in range(len(request.keep)) for _ in range(2))
+
+    monkeypatch.setattr(FakePolicy, "_rows", forked)
+    run = RolloutRun(tmp_path, schedule={"steps": 1, "minibatches": 2}, algorithm={"importance": {"level": level}})
+    run.run()
+    updates = run.policies[0].updates
+    assert len(updates) == 2
+    for plan in updates:
+        rows = {row for cut in plan.micro_batches for row in cut}
+        assert {row // 2 * 2 for row in rows} | {row // 2 * 2 + 1 for row in rows} == rows
+        assert plan.total_sequences == len(rows) / 2 == 10
+        if level == "sequence":
+            assert all(len({row // 2 for row in cut}) == len(cut) / 2 for cut in plan.micro_batches)
 
 
 def test_the_policy_is_not_updated_during_critic_warmup(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ class ImportanceConfig(Frozen):
     """`none`: no correction; `truncate`: min(w, cap) (truncated importance sampling); `mask`: weight 0 for w outside
     [1/cap, cap]."""
     level: Literal["token", "sequence"] = "token"
-    """`token`: every token has its own w; `sequence`: all tokens of a response share the product of their w."""
+    """`token`: every token has its own w; `sequence`: all tokens of a sample share the product of their w."""
     cap: float = Field(default=2.0, gt=1.0)
     """Upper bound of w."""
 
@@ -381,7 +381,7 @@ class PolicyLossConfig(Frozen):
     custom: CustomConfig | None = None
     """Objective custom: the user's algorithm."""
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
-    """Level of the probability ratio. `token`: each token's own; `sequence`: the geometric mean over the response
+    """Level of the probability ratio. `token`: each token's own; `sequence`: the geometric mean over the sample
     (GSPO, arXiv 2507.18071, eq. 7); `sequence_token`: that mean with the gradient of each token (GSPO-token, eq.
     14)."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
@@ -405,7 +405,7 @@ class PolicyLossConfig(Frozen):
     """`token_mean`: every token of the mini-batch has the same weight; `sequence_mean`: every sequence has the same
     weight, shared by its tokens; `sequence_sum`: the sum over a sequence's tokens, averaged over sequences; `constant`:
     the sum over tokens divided by sequences times `max_tokens` (Dr. GRPO); `only_token_mean`: the sum of the sequences'
-    means, not divided (DCPO)."""
+    means, not divided (DCPO). A sequence is a sample, also where an episode has several rows."""
     importance: ImportanceConfig = ImportanceConfig()
     """Correction for the difference between sampler and trainer."""
 
@@ -413,6 +413,15 @@ class PolicyLossConfig(Frozen):
     def has_ratio(self) -> bool:
         """Whether the loss compares the policy with the one that sampled."""
         return self.objective != "likelihood"
+
+    @property
+    def needs_whole_samples(self) -> bool:
+        """Whether the loss of a token depends on the other tokens of its sample, so that the rows of a sample must
+        share a micro-batch."""
+        if not self.has_ratio:
+            return False
+        one_weight = self.importance.mode != "none" and self.importance.level == "sequence"
+        return self.objective == "custom" or self.ratio != "token" or one_weight
 
 
 class CriticLossConfig(Frozen):
