@@ -27,6 +27,7 @@ from troupe.workers.contract.offline_messages import (
 )
 from troupe.workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, tokenize
 from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import (
     CausalLogprobs,
@@ -258,7 +259,7 @@ def _keep_last_token(text_config: Any, tokenizer: PreTrainedTokenizerBase) -> No
     it would read the score one token too early.
     """
     configured = text_config.eos_token_id
-    ends = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
+    ends = {*turn_ends(tokenizer).ids, *(configured if isinstance(configured, list) else [configured])}
     choices = (text_config.pad_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     free = [choice for choice in choices if choice is not None and choice not in ends]
     text_config.pad_token_id = free[0] if free else (0 if 0 not in ends else text_config.vocab_size - 1)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from troupe.workers.contract.environments import Message, Row
-from troupe.workers.episodes.conversation import Conversation, without_end
+from troupe.workers.data.turn_ends import without_end
+from troupe.workers.episodes.conversation import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
