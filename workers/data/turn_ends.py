@@ -15,8 +15,9 @@ from troupe.workers.data.tokenizer import PLAIN_TEMPLATE, render
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARK = "x\ufdd1"
-"""A text that no conversation has. Its last character is a noncharacter of Unicode, which templates do not trim."""
+MARK = "\ufdd1"
+"""Stands for a text, or behind one, to see what a template writes behind it: a noncharacter of Unicode, which no text
+has and no template trims."""
 _CONFIGS = ("generation_config.json", "config.json")
 """Files of a model's folder that may name tokens at which sampling stops; the first one that exists, as in vLLM."""
 _ASKED = {"role": "user", "content": "x"}
