@@ -509,6 +509,7 @@ class RolloutWorker:
             logprobs=0,  # log-prob of the sampled token only
             flat_logprobs=True,
             detokenize=bool(stop),
+            skip_special_tokens=False,  # or a stop string with a special token would never match
             output_kind=RequestOutputKind.FINAL_ONLY,
             structured_outputs=structured_outputs(sampling.structured),
         )

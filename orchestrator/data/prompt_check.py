@@ -21,6 +21,10 @@ _COUNT_S = 20.0
 """Time for rendering prompts."""
 _ENTRY = "troupe.workers.data.prompt_probe:measure"
 _TIMEOUT_S = 120.0
+_UNNAMED = (
+    "which the model's folder does not name as an end: sampling stops there as well, and the generation configuration "
+    "and the tokenizer of every exported model name it"
+)
 _LONGEST = 1 << 31
 
 
@@ -55,6 +59,8 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         replies = iter(ask(_ENTRY, request | {"messages": [*chain(*messages.values())]}, _TIMEOUT_S))
     except ProbeFailed as error:
         return PromptCheck((("model.path", error.raised or str(error)),))
+    unnamed = next(replies)
+    ends = [f"the chat template ends a turn with {unnamed!r}, {_UNNAMED}"] if unnamed else []
     template = "model.path" if spec.model.chat_template is None else "model.chat_template"
     found = {}
     for name, prompts in messages.items():
@@ -66,7 +72,7 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         problems.setdefault(path, problem)  # what is wrong for both is said once
     return PromptCheck(
         tuple(problems.items()),
-        tuple(line for check in checks for line in check.lines),
+        (*ends, *(line for check in checks for line in check.lines)),
         {name: count for check in checks for name, count in check.refused.items()},
     )
 

@@ -119,8 +119,8 @@ class SamplingConfig(Frozen):
     max_tokens: int = Field(default=256, ge=1)
     """Longest response, in tokens; longer ones are truncated, with the finish reason `length`."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, besides the model's end-of-sequence token. The response includes them: they are
-    scored and trained."""
+    """Strings that end a response, besides the model's ends of a turn; special tokens in them match. The response
+    includes them: they are scored and trained."""
     structured: StructuredConfig | None = None
     """A form that every response (of an episode: every turn) has; null: any text. Log-probs of samples are then those
     among the permitted tokens, and the importance weight of a token is the probability that the policy gives to all

@@ -10,10 +10,12 @@ from typing import Any
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.data.turn_ends import turn_ends
 
 
 def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
-    """Length of each prompt in tokens, or why it has none.
+    """The end of a turn that the model's folder does not name (empty: none), then the length of each prompt in tokens,
+    or why it has none.
 
     Args:
         request: `model`, a ModelConfig as a dictionary, `messages` of every prompt (JSON), `longest`, which no
@@ -27,6 +29,7 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
         # transformers then works without torch, whose import takes two thirds of the time. Run this in its own process.
         sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]: this is how an import is blocked
     tokenizer = load_chat_tokenizer(model)
+    yield turn_ends(tokenizer).unnamed
     end = time.monotonic() + request["seconds"]
     for messages in request["messages"]:
         if time.monotonic() > end:

@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from troupe.workers.data.tokenizer import PLAIN_TEMPLATE, render
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.data.tokenizer import PLAIN_TEMPLATE, load_tokenizer, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +22,7 @@ MARK = "\ufdd1"
 has and no template trims."""
 _CONFIGS = ("generation_config.json", "config.json")
 """Files of a model's folder that may name tokens at which sampling stops; the first one that exists, as in vLLM."""
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _ASKED = {"role": "user", "content": "x"}
 
 
@@ -68,6 +71,32 @@ def without_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
         return list(ids)
     closed = ends.closing and tuple(ids[-len(ends.closing) :]) == ends.closing
     return list(ids[: -len(ends.closing)] if closed else ids[:-1])
+
+
+def name_end(model: ModelConfig, folder: Path) -> None:
+    """Name the chat template's end of a turn in an exported model, where the folder of `model` does not.
+
+    Without it, other tools do not know the end that the model was trained to write, and never stop.
+    """
+    ends = _ends_of(model)
+    if not ends.unnamed:
+        return
+    generation = folder / _CONFIGS[0]
+    if generation.is_file():
+        _change(generation, {"eos_token_id": sorted(ends.ids)})
+    for name in _TOKENIZER_SETTINGS:
+        if (folder / name).is_file():
+            _change(folder / name, {"eos_token": ends.unnamed})
+
+
+@cache
+def _ends_of(model: ModelConfig) -> TurnEnds:
+    return turn_ends(load_tokenizer(model))
+
+
+def _change(file: Path, fields: dict[str, Any]) -> None:
+    content = json.loads(file.read_bytes()) | fields
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
