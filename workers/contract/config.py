@@ -80,6 +80,11 @@ class ModelConfig(Frozen):
     so that a prompt is the text as it stands, after what the tokenizer puts before a text (such as a BOS token); null:
     the tokenizer's own."""
 
+    allow_special: bool = False
+    """Whether the text of a special token (such as `<|im_end|>`) in data, in an answer of an environment or in the
+    result of a tool becomes that token. False: it is text, so that nobody but the chat template opens or ends a turn.
+    Set it for data that has the template's tokens in it."""
+
     @property
     def plain(self) -> bool:
         """Whether there is no chat template: prompts and responses are texts."""

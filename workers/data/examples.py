@@ -7,8 +7,9 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from troupe.workers.contract.messages import RankPlan, TrainRow, identities
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
 from troupe.workers.data.chat import PromptRefused, encode_prompt
-from troupe.workers.data.tokenizer import render, token_ids
-from troupe.workers.data.turn_ends import MARK, turn_ends
+from troupe.workers.data.plain_text import MARK, as_text, restored, text_ids
+from troupe.workers.data.tokenizer import render, render_as_text, token_ids
+from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged
 
 if TYPE_CHECKING:
@@ -95,16 +97,16 @@ def _behind(
     tokenizer: PreTrainedTokenizerBase, said: list[dict[str, str]], turns: Sequence[dict[str, str]], place: int
 ) -> str:
     """What the template writes behind the text of a turn, to the end of the conversation."""
-    marked = {**turns[place], "content": turns[place]["content"] + MARK}
-    rendering = _render(tokenizer, [*said, *turns[:place], marked, *turns[place + 1 :]], open_turn=False)
-    return rendering.rpartition(MARK)[2]
+    shown = as_text(tokenizer, [*said, *turns])
+    shown[len(said) + place]["content"] += MARK
+    return _rendered(partial(render_as_text, tokenizer, shown, open_turn=False)).rpartition(MARK)[2]
 
 
 def _check_shown(whole: str, opened: str, behind: str, response: str, *, last: bool) -> None:
     """Verify that a rendering continues the prompt of a turn with the turn's text. Raises ExampleRefused."""
     text = whole.removesuffix(behind)
     continued = whole.startswith(opened) and len(opened) <= len(text) == len(whole) - len(behind)
-    if continued and "".join(text.split()).endswith("".join(response.split())):
+    if continued and "".join(restored(text).split()).endswith("".join(response.split())):
         return
     if not last:
         raise ExampleRefused(
@@ -117,8 +119,12 @@ def _check_shown(whole: str, opened: str, behind: str, response: str, *, last: b
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, open_turn: bool) -> str:
+    return _rendered(partial(render, tokenizer, messages, open_turn=open_turn))
+
+
+def _rendered(rendering: Callable[[], str]) -> str:
     try:
-        return render(tokenizer, messages, open_turn=open_turn)
+        return rendering()
     except Exception as error:  # a chat template can raise anything
         raise ExampleRefused(f"{type(error).__name__}: {error}") from error
 
@@ -128,8 +134,7 @@ def _continuation(tokenizer: PreTrainedTokenizerBase, before: str, before_ids: S
     whole = token_ids(tokenizer, before + text)
     if whole[: len(before_ids)] == list(before_ids):
         return whole[len(before_ids) :]
-    alone: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return alone
+    return text_ids(tokenizer, text)
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase, behind: str) -> str:

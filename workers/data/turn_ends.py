@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from troupe.workers.contract.config import ModelConfig
-from troupe.workers.data.tokenizer import PLAIN_TEMPLATE, load_tokenizer, render
+from troupe.workers.data.plain_text import MARK, special_tokens
+from troupe.workers.data.tokenizer import PLAIN_TEMPLATE, load_tokenizer, render_as_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MARK = "\ufdd1"
-"""Stands for a text, or behind one, to see what a template writes behind it: a noncharacter of Unicode, which no text
-has and no template trims."""
 _CONFIGS = ("generation_config.json", "config.json")
 """Files of a model's folder that may name tokens at which sampling stops; the first one that exists, as in vLLM."""
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -99,13 +96,6 @@ def _change(file: Path, fields: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Finds the texts of special tokens; without any, nothing."""
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    texts = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-
-
 def _find(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
     eos: Any = tokenizer.eos_token_id
     named = {*_configured(Path(tokenizer.name_or_path)), *([] if eos is None else [int(eos)])}
@@ -151,7 +141,7 @@ def _behind_a_turn(
     if tokenizer.chat_template in (None, PLAIN_TEMPLATE):
         return []
     try:
-        text = render(tokenizer, [_ASKED, {"role": "assistant", "content": MARK}, *following], open_turn=False)
+        text = render_as_text(tokenizer, [_ASKED, {"role": "assistant", "content": MARK}, *following], open_turn=False)
     except Exception:  # a chat template can raise anything, and then it does not tell
         return []
     _, mark, behind = text.partition(MARK)

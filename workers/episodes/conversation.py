@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.environments import Message
-from troupe.workers.data.tokenizer import render, token_ids
+from troupe.workers.data.plain_text import as_text, restored, text_ids
+from troupe.workers.data.tokenizer import render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends, without_end
 
 if TYPE_CHECKING:
@@ -54,14 +55,19 @@ class Conversation:
             ConversationError: the template raised.
         """
         self._tokenizer = tokenizer
-        self._tools = list(tools) if tools else None
-        self.messages: list[Message] = list(messages)
-        """The whole conversation."""
-        self._text = self._render(self.messages)
+        self._tools: list[Any] | None = as_text(tokenizer, list(tools)) if tools else None
+        self._shown: list[Message] = as_text(tokenizer, list(messages))
+        """The whole conversation, in which no text is a special token but those that were sampled."""
+        self._text = self._render(self._shown)
         """The template's rendering of the latest prompt."""
         self._response: list[int] = []
         self.prompt_ids: list[int] = token_ids(tokenizer, self._text)
         """The next prompt. Within a row, it only grows."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation."""
+        return restored(self._shown)
 
     def add_response(self, ids: Sequence[int], message: Message) -> None:
         """Append a turn of the policy.
@@ -69,11 +75,11 @@ class Conversation:
         Args:
             ids: The sampled tokens.
             message: The turn as the history shows it: `content` is the text of the tokens without the one that ends the
-                turn (`without_end`); `tool_calls` may be there as well.
+                turn (`without_end`, `sampled_text`); `tool_calls` may be there as well.
         """
         self._response = list(ids)
         self.prompt_ids = [*self.prompt_ids, *ids]
-        self.messages.append(message)
+        self._shown.append(message)
 
     def add_messages(self, messages: Sequence[Message]) -> Added:
         """Append what follows a turn of the policy, up to the opening of its next turn.
@@ -81,20 +87,21 @@ class Conversation:
         Raises:
             ConversationError: the template raised.
         """
-        *before, turn = self.messages
+        *before, turn = self._shown
+        new = as_text(self._tokenizer, list(messages))
         # What was sampled is the text of the turn. Templates that need the structure of its calls get that instead. The
         # turn stays in that form: in both, its calls would be there twice.
         shown = {name: value for name, value in turn.items() if name != "tool_calls"}
         try:
-            text = self._render([*before, shown, *messages])
+            text = self._render([*before, shown, *new])
             behind = self._behind(text, [*before, shown])
         except ConversationError:
             if "tool_calls" not in turn:
                 raise
             shown = {**turn, "content": ""}
-            text = self._render([*before, shown, *messages])
+            text = self._render([*before, shown, *new])
             behind = self._behind_calls(text, [*before, shown])
-        self.messages = [*before, shown, *messages]
+        self._shown = [*before, shown, *new]
         self._text = text
         if behind is None:
             self.prompt_ids = token_ids(self._tokenizer, text)
@@ -105,7 +112,7 @@ class Conversation:
 
     def _render(self, messages: Sequence[Message], *, open_turn: bool = True) -> str:
         try:
-            return render(self._tokenizer, list(messages), open_turn=open_turn, tools=self._tools)
+            return render_as_text(self._tokenizer, list(messages), open_turn=open_turn, tools=self._tools)
         except Exception as error:  # a chat template can raise anything
             raise ConversationError(f"{type(error).__name__}: {error}") from error
 
@@ -164,13 +171,9 @@ class Conversation:
         """
         last = self._response[-1:]
         if not self._sampled_end():
-            return self._ids(text)
-        ids = self._ids(str(self._tokenizer.decode(last, skip_special_tokens=False)) + text)
-        return ids[1:] if ids[:1] == last else self._ids(text)
-
-    def _ids(self, text: str) -> list[int]:
-        ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return list(ids)
+            return text_ids(self._tokenizer, text)
+        ids = text_ids(self._tokenizer, str(self._tokenizer.decode(last, skip_special_tokens=False)) + text)
+        return ids[1:] if ids[:1] == last else text_ids(self._tokenizer, text)
 
 
 def end_of(content: str, text: str, start: int) -> int | None:

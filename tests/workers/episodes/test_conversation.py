@@ -40,7 +40,7 @@ PIECES = (
         "<",
         ">",
     ),
-    *("user", "assistant", "system", "</s", "im_end", "```python\nprint(1)\n```", "٣", "\u200b", "e\u0301"),
+    *("user", "assistant", "system", "<|eot", "im_end", "```python\nprint(1)\n```", "٣", "\u200b", "e\u0301"),
 )
 
 
@@ -277,12 +277,12 @@ def test_a_rendering_that_tokenizes_responses_again_would_fail_here(monkeypatch:
     find: Callable[[str], None] = test_sampled_tokens_stay_and_added_ones_are_the_templates
 
     def again(self: Conversation, messages: Any) -> Any:
-        self.messages += messages
+        self._shown += messages
         self.prompt_ids = ids_of(self._tokenizer, render(self._tokenizer, self.messages))
         return type("Added", (), {"forked": False, "ids": []})()
 
     def no_separator(self: Conversation, text: str) -> list[int]:
-        return self._ids(text.removeprefix(str(self._tokenizer.eos_token)).lstrip())
+        return ids_of(self._tokenizer, text.removeprefix(str(self._tokenizer.eos_token)).lstrip())
 
     with monkeypatch.context() as patch:
         patch.setattr(Conversation, "add_messages", again)
