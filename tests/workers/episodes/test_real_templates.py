@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.workers.episodes.real_templates import REAL, tokenizer_of
 from troupe.workers.data.turn_ends import turn_ends, without_end
-from troupe.workers.episodes.conversation import Conversation
+from troupe.workers.episodes.conversation import Conversation, ConversationError
 
 SMOLLM2 = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
 CONVERSATIONS = 30
@@ -79,3 +80,62 @@ def test_an_end_that_only_the_generation_configuration_names_is_one() -> None:
         "<bos><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\nyes<end_of_turn>\n"
         "<start_of_turn>user\nmore<end_of_turn>\n<start_of_turn>model\n"
     )
+
+
+ANSWERS = (
+    "yes",
+    "",
+    "",
+    "a\nb",
+    "<tool_call>{}</tool_call>",
+    "漢字 🙂",
+    "<think>\nhm\n</think>\n\nyes",
+    "\n",
+    " ",
+    " padded \n",
+)
+ASKED = ("more", "<tool_response>\n7\n</tool_response>", "[7]", "line\n")
+CONVERSATIONS = 40
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_every_prompt_is_the_templates_rendering_or_begins_a_new_row(name: str) -> None:
+    """Empty turns, turns that were cut, any end, several messages of one role, results of tools in turns of the user.
+
+    White space that was sampled around an answer stays, whatever the template does with it.
+    """
+    real, tokenizer, rng = REAL[name], tokenizer_named(name), random.Random(name)
+    ends = turn_ends(tokenizer)
+    either = re.compile("|".join(map(re.escape, sorted({*ends.texts, *ends.written}, key=len, reverse=True))))
+    kept = forked = 0
+    for _ in range(CONVERSATIONS):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+        conversation, exact = Conversation(tokenizer, messages), not real.spaced
+        for _ in range(rng.randint(1, 3)):
+            before = conversation.prompt_ids
+            answer = rng.choice(ANSWERS)
+            text = rng.choice((real.opening, "")) + answer
+            ids, message = sampled(tokenizer, text, rng.choice([None, *sorted(ends.ids)]))
+            new = [
+                {"role": rng.choice(real.roles), "content": rng.choice(ASKED)} for _ in range(rng.choice((1, 1, 2, 3)))
+            ]
+            conversation.add_response(ids, message)
+            try:
+                added = conversation.add_messages(new)
+            except ConversationError:
+                break  # the template takes turns only
+            messages += [message, *new]
+            exact = exact and answer == answer.strip() and text == text.rstrip()
+            wanted, found = rendered(tokenizer, messages), tokenizer.decode(conversation.prompt_ids)
+            if added.forked:
+                forked += 1
+                exact = not real.spaced
+                assert found == wanted
+                continue
+            kept += 1
+            assert conversation.prompt_ids == [*before, *ids, *added.ids]
+            found, wanted = either.sub(END, found), either.sub(END, wanted)
+            if not exact:
+                found, wanted = ("".join(one.split()) for one in (found, wanted))
+            assert found == wanted, (text, new)
+    assert kept + forked >= CONVERSATIONS / 2 and (kept > 0 or real.opening.startswith("hm"))
