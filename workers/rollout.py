@@ -33,6 +33,7 @@ from troupe.workers.contract.messages import (
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.engine.errors import EngineClosed, EngineDead, engine_dead
 from troupe.workers.engine.process import engine_processes
 from troupe.workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
@@ -509,10 +510,12 @@ class RolloutWorker:
             top_p=request.top_p,
             max_tokens=min(limits.max_tokens, request.max_tokens or limits.max_tokens),
             stop=stop,
+            stop_token_ids=sorted(turn_ends(self._live_tokenizer()).ids),
             seed=turn_seed(request.seed, index, limits.number),
             logprobs=0,  # log-prob of the sampled token only
             flat_logprobs=True,
             detokenize=bool(stop),
+            skip_special_tokens=False,  # or a stop string with a special token would never match
             output_kind=RequestOutputKind.FINAL_ONLY,
             structured_outputs=structured_outputs(sampling.structured),
         )

@@ -80,6 +80,11 @@ class ModelConfig(Frozen):
     so that a prompt is the text as it stands, after what the tokenizer puts before a text (such as a BOS token); null:
     the tokenizer's own."""
 
+    allow_special: bool = False
+    """Whether the text of a special token (such as `<|im_end|>`) in data, in an answer of an environment or in the
+    result of a tool becomes that token. False: it is text, so that nobody but the chat template opens or ends a turn.
+    Set it for data that has the template's tokens in it."""
+
     @property
     def plain(self) -> bool:
         """Whether there is no chat template: prompts and responses are texts."""
@@ -119,8 +124,8 @@ class SamplingConfig(Frozen):
     max_tokens: int = Field(default=256, ge=1)
     """Longest response, in tokens; longer ones are truncated, with the finish reason `length`."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, besides the model's end-of-sequence token. The response includes them: they are
-    scored and trained."""
+    """Strings that end a response, besides the model's ends of a turn; special tokens in them match. The response
+    includes them: they are scored and trained."""
     structured: StructuredConfig | None = None
     """A form that every response (of an episode: every turn) has; null: any text. Log-probs of samples are then those
     among the permitted tokens, and the importance weight of a token is the probability that the policy gives to all

@@ -18,6 +18,7 @@ from torch import nn
 
 from troupe.workers.contract.config import Device, ModelConfig, TrainerConfig
 from troupe.workers.data.tokenizer import copy_tokenizer
+from troupe.workers.data.turn_ends import name_end
 from troupe.workers.models.capabilities import check_deterministic
 from troupe.workers.models.cpu import return_freed
 from troupe.workers.models.modeling import ModelModule
@@ -307,6 +308,7 @@ class TrainEngine:
         if dist.get_rank() == 0:
             self._model.save_pretrained(directory, state_dict=weights)
             copy_tokenizer(source, Path(directory))
+            name_end(source, Path(directory))
         dist.barrier()
 
     def export_average(self, directory: str, source: ModelConfig) -> None:
