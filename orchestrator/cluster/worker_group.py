@@ -209,6 +209,10 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
         """Writes a checkpoint of model, optimizer and schedule."""
         await self._broadcast(Trainer.save, timeout_s, directory)
 
+    async def try_save(self, directory: str, *, timeout_s: float) -> None:
+        """Writes what a checkpoint and an export consist of, with a small part of the weights."""
+        await self._broadcast(Trainer.try_save, timeout_s, directory)
+
     async def load(self, directory: str, *, timeout_s: float) -> int:
         """Loads a checkpoint; returns the number of ranks that saved it."""
         return (await self._broadcast(Trainer.load, timeout_s, directory))[0]
