@@ -25,7 +25,7 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
-from troupe.orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_stopped
+from troupe.orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_failed, unless_stopped
 from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, require_files, trainer_layouts
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_DIGESTS = 64
 """Engines whose acknowledgement an event names."""
+_TRAINER_PROBE_S = 5.0
+"""Longest interval between two probes of trainers that have no call."""
 _QUIET_METRICS = ("eval/refused", "eval/failed_samples")
 """Shown after an evaluation only where they are not 0."""
 
@@ -145,7 +147,7 @@ class Controller:
         `step_timeout_s`. `stop` interrupts the wait for a batch.
         """
         spec, source = self._spec, self.components.source
-        heartbeat = asyncio.create_task(self._heartbeat())
+        heartbeat, watch = asyncio.create_task(self._heartbeat()), asyncio.create_task(self._watch_trainers())
         first_eval: dict[str, float] = {}
         last_eval: dict[str, float] = {}
         try:
@@ -162,7 +164,7 @@ class Controller:
             self._timers = self._new_timers()
             while self.version < spec.schedule.steps and not self._alarm_stops():
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
-                    last_eval = await self.step(self.version) or last_eval
+                    last_eval = await unless_failed(watch, self.step(self.version)) or last_eval
             await self.components.keeper.settle()
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
@@ -177,6 +179,7 @@ class Controller:
             ) from None
         finally:
             heartbeat.cancel()
+            watch.cancel()
             await source.close()
             await self.components.recovery.close()
             await self.components.keeper.close()
@@ -407,6 +410,18 @@ class Controller:
             logger.warning("%s", self._alarm)
             self._recorder.events.record("alarm", detail=self._alarm)
         return {"alarm/reward_hacking": float(bool(reasons))}
+
+    async def _watch_trainers(self) -> None:
+        """Probes the trainers at a fixed interval; runs beside the loop until the run ends.
+
+        A step may wait for engines alone, and an engine that starts needs what a lost policy had published.
+
+        Raises:
+            WorkerError: A trainer is lost and cannot be restarted.
+        """
+        while True:
+            await asyncio.sleep(min(self._spec.probe_interval_s, _TRAINER_PROBE_S))
+            await self.components.recovery.probe()
 
     async def _heartbeat(self) -> None:
         """Probes the source's workers at a fixed interval; runs beside the loop until the run ends."""

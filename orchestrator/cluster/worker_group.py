@@ -131,6 +131,11 @@ class WorkerGroup(Generic[W]):
         """Number of workers."""
         return len(self.workers)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no call is under way, whose failure would tell of a lost worker."""
+        return self._pace.idle
+
     async def _broadcast(
         self, method: Callable[Concatenate[W, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:

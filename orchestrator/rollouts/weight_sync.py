@@ -41,6 +41,10 @@ class WeightSync(Protocol):
         """Loads the policy's weights into every engine as `version`."""
         ...
 
+    async def renew(self) -> None:
+        """Makes the current weights available to a new engine that could not load them. Raises WorkerError."""
+        ...
+
 
 class FileSync:
     """Weights through shared memory, verified by digest.
@@ -55,6 +59,9 @@ class FileSync:
         self._timeout_s = timeout_s
         self._current: WeightUpdate | None = None
         self._hosts_written: set[str] = set()
+        self._damaged: WeightUpdate | None = None
+        """What a new engine could not load."""
+        self._published = asyncio.Condition()
         pool.bring_up = self.bring_up
 
     async def push(self, version: int) -> SyncReport:
@@ -84,8 +91,34 @@ class FileSync:
     async def _publish(self, version: int) -> WeightUpdate:
         """Writes the policy's weights as `version`; new engines receive them from now on."""
         update = await self._policy.publish_weights(version, timeout_s=self._timeout_s)
-        self._current, self._hosts_written = update, {update.host}
+        await self._serve(update)
         return update
+
+    async def _serve(self, update: WeightUpdate) -> None:
+        """New engines receive this update from now on."""
+        self._current, self._hosts_written = update, {update.host}
+        async with self._published:
+            self._published.notify_all()
+
+    async def renew(self) -> None:
+        """Has the policy publish the current version again, after a new engine could not load it.
+
+        While the policy trains, its weights are no longer those of the version: then this waits for the next one.
+
+        Raises:
+            WorkerError: The policy is lost.
+            TimeoutError: No version was published within `schedule.step_timeout_s`.
+        """
+        async with self._pool.transfer_lock:
+            damaged = self._damaged
+            if damaged is None or self._current is not damaged:
+                return  # another version was published meanwhile, or this one again
+            update = await self._policy.publish_weights(damaged.version, timeout_s=self._timeout_s)
+            if update.digest == damaged.digest:
+                await self._serve(update)
+                return
+        async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s), self._published:
+            await self._published.wait_for(lambda: self._current is not damaged)
 
     async def _load(self, update: WeightUpdate) -> dict[str, str]:
         """Loads an update into every engine, or raises, when none of them reads it any more.
@@ -103,9 +136,15 @@ class FileSync:
 
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""
-        if self._current is not None:
-            await self._write_to_hosts(self._current, [engine])
-            self._verify(await engine.update_weights(self._current, self._timeout_s), self._current, engine)
+        update = self._current
+        if update is None:
+            return
+        try:
+            await self._write_to_hosts(update, [engine])
+            self._verify(await engine.update_weights(update, self._timeout_s), update, engine)
+        except UpdateDamaged:
+            self._damaged = update
+            raise
 
     async def _apply(self, update: WeightUpdate, engine: Engine) -> WeightAck | None:
         """Loads an update into one engine; None: it does not answer, which was reported to the pool."""
@@ -132,11 +171,18 @@ class FileSync:
         engine.version = ack.version
 
     async def _write_to_hosts(self, update: WeightUpdate, engines: list[Engine]) -> None:
-        """Writes the payload to the shared memory of hosts that lack it, through one engine of each host."""
+        """Writes the payload to the shared memory of hosts that lack it, through one engine of each host.
+
+        Raises:
+            UpdateDamaged: The policy that holds the payload is lost.
+        """
         engine_of_host = {e.host: e for e in reversed(engines) if e.host not in self._hosts_written}
         if not engine_of_host:
             return
-        payload = await self._policy.read_weights(update, timeout_s=self._timeout_s)
+        try:
+            payload = await self._policy.read_weights(update, timeout_s=self._timeout_s)
+        except (WorkerDied, WorkerTimeout) as error:
+            raise UpdateDamaged(error.worker, error.method, error.detail) from error
         await asyncio.gather(
             *(engine.write_weights(update, payload, self._timeout_s) for engine in engine_of_host.values())
         )
@@ -174,8 +220,20 @@ class DeviceSync:
 
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""
-        if self._version:
+        if not self._version:
+            return
+        try:
             await self._send((*self._pool.engines, engine))
+        except (WorkerDied, WorkerTimeout) as error:
+            if error.worker not in {worker.name for worker in self._policy.workers}:
+                raise
+            raise UpdateDamaged(error.worker, error.method, error.detail) from error
+
+    async def renew(self) -> None:
+        """Nothing is kept between transfers: the next one needs a policy that is alive. Raises WorkerDied."""
+        died = await self._policy.find_dead()
+        if died is not None:
+            raise died
 
     async def _send(self, engines: tuple[Engine, ...]) -> SyncReport:
         """Sends the weights to `engines` and verifies the version that each one serves."""

@@ -119,10 +119,12 @@ class RolloutRun(FakeRun[RolloutSpec]):
         self.critics = critic_group(self.critic) if self.spec.roles.critic is not None else None
         updates = RolloutUpdates(self.spec, policy, self.critics, console)
         sync = FileSync(policy, pool, 1.0)
+        recovery = self.recovery(updates, sync.push, store, console, done)
+        pool.renew = lambda: recovery.retry(sync.renew)
         components = RunComponents(
             source=RolloutSource(self.spec, self.out, makers, console, self.stop),
             updates=updates,
-            recovery=self.recovery(updates, sync.push, store, console, done),
+            recovery=recovery,
             sync=sync,
             evaluator=None,
             ledger=ledger,
