@@ -132,6 +132,11 @@ class WorkerGroup(Generic[W]):
         """Number of workers."""
         return len(self.workers)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no call is under way, whose failure would tell of a lost worker."""
+        return self._pace.idle
+
     async def _broadcast(
         self, method: Callable[Concatenate[W, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
@@ -209,6 +214,10 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
     async def save(self, directory: str, *, timeout_s: float) -> None:
         """Writes a checkpoint of model, optimizer and schedule."""
         await self._broadcast(Trainer.save, timeout_s, directory)
+
+    async def try_save(self, directory: str, *, timeout_s: float) -> None:
+        """Writes what a checkpoint and an export consist of, with a small part of the weights."""
+        await self._broadcast(Trainer.try_save, timeout_s, directory)
 
     async def load(self, directory: str, *, timeout_s: float) -> int:
         """Loads a checkpoint; returns the number of ranks that saved it."""

@@ -49,6 +49,10 @@ class WeightSync(Protocol):
         """Loads the policy's weights into every engine as `version`."""
         ...
 
+    async def renew(self) -> None:
+        """Makes the current weights available to a new engine that could not load them. Raises WorkerError."""
+        ...
+
 
 class FileSync:
     """Weights through shared memory, verified by digest.
@@ -63,6 +67,9 @@ class FileSync:
         self._timeout_s = timeout_s
         self._current: WeightUpdate | None = None
         self._hosts_written: set[str] = set()
+        self._damaged: WeightUpdate | None = None
+        """What a new engine could not load."""
+        self._published = asyncio.Condition()
         pool.bring_up = self.bring_up
 
     async def push(self, version: int) -> SyncReport:
@@ -92,8 +99,34 @@ class FileSync:
     async def _publish(self, version: int) -> WeightUpdate:
         """Writes the policy's weights as `version`; new engines receive them from now on."""
         update = await self._policy.publish_weights(version, timeout_s=self._timeout_s)
-        self._current, self._hosts_written = update, {update.host}
+        await self._serve(update)
         return update
+
+    async def _serve(self, update: WeightUpdate) -> None:
+        """New engines receive this update from now on."""
+        self._current, self._hosts_written = update, {update.host}
+        async with self._published:
+            self._published.notify_all()
+
+    async def renew(self) -> None:
+        """Has the policy publish the current version again, after a new engine could not load it.
+
+        While the policy trains, its weights are no longer those of the version: then this waits for the next one.
+
+        Raises:
+            WorkerError: The policy is lost.
+            TimeoutError: No version was published within `schedule.step_timeout_s`.
+        """
+        async with self._pool.transfer_lock:
+            damaged = self._damaged
+            if damaged is None or self._current is not damaged:
+                return  # another version was published meanwhile, or this one again
+            update = await self._policy.publish_weights(damaged.version, timeout_s=self._timeout_s)
+            if update.digest == damaged.digest:
+                await self._serve(update)
+                return
+        async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s), self._published:
+            await self._published.wait_for(lambda: self._current is not damaged)
 
     async def _load(self, update: WeightUpdate) -> dict[str, str]:
         """Loads an update into every engine, or raises, when none of them reads it any more.
@@ -111,9 +144,15 @@ class FileSync:
 
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""
-        if self._current is not None:
-            await self._write_to_hosts(self._current, [engine])
-            _verify(await engine.update_weights(self._current, self._timeout_s), self._current, engine)
+        update = self._current
+        if update is None:
+            return
+        try:
+            await self._write_to_hosts(update, [engine])
+            _verify(await engine.update_weights(update, self._timeout_s), update, engine)
+        except UpdateDamaged:
+            self._damaged = update
+            raise
 
     async def _apply(self, update: WeightUpdate, engine: Engine) -> WeightAck | None:
         """Loads an update into one engine; None: it does not answer, which was reported to the pool."""
@@ -130,11 +169,18 @@ class FileSync:
         return ack
 
     async def _write_to_hosts(self, update: WeightUpdate, engines: list[Engine]) -> None:
-        """Writes the payload to the shared memory of hosts that lack it, through one engine of each host."""
+        """Writes the payload to the shared memory of hosts that lack it, through one engine of each host.
+
+        Raises:
+            UpdateDamaged: The policy that holds the payload is lost.
+        """
         engine_of_host = {e.host: e for e in reversed(engines) if e.host not in self._hosts_written}
         if not engine_of_host:
             return
-        payload = await self._policy.read_weights(update, timeout_s=self._timeout_s)
+        try:
+            payload = await self._policy.read_weights(update, timeout_s=self._timeout_s)
+        except (WorkerDied, WorkerTimeout) as error:
+            raise UpdateDamaged(error.worker, error.method, error.detail) from error
         await asyncio.gather(
             *(engine.write_weights(update, payload, self._timeout_s) for engine in engine_of_host.values())
         )
@@ -158,6 +204,12 @@ class DeviceSync:
         self._connected: tuple[object, ...] = ()
         """Engines and trainers of the last transfer; empty if it failed."""
         self._version = 0
+        self._digest = ""
+        """Of the weights that were sent as `version`."""
+        self._pushes = 0
+        self._missed = 0
+        """How many versions had been sent when an engine was last brought up."""
+        self._pushed = asyncio.Condition()
         pool.bring_up = self.bring_up
 
     async def push(self, version: int) -> SyncReport:
@@ -171,7 +223,7 @@ class DeviceSync:
         async with self._pool.transfer_lock:
             self._version = version
             try:
-                return await self._send(tuple(self._pool.engines))
+                report = await self._send(tuple(self._pool.engines))
             except (WorkerDied, WorkerTimeout):
                 raise
             except WorkerError as error:
@@ -179,15 +231,46 @@ class DeviceSync:
                 await gather_all(self._lose_dead(engine) for engine in list(self._pool.engines))
                 if not self._pool.engines and not self._pool.starting:
                     raise EnginesLost(f"no rollout engine is left after version {version}: {error}") from error
-                return await self._send(tuple(self._pool.engines))
+                report = await self._send(tuple(self._pool.engines))
+        self._digest = report.digest
+        self._pushes += 1
+        async with self._pushed:
+            self._pushed.notify_all()
+        return report
 
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`).
 
         The other engines go on serving meanwhile.
+
+        Raises:
+            UpdateDamaged: The policy is lost, or has trained since the version was sent: its weights are no longer
+                those of the version.
         """
-        if self._version:
-            await self._send((engine,))
+        if not self._version:
+            return
+        self._missed = self._pushes
+        try:
+            sent = await self._send((engine,))
+        except (WorkerDied, WorkerTimeout) as error:
+            if error.worker not in {worker.name for worker in self._policy.workers}:
+                raise
+            raise UpdateDamaged(error.worker, error.method, error.detail) from error
+        if sent.digest != self._digest:
+            raise UpdateDamaged(engine.name, "bring_up", f"the policy has trained since version {self._version}")
+
+    async def renew(self) -> None:
+        """Waits for the next version, after a new engine could not receive the current one.
+
+        Raises:
+            WorkerDied: The policy is lost.
+            TimeoutError: No version was sent within `schedule.step_timeout_s`.
+        """
+        died = await self._policy.find_dead()
+        if died is not None:
+            raise died
+        async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s), self._pushed:
+            await self._pushed.wait_for(lambda: self._pushes > self._missed)
 
     async def _send(self, engines: tuple[Engine, ...]) -> SyncReport:
         """Sends the weights to `engines` and verifies what each one acknowledges."""

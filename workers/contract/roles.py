@@ -234,6 +234,10 @@ class Trainer(Worker, Protocol):
         """Writes this rank's part of a checkpoint."""
         ...
 
+    def try_save(self, directory: str) -> Reply[None]:
+        """Writes what a checkpoint and an export consist of, with a small part of the weights. Not collective."""
+        ...
+
     def load(self, directory: str) -> Reply[int]:
         """Loads this rank's part of a checkpoint; returns the number of ranks that saved it."""
         ...

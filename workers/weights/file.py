@@ -21,7 +21,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -208,11 +208,14 @@ def open_weights(update: WeightUpdate, mapping: FileMapping | None = None) -> It
 
     Raises:
         WeightFileRefused: the file is a link or belongs to another user.
-        WeightDigestMismatch: the file is too short.
-        FileNotFoundError: the file does not exist.
+        WeightDigestMismatch: the file is too short, or is not there any more.
         BlockingIOError: the publisher is writing the file.
     """
-    with open_for_reading(update.path) as (fd, size):
+    with ExitStack() as stack:
+        try:
+            fd, size = stack.enter_context(open_for_reading(update.path))
+        except FileNotFoundError:  # its publisher is dead, or someone has removed it
+            raise WeightDigestMismatch(update.path, update.digest, "none: the file is not there") from None
         if size < update.nbytes:
             raise WeightDigestMismatch(update.path, update.digest, f"none: {size} of {update.nbytes} bytes")
         yield MappedWeights(update, (mapping or FileMapping(mmap.PROT_READ)).of(fd, update.nbytes))

@@ -169,6 +169,7 @@ class _Sender(FakePolicy):
         super().__init__()
         self.links: list[roles.EngineLink] = []
         self.failures: list[WorkerError] = []
+        self.trained = ""
 
     async def connect_engines(self, link: roles.EngineLink) -> None:
         self.links.append(link)
@@ -176,7 +177,8 @@ class _Sender(FakePolicy):
     async def send_weights(self, version: int) -> WeightsSent:
         if self.failures:
             raise self.failures.pop(0)
-        return WeightsSent(version, f"d{version}", 100, tuple(self.links[-1].finish(version, f"d{version}")))
+        digest = f"d{version}{self.trained}"
+        return WeightsSent(version, digest, 100, tuple(self.links[-1].finish(version, digest)))
 
 
 def _device_sync(engines: list[FaultyEngine]) -> tuple[_Sender, EnginePool, DeviceSync]:
@@ -260,3 +262,24 @@ def test_a_lost_trainer_is_for_the_trainers_recovery_to_repeat() -> None:
         return len(sender.links)
 
     assert asyncio.run(run()) == 1
+
+
+def test_a_new_engine_does_not_serve_weights_that_have_trained_since_under_the_version_before() -> None:
+    """The trainer has only its current weights: in the middle of a step, the engine waits for the next version."""
+
+    async def run() -> None:
+        sender, _, sync = _device_sync([FaultyEngine("rollout-0", random.Random(0))])
+        await sync.push(1)
+        sender.trained = ", after an update"
+        new = Engine(FaultyWorker("rollout-1", FaultyEngine("rollout-1", random.Random(1))), "host")
+        with pytest.raises(UpdateDamaged, match=r"rollout-1\.bring_up: the policy has trained since version 1"):
+            await sync.bring_up(new)
+        waiting = asyncio.create_task(sync.renew())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await sync.push(2)
+        await waiting
+        await sync.bring_up(new)
+        assert new.version == 2
+
+    asyncio.run(run())
