@@ -18,12 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from troupe.workers.contract.config import Device, ModelConfig, TrainerConfig
-<<<<<<< HEAD
-from troupe.workers.data.tokenizer import copy_tokenizer
-from troupe.workers.data.turn_ends import name_end
-=======
 from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer
->>>>>>> lives
+from troupe.workers.data.turn_ends import name_end
 from troupe.workers.models.capabilities import check_deterministic
 from troupe.workers.models.cpu import return_freed
 from troupe.workers.models.modeling import ModelModule
@@ -324,13 +320,6 @@ class TrainEngine:
         for name, tensor in self.named_weights():
             if dist.get_rank() == 0:
                 weights[name] = tensor.to("cpu", copy=True)
-<<<<<<< HEAD
-        if dist.get_rank() == 0:
-            self._model.save_pretrained(directory, state_dict=weights)
-            copy_tokenizer(source, Path(directory))
-            name_end(source, Path(directory))
-        dist.barrier()
-=======
         try:
             if dist.get_rank() == 0:
                 self._write_model(Path(directory), source, weights)
@@ -366,7 +355,7 @@ class TrainEngine:
         if carried:
             shutil.copyfile(given, folder / _GENERATION)
         copy_tokenizer(source, folder)
->>>>>>> lives
+        name_end(source, folder)
 
     def export_average(self, directory: str, source: ModelConfig) -> None:
         """Like `export`, with the moving average of the weights. Raises RuntimeError if `ema_decay` is 0."""
