@@ -403,9 +403,9 @@ def test_a_file_that_was_removed_is_damaged(publisher: WeightPublisher) -> None:
     update = published(publisher, 1)
     Path(update.path).unlink()
     with pytest.raises(WeightDigestMismatch, match="none: the file is not there"):
-        verify(update)
+        weight_file.verify(update)
     with pytest.raises(WeightDigestMismatch):
-        read_payload(update)
+        weight_file.read_payload(update)
     again = published(publisher, 1)
     assert (again.path, again.digest) == (update.path, update.digest)
-    verify(again)
+    weight_file.verify(again)
