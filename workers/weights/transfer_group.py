@@ -122,7 +122,7 @@ class TransferGroup:
 
 def _group(backend: GroupBackend, store: TCPStore, rank: int, size: int) -> Any:
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, _PATIENCE)  # pyright: ignore[reportCallIssue]
+        return dist.ProcessGroupGloo(store, rank, size, _PATIENCE)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _PATIENCE
     with _errors_are_ours():
