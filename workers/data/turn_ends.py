@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -78,7 +77,7 @@ def name_end(model: ModelConfig, folder: Path) -> None:
     Without it, other tools do not know the end that the model was trained to write, and never stop.
     """
     try:
-        ends = _ends_of(model)
+        ends = turn_ends(load_tokenizer(model))
     except ValueError:  # a critic's model may have no tokenizer
         return
     if not ends.unnamed:
@@ -89,11 +88,6 @@ def name_end(model: ModelConfig, folder: Path) -> None:
     for name in _TOKENIZER_SETTINGS:
         if (folder / name).is_file():
             _change(folder / name, {"eos_token": ends.unnamed})
-
-
-@cache
-def _ends_of(model: ModelConfig) -> TurnEnds:
-    return turn_ends(load_tokenizer(model))
 
 
 def _change(file: Path, fields: dict[str, Any]) -> None:

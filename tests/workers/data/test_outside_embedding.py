@@ -46,7 +46,7 @@ def test_a_row_of_offline_data_is_refused(tokenizer: Any) -> None:
     for response in ("yes", "<extra>"):
         turns = [{"role": "assistant", "content": response}]
         if response == "yes":
-            assert encode_turns(tokenizer, said, prompt, turns)
+            assert len(encode_turns(tokenizer, said, prompt, turns)[0]) > 1
             continue
         with pytest.raises(ExampleRefused, match=WHY):
             encode_turns(tokenizer, said, prompt, turns)
