@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from troupe.workers.contract.valid_text import valid_json, valid_text
+
 Message = dict[str, Any]
 """One message of a conversation: `role`, `content` (text), and for tools `tool_calls`, `tool_call_id` and `name`."""
 
@@ -72,7 +74,8 @@ class EnvironmentGone(RuntimeError):
 
 def failed_status(turns: int, reason: str, last_turn: str) -> str:
     """Status of an episode that failed after so many turns of the policy; the last one is shown in part."""
-    return f"environment: turn {turns}: {reason}" + (f"{_LAST_TURN}{last_turn[:200]!r}" if turns else "")
+    status = f"environment: turn {turns}: {reason}" + (f"{_LAST_TURN}{last_turn[:200]!r}" if turns else "")
+    return valid_text(status)
 
 
 def cause_of(status: str) -> str:
@@ -95,6 +98,8 @@ def failed(status: str) -> EpisodeReply:
 def read_observation(value: Any) -> Observation:
     """An observation from what an environment returned, or from its JSON.
 
+    Texts that are not valid (a policy can write half a character, and tools return it) keep their escapes.
+
     Raises:
         TypeError, ValueError: it is not an observation; the message names the field.
     """
@@ -102,14 +107,12 @@ def read_observation(value: Any) -> Observation:
         value = vars(value)
     if not isinstance(value, Mapping):
         raise TypeError(f"expected an Observation, got {type(value).__name__}")
-    reward, tools = value.get("reward"), value.get("tools")
+    reward = value.get("reward")
     if reward is not None:
         reward = float(reward)
         if not math.isfinite(reward):
             raise ValueError(f"reward: not a finite number: {reward}")
-    if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
-        raise TypeError("tools: expected JSON schemas")
-    info = {str(name): float(number) for name, number in dict(value.get("info") or {}).items()}
+    info = {valid_text(str(name)): float(number) for name, number in dict(value.get("info") or {}).items()}
     longest = value.get("max_tokens")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
         raise ValueError(f"max_tokens: expected a positive integer, got {longest!r}")
@@ -117,9 +120,9 @@ def read_observation(value: Any) -> Observation:
         messages=tuple(_message(number, message) for number, message in enumerate(value.get("messages") or ())),
         reward=reward,
         done=bool(value.get("done", False)),
-        tools=None if tools is None else tuple(dict(tool) for tool in tools),
+        tools=read_tools(value.get("tools")),
         restart=bool(value.get("restart", False)),
-        stop=tuple(map(str, value.get("stop") or ())),
+        stop=read_stop(value.get("stop") or ()),
         max_tokens=longest,
         also=tuple(_conversation(number, one) for number, one in enumerate(value.get("also") or ())),
         info=info,
@@ -142,8 +145,38 @@ def _message(number: int, message: Any) -> Message:
         raise TypeError(f"messages.{number}: expected a message with a role, got {type(message).__name__}")
     if not isinstance(message.get("content"), str):
         raise TypeError(f"messages.{number}.content: expected text, got {type(message.get('content')).__name__}")
-    try:
-        message["content"].encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"messages.{number}.content: a lone surrogate, which is not valid text") from error
-    return dict(message)
+    return valid_json(message)
+
+
+def read_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+    """Tools as JSON schemas of functions, the only kind that chat templates and parsers have; None: none are given.
+
+    Raises:
+        TypeError, ValueError: they are something else; the message names the field.
+    """
+    if tools is None:
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise TypeError(f"tools: expected a list of JSON schemas, got {type(tools).__name__}")
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise TypeError(f"tools.{number}: expected the JSON schema of a function, got {type(tool).__name__}")
+        if (kind := tool.get("type", "function")) != "function":
+            raise ValueError(f"tools.{number}.type: expected function, got {kind!r:.40}")
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise TypeError(f"tools.{number}.function: expected an object with a name")
+        if not isinstance(function.get("description"), str | None):
+            raise TypeError(f"tools.{number}.function.description: expected text")
+        if not isinstance(function.get("parameters"), Mapping | None):
+            raise TypeError(f"tools.{number}.function.parameters: expected a JSON schema")
+    return tuple(valid_json(tools))
+
+
+def read_stop(stop: Any) -> tuple[str, ...]:
+    """Strings that end a turn. Raises TypeError or ValueError for something else."""
+    if not isinstance(stop, Sequence) or isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+        raise TypeError(f"stop: expected a list of texts, got {stop!r:.40}")
+    if "" in stop:
+        raise ValueError("stop: a text is empty")
+    return tuple(map(valid_text, stop))

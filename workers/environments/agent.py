@@ -23,7 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
-from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.contract.environments import Message, Observation, Row, read_stop, read_tools
 from troupe.workers.contract.naming import import_attribute, locate
 from troupe.workers.environments.base import Environment
 from troupe.workers.rewards.scalars import as_number
@@ -248,11 +248,12 @@ def read_request(body: Any) -> list[Choice]:
             raise ValueError(f"{name}: {why}")
     if body.get("response_format") not in (None, {"type": "text"}):
         raise ValueError("response_format: the form of responses is the spec's, sampling.structured")
-    messages = [plain(message) for message in body["messages"]]
-    if not messages:
-        raise ValueError("messages: there are none")
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise ValueError("messages: expected a list of messages")
+    messages = [plain(message) for message in given]
     stop = body.get("stop") or ()
-    stops = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
+    stops = read_stop([stop] if isinstance(stop, str) else stop)
     longest = body.get("max_completion_tokens") or body.get("max_tokens") or None
     if longest is not None and (not isinstance(longest, int) or longest < 1):
         raise ValueError(f"max_tokens: expected a whole number above 0, got {longest!r:.40}")
@@ -269,8 +270,7 @@ def _offered(tools: Any, choice: Any) -> Any:
     if choice not in ("auto", "none"):
         shown = choice if isinstance(choice, str) else "a named tool"
         raise ValueError(f"tool_choice: {shown} would force tokens that the policy did not choose; use auto or none")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError("tools: expected a list of objects")
+    read_tools(tools)
     return None if choice == "none" else tools
 
 
@@ -284,14 +284,17 @@ def plain(message: Any) -> Message:
             raise TypeError("messages: content: expected text or a list of objects with a type")
         if wrong := [part.get("type") for part in content if part.get("type") != "text"]:
             raise ValueError(f"messages: content of type {wrong[0]} is not supported, only text")
-        content = "".join(str(part["text"]) for part in content)
+        content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str | None):
         raise TypeError("messages: content: expected text or a list of objects with a type")
     result: Message = {"role": message["role"], "content": content or ""}
-    for name in ("tool_calls", "tool_call_id", "name"):
-        if message.get(name):
-            result[name] = message[name]
-    return result
+    calls = message.get("tool_calls")
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise TypeError("messages: tool_calls: expected a list of objects")
+    for name in ("tool_call_id", "name"):
+        if not isinstance(message.get(name), str | None):
+            raise TypeError(f"messages: {name}: expected text")
+    return result | {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
 
 
 def completion(messages: Sequence[Message]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from troupe.workers.contract.environments import (
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.episodes.conversation import Conversation, ConversationError
 from troupe.workers.episodes.turns import SampledTurn, Segment
+from troupe.workers.isolation.text import one_line
 
 RESTARTS = 3
 """How often an episode starts again because its environment worker died."""
@@ -134,7 +135,7 @@ class EpisodeRunner:
         state.begun = True
         try:
             observation = self._observed(state, reply)
-            conversation = await self._run(self.reader.start, observation.messages, observation.tools)
+            conversation = await self._start(observation)
             state.begin(conversation)
             if len(conversation.prompt_ids) >= self.max_model_len:
                 tokens = len(conversation.prompt_ids)
@@ -148,7 +149,7 @@ class EpisodeRunner:
                 observation = self._observed(state, reply)
                 if observation.restart and not observation.done:
                     tools = observation.tools
-                    conversation = await self._run(self.reader.start, observation.messages, tools)
+                    conversation = await self._start(observation)
                 await self._take(state, conversation, observation)
         finally:
             if not state.done:
@@ -201,10 +202,17 @@ class EpisodeRunner:
         read = partial(self.reader.read, turn.ids, tools, cut=turn.finish_reason == "length")
         return await self._run(read)
 
+    async def _start(self, asked: Observation) -> Conversation:
+        """The conversation that an observation begins. Raises EpisodeFailed for one without tokens."""
+        conversation: Conversation = await self._run(self.reader.start, asked.messages, asked.tools)
+        if not conversation.prompt_ids:
+            raise EpisodeFailed("the prompt is empty")
+        return conversation
+
     async def _branch(self, state: _OpenEpisode, observation: Observation) -> None:
         """Begin the conversations that are sampled along with the next turn; the episode ends where one has no room."""
         for asked in observation.also:
-            conversation = await self._run(self.reader.start, asked.messages, asked.tools)
+            conversation = await self._start(asked)
             if len(conversation.prompt_ids) >= self.max_model_len:
                 state.end("length")
             state.branches.append(_Branch(conversation, asked))
@@ -258,11 +266,17 @@ class EpisodeRunner:
             state.played.environment_s += time.monotonic() - started
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function on the thread that owns the tokenizer. Raises EpisodeFailed for what cannot be rendered."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self.tokenizing, function, *args)
-        except ConversationError as error:
-            raise EpisodeFailed(f"chat template: {error}") from error
+        """Call a function on the thread that owns the tokenizer. Raises EpisodeFailed for whatever it raises."""
+
+        def called() -> Any:
+            try:
+                return function(*args)
+            except ConversationError as error:
+                raise EpisodeFailed(f"chat template: {error}") from error
+            except Exception as error:  # a tokenizer and a parser can raise anything on what an episode says
+                raise EpisodeFailed(one_line(f"{type(error).__name__}: {error}")) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, called)
 
 
 def _told(message: Message, conversation: Conversation, turn: SampledTurn) -> Message:

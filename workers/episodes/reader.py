@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from troupe.workers.contract.environments import Message, Row
+from troupe.workers.contract.valid_text import valid_json, valid_text
 from troupe.workers.episodes.conversation import Conversation, without_end
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class TurnReader:
             if cut and (calls or unread):
                 calls, unread = [], "cut"
             if calls:
-                message |= {"content": rest, "tool_calls": calls}
+                calls = valid_json(calls)  # the arguments of a call are JSON, which can hold half a character
+                message |= {"content": valid_text(rest), "tool_calls": calls}
                 history["tool_calls"] = calls
             if unread is not None:
                 message["unread_call"] = unread

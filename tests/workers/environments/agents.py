@@ -23,6 +23,44 @@ ADD: Any = {
 }
 
 
+_USER = [{"role": "user", "content": "hello"}]
+MALFORMED: tuple[Any, ...] = (
+    {},
+    [],
+    {"messages": None},
+    {"messages": []},
+    {"messages": "hello"},
+    {"messages": [None]},
+    {"messages": [{"role": 5, "content": "hello"}]},
+    {"messages": [{"role": "user", "content": 5}]},
+    {"messages": [{"role": "user", "content": [5]}]},
+    {"messages": [{"role": "user", "content": "hello", "name": 5}]},
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": "add"}]},
+    {"messages": [{"role": "tool", "content": "", "tool_call_id": ["c"]}]},
+    {"messages": _USER, "stop": 5},
+    {"messages": _USER, "stop": [""]},
+    {"messages": _USER, "stop": [None]},
+    {"messages": _USER, "n": "many"},
+    {"messages": _USER, "max_tokens": "many"},
+    {"messages": _USER, "tools": {"type": "function"}},
+    {"messages": _USER, "tools": ["add"]},
+    {"messages": _USER, "tools": [{"type": "custom", "custom": {"name": "sql"}}]},
+    {"messages": _USER, "tools": [{"type": "function", "name": "add", "parameters": {}}]},
+    {"messages": _USER, "tools": [{"type": "function", "function": {"name": "add", "parameters": []}}]},
+    {"messages": _USER, "tools": [{"type": "function", "function": {"name": None}}]},
+)
+"""Requests that are none."""
+
+
+def _is_refused(client: OpenAI, body: Any) -> bool:
+    """Whether the endpoint answers with a 400 that says why."""
+    try:
+        client.post("/chat/completions", body=body, cast_to=object)
+    except BadRequestError as error:
+        return len(error.message) > 30
+    return False
+
+
 def chat(row: Row, client: OpenAI, turns: int = 2) -> float:
     """Continues one conversation, with the SDK's own message objects in its history."""
     messages: list[Any] = list(row.messages)
@@ -94,6 +132,7 @@ def refused(row: Row, client: OpenAI) -> float:
             assert next(iter(option)) in str(error)
         else:
             raise AssertionError(option)
+    assert sum(_is_refused(client, wrong) for wrong in MALFORMED) == len(MALFORMED)
     try:
         urllib.request.urlopen(f"{client.base_url}models", timeout=5)
     except urllib.error.HTTPError as error:

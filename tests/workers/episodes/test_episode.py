@@ -52,9 +52,13 @@ class Reader:
         begun = Words(list(messages), self.fork_at)
         if messages[-1]["content"] == "long":
             begun.prompt_ids = [1] * 30
+        if messages[-1]["content"] == "":
+            begun.prompt_ids = []
         return cast(Conversation, begun)
 
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
+        if tools:
+            raise NotImplementedError("such a \ud83d tool")
         message = {"role": "assistant", "content": " ".join(map(str, ids))}
         return message, message
 
@@ -179,6 +183,20 @@ def test_a_failure_says_turn_and_last_message() -> None:
 def test_what_the_template_refuses_fails_the_sample() -> None:
     played = play(Script([reply({"role": "user", "content": "unrenderable"})]))
     assert played.status.startswith("environment: turn 1: chat template: the template raised")
+
+
+def test_what_the_tokenizer_or_the_parser_raises_fails_the_sample() -> None:
+    begins: list[EpisodeReply | Exception] = [reply(USER, tools=[{"function": {"name": "f"}}])]
+    played = play(Script([], begins))
+    assert played.status == "environment: turn 1: NotImplementedError: such a tool; the last turn: ''"
+
+
+def test_a_prompt_without_tokens_fails_the_sample() -> None:
+    empty = reply({"role": "user", "content": ""}, restart=True)
+    assert play(Script([], [empty])).status == "environment: turn 0: the prompt is empty"
+    assert play(Script([empty])).status.startswith("environment: turn 1: the prompt is empty")
+    beside = reply(USER, also=[empty.observation])
+    assert play(Script([beside])).status.startswith("environment: turn 1: the prompt is empty")
 
 
 def test_a_long_observation_is_cut() -> None:
