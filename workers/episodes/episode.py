@@ -112,7 +112,7 @@ class EpisodeRunner:
         deadline = asyncio.get_running_loop().time() + self.config.episode_timeout_s
         restarts = 0
         while True:
-            state = _OpenEpisode(Played([], restarts=restarts))
+            state = _OpenEpisode(Played([], restarts=restarts), [message["content"] for message in row.messages])
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._play(state, f"{key}/{restarts}", row, sample)
@@ -251,10 +251,15 @@ class EpisodeRunner:
         return self._bounded(state, reply.observation)
 
     def _bounded(self, state: _OpenEpisode, observation: Observation) -> Observation:
-        """The observation with its messages cut to the bound."""
-        given, limit = observation.messages, self.config.max_observation_chars
-        state.played.cut_observations += sum(len(message["content"]) > limit for message in given)
-        messages = [message | {"content": cut(message["content"], limit)} for message in given]
+        """The observation with its messages cut to the bound. A prompt of the data in a message does not count."""
+        messages: list[Message] = []
+        for message in observation.messages:
+            content = message["content"]
+            prompt = max((len(text) for text in state.prompts if text in content), default=0)
+            shown = cut(content, self.config.max_observation_chars + prompt)
+            if shown != content:
+                state.played.cut_observations += 1
+            messages.append(message | {"content": shown})
         return replace(observation, messages=messages, also=[self._bounded(state, one) for one in observation.also])
 
     async def _timed(self, state: _OpenEpisode, call: Awaitable[Any]) -> Any:
@@ -298,6 +303,8 @@ class _OpenEpisode:
     """An episode under way."""
 
     played: Played
+    prompts: Sequence[str]
+    """Texts of the row's messages."""
     branches: list[_Branch] = field(default_factory=list)
     """Sampled along with the next turn."""
     begun: bool = False

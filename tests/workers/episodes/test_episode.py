@@ -205,6 +205,23 @@ def test_a_long_observation_is_cut() -> None:
     assert played.messages[2]["content"] == "x" * 10 + "\n[... cut]"
 
 
+def test_the_prompt_of_the_data_is_no_observation() -> None:
+    question = "x" * 50 + "?"
+    begins: list[EpisodeReply | Exception] = [
+        reply(
+            {"role": "user", "content": question}, {"role": "user", "content": f"Task: {question}\n\n" + "seen " * 20}
+        )
+    ]
+    with ThreadPoolExecutor(1) as tokenizing:
+        config = EpisodeConfig(max_observation_chars=20, turn_timeout_s=1.0, episode_timeout_s=5.0)
+        link = Script([reply(done=True)], begins)
+        runner = EpisodeRunner(config, 3, 100, Reader(), tokenizing, lambda: link)
+        played = asyncio.run(runner.play("key", Row(({"role": "user", "content": question},)), sampled))
+    assert played.messages[0]["content"] == question
+    assert played.messages[1]["content"] == f"Task: {question}\n\nseen seen se\n[... cut]"
+    assert played.cut_observations == 1
+
+
 def test_an_episode_that_takes_too_long_fails() -> None:
     async def slow(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
         await asyncio.sleep(60)
