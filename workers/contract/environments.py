@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from troupe.workers.contract.valid_text import valid_json, valid_text
@@ -53,8 +53,12 @@ class Observation:
     """Longest next turn, if shorter than `sampling.max_tokens`."""
     also: Sequence[Observation] = ()
     """Separate conversations whose responses are sampled at the same time as the next turn. Read of each are
-    `messages`, `tools`, `stop` and `max_tokens`. The message of the next step has their responses as `also`, in this
-    order (fewer where the turns have run out), and the sample has a row for each."""
+    `messages`, `tools`, `stop`, `max_tokens` and `refusable`. The message of the next step has their responses as
+    `also`, in this order (fewer where the turns have run out), and the sample has a row for each."""
+    refusable: bool = False
+    """Whether `messages` are a request that may be refused. Where the prompt has no room in the model, the message of
+    the next step then has `refused` (`code` and `message`), and the environment continues with a separate conversation;
+    other episodes end there. Where more requests wait than turns are left, the episode ends at once."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the metrics: their means are reported as `environment/NAME`."""
 
@@ -125,6 +129,7 @@ def read_observation(value: Any) -> Observation:
         stop=read_stop(value.get("stop") or ()),
         max_tokens=longest,
         also=tuple(_conversation(number, one) for number, one in enumerate(value.get("also") or ())),
+        refusable=bool(value.get("refusable", False)),
         info=info,
     )
 
@@ -137,7 +142,7 @@ def _conversation(number: int, value: Any) -> Observation:
         raise type(error)(f"also.{number}.{error}") from None
     if not read.messages:
         raise ValueError(f"also.{number}.messages: there are none")
-    return Observation(read.messages, tools=read.tools, restart=True, stop=read.stop, max_tokens=read.max_tokens)
+    return replace(read, reward=None, done=False, restart=True, also=(), info={})
 
 
 def _message(number: int, message: Any) -> Message:

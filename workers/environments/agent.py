@@ -57,7 +57,23 @@ class Choice:
     @property
     def observation(self) -> Observation:
         """It as a separate conversation."""
-        return Observation(self.messages, tools=self.tools, restart=True, stop=self.stop, max_tokens=self.max_tokens)
+        return Observation(
+            self.messages,
+            tools=self.tools,
+            restart=True,
+            stop=self.stop,
+            max_tokens=self.max_tokens,
+            refusable=True,
+        )
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request that is not answered yet."""
+
+    request: web.Request
+    body: Any
+    choices: list[Choice]
 
 
 class Agent(Environment):
@@ -79,6 +95,8 @@ class Agent(Environment):
         self._waiting: asyncio.Queue[Choice] = asyncio.Queue()
         self._pending: list[Choice] = []
         """Choices that are being sampled: that of the next turn, then those of the conversations beside it."""
+        self._asked: list[_Asked] = []
+        """Requests without a response that arrived."""
         self._known: list[Message] = []
         self._tools: list[dict[str, Any]] | None = None
         self._agent: asyncio.Task[float | None] | None = None
@@ -103,7 +121,7 @@ class Agent(Environment):
         """The responses to the pending requests; then the next requests, or the end."""
         also = message.pop("also", ())
         if self._pending:
-            self._known = [*self._pending[0].messages, plain(message)]
+            self._known = [] if "refused" in message else [*self._pending[0].messages, plain(message)]
         for choice, response in zip(self._pending, (message, *also), strict=False):
             if not choice.answer.done():
                 choice.answer.set_result(response)
@@ -221,15 +239,36 @@ class Agent(Environment):
             return _error(400, "the request is nested too deeply")
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             return _error(400, str(error))
-        for choice in choices:
-            self._waiting.put_nowait(choice)
+        asked = self._retried(request, body)
+        if asked is None:
+            asked = _Asked(request, body, choices)
+            self._asked.append(asked)
+            for choice in choices:
+                self._waiting.put_nowait(choice)
         try:
-            messages = [await choice.answer for choice in choices]
+            messages = [await asyncio.shield(choice.answer) for choice in asked.choices]
         except asyncio.CancelledError:
             return _error(503, "the episode has ended")
+        if not _given_up(request):
+            self._asked.remove(asked)
+        if refused := messages[0].get("refused"):
+            return _error(400, refused["message"], refused["code"])
         if not body.get("stream"):
             return web.json_response(completion(messages))
         return await _stream(request, completion(messages))
+
+    def _retried(self, request: web.Request, body: Any) -> _Asked | None:
+        """The same request whose client has given up waiting, which this one takes over; None: there is none."""
+        for asked in self._asked:
+            if _given_up(asked.request) and asked.body == body:
+                asked.request = request
+                return asked
+        return None
+
+
+def _given_up(request: web.Request) -> bool:
+    """Whether the client has closed the connection."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def _load(name: str) -> Any:
@@ -346,5 +385,6 @@ async def _stream(request: web.Request, done: dict[str, Any]) -> web.StreamRespo
     return response
 
 
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
+def _error(status: int, message: str, code: str | None = None) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)

@@ -69,6 +69,9 @@ class Played:
 
     def insert(self, segment: Segment) -> None:
         """Put a finished row before the last one, which continues; rewards of the last one keep their tokens."""
+        if not self.segments:
+            self.segments.append(segment)
+            return
         start = self.response_tokens - len(self.segments[-1].response_ids)
         grown = len(segment.response_ids)
         self.rewards = [(end + grown if end > start else end, reward) for end, reward in self.rewards]
@@ -134,63 +137,73 @@ class EpisodeRunner:
         worker, reply = await self._timed(state, link.begin(key, row, self.config.episode_timeout_s))
         state.begun = True
         try:
-            observation = self._observed(state, reply)
-            conversation = await self._start(observation)
-            state.begin(conversation)
-            if len(conversation.prompt_ids) >= self.max_model_len:
-                tokens = len(conversation.prompt_ids)
-                raise EpisodeFailed(f"the first prompt has {tokens} tokens, and max_model_len is {self.max_model_len}")
-            await self._branch(state, observation)
-            tools = observation.tools
+            asked = await self._first(state, self._observed(state, reply))
             while not state.over:
-                message = await self._turn(state, conversation, tools, observation, sample)
+                message = await self._turn(state, asked, sample)
+                if state.over:
+                    break
                 timeout_s = self.config.turn_timeout_s + _CALL_MARGIN_S
                 reply = await self._timed(state, link.step(worker, key, message, timeout_s))
-                observation = self._observed(state, reply)
-                if observation.restart and not observation.done:
-                    tools = observation.tools
-                    conversation = await self._start(observation)
-                await self._take(state, conversation, observation)
+                asked = await self._take(state, asked, self._observed(state, reply))
         finally:
             if not state.done:
                 link.end(worker, key)
 
-    async def _turn(
-        self,
-        state: _OpenEpisode,
-        conversation: Conversation,
-        tools: Sequence[Any] | None,
-        asked: Observation,
-        sample: SampleTurn,
-    ) -> Message:
+    async def _first(self, state: _OpenEpisode, observation: Observation) -> _Asked:
+        """What is asked of the policy at first. Raises EpisodeFailed."""
+        conversation = await self._start(observation)
+        asked = _Asked(conversation, observation, observation.tools, self._refusal(conversation))
+        if asked.refusal is None or not observation.refusable:
+            state.begin(conversation)
+        if asked.refusal is not None and not observation.refusable:
+            tokens = len(conversation.prompt_ids)
+            raise EpisodeFailed(f"the first prompt has {tokens} tokens, and max_model_len is {self.max_model_len}")
+        await self._branch(state, observation)
+        return asked
+
+    async def _turn(self, state: _OpenEpisode, asked: _Asked, sample: SampleTurn) -> Message:
         """Sample one turn, with those of the branches, and record them; returns the message for the environment."""
-        played, first = state.played, len(state.played.turns)
-        branches, state.branches = state.branches[: self.config.max_turns - first - 1], []
-        turn, *others = await asyncio.gather(
-            self._sample(first, conversation, asked, sample),
-            *(self._sample(first + n, one.conversation, one.asked, sample) for n, one in enumerate(branches, 1)),
-        )
+        first = len(state.played.turns)
+        branches, state.branches = state.branches, []
+        wanted = [one for one in (asked, *branches) if one.refusal is None]
+        sampled = wanted[: self.config.max_turns - first]
+        sampling = (self._sample(number, one, sample) for number, one in enumerate(sampled, first))
+        turns = dict(zip(sampled, await asyncio.gather(*sampling), strict=True))
         also = []
-        for branch, other in zip(branches, others, strict=True):
-            segment = Segment(list(branch.conversation.prompt_ids))
-            message, _ = await self._read(state, segment, other, branch.asked.tools)
-            played.insert(segment)
-            played.messages += [*branch.asked.messages, message]
-            also.append(_told(message, branch.conversation, other))
-        message, history = await self._read(state, played.segments[-1], turn, tools)
-        answer = _told(message, conversation, turn)
-        conversation.add_response(turn.ids, history)
-        played.response = message["content"]
-        played.messages.append(message)
+        for branch in branches:
+            if branch.refusal is not None:
+                also.append(branch.refusal)
+            elif branch in turns:
+                also.append(await self._read_branch(state, branch, turns[branch]))
+        answer = asked.refusal or await self._read_main(state, asked, turns[asked])
+        if len(sampled) < len(wanted) and asked.observation.refusable:
+            state.end("max_turns")  # those without a response would wait for it
         return answer | ({"also": also} if also else {})
 
-    async def _sample(
-        self, number: int, conversation: Conversation, asked: Observation, sample: SampleTurn
-    ) -> SampledTurn:
+    async def _sample(self, number: int, asked: _Asked, sample: SampleTurn) -> SampledTurn:
         """Sample the next turn of a conversation."""
-        prompt = conversation.prompt_ids
-        room = min(self.max_tokens, self.max_model_len - len(prompt), asked.max_tokens or self.max_tokens)
-        return await sample(number, prompt, room, asked.stop)
+        prompt, longest = asked.conversation.prompt_ids, asked.observation.max_tokens or self.max_tokens
+        room = min(self.max_tokens, self.max_model_len - len(prompt), longest)
+        return await sample(number, prompt, room, asked.observation.stop)
+
+    async def _read_branch(self, state: _OpenEpisode, branch: _Asked, turn: SampledTurn) -> Message:
+        """Record a turn as a row; its message for the environment."""
+        segment = Segment(list(branch.conversation.prompt_ids))
+        message, _ = await self._read(state, segment, turn, branch.tools)
+        state.played.insert(segment)
+        state.played.messages += [*branch.observation.messages, message]
+        return _told(message, branch.conversation, turn)
+
+    async def _read_main(self, state: _OpenEpisode, asked: _Asked, turn: SampledTurn) -> Message:
+        """Record a turn at the end of the last row; its message for the environment."""
+        played = state.played
+        message, history = await self._read(state, played.segments[-1], turn, asked.tools)
+        answer = _told(message, asked.conversation, turn)
+        asked.conversation.add_response(turn.ids, history)
+        state.cut = turn.finish_reason == "length"
+        played.response = message["content"]
+        played.messages.append(message)
+        return answer
 
     async def _read(
         self, state: _OpenEpisode, segment: Segment, turn: SampledTurn, tools: Sequence[Any] | None
@@ -213,35 +226,62 @@ class EpisodeRunner:
         """Begin the conversations that are sampled along with the next turn; the episode ends where one has no room."""
         for asked in observation.also:
             conversation = await self._start(asked)
-            if len(conversation.prompt_ids) >= self.max_model_len:
+            refusal = self._refusal(conversation)
+            if refusal is not None and not asked.refusable:
                 state.end("length")
-            state.branches.append(_Branch(conversation, asked))
+            state.branches.append(_Asked(conversation, asked, asked.tools, refusal))
 
-    async def _take(self, state: _OpenEpisode, conversation: Conversation, observation: Observation) -> None:
-        """Record the environment's answer to a turn, and whether the episode ends with it."""
+    def _refusal(self, conversation: Conversation) -> Message | None:
+        """The answer to a request whose prompt has no room; None: it has."""
+        tokens, most = len(conversation.prompt_ids), self.max_model_len
+        if tokens < most:
+            return None
+        why = f"This model's maximum context length is {most} tokens. However, your messages have {tokens} tokens."
+        refused = {"code": "context_length_exceeded", "message": f"{why} Please reduce the length of the messages."}
+        return {"role": "assistant", "content": "", "refused": refused}
+
+    async def _take(self, state: _OpenEpisode, asked: _Asked, observation: Observation) -> _Asked:
+        """Record the environment's answer to a turn, and whether the episode ends with it; what it asks next."""
         played = state.played
-        played.messages += observation.messages
         played.info |= observation.info
         if observation.reward is not None:
             played.rewards.append((played.response_tokens, observation.reward))
         state.done = observation.done
-        if played.turns[-1].finish_reason == "length" and self.config.truncated_turns == "end":
+        if observation.done and not played.turns:
+            raise EpisodeFailed("it ended before the policy's first turn")
+        if state.cut and self.config.truncated_turns == "end":
             state.end("length")
         elif observation.done:
             state.end("stop")
         elif len(played.turns) >= self.config.max_turns:
             state.end("max_turns")
         else:
-            added = None
-            if not observation.restart:
-                added = await self._run(conversation.add_messages, observation.messages)
-            if len(conversation.prompt_ids) >= self.max_model_len:
+            return await self._next(state, asked, observation)
+        played.messages += observation.messages
+        return asked
+
+    async def _next(self, state: _OpenEpisode, asked: _Asked, observation: Observation) -> _Asked:
+        """Continue or begin a conversation, and its row."""
+        played, conversation, tools, added = state.played, asked.conversation, asked.tools, None
+        if observation.restart:
+            conversation, tools = await self._start(observation), observation.tools
+        elif asked.refusal is not None:
+            raise EpisodeFailed("a request that was refused can only be followed by a separate conversation")
+        else:
+            added = await self._run(conversation.add_messages, observation.messages)
+        refusal = self._refusal(conversation)
+        if refusal is None or not observation.refusable:
+            played.messages += observation.messages
+        if refusal is not None:
+            state.refusals += 1
+            if not observation.refusable or state.refusals >= self.config.max_turns:
                 state.end("length")
-            elif added is None or added.forked:
-                played.segments.append(Segment(list(conversation.prompt_ids)))
-            else:
-                played.segments[-1].added(added.ids)
-            await self._branch(state, observation)
+        elif added is None or added.forked:
+            played.segments.append(Segment(list(conversation.prompt_ids)))
+        else:
+            played.segments[-1].added(added.ids)
+        await self._branch(state, observation)
+        return _Asked(conversation, observation, tools, refusal)
 
     def _observed(self, state: _OpenEpisode, reply: EpisodeReply) -> Observation:
         """The observation of a reply, its messages cut to the bound. Raises EpisodeFailed."""
@@ -290,12 +330,15 @@ def _told(message: Message, conversation: Conversation, turn: SampledTurn) -> Me
     return message | {"finish_reason": turn.finish_reason, "usage": counts}
 
 
-@dataclass(frozen=True)
-class _Branch:
-    """A conversation of one turn, sampled along with the next turn."""
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """A conversation whose next turn is asked for."""
 
     conversation: Conversation
-    asked: Observation
+    observation: Observation
+    tools: Sequence[Any] | None
+    refusal: Message | None
+    """The answer where its prompt has no room, and no turn is sampled."""
 
 
 @dataclass
@@ -305,8 +348,12 @@ class _OpenEpisode:
     played: Played
     prompts: Sequence[str]
     """Texts of the row's messages."""
-    branches: list[_Branch] = field(default_factory=list)
+    branches: list[_Asked] = field(default_factory=list)
     """Sampled along with the next turn."""
+    refusals: int = 0
+    """Requests that were refused."""
+    cut: bool = False
+    """Whether the last turn was cut at its token limit."""
     begun: bool = False
     """Whether a worker holds, or held, the episode."""
     over: bool = False

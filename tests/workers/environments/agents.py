@@ -153,6 +153,30 @@ def counted(row: Row, client: OpenAI) -> float:
     return float((done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (7, 6, 13))
 
 
+def shortens(row: Row, client: OpenAI) -> float:
+    """Has its last request refused, and asks again with less."""
+    messages: list[Any] = list(row.messages)
+    messages.append(client.chat.completions.create(model="any", messages=messages).choices[0].message)
+    try:
+        client.chat.completions.create(model="any", messages=[*messages, {"role": "user", "content": "x" * 100}])
+    except BadRequestError as error:
+        assert error.code == "context_length_exceeded"
+    last = client.chat.completions.create(model="any", messages=[*messages, {"role": "user", "content": "x"}])
+    return float(last.choices[0].message.content == "answer 2")
+
+
+def impatient(row: Row, client: OpenAI) -> float:
+    """Gives a request up after 0.4 s, and asks again. The reward is the number of responses that are as expected."""
+    patient = client.with_options(timeout=0.4, max_retries=9)
+    messages: list[Any] = list(row.messages)
+    right = 0
+    for number in range(2):
+        answer = patient.chat.completions.create(model="any", messages=messages).choices[0].message
+        right += answer.content == f"answer {number}"
+        messages += [answer, {"role": "user", "content": "go on"}]
+    return float(right)
+
+
 def silent(row: Row, client: OpenAI) -> float:
     return 1.0
 

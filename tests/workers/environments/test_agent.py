@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +29,11 @@ class Played:
     """Responses sampled at the same time, for each step."""
 
 
-def play(call: Message | None = None, extra: Message | None = None, **args: Any) -> Played:
-    """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given."""
+def play(call: Message | None = None, extra: Message | None = None, pause_s: float = 0.0, **args: Any) -> Played:
+    """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given.
+
+    Requests of more than 100 characters are refused.
+    """
     config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=5.0, episodes=1, memory_limit_mib=1024)
 
     async def run() -> Played:
@@ -48,6 +52,9 @@ def play(call: Message | None = None, extra: Message | None = None, **args: Any)
                     message["also"] = also
                 if call is not None and number == 0:
                     message |= {"content": "", "tool_calls": [call]}
+                if len(json.dumps(contents(asked[0]))) > 100:
+                    message["refused"] = {"code": "context_length_exceeded", "message": "too long"}
+                await asyncio.sleep(pause_s)
                 played.last = await worker.step("a", message)
             return played
 
@@ -101,6 +108,20 @@ def test_several_choices_and_branches_are_rows_of_their_own() -> None:
 def test_a_response_says_how_it_ended_and_what_it_cost() -> None:
     limits = {"finish_reason": "length", "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
     assert play(extra=limits, function=f"{HERE}:counted").last.observation.reward == 1.0
+
+
+def test_an_agent_shortens_a_request_that_is_too_long() -> None:
+    played = play(function=f"{HERE}:shortens")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
+    assert [asked.restart for asked in played.asked] == [True, False, True], "what was refused is not continued"
+    assert all(asked.refusable for asked in played.asked)
+
+
+def test_the_retry_of_a_request_that_the_client_gave_up_is_that_request() -> None:
+    played = play(pause_s=1.5, function=f"{HERE}:impatient")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 2.0)
+    assert len(played.asked) == 2
+    assert played.last.observation.info == {"requests": 2.0, "restarted": 0.0}
 
 
 def test_wrong_keys_and_what_cannot_be_trained_are_refused() -> None:

@@ -321,3 +321,51 @@ def test_a_conversation_without_room_ends_the_episode() -> None:
     long = Observation([{"role": "user", "content": "long"}])
     played = play(Script([reply(USER, also=[long])]), longest=30)
     assert (played.finish_reason, len(played.turns)) == ("length", 1)
+
+
+LONG: Message = {"role": "user", "content": "long"}
+
+
+def test_a_request_without_room_is_refused_and_may_be_shortened() -> None:
+    asked = reply(LONG, restart=True, refusable=True)
+    short = reply(USER, restart=True, refusable=True)
+    script = Script([short, asked, short, reply(done=True, reward=1.0)], begins=[asked])
+    played = play(script, longest=30)
+    codes = [message.get("refused", {}).get("code") for message in script.heard]
+    assert codes == ["context_length_exceeded", None, "context_length_exceeded", None]
+    assert "maximum context length is 30 tokens" in script.heard[0]["refused"]["message"]
+    assert [(segment.prompt_ids, len(segment.response_ids)) for segment in played.segments] == [
+        ([1, 2], 3),
+        ([1, 2], 3),
+    ]
+    assert (played.status, played.finish_reason, played.rewards) == ("ok", "stop", [(6, 1.0)])
+    assert [message["content"] for message in played.messages] == ["more", "10 11 12", "more", "20 21 22"]
+
+
+def test_one_of_the_requests_at_the_same_time_is_refused() -> None:
+    also = [Observation([LONG], refusable=True), Observation([USER], refusable=True)]
+    script = Script([reply(done=True)], begins=[reply(USER, refusable=True, also=also)])
+    played = play(script, longest=30)
+    long, short = script.heard[0]["also"]
+    assert ("refused" in long, "refused" in short, len(played.segments)) == (True, False, 2)
+    asked = reply(LONG, refusable=True, also=[Observation([USER], refusable=True)])
+    script = Script([reply(USER, restart=True, refusable=True), reply(done=True)], begins=[asked])
+    played = play(script, longest=30)
+    assert ("refused" in script.heard[0], len(played.segments), played.status) == (True, 2, "ok")
+
+
+def test_an_agent_that_never_shortens_its_request_ends() -> None:
+    script = Script([reply(LONG, restart=True, refusable=True)], begins=[reply(USER, refusable=True)])
+    played = play(script, longest=30, max_turns=5)
+    assert (played.status, played.finish_reason, len(played.turns)) == ("ok", "length", 1)
+    assert len(script.heard) == 5
+    script = Script([reply(done=True, reward=1.0)], begins=[reply(LONG, refusable=True)])
+    assert play(script, longest=30).status == "environment: turn 0: it ended before the policy's first turn"
+
+
+def test_more_requests_than_turns_are_left_end_the_episode_at_once() -> None:
+    also = [Observation([USER], refusable=True) for _ in range(5)]
+    script = Script([reply(done=True)], begins=[reply(*ROW.messages, also=also, refusable=True)])
+    played = play(script, max_turns=3)
+    assert (played.status, played.finish_reason, len(played.segments)) == ("ok", "max_turns", 3)
+    assert (script.heard, script.ended) == ([], ["key/0"]), "some of the requests could not be answered"
