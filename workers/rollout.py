@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import EpisodeConfig, RolloutConfig
+from troupe.workers.contract.config import EpisodeConfig, RolloutConfig, StructuredConfig
 from troupe.workers.contract.environments import EnvironmentGone
 from troupe.workers.contract.messages import (
     ROLLOUTS,
@@ -182,11 +182,13 @@ class RolloutWorker:
         if reader is None:
             raise EngineClosed(self._name, self._closed_because)
         sizes = (self._config.sampling.max_tokens, self._config.engine.max_model_len)
-        runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link)
+        runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link, self._form_problem)
 
         async def play(index: int) -> Played:
-            async def sample(number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
-                limits = TurnLimits(number, max_tokens, tuple(stop))
+            async def sample(
+                number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: StructuredConfig | None
+            ) -> SampledTurn:
+                limits = TurnLimits(number, max_tokens, tuple(stop), form)
                 return sampled_turn(await self._sample(engine, request, index, list(ids), limits))
 
             row = read_row(prompt, sample_seed(request.seed, index))
@@ -204,6 +206,18 @@ class RolloutWorker:
     async def connect_environments(self, link: EnvironmentLink) -> None:
         """Use these environment workers for new episodes."""
         self._environments = link
+
+    def _form_problem(self, form: StructuredConfig) -> str:
+        """Why a turn cannot have this form; empty: it can."""
+        if self._config.sampling.structured is not None:
+            return "the spec sets that of all turns, sampling.structured"
+        if not self._config.turn_forms:
+            return "the loss does not account for it; set algorithm.importance.mode to truncate or mask"
+        try:
+            check_structured(form)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _link(self) -> EnvironmentLink:
         if self._environments is None:
@@ -508,5 +522,5 @@ class RolloutWorker:
             flat_logprobs=True,
             detokenize=bool(stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
-            structured_outputs=structured_outputs(sampling.structured),
+            structured_outputs=structured_outputs(limits.structured or sampling.structured),
         )

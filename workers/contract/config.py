@@ -480,6 +480,8 @@ class RolloutConfig(Frozen):
     device: Device
     episode: EpisodeConfig | None = None
     """Bounds of an episode in an environment; None: a sample is one response to its prompt."""
+    turn_forms: bool = False
+    """Whether a turn of an episode can have a form: the loss then accounts for the tokens that it permits."""
 
 
 class PolicyConfig(Frozen):

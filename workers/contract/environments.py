@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ValidationError
+
+from troupe.workers.contract.config import StructuredConfig, first_problem
 from troupe.workers.contract.valid_text import valid_json, valid_text
 
 Message = dict[str, Any]
@@ -51,14 +54,18 @@ class Observation:
     """Strings that end the next turn, besides `sampling.stop`."""
     max_tokens: int | None = None
     """Longest next turn, if shorter than `sampling.max_tokens`."""
+    structured: Mapping[str, Any] | None = None
+    """Form of the next turn: a field of `sampling.structured`, such as `{"regex": "yes|no"}`. The algorithm must
+    correct for the sampler (`algorithm.importance.mode`), and `sampling.structured` must not be set."""
     also: Sequence[Observation] = ()
     """Separate conversations whose responses are sampled at the same time as the next turn. Read of each are
-    `messages`, `tools`, `stop`, `max_tokens` and `refusable`. The message of the next step has their responses as
-    `also`, in this order (fewer where the turns have run out), and the sample has a row for each."""
+    `messages`, `tools`, `stop`, `max_tokens`, `structured` and `refusable`. The message of the next step has their
+    responses as `also`, in this order (fewer where the turns have run out), and the sample has a row for each."""
     refusable: bool = False
-    """Whether `messages` are a request that may be refused. Where the prompt has no room in the model, the message of
-    the next step then has `refused` (`code` and `message`), and the environment continues with a separate conversation;
-    other episodes end there. Where more requests wait than turns are left, the episode ends at once."""
+    """Whether `messages` are a request that may be refused. Where the prompt has no room in the model, or the form
+    cannot be used, the message of the next step then has `refused` (`code` and `message`), and the environment
+    continues with a separate conversation; other episodes end there. Where more requests wait than turns are left, the
+    episode ends at once."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the metrics: their means are reported as `environment/NAME`."""
 
@@ -129,6 +136,7 @@ def read_observation(value: Any) -> Observation:
         stop=read_stop(value.get("stop") or ()),
         max_tokens=longest,
         also=tuple(_conversation(number, one) for number, one in enumerate(value.get("also") or ())),
+        structured=read_form(value.get("structured")),
         refusable=bool(value.get("refusable", False)),
         info=info,
     )
@@ -176,6 +184,16 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
         if not isinstance(function.get("parameters"), Mapping | None):
             raise TypeError(f"tools.{number}.function.parameters: expected a JSON schema")
     return tuple(valid_json(tools))
+
+
+def read_form(form: Any) -> dict[str, Any] | None:
+    """The form of a turn; None: any text. Raises ValueError for something else."""
+    if form is None:
+        return None
+    try:
+        return valid_json(StructuredConfig.model_validate(form).model_dump(exclude_none=True))
+    except ValidationError as error:
+        raise ValueError(f"structured: {first_problem(error)}") from error
 
 
 def read_stop(stop: Any) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from aiohttp import web
 from troupe.workers.contract.environments import Message, Observation, Row, read_stop, read_tools
 from troupe.workers.contract.naming import import_attribute, locate
 from troupe.workers.environments.base import Environment
+from troupe.workers.environments.chat_forms import forced_calls, forced_schema, forced_tool, response_schema
 from troupe.workers.rewards.scalars import as_number
 
 HOST = "127.0.0.1"
@@ -52,6 +53,10 @@ class Choice:
     tools: list[dict[str, Any]] | None
     stop: tuple[str, ...]
     max_tokens: int | None
+    schema: dict[str, Any] | None
+    """JSON schema of the response."""
+    forced: bool | str
+    """Whether the response must be calls of tools, or the name of the tool that it must call."""
     answer: asyncio.Future[Message] = field(repr=False)
 
     @property
@@ -63,8 +68,16 @@ class Choice:
             restart=True,
             stop=self.stop,
             max_tokens=self.max_tokens,
+            structured=None if self.schema is None else {"json_schema": self.schema},
             refusable=True,
         )
+
+    def read(self, message: Message, prefix: str) -> Message:
+        """The response with the calls that the request forced, whose names begin with a prefix."""
+        if not self.forced or message.get("tool_calls") or message.get("finish_reason") == "length":
+            return message
+        calls = forced_calls(message["content"], self.forced, prefix)
+        return message | {"content": "", "tool_calls": calls} if calls else message
 
 
 @dataclass(eq=False)
@@ -119,10 +132,15 @@ class Agent(Environment):
 
     async def step(self, message: Message) -> Observation:
         """The responses to the pending requests; then the next requests, or the end."""
-        also = message.pop("also", ())
-        if self._pending:
-            self._known = [] if "refused" in message else [*self._pending[0].messages, plain(message)]
-        for choice, response in zip(self._pending, (message, *also), strict=False):
+        given = zip(self._pending, (message, *message.pop("also", ())), strict=False)
+        responses = [
+            (choice, choice.read(response, f"call_{self._requests}_{place}"))
+            for place, (choice, response) in enumerate(given)
+        ]
+        if responses:
+            choice, response = responses[0]
+            self._known = [] if "refused" in response else [*choice.messages, plain(response)]
+        for choice, response in responses:
             if not choice.answer.done():
                 choice.answer.set_result(response)
         return await self._next()
@@ -285,8 +303,6 @@ def read_request(body: Any) -> list[Choice]:
     for name, why in _REFUSED.items():
         if body.get(name):
             raise ValueError(f"{name}: {why}")
-    if body.get("response_format") not in (None, {"type": "text"}):
-        raise ValueError("response_format: the form of responses is the spec's, sampling.structured")
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise ValueError("messages: expected a list of messages")
@@ -299,18 +315,13 @@ def read_request(body: Any) -> list[Choice]:
     count = int(body.get("n") or 1)
     if not 1 <= count <= MAX_CHOICES:
         raise ValueError(f"n: must be 1 to {MAX_CHOICES}, got {count}")
-    tools = _offered(body.get("tools") or None, body.get("tool_choice") or "auto")
-    loop = asyncio.get_running_loop()
-    return [Choice(messages, tools, stops, longest, loop.create_future()) for _ in range(count)]
-
-
-def _offered(tools: Any, choice: Any) -> Any:
-    """The tools of a request. Raises ValueError for a choice that would force a call."""
-    if choice not in ("auto", "none"):
-        shown = choice if isinstance(choice, str) else "a named tool"
-        raise ValueError(f"tool_choice: {shown} would force tokens that the policy did not choose; use auto or none")
+    tools, tool_choice = body.get("tools") or None, body.get("tool_choice") or "auto"
     read_tools(tools)
-    return None if choice == "none" else tools
+    forced = forced_tool(tools, tool_choice)
+    schema = forced_schema(tools, forced) if forced else response_schema(body.get("response_format"))
+    offered = None if tool_choice == "none" else tools
+    loop = asyncio.get_running_loop()
+    return [Choice(messages, offered, stops, longest, schema, forced, loop.create_future()) for _ in range(count)]
 
 
 def plain(message: Any) -> Message:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from troupe.workers.contract.config import EpisodeConfig
+from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
 from troupe.workers.contract.environments import (
     OK,
     EnvironmentGone,
@@ -32,8 +32,8 @@ _CALL_MARGIN_S = 10.0
 """Time that a call may take beyond the environment's own bound."""
 _NO_WORKER_PAUSE_S = 0.5
 
-SampleTurn = Callable[[int, Sequence[int], int, Sequence[str]], Awaitable[SampledTurn]]
-"""Samples one turn: (number of the turn, prompt ids, most tokens, further strings that end it)."""
+SampleTurn = Callable[[int, Sequence[int], int, Sequence[str], StructuredConfig | None], Awaitable[SampledTurn]]
+"""Samples one turn: (number of the turn, prompt ids, most tokens, further strings that end it, its form)."""
 
 
 class EpisodeFailed(Exception):
@@ -103,6 +103,8 @@ class EpisodeRunner:
     """The thread that owns the tokenizer."""
     link: Callable[[], EnvironmentLink]
     """The current link: environment workers come and go."""
+    form_problem: Callable[[StructuredConfig], str] = lambda form: ""
+    """Why a turn cannot have this form; empty: it can."""
 
     async def play(self, key: str, row: Row, sample: SampleTurn) -> Played:
         """Play one episode. A failure of the environment is a status; errors of the engine are raised.
@@ -152,7 +154,7 @@ class EpisodeRunner:
     async def _first(self, state: _OpenEpisode, observation: Observation) -> _Asked:
         """What is asked of the policy at first. Raises EpisodeFailed."""
         conversation = await self._start(observation)
-        asked = _Asked(conversation, observation, observation.tools, self._refusal(conversation))
+        asked = await self._ask(conversation, observation, observation.tools)
         if asked.refusal is None or not observation.refusable:
             state.begin(conversation)
         if asked.refusal is not None and not observation.refusable:
@@ -184,7 +186,9 @@ class EpisodeRunner:
         """Sample the next turn of a conversation."""
         prompt, longest = asked.conversation.prompt_ids, asked.observation.max_tokens or self.max_tokens
         room = min(self.max_tokens, self.max_model_len - len(prompt), longest)
-        return await sample(number, prompt, room, asked.observation.stop)
+        form = asked.observation.structured
+        structured = None if form is None else StructuredConfig.model_validate(form)
+        return await sample(number, prompt, room, asked.observation.stop, structured)
 
     async def _read_branch(self, state: _OpenEpisode, branch: _Asked, turn: SampledTurn) -> Message:
         """Record a turn as a row; its message for the environment."""
@@ -226,19 +230,28 @@ class EpisodeRunner:
         """Begin the conversations that are sampled along with the next turn; the episode ends where one has no room."""
         for asked in observation.also:
             conversation = await self._start(asked)
-            refusal = self._refusal(conversation)
-            if refusal is not None and not asked.refusable:
+            branch = await self._ask(conversation, asked, asked.tools)
+            if branch.refusal is not None and not asked.refusable:
                 state.end("length")
-            state.branches.append(_Asked(conversation, asked, asked.tools, refusal))
+            state.branches.append(branch)
 
-    def _refusal(self, conversation: Conversation) -> Message | None:
-        """The answer to a request whose prompt has no room; None: it has."""
-        tokens, most = len(conversation.prompt_ids), self.max_model_len
-        if tokens < most:
-            return None
-        why = f"This model's maximum context length is {most} tokens. However, your messages have {tokens} tokens."
-        refused = {"code": "context_length_exceeded", "message": f"{why} Please reduce the length of the messages."}
-        return {"role": "assistant", "content": "", "refused": refused}
+    async def _ask(self, conversation: Conversation, observation: Observation, tools: Sequence[Any] | None) -> _Asked:
+        """The next turn of a conversation, with the answer to a request that is refused.
+
+        Raises:
+            EpisodeFailed: the form cannot be used, and the observation is no request.
+        """
+        tokens, most, refused = len(conversation.prompt_ids), self.max_model_len, None
+        if tokens >= most:
+            why = f"This model's maximum context length is {most} tokens. However, your messages have {tokens} tokens."
+            refused = _refused("context_length_exceeded", f"{why} Please reduce the length of the messages.")
+        elif observation.structured is not None:
+            form = StructuredConfig.model_validate(observation.structured)
+            if problem := await self._run(self.form_problem, form):
+                if not observation.refusable:
+                    raise EpisodeFailed(f"structured: {problem}")
+                refused = _refused("unsupported_form", f"the form of the response cannot be used: {problem}")
+        return _Asked(conversation, observation, tools, refused)
 
     async def _take(self, state: _OpenEpisode, asked: _Asked, observation: Observation) -> _Asked:
         """Record the environment's answer to a turn, and whether the episode ends with it; what it asks next."""
@@ -269,10 +282,10 @@ class EpisodeRunner:
             raise EpisodeFailed("a request that was refused can only be followed by a separate conversation")
         else:
             added = await self._run(conversation.add_messages, observation.messages)
-        refusal = self._refusal(conversation)
-        if refusal is None or not observation.refusable:
+        following = await self._ask(conversation, observation, tools)
+        if following.refusal is None or not observation.refusable:
             played.messages += observation.messages
-        if refusal is not None:
+        if following.refusal is not None:
             state.refusals += 1
             if not observation.refusable or state.refusals >= self.config.max_turns:
                 state.end("length")
@@ -281,7 +294,7 @@ class EpisodeRunner:
         else:
             played.segments[-1].added(added.ids)
         await self._branch(state, observation)
-        return _Asked(conversation, observation, tools, refusal)
+        return following
 
     def _observed(self, state: _OpenEpisode, reply: EpisodeReply) -> Observation:
         """The observation of a reply, its messages cut to the bound. Raises EpisodeFailed."""
@@ -324,6 +337,11 @@ class EpisodeRunner:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, called)
 
 
+def _refused(code: str, why: str) -> Message:
+    """The answer to a request that is refused."""
+    return {"role": "assistant", "content": "", "refused": {"code": code, "message": why}}
+
+
 def _told(message: Message, conversation: Conversation, turn: SampledTurn) -> Message:
     """A turn as the environment gets it, with how it ended and what it cost; before it enters the conversation."""
     counts = {"prompt_tokens": len(conversation.prompt_ids), "completion_tokens": len(turn.ids)}
@@ -338,7 +356,7 @@ class _Asked:
     observation: Observation
     tools: Sequence[Any] | None
     refusal: Message | None
-    """The answer where its prompt has no room, and no turn is sampled."""
+    """The answer where the request is refused, and no turn is sampled."""
 
 
 @dataclass

@@ -10,8 +10,16 @@ from typing import Any, cast
 
 import pytest
 
-from troupe.workers.contract.config import EpisodeConfig
-from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Observation, Row, failed
+from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
+from troupe.workers.contract.environments import (
+    EnvironmentGone,
+    EpisodeReply,
+    Message,
+    Observation,
+    Row,
+    failed,
+    read_observation,
+)
 from troupe.workers.episodes.conversation import Added, Conversation, ConversationError
 from troupe.workers.episodes.episode import RESTARTS, EpisodeRunner, Played
 from troupe.workers.episodes.turns import SampledTurn
@@ -95,7 +103,9 @@ def reply(*messages: Message, **fields: Any) -> EpisodeReply:
     return EpisodeReply(Observation(messages, **fields))
 
 
-async def sampled(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+async def sampled(
+    number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+) -> SampledTurn:
     ids = [10 * (number + 1) + place for place in range(min(3, max_tokens))]
     spans = [{"version": number, "start": 0, "end": 1}, {"version": number + 1, "start": 1, "end": len(ids)}]
     return SampledTurn(ids, [-0.5] * len(ids), spans, "stop", cached_tokens=2)
@@ -150,7 +160,9 @@ def test_the_environment_gets_the_last_turn_when_turns_run_out() -> None:
 
 
 def test_a_turn_that_is_cut_ends_the_episode_or_not() -> None:
-    async def cut(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def cut(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+    ) -> SampledTurn:
         return SampledTurn([5], [-1.0], [{"version": 0, "start": 0, "end": 1}], "length")
 
     script = Script([reply(USER, reward=0.5), reply(done=True)])
@@ -223,7 +235,9 @@ def test_the_prompt_of_the_data_is_no_observation() -> None:
 
 
 def test_an_episode_that_takes_too_long_fails() -> None:
-    async def slow(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def slow(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+    ) -> SampledTurn:
         await asyncio.sleep(60)
         raise AssertionError
 
@@ -252,7 +266,9 @@ def test_workers_that_keep_dying_fail_the_sample() -> None:
 
 
 def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
-    async def broken(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def broken(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+    ) -> SampledTurn:
         raise RuntimeError("the engine died")
 
     script = Script([])
@@ -264,7 +280,9 @@ def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
 def test_a_conversation_of_its_own_begins_a_row_with_its_own_limits() -> None:
     asked: list[tuple[int, tuple[str, ...]]] = []
 
-    async def noted(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def noted(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+    ) -> SampledTurn:
         asked.append((max_tokens, tuple(stop)))
         return await sampled(number, prompt_ids, max_tokens, stop)
 
@@ -279,7 +297,9 @@ def test_conversations_beside_a_turn_are_sampled_with_it_and_are_rows_before_it(
     running: list[int] = []
     together: list[int] = []
 
-    async def noted(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def noted(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+    ) -> SampledTurn:
         running.append(number)
         await asyncio.sleep(0)
         together.append(len(running))
@@ -369,3 +389,34 @@ def test_more_requests_than_turns_are_left_end_the_episode_at_once() -> None:
     played = play(script, max_turns=3)
     assert (played.status, played.finish_reason, len(played.segments)) == ("ok", "max_turns", 3)
     assert (script.heard, script.ended) == ([], ["key/0"]), "some of the requests could not be answered"
+
+
+def test_a_turn_has_the_form_that_is_asked_for_if_the_loss_accounts_for_it() -> None:
+    forms: list[Any] = []
+
+    async def noted(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any
+    ) -> SampledTurn:
+        forms.append(form)
+        return await sampled(number, prompt_ids, max_tokens, stop)
+
+    asked = reply(USER, structured={"regex": "yes|no"}, restart=True)
+    assert play(Script([asked, reply(done=True)]), noted).status == "ok"
+    assert forms == [None, StructuredConfig(regex="yes|no")]
+    with ThreadPoolExecutor(1) as tokenizing:
+        config = EpisodeConfig(turn_timeout_s=1.0, episode_timeout_s=5.0)
+        script = Script([asked])
+        runner = EpisodeRunner(config, 3, 100, Reader(), tokenizing, lambda: script, lambda form: "the loss does not")
+        played = asyncio.run(runner.play("key", ROW, noted))
+        assert played.status.startswith("environment: turn 1: structured: the loss does not")
+        refusable = reply(USER, structured={"regex": "yes|no"}, restart=True, refusable=True)
+        script = Script([refusable, reply(USER, restart=True), reply(done=True)])
+        assert asyncio.run(runner.play("key", ROW, noted)).status == "ok"
+        assert script.heard[1]["refused"]["code"] == "unsupported_form"
+    assert forms == [None, StructuredConfig(regex="yes|no"), None, None, None]
+
+
+@pytest.mark.parametrize("form", [5, {}, {"regex": ""}, {"regex": "a", "choice": ["a"]}, {"json": {}}])
+def test_a_form_of_another_shape_is_no_observation(form: Any) -> None:
+    with pytest.raises(ValueError, match="structured: "):
+        read_observation({"structured": form})
