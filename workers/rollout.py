@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import asdict, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,7 +39,7 @@ from troupe.workers.engine.process import engine_processes
 from troupe.workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
 from troupe.workers.engine.settings import check_structured, engine_args, set_environment, structured_outputs
 from troupe.workers.engine.tool_calls import tool_parser
-from troupe.workers.episodes.episode import EpisodeRunner, Played
+from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played
 from troupe.workers.episodes.reader import TurnReader, read_row
 from troupe.workers.episodes.turns import SampledTurn, TurnLimits
 from troupe.workers.isolation.removal import remove_at_death, retire
@@ -95,6 +96,7 @@ class RolloutWorker:
         # One thread with its own tokenizer: a long prompt blocks no other group, and tokenizers are not thread-safe.
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self._long: LongReader | None = None
 
     async def start(self) -> WorkerHealth:
         """Load the model. This takes minutes and blocks the event loop.
@@ -116,6 +118,8 @@ class RolloutWorker:
         self._tokenizer = load_chat_tokenizer(self._config.model)
         if self._config.episode is not None:
             self._reader = TurnReader(self._tokenizer, tool_parser(self._config.episode.tool_parser, self._tokenizer))
+            thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizing-long")
+            self._long = LongReader(TurnReader(deepcopy(self._tokenizer)), thread)
         try:
             with engine_processes(self._config.device):
                 self._engine = AsyncLLM.from_engine_args(engine_args(self._config))
@@ -182,7 +186,7 @@ class RolloutWorker:
         if reader is None:
             raise EngineClosed(self._name, self._closed_because)
         sizes = (self._config.sampling.max_tokens, self._config.engine.max_model_len)
-        runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link, self._form_problem)
+        runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link, self._form_problem, self._long)
 
         async def play(index: int) -> Played:
             async def sample(
@@ -304,6 +308,8 @@ class RolloutWorker:
         for path in self._files_written:
             retire(path)
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        if self._long is not None:
+            self._long.thread.shutdown(wait=False, cancel_futures=True)
 
     # The receiving side of vLLM's GPU backends, driven by the trainer's sender. Untested on GPU.
 

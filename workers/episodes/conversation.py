@@ -62,6 +62,10 @@ class Conversation:
         self.prompt_ids: list[int] = token_ids(tokenizer, self._text)
         """The next prompt. Within a row, it only grows."""
 
+    def move_to(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Use another instance of the same tokenizer from now on: one is not for several threads."""
+        self._tokenizer = tokenizer
+
     def add_response(self, ids: Sequence[int], message: Message) -> None:
         """Append a turn of the policy.
 

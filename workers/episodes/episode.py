@@ -22,7 +22,7 @@ from troupe.workers.contract.environments import (
     failed_status,
 )
 from troupe.workers.contract.roles import EnvironmentLink
-from troupe.workers.episodes.conversation import Conversation, ConversationError
+from troupe.workers.episodes.conversation import Added, Conversation, ConversationError
 from troupe.workers.episodes.turns import SampledTurn, Segment
 from troupe.workers.isolation.text import one_line
 
@@ -31,6 +31,10 @@ RESTARTS = 3
 _CALL_MARGIN_S = 10.0
 """Time that a call may take beyond the environment's own bound."""
 _NO_WORKER_PAUSE_S = 0.5
+_LONG_CHARS = 100_000
+"""Characters of a long conversation: rendering and tokenizing one of these takes about 0.1 s."""
+_MESSAGE_CHARS = 50
+"""What a message counts besides its content."""
 
 SampleTurn = Callable[[int, Sequence[int], int, Sequence[str], StructuredConfig | None], Awaitable[SampledTurn]]
 """Samples one turn: (number of the turn, prompt ids, most tokens, further strings that end it, its form)."""
@@ -89,6 +93,18 @@ class Reader(Protocol):
         """From the tokens of a turn, which was `cut` or not, to the message for the environment and for the history."""
         ...
 
+    def adopt(self, conversation: Conversation) -> None:
+        """Continue a conversation that another reader began."""
+        ...
+
+
+@dataclass(frozen=True)
+class LongReader:
+    """A reader with its own tokenizer, and the thread that owns it."""
+
+    reader: Reader
+    thread: Executor
+
 
 @dataclass(frozen=True)
 class EpisodeRunner:
@@ -105,6 +121,8 @@ class EpisodeRunner:
     """The current link: environment workers come and go."""
     form_problem: Callable[[StructuredConfig], str] = lambda form: ""
     """Why a turn cannot have this form; empty: it can."""
+    long: LongReader | None = None
+    """Reads long conversations, so that other episodes do not wait for them; None: all are read on one thread."""
 
     async def play(self, key: str, row: Row, sample: SampleTurn) -> Played:
         """Play one episode. A failure of the environment is a status; errors of the engine are raised.
@@ -221,7 +239,9 @@ class EpisodeRunner:
 
     async def _start(self, asked: Observation) -> Conversation:
         """The conversation that an observation begins. Raises EpisodeFailed for one without tokens."""
-        conversation: Conversation = await self._run(self.reader.start, asked.messages, asked.tools)
+        long = self._is_long(asked.messages)
+        reader = self.long.reader if long and self.long is not None else self.reader
+        conversation: Conversation = await self._run(reader.start, asked.messages, asked.tools, long=long)
         if not conversation.prompt_ids:
             raise EpisodeFailed("the prompt is empty")
         return conversation
@@ -281,7 +301,7 @@ class EpisodeRunner:
         elif asked.refusal is not None:
             raise EpisodeFailed("a request that was refused can only be followed by a separate conversation")
         else:
-            added = await self._run(conversation.add_messages, observation.messages)
+            added = await self._add(conversation, observation.messages)
         following = await self._ask(conversation, observation, tools)
         if following.refusal is None or not observation.refusable:
             played.messages += observation.messages
@@ -323,8 +343,24 @@ class EpisodeRunner:
         finally:
             state.played.environment_s += time.monotonic() - started
 
-    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function on the thread that owns the tokenizer. Raises EpisodeFailed for whatever it raises."""
+    async def _add(self, conversation: Conversation, messages: Sequence[Message]) -> Added:
+        """Append what follows a turn. Raises EpisodeFailed."""
+        if self.long is None or not self._is_long([*conversation.messages, *messages]):
+            return await self._run(conversation.add_messages, messages)
+        reader = self.long.reader
+
+        def add() -> Added:
+            reader.adopt(conversation)
+            return conversation.add_messages(messages)
+
+        return await self._run(add, long=True)
+
+    def _is_long(self, messages: Sequence[Message]) -> bool:
+        """Whether the messages are read on a thread that others do not wait for, if there is one."""
+        return sum(len(message["content"]) + _MESSAGE_CHARS for message in messages) > _LONG_CHARS
+
+    async def _run(self, function: Callable[..., Any], *args: Any, long: bool = False) -> Any:
+        """Call a function on the thread that owns its tokenizer. Raises EpisodeFailed for whatever it raises."""
 
         def called() -> Any:
             try:
@@ -334,7 +370,8 @@ class EpisodeRunner:
             except Exception as error:  # a tokenizer and a parser can raise anything on what an episode says
                 raise EpisodeFailed(one_line(f"{type(error).__name__}: {error}")) from error
 
-        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, called)
+        thread = self.long.thread if long and self.long is not None else self.tokenizing
+        return await asyncio.get_running_loop().run_in_executor(thread, called)
 
 
 def _refused(code: str, why: str) -> Message:

@@ -43,6 +43,10 @@ class TurnReader:
         """The conversation with its first prompt. Raises ConversationError."""
         return Conversation(self.tokenizer, messages, tools)
 
+    def adopt(self, conversation: Conversation) -> None:
+        """Continue a conversation that another reader began."""
+        conversation.move_to(self.tokenizer)
+
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
         """From the tokens of a turn to the message for the environment and the one for the history.
 
