@@ -315,11 +315,11 @@ def read_request(body: Any) -> list[Choice]:
     count = int(body.get("n") or 1)
     if not 1 <= count <= MAX_CHOICES:
         raise ValueError(f"n: must be 1 to {MAX_CHOICES}, got {count}")
-    tools, tool_choice = body.get("tools") or None, body.get("tool_choice") or "auto"
+    tools, tool_choice = body.get("tools") or [], body.get("tool_choice") or "auto"
     read_tools(tools)
     forced = forced_tool(tools, tool_choice)
     schema = forced_schema(tools, forced) if forced else response_schema(body.get("response_format"))
-    offered = None if tool_choice == "none" else tools
+    offered = tools if tools and tool_choice != "none" else None
     loop = asyncio.get_running_loop()
     return [Choice(messages, offered, stops, longest, schema, forced, loop.create_future()) for _ in range(count)]
 

@@ -13,9 +13,9 @@ from typing import Any
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
-def forced_tool(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> bool | str:
+def forced_tool(tools: Sequence[Mapping[str, Any]], choice: Any) -> bool | str:
     """Whether `tool_choice` forces a call, or the name of the tool that it forces. Raises ValueError."""
-    names = [tool["function"]["name"] for tool in tools or ()]
+    names = [tool["function"]["name"] for tool in tools]
     match choice:
         case "auto" | "none":
             return False

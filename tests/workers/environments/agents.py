@@ -161,7 +161,8 @@ def forced(row: Row, client: OpenAI) -> float:
     right = 0
     for choice in (named, "required"):
         done = client.chat.completions.create(model="any", messages=messages, tools=[ADD], tool_choice=choice)
-        (call,) = done.choices[0].message.tool_calls or ()
+        assert done.choices[0].message.tool_calls is not None
+        (call,) = done.choices[0].message.tool_calls
         right += (call.type, done.choices[0].finish_reason) == ("function", "tool_calls")
         right += json.loads(call.function.arguments) == {"a": 5}  # pyright: ignore[reportAttributeAccessIssue]
         messages += [done.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
@@ -190,7 +191,8 @@ def picks(row: Row, client: OpenAI) -> float:
     messages: list[Any] = list(row.messages)
     named: Any = {"type": "function", "function": {"name": "pick"}}
     done = client.chat.completions.create(model="any", messages=messages, tools=[PICK], tool_choice=named)
-    (call,) = done.choices[0].message.tool_calls or ()
+    assert done.choices[0].message.tool_calls is not None
+    (call,) = done.choices[0].message.tool_calls
     picked = json.loads(call.function.arguments)["a"]  # pyright: ignore[reportAttributeAccessIssue]
     messages += [done.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
     client.chat.completions.create(model="any", messages=messages, tools=[PICK])
