@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import asdict, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import EpisodeConfig, RolloutConfig
+from troupe.workers.contract.config import EpisodeConfig, RolloutConfig, StructuredConfig
 from troupe.workers.contract.environments import EnvironmentGone
 from troupe.workers.contract.messages import (
     ROLLOUTS,
@@ -39,7 +40,7 @@ from troupe.workers.engine.process import engine_processes
 from troupe.workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
 from troupe.workers.engine.settings import check_structured, engine_args, set_environment, structured_outputs
 from troupe.workers.engine.tool_calls import tool_parser
-from troupe.workers.episodes.episode import EpisodeRunner, Played
+from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played
 from troupe.workers.episodes.reader import TurnReader, read_row
 from troupe.workers.episodes.turns import SampledTurn, TurnLimits
 from troupe.workers.isolation.removal import remove_at_death, retire
@@ -96,6 +97,7 @@ class RolloutWorker:
         # One thread with its own tokenizer: a long prompt blocks no other group, and tokenizers are not thread-safe.
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
+        self._long: LongReader | None = None
 
     async def start(self) -> WorkerHealth:
         """Load the model. This takes minutes and blocks the event loop.
@@ -117,6 +119,8 @@ class RolloutWorker:
         self._tokenizer = load_chat_tokenizer(self._config.model)
         if self._config.episode is not None:
             self._reader = TurnReader(self._tokenizer, tool_parser(self._config.episode.tool_parser, self._tokenizer))
+            thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizing-long")
+            self._long = LongReader(TurnReader(deepcopy(self._tokenizer)), thread)
         try:
             with engine_processes(self._config.device):
                 self._engine = AsyncLLM.from_engine_args(engine_args(self._config))
@@ -183,11 +187,13 @@ class RolloutWorker:
         if reader is None:
             raise EngineClosed(self._name, self._closed_because)
         sizes = (self._config.sampling.max_tokens, self._config.engine.max_model_len)
-        runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link)
+        runner = EpisodeRunner(bounds, *sizes, reader, self._tokenizing, self._link, self._form_problem, self._long)
 
         async def play(index: int) -> Played:
-            async def sample(number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
-                limits = TurnLimits(number, max_tokens, tuple(stop))
+            async def sample(
+                number: int, ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: StructuredConfig | None
+            ) -> SampledTurn:
+                limits = TurnLimits(number, max_tokens, tuple(stop), form)
                 return sampled_turn(await self._sample(engine, request, index, list(ids), limits))
 
             row = read_row(prompt, sample_seed(request.seed, index))
@@ -205,6 +211,18 @@ class RolloutWorker:
     async def connect_environments(self, link: EnvironmentLink) -> None:
         """Use these environment workers for new episodes."""
         self._environments = link
+
+    def _form_problem(self, form: StructuredConfig) -> str:
+        """Why a turn cannot have this form; empty: it can."""
+        if self._config.sampling.structured is not None:
+            return "the spec sets that of all turns, sampling.structured"
+        if not self._config.turn_forms:
+            return "the loss does not account for it; set algorithm.importance.mode to truncate or mask"
+        try:
+            check_structured(form)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _link(self) -> EnvironmentLink:
         if self._environments is None:
@@ -291,6 +309,8 @@ class RolloutWorker:
         for path in self._files_written:
             retire(path)
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        if self._long is not None:
+            self._long.thread.shutdown(wait=False, cancel_futures=True)
 
     # The receiving side of transfers from device to device, driven by the trainer's sender. Untested on GPU.
 
@@ -517,5 +537,5 @@ class RolloutWorker:
             detokenize=bool(stop),
             skip_special_tokens=False,  # or a stop string with a special token would never match
             output_kind=RequestOutputKind.FINAL_ONLY,
-            structured_outputs=structured_outputs(sampling.structured),
+            structured_outputs=structured_outputs(limits.structured or sampling.structured),
         )

@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from troupe.orchestrator.cluster.event_loop import within
 from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Row, failed
 from troupe.workers.contract.roles import EnvironmentServer
+from troupe.workers.isolation.text import one_line
 
 
 class ActorEnvironments:
@@ -52,11 +53,11 @@ class ActorEnvironments:
         try:
             reply = await within(timeout_s, getattr(self._actors[worker], method).remote(*args))
         except TimeoutError:
-            return failed(f"{method}: {worker} did not answer in {timeout_s:g} s")
+            reply = failed(f"{method}: {worker} did not answer in {timeout_s:g} s")
         except RayTaskError as error:
             if isinstance(error.cause, EnvironmentGone):
                 raise EnvironmentGone(str(error.cause)) from None
-            raise
+            reply = failed(one_line(f"{method}: {worker}: {type(error.cause).__name__}: {error.cause}"))
         except RayActorError as error:
             self._actors.pop(worker, None)
             self._open.pop(worker, None)

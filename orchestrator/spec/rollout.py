@@ -229,6 +229,7 @@ class RolloutSpec(RunSpec, frozen=True):
             transfer_backend=self.resolved_backend(),
             device=self.device,
             episode=self.episode_config(),
+            turn_forms=section.corrects_sampler(self.algorithm) or not section.policy_loss(self.algorithm).has_ratio,
         )
 
     def episode_config(self) -> EpisodeConfig | None:

@@ -170,6 +170,29 @@ async def test_the_choices_of_an_agents_request_are_rows_with_the_engines_tokens
     assert len({tuple(row["response_ids"]) for row in played}) == 6, "and are sampled independently"
 
 
+async def test_a_call_that_a_request_forces_is_sampled_among_the_permitted_tokens(
+    worker: RolloutWorker, tiny_model: Path
+) -> None:
+    bounds = BOUNDS.model_copy(update={"turn_timeout_s": 60.0})
+    args = {"function": "tests.workers.environments.agents:picks"}
+    before, worker._config = worker._config, worker._config.model_copy(update={"turn_forms": True})
+    try:
+        played = await rows(worker, "agent", bounds, replace(REQUEST, samples=2), **args)
+    finally:
+        worker._config = before
+    model = load_model(tiny_model)
+    for row in played:
+        assert (row["episode_status"], row["segment"]) == ("ok", 0), "the result of a call continues the row"
+        assert [span["reward"] for span in row["turn_rewards"]] == [1.0]
+        forced, _, free = row["turns"]
+        gained = torch.tensor(row["rollout_logprobs"]) - reference_logprobs(model, row, 0.7)
+        assert (gained[forced["start"] : forced["end"]] > -2e-4).all(), "probabilities among fewer tokens are higher"
+        assert gained[forced["start"] : forced["end"]].sum() > 1.0
+        assert gained[free["start"] : free["end"]].abs().max() < 2e-4, "a turn without a form has the policy's own"
+    refused = await rows(worker, "agent", bounds, replace(REQUEST, samples=1), **args)
+    assert "set algorithm.importance.mode to truncate or mask" in refused[0]["episode_status"]
+
+
 class Talk:
     """An environment of three turns, which updates the engine while some of five episodes are in their second turn."""
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pydantic import ValidationError
+
+from troupe.workers.contract.config import StructuredConfig, first_problem
+from troupe.workers.contract.valid_text import valid_json, valid_text
 
 Message = dict[str, Any]
 """One message of a conversation: `role`, `content` (text), and for tools `tool_calls`, `tool_call_id` and `name`."""
@@ -49,10 +54,18 @@ class Observation:
     """Strings that end the next turn, besides `sampling.stop`."""
     max_tokens: int | None = None
     """Longest next turn, if shorter than `sampling.max_tokens`."""
+    structured: Mapping[str, Any] | None = None
+    """Form of the next turn: a field of `sampling.structured`, such as `{"regex": "yes|no"}`. The algorithm must
+    correct for the sampler (`algorithm.importance.mode`), and `sampling.structured` must not be set."""
     also: Sequence[Observation] = ()
     """Separate conversations whose responses are sampled at the same time as the next turn. Read of each are
-    `messages`, `tools`, `stop` and `max_tokens`. The message of the next step has their responses as `also`, in this
-    order (fewer where the turns have run out), and the sample has a row for each."""
+    `messages`, `tools`, `stop`, `max_tokens`, `structured` and `refusable`. The message of the next step has their
+    responses as `also`, in this order (fewer where the turns have run out), and the sample has a row for each."""
+    refusable: bool = False
+    """Whether `messages` are a request that may be refused. Where the prompt has no room in the model, or the form
+    cannot be used, the message of the next step then has `refused` (`code` and `message`), and the environment
+    continues with a separate conversation; other episodes end there. Where more requests wait than turns are left, the
+    episode ends at once."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Numbers for the metrics: their means are reported as `environment/NAME`."""
 
@@ -72,7 +85,8 @@ class EnvironmentGone(RuntimeError):
 
 def failed_status(turns: int, reason: str, last_turn: str) -> str:
     """Status of an episode that failed after so many turns of the policy; the last one is shown in part."""
-    return f"environment: turn {turns}: {reason}" + (f"{_LAST_TURN}{last_turn[:200]!r}" if turns else "")
+    status = f"environment: turn {turns}: {reason}" + (f"{_LAST_TURN}{last_turn[:200]!r}" if turns else "")
+    return valid_text(status)
 
 
 def cause_of(status: str) -> str:
@@ -95,6 +109,8 @@ def failed(status: str) -> EpisodeReply:
 def read_observation(value: Any) -> Observation:
     """An observation from what an environment returned, or from its JSON.
 
+    Texts that are not valid (a policy can write half a character, and tools return it) keep their escapes.
+
     Raises:
         TypeError, ValueError: it is not an observation; the message names the field.
     """
@@ -102,14 +118,12 @@ def read_observation(value: Any) -> Observation:
         value = vars(value)
     if not isinstance(value, Mapping):
         raise TypeError(f"expected an Observation, got {type(value).__name__}")
-    reward, tools = value.get("reward"), value.get("tools")
+    reward = value.get("reward")
     if reward is not None:
         reward = float(reward)
         if not math.isfinite(reward):
             raise ValueError(f"reward: not a finite number: {reward}")
-    if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
-        raise TypeError("tools: expected JSON schemas")
-    info = {str(name): float(number) for name, number in dict(value.get("info") or {}).items()}
+    info = {valid_text(str(name)): float(number) for name, number in dict(value.get("info") or {}).items()}
     longest = value.get("max_tokens")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
         raise ValueError(f"max_tokens: expected a positive integer, got {longest!r}")
@@ -117,11 +131,13 @@ def read_observation(value: Any) -> Observation:
         messages=tuple(_message(number, message) for number, message in enumerate(value.get("messages") or ())),
         reward=reward,
         done=bool(value.get("done", False)),
-        tools=None if tools is None else tuple(dict(tool) for tool in tools),
+        tools=read_tools(value.get("tools")),
         restart=bool(value.get("restart", False)),
-        stop=tuple(map(str, value.get("stop") or ())),
+        stop=read_stop(value.get("stop") or ()),
         max_tokens=longest,
         also=tuple(_conversation(number, one) for number, one in enumerate(value.get("also") or ())),
+        structured=read_form(value.get("structured")),
+        refusable=bool(value.get("refusable", False)),
         info=info,
     )
 
@@ -134,7 +150,7 @@ def _conversation(number: int, value: Any) -> Observation:
         raise type(error)(f"also.{number}.{error}") from None
     if not read.messages:
         raise ValueError(f"also.{number}.messages: there are none")
-    return Observation(read.messages, tools=read.tools, restart=True, stop=read.stop, max_tokens=read.max_tokens)
+    return replace(read, reward=None, done=False, restart=True, also=(), info={})
 
 
 def _message(number: int, message: Any) -> Message:
@@ -142,8 +158,48 @@ def _message(number: int, message: Any) -> Message:
         raise TypeError(f"messages.{number}: expected a message with a role, got {type(message).__name__}")
     if not isinstance(message.get("content"), str):
         raise TypeError(f"messages.{number}.content: expected text, got {type(message.get('content')).__name__}")
+    return valid_json(message)
+
+
+def read_tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+    """Tools as JSON schemas of functions, the only kind that chat templates and parsers have; None: none are given.
+
+    Raises:
+        TypeError, ValueError: they are something else; the message names the field.
+    """
+    if tools is None:
+        return None
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise TypeError(f"tools: expected a list of JSON schemas, got {type(tools).__name__}")
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise TypeError(f"tools.{number}: expected the JSON schema of a function, got {type(tool).__name__}")
+        if (kind := tool.get("type", "function")) != "function":
+            raise ValueError(f"tools.{number}.type: expected function, got {kind!r:.40}")
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise TypeError(f"tools.{number}.function: expected an object with a name")
+        if not isinstance(function.get("description"), str | None):
+            raise TypeError(f"tools.{number}.function.description: expected text")
+        if not isinstance(function.get("parameters"), Mapping | None):
+            raise TypeError(f"tools.{number}.function.parameters: expected a JSON schema")
+    return tuple(valid_json(tools))
+
+
+def read_form(form: Any) -> dict[str, Any] | None:
+    """The form of a turn; None: any text. Raises ValueError for something else."""
+    if form is None:
+        return None
     try:
-        message["content"].encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"messages.{number}.content: a lone surrogate, which is not valid text") from error
-    return dict(message)
+        return valid_json(StructuredConfig.model_validate(form).model_dump(exclude_none=True))
+    except ValidationError as error:
+        raise ValueError(f"structured: {first_problem(error)}") from error
+
+
+def read_stop(stop: Any) -> tuple[str, ...]:
+    """Strings that end a turn. Raises TypeError or ValueError for something else."""
+    if not isinstance(stop, Sequence) or isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+        raise TypeError(f"stop: expected a list of texts, got {stop!r:.40}")
+    if "" in stop:
+        raise ValueError("stop: a text is empty")
+    return tuple(map(valid_text, stop))

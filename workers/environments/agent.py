@@ -23,9 +23,10 @@ from typing import Any
 
 from aiohttp import web
 
-from troupe.workers.contract.environments import Message, Observation, Row
+from troupe.workers.contract.environments import Message, Observation, Row, read_stop, read_tools
 from troupe.workers.contract.naming import import_attribute, locate
 from troupe.workers.environments.base import Environment
+from troupe.workers.environments.chat_forms import forced_calls, forced_schema, forced_tool, response_schema
 from troupe.workers.rewards.scalars import as_number
 
 HOST = "127.0.0.1"
@@ -52,12 +53,40 @@ class Choice:
     tools: list[dict[str, Any]] | None
     stop: tuple[str, ...]
     max_tokens: int | None
+    schema: dict[str, Any] | None
+    """JSON schema of the response."""
+    forced: bool | str
+    """Whether the response must be calls of tools, or the name of the tool that it must call."""
     answer: asyncio.Future[Message] = field(repr=False)
 
     @property
     def observation(self) -> Observation:
         """It as a separate conversation."""
-        return Observation(self.messages, tools=self.tools, restart=True, stop=self.stop, max_tokens=self.max_tokens)
+        return Observation(
+            self.messages,
+            tools=self.tools,
+            restart=True,
+            stop=self.stop,
+            max_tokens=self.max_tokens,
+            structured=None if self.schema is None else {"json_schema": self.schema},
+            refusable=True,
+        )
+
+    def read(self, message: Message, prefix: str) -> Message:
+        """The response with the calls that the request forced, whose names begin with a prefix."""
+        if not self.forced or message.get("tool_calls") or message.get("finish_reason") == "length":
+            return message
+        calls = forced_calls(message["content"], self.forced, prefix)
+        return message | {"content": "", "tool_calls": calls} if calls else message
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request that is not answered yet."""
+
+    request: web.Request
+    body: Any
+    choices: list[Choice]
 
 
 class Agent(Environment):
@@ -79,6 +108,8 @@ class Agent(Environment):
         self._waiting: asyncio.Queue[Choice] = asyncio.Queue()
         self._pending: list[Choice] = []
         """Choices that are being sampled: that of the next turn, then those of the conversations beside it."""
+        self._asked: list[_Asked] = []
+        """Requests without a response that arrived."""
         self._known: list[Message] = []
         self._tools: list[dict[str, Any]] | None = None
         self._agent: asyncio.Task[float | None] | None = None
@@ -101,10 +132,15 @@ class Agent(Environment):
 
     async def step(self, message: Message) -> Observation:
         """The responses to the pending requests; then the next requests, or the end."""
-        also = message.pop("also", ())
-        if self._pending:
-            self._known = [*self._pending[0].messages, plain(message)]
-        for choice, response in zip(self._pending, (message, *also), strict=False):
+        given = zip(self._pending, (message, *message.pop("also", ())), strict=False)
+        responses = [
+            (choice, choice.read(response, f"call_{self._requests}_{place}"))
+            for place, (choice, response) in enumerate(given)
+        ]
+        if responses:
+            choice, response = responses[0]
+            self._known = [] if "refused" in response else [*choice.messages, plain(response)]
+        for choice, response in responses:
             if not choice.answer.done():
                 choice.answer.set_result(response)
         return await self._next()
@@ -221,15 +257,36 @@ class Agent(Environment):
             return _error(400, "the request is nested too deeply")
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             return _error(400, str(error))
-        for choice in choices:
-            self._waiting.put_nowait(choice)
+        asked = self._retried(request, body)
+        if asked is None:
+            asked = _Asked(request, body, choices)
+            self._asked.append(asked)
+            for choice in choices:
+                self._waiting.put_nowait(choice)
         try:
-            messages = [await choice.answer for choice in choices]
+            messages = [await asyncio.shield(choice.answer) for choice in asked.choices]
         except asyncio.CancelledError:
             return _error(503, "the episode has ended")
+        if not _given_up(request):
+            self._asked.remove(asked)
+        if refused := messages[0].get("refused"):
+            return _error(400, refused["message"], refused["code"])
         if not body.get("stream"):
             return web.json_response(completion(messages))
         return await _stream(request, completion(messages))
+
+    def _retried(self, request: web.Request, body: Any) -> _Asked | None:
+        """The same request whose client has given up waiting, which this one takes over; None: there is none."""
+        for asked in self._asked:
+            if _given_up(asked.request) and asked.body == body:
+                asked.request = request
+                return asked
+        return None
+
+
+def _given_up(request: web.Request) -> bool:
+    """Whether the client has closed the connection."""
+    return request.transport is None or request.transport.is_closing()
 
 
 def _load(name: str) -> Any:
@@ -246,32 +303,25 @@ def read_request(body: Any) -> list[Choice]:
     for name, why in _REFUSED.items():
         if body.get(name):
             raise ValueError(f"{name}: {why}")
-    if body.get("response_format") not in (None, {"type": "text"}):
-        raise ValueError("response_format: the form of responses is the spec's, sampling.structured")
-    messages = [plain(message) for message in body["messages"]]
-    if not messages:
-        raise ValueError("messages: there are none")
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise ValueError("messages: expected a list of messages")
+    messages = [plain(message) for message in given]
     stop = body.get("stop") or ()
-    stops = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
+    stops = read_stop([stop] if isinstance(stop, str) else stop)
     longest = body.get("max_completion_tokens") or body.get("max_tokens") or None
     if longest is not None and (not isinstance(longest, int) or longest < 1):
         raise ValueError(f"max_tokens: expected a whole number above 0, got {longest!r:.40}")
     count = int(body.get("n") or 1)
     if not 1 <= count <= MAX_CHOICES:
         raise ValueError(f"n: must be 1 to {MAX_CHOICES}, got {count}")
-    tools = _offered(body.get("tools") or None, body.get("tool_choice") or "auto")
+    tools, tool_choice = body.get("tools") or [], body.get("tool_choice") or "auto"
+    read_tools(tools)
+    forced = forced_tool(tools, tool_choice)
+    schema = forced_schema(tools, forced) if forced else response_schema(body.get("response_format"))
+    offered = tools if tools and tool_choice != "none" else None
     loop = asyncio.get_running_loop()
-    return [Choice(messages, tools, stops, longest, loop.create_future()) for _ in range(count)]
-
-
-def _offered(tools: Any, choice: Any) -> Any:
-    """The tools of a request. Raises ValueError for a choice that would force a call."""
-    if choice not in ("auto", "none"):
-        shown = choice if isinstance(choice, str) else "a named tool"
-        raise ValueError(f"tool_choice: {shown} would force tokens that the policy did not choose; use auto or none")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError("tools: expected a list of objects")
-    return None if choice == "none" else tools
+    return [Choice(messages, offered, stops, longest, schema, forced, loop.create_future()) for _ in range(count)]
 
 
 def plain(message: Any) -> Message:
@@ -284,14 +334,17 @@ def plain(message: Any) -> Message:
             raise TypeError("messages: content: expected text or a list of objects with a type")
         if wrong := [part.get("type") for part in content if part.get("type") != "text"]:
             raise ValueError(f"messages: content of type {wrong[0]} is not supported, only text")
-        content = "".join(str(part["text"]) for part in content)
+        content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str | None):
         raise TypeError("messages: content: expected text or a list of objects with a type")
     result: Message = {"role": message["role"], "content": content or ""}
-    for name in ("tool_calls", "tool_call_id", "name"):
-        if message.get(name):
-            result[name] = message[name]
-    return result
+    calls = message.get("tool_calls")
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise TypeError("messages: tool_calls: expected a list of objects")
+    for name in ("tool_call_id", "name"):
+        if not isinstance(message.get(name), str | None):
+            raise TypeError(f"messages: {name}: expected text")
+    return result | {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
 
 
 def completion(messages: Sequence[Message]) -> dict[str, Any]:
@@ -343,5 +396,6 @@ async def _stream(request: web.Request, done: dict[str, Any]) -> web.StreamRespo
     return response
 
 
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
+def _error(status: int, message: str, code: str | None = None) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)

@@ -106,12 +106,12 @@ class EpisodeHost:
         """Answer requests until the connection closes. Raises MemoryError where user code used up its memory."""
         with connection.makefile("rb") as requests:
             for line in requests:
-                connection.sendall(json.dumps(self.answer(json.loads(line))).encode() + b"\n")
+                connection.sendall(self.answer(json.loads(line)).encode() + b"\n")
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to one request. Whatever user code raises but MemoryError becomes a failure."""
+    def answer(self, request: dict[str, Any]) -> str:
+        """The reply to one request, as JSON. Whatever user code raises but MemoryError becomes a failure."""
         try:
-            return self._run(request)
+            return json.dumps(self._run(request))
         except MemoryError:
             raise
         except BaseException as error:
@@ -119,7 +119,7 @@ class EpisodeHost:
             if reply["cause"] not in self._shown:  # one traceback for each cause
                 self._shown.add(reply["cause"])
                 traceback.print_exception(type(error), error, user_traceback(error))
-            return {"failure": reply["failure"]}
+            return json.dumps({"failure": reply["failure"]})
 
     def _run(self, request: dict[str, Any]) -> dict[str, Any]:
         if request["op"] == "close":

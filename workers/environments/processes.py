@@ -59,11 +59,14 @@ class SeatProcess:
         """The reply to a request; whatever goes wrong is its status."""
         try:
             reply = await self._ask({"op": op, **fields}, timeout_s)
+            if "failure" in reply:
+                return failed(f"{op}: {reply['failure']}")
+            return EpisodeReply(read_observation(reply.get("observation")))
         except SeatFailed as error:
             return failed(f"{op}: {error}")
-        if "failure" in reply:
-            return failed(f"{op}: {reply['failure']}")
-        return EpisodeReply(read_observation(reply["observation"]))
+        except (TypeError, ValueError) as error:  # user code can write to the connection
+            self.kill()
+            return failed(f"{op}: error: {error}")
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """The reply to a request.

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.contract.config import EnvironmentConfig
+from troupe.workers.contract.config import EnvironmentConfig, StructuredConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.environments.processes import EnvironmentProcesses, SeatProcess
@@ -84,7 +84,13 @@ async def rehearse(rehearsal: Rehearsal, rows: Sequence[Row], said: Sequence[str
 
 
 def _sampler(turns: Iterator[list[int]]) -> SampleTurn:
-    async def sample(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def sample(
+        number: int,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        stop: Sequence[str],
+        structured: StructuredConfig | None,
+    ) -> SampledTurn:
         ids = next(turns)
         reason = "length" if len(ids) > max_tokens else "stop"
         ids = ids[:max_tokens]

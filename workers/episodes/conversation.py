@@ -69,6 +69,10 @@ class Conversation:
         """The whole conversation."""
         return restored(self._shown)
 
+    def move_to(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Use another instance of the same tokenizer from now on: one is not for several threads."""
+        self._tokenizer = tokenizer
+
     def add_response(self, ids: Sequence[int], message: Message) -> None:
         """Append a turn of the policy.
 

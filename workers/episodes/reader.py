@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from troupe.workers.contract.environments import Message, Row
+from troupe.workers.contract.valid_text import valid_json, valid_text
 from troupe.workers.data.plain_text import as_text, sampled_text
 from troupe.workers.data.turn_ends import without_end
 from troupe.workers.episodes.conversation import Conversation
@@ -44,6 +45,10 @@ class TurnReader:
         """The conversation with its first prompt. Raises ConversationError."""
         return Conversation(self.tokenizer, messages, tools)
 
+    def adopt(self, conversation: Conversation) -> None:
+        """Continue a conversation that another reader began."""
+        conversation.move_to(self.tokenizer)
+
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
         """From the tokens of a turn to the message for the environment and the one for the history.
 
@@ -65,7 +70,8 @@ class TurnReader:
             if cut and (calls or unread):
                 calls, unread = [], "cut"
             if calls:
-                message |= {"content": rest, "tool_calls": calls}
+                calls = valid_json(calls)  # the arguments of a call are JSON, which can hold half a character
+                message |= {"content": valid_text(rest), "tool_calls": calls}
                 history["tool_calls"] = as_text(self.tokenizer, calls)
             if unread is not None:
                 message["unread_call"] = unread

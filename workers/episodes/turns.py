@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from troupe.workers.contract.config import StructuredConfig
+
 
 @dataclass(frozen=True)
 class TurnLimits:
@@ -16,6 +18,8 @@ class TurnLimits:
     max_tokens: int
     stop: tuple[str, ...] = ()
     """Strings that end it, besides those of the spec."""
+    structured: StructuredConfig | None = None
+    """Its form, instead of the spec's."""
 
 
 @dataclass(frozen=True)

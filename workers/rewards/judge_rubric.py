@@ -128,10 +128,42 @@ def _said(messages: str) -> str:
     turns = json.loads(messages)
     if len(turns) == 1:
         return str(turns[0]["content"])
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+    return "\n\n".join(map(_turn, turns))
 
 
 def _played(messages: str, conversation: str) -> str:
-    """All that was said after the prompt of an episode."""
-    turns, asked = json.loads(conversation), len(json.loads(messages))
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns[asked:])
+    """All that was said in an episode, but for the messages of the prompt where it begins.
+
+    An environment can show the prompt, a part of it, other messages before it, or something else.
+    """
+    prompt, turns = json.loads(messages), json.loads(conversation)
+    said: list[str] = []
+    for place, turn in enumerate(turns):
+        found = next((at for at, asked in enumerate(prompt) if _behind(turn, asked) is not None), None)
+        if found is not None:
+            rest = _behind(turn, prompt[found]) or ""
+            said += [_turn(turn | {"content": rest})] if rest else []
+            prompt = prompt[found + 1 :]
+        elif turn["role"] == "assistant":  # the first turn of the policy
+            said += map(_turn, turns[place:])
+            break
+        else:
+            said.append(_turn(turn))
+    return "\n\n".join(said)
+
+
+def _behind(turn: Message, asked: Message) -> str | None:
+    """What a message says behind one of the prompt, in paragraphs of its own; None if it does not begin with it."""
+    content, known = str(turn["content"]), str(asked["content"])
+    if turn["role"] != asked["role"] or not content.startswith(known):
+        return None
+    rest = content[len(known) :]
+    return rest.strip() if not rest or rest.startswith("\n\n") else None
+
+
+def _turn(turn: Message) -> str:
+    """A message as text, with its calls of tools."""
+    calls = [call.get("function") or {} for call in turn.get("tool_calls") or ()]
+    called = [f"[calls {call.get('name')} with {call.get('arguments')}]" for call in calls]
+    content = str(turn["content"])
+    return f"{turn['role']}: " + "\n".join([content, *called] if content else called)

@@ -41,6 +41,8 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442
 _MNT_DETACH = 2
 _AT_RECURSIVE = 0x8000
+_SHARED_MEMORY = " /dev/zero (deleted)"
+"""What the kernel names shared memory that no file holds (`MAP_SHARED | MAP_ANONYMOUS`)."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 _CAPABILITY_VERSION = 0x20080522
@@ -282,22 +284,38 @@ def _watch(program: int, limit: int) -> bool:
     waiting = select.poll()
     waiting.register(os.pidfd_open(program), select.POLLIN)
     while not waiting.poll(WATCH_INTERVAL_MS):
-        if _private_memory() > limit:
+        if _used_memory() > limit:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # everything in this namespace but the init itself
             return True
     return False
 
 
-def _private_memory() -> int:
-    """Private memory of all processes but this one, in bytes."""
-    pages = 0
+def _used_memory() -> int:
+    """Memory of all processes but this one, in bytes: their private memory, and what they share without a file, once.
+
+    Shared memory counts with its size: it stays where a process has given up its pages, or only inherited them.
+    """
+    pages, shared_memory = 0, dict[str, int]()
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            with contextlib.suppress(OSError), open(f"/proc/{name}/statm", encoding="ascii") as file:
-                _, resident, shared, *_ = map(int, file.read().split())
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{name}/statm", encoding="ascii") as file:
+                    _, resident, shared, *_ = map(int, file.read().split())
                 pages += max(0, resident - shared)
-    return pages * os.sysconf("SC_PAGE_SIZE")
+                _add_shared_memory(name, shared_memory)
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(shared_memory.values())
+
+
+def _add_shared_memory(process: str, sizes: dict[str, int]) -> None:
+    """Add the shared memory that a process maps to the `sizes` in bytes, by its number. Raises OSError."""
+    with open(f"/proc/{process}/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.rstrip().endswith(_SHARED_MEMORY):
+                continue
+            addresses, _, offset, _, number, _ = line.split(maxsplit=5)
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            sizes[number] = max(sizes.get(number, 0), int(offset, 16) + end - start)
 
 
 def _become_program(request: dict[str, Any], status: int, drops_user: bool) -> NoReturn:

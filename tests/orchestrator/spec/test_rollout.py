@@ -86,6 +86,11 @@ def test_worker_configurations_follow_from_the_roles(tmp_path: Path) -> None:
     assert [function.name for function in spec.reward_config().functions] == ["exact_match"]
 
 
+def test_turns_can_have_a_form_where_the_loss_accounts_for_the_sampler(tmp_path: Path) -> None:
+    assert load(tmp_path, GRPO, "algorithm.importance.mode=truncate").rollout_config().turn_forms
+    assert not load(tmp_path, GRPO, "algorithm.importance.mode=none").rollout_config().turn_forms
+
+
 def test_ppo_has_a_critic_and_a_reference_of_their_own(tmp_path: Path) -> None:
     spec = load(tmp_path, PPO)
     critic, reference = spec.critic_config(), spec.reference_config()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -21,6 +22,51 @@ ADD: Any = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
+
+
+_USER = [{"role": "user", "content": "hello"}]
+MALFORMED: tuple[Any, ...] = (
+    {},
+    [],
+    {"messages": None},
+    {"messages": []},
+    {"messages": "hello"},
+    {"messages": [None]},
+    {"messages": [{"role": 5, "content": "hello"}]},
+    {"messages": [{"role": "user", "content": 5}]},
+    {"messages": [{"role": "user", "content": [5]}]},
+    {"messages": [{"role": "user", "content": "hello", "name": 5}]},
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": "add"}]},
+    {"messages": [{"role": "tool", "content": "", "tool_call_id": ["c"]}]},
+    {"messages": _USER, "stop": 5},
+    {"messages": _USER, "stop": [""]},
+    {"messages": _USER, "stop": [None]},
+    {"messages": _USER, "n": "many"},
+    {"messages": _USER, "max_tokens": "many"},
+    {"messages": _USER, "tool_choice": "required"},
+    {"messages": _USER, "tool_choice": "sometimes", "tools": [ADD]},
+    {"messages": _USER, "tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [ADD]},
+    {"messages": _USER, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tools": [ADD]},
+    {"messages": _USER, "response_format": {"type": "grammar"}},
+    {"messages": _USER, "response_format": {"type": "json_schema"}},
+    {"messages": _USER, "response_format": "json"},
+    {"messages": _USER, "tools": {"type": "function"}},
+    {"messages": _USER, "tools": ["add"]},
+    {"messages": _USER, "tools": [{"type": "custom", "custom": {"name": "sql"}}]},
+    {"messages": _USER, "tools": [{"type": "function", "name": "add", "parameters": {}}]},
+    {"messages": _USER, "tools": [{"type": "function", "function": {"name": "add", "parameters": []}}]},
+    {"messages": _USER, "tools": [{"type": "function", "function": {"name": None}}]},
+)
+"""Requests that are none."""
+
+
+def _is_refused(client: OpenAI, body: Any) -> bool:
+    """Whether the endpoint answers with a 400 that says why."""
+    try:
+        client.post("/chat/completions", body=body, cast_to=object)
+    except BadRequestError as error:
+        return len(error.message) > 30
+    return False
 
 
 def chat(row: Row, client: OpenAI, turns: int = 2) -> float:
@@ -87,13 +133,7 @@ def refused(row: Row, client: OpenAI) -> float:
         client.chat.completions.create(model="any", messages=list(row.messages), logprobs=True)  # pyright: ignore
     except BadRequestError as error:
         assert "log-probs are recorded" in str(error)
-    for option in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
-        try:
-            client.chat.completions.create(model="any", messages=list(row.messages), **option)  # pyright: ignore
-        except BadRequestError as error:
-            assert next(iter(option)) in str(error)
-        else:
-            raise AssertionError(option)
+    assert sum(_is_refused(client, wrong) for wrong in MALFORMED) == len(MALFORMED)
     try:
         urllib.request.urlopen(f"{client.base_url}models", timeout=5)
     except urllib.error.HTTPError as error:
@@ -112,6 +152,75 @@ def counted(row: Row, client: OpenAI) -> float:
     assert [choice.finish_reason for choice in done.choices] == ["length", "length"]
     assert done.usage is not None
     return float((done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (7, 6, 13))
+
+
+def forced(row: Row, client: OpenAI) -> float:
+    """A named tool, any tool, and an answer that is JSON. The reward is the number of parts that are as expected."""
+    messages: list[Any] = list(row.messages)
+    named: Any = {"type": "function", "function": {"name": "add"}}
+    right = 0
+    for choice in (named, "required"):
+        done = client.chat.completions.create(model="any", messages=messages, tools=[ADD], tool_choice=choice)
+        assert done.choices[0].message.tool_calls is not None
+        (call,) = done.choices[0].message.tool_calls
+        right += (call.type, done.choices[0].finish_reason) == ("function", "tool_calls")
+        right += json.loads(call.function.arguments) == {"a": 5}  # pyright: ignore[reportAttributeAccessIssue]
+        messages += [done.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ADD["function"]["parameters"]}}
+    client.chat.completions.create(model="any", messages=messages, tools=[ADD], response_format=form)
+    client.chat.completions.create(model="any", messages=messages, response_format={"type": "json_object"})
+    return float(right)
+
+
+PICK: Any = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def picks(row: Row, client: OpenAI) -> float:
+    """Forces a call, and continues with its result."""
+    messages: list[Any] = list(row.messages)
+    named: Any = {"type": "function", "function": {"name": "pick"}}
+    done = client.chat.completions.create(model="any", messages=messages, tools=[PICK], tool_choice=named)
+    assert done.choices[0].message.tool_calls is not None
+    (call,) = done.choices[0].message.tool_calls
+    picked = json.loads(call.function.arguments)["a"]  # pyright: ignore[reportAttributeAccessIssue]
+    messages += [done.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    client.chat.completions.create(model="any", messages=messages, tools=[PICK])
+    return float(picked in (1, 2))
+
+
+def shortens(row: Row, client: OpenAI) -> float:
+    """Has its last request refused, and asks again with less."""
+    messages: list[Any] = list(row.messages)
+    messages.append(client.chat.completions.create(model="any", messages=messages).choices[0].message)
+    try:
+        client.chat.completions.create(model="any", messages=[*messages, {"role": "user", "content": "x" * 100}])
+    except BadRequestError as error:
+        assert error.code == "context_length_exceeded"
+    last = client.chat.completions.create(model="any", messages=[*messages, {"role": "user", "content": "x"}])
+    return float(last.choices[0].message.content == "answer 2")
+
+
+def impatient(row: Row, client: OpenAI) -> float:
+    """Gives a request up after 0.4 s, and asks again. The reward is the number of responses that are as expected."""
+    patient = client.with_options(timeout=0.4, max_retries=9)
+    messages: list[Any] = list(row.messages)
+    right = 0
+    for number in range(2):
+        answer = patient.chat.completions.create(model="any", messages=messages).choices[0].message
+        right += answer.content == f"answer {number}"
+        messages += [answer, {"role": "user", "content": "go on"}]
+    return float(right)
 
 
 def silent(row: Row, client: OpenAI) -> float:
@@ -136,8 +245,6 @@ def endless(row: Row, client: OpenAI) -> float:
 
 def main() -> None:
     """An agent as a program."""
-    import json
-
     row = json.loads(os.environ["TROUPE_ROW"])
     client = OpenAI()
     done = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=row["messages"])

@@ -92,6 +92,28 @@ def starts_a_child(message: Message) -> Any:
     time.sleep(3600)
 
 
+def offers(*tools: Any) -> Any:
+    """Answers with a request that offers these tools."""
+    return lambda message: Observation([{"role": "user", "content": "Go on."}], tools=tools)
+
+
+class HalfCharacters(Environment):
+    """Writes half a surrogate pair into every text that it can."""
+
+    def start(self, row: Row) -> Observation:
+        call = {"id": "\ud83d", "type": "function", "function": {"name": "\ud83d", "arguments": '{"\ud83d": 1}'}}
+        tool = {"function": {"name": "f", "parameters": {"properties": {"\ud83d": {"enum": ["\udc00"]}}}}}
+        messages = [
+            {"role": "\ud83d", "content": "no \ud83d", "name": "\ud83d"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "\udc00 yes", "tool_call_id": "\ud83d"},
+        ]
+        return Observation(messages, tools=[tool], stop=["\ud83d"], info={"\ud83d": 1.0})
+
+    def step(self, message: Message) -> Observation:
+        raise ValueError("\ud83d")
+
+
 FAULTS: dict[str, Any] = {
     "raises": raises,
     "hangs": hangs,
@@ -105,7 +127,16 @@ FAULTS: dict[str, Any] = {
     "number": lambda message: 5,
     "role": lambda message: Observation([{"content": "who am I"}]),
     "content": lambda message: Observation([{"role": "user", "content": 3}]),
-    "surrogate": lambda message: Observation([{"role": "user", "content": "\ud800"}]),
+    "set": lambda message: Observation([{"role": "user", "content": "", "seen": {1, 2}}]),
+    "stop": lambda message: Observation([], stop=[""]),
+    "stops": lambda message: Observation([], stop=[5]),  # pyright: ignore[reportArgumentType]
+    "tools": lambda message: Observation([], tools="add"),  # pyright: ignore[reportArgumentType]
+    "tool": offers("add"),
+    "custom tool": offers({"type": "custom", "custom": {"name": "sql"}}),
+    "flat tool": offers({"type": "function", "name": "add", "parameters": {}}),
+    "tool without name": offers({"type": "function", "function": {"description": "Adds."}}),
+    "tool with a list": offers({"type": "function", "function": {"name": "add", "parameters": ["a"]}}),
+    "tool with a number": offers({"type": "function", "function": {"name": "add", "description": 5}}),
     "nan": lambda message: Observation(reward=float("nan"), done=True),
     "long": lambda message: Observation([{"role": "user", "content": "x" * 2**25}]),
     "close": lambda message: Observation(done=True),

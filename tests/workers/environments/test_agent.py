@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,7 @@ from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Observation, Row
 from troupe.workers.environment import EnvironmentWorker
 from troupe.workers.environments.agent import plain
+from troupe.workers.environments.chat_forms import forced_calls, forced_schema
 
 HERE = "tests.workers.environments.agents"
 ROW = Row(({"role": "user", "content": "hello"},), "5", {"level": 2}, seed=11)
@@ -28,8 +31,17 @@ class Played:
     """Responses sampled at the same time, for each step."""
 
 
-def play(call: Message | None = None, extra: Message | None = None, **args: Any) -> Played:
-    """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given."""
+def play(
+    call: Message | None = None,
+    extra: Message | None = None,
+    pause_s: float = 0.0,
+    said: Iterator[str] | None = None,
+    **args: Any,
+) -> Played:
+    """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given.
+
+    Requests of more than 100 characters are refused.
+    """
     config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=5.0, episodes=1, memory_limit_mib=1024)
 
     async def run() -> Played:
@@ -44,10 +56,15 @@ def play(call: Message | None = None, extra: Message | None = None, **args: Any)
                     {"role": "assistant", "content": f"answer {number + place}"} | (extra or {})
                     for place in range(len(asked))
                 )
+                if said is not None:
+                    message["content"] = next(said)
                 if also:
                     message["also"] = also
                 if call is not None and number == 0:
                     message |= {"content": "", "tool_calls": [call]}
+                if len(json.dumps(contents(asked[0]))) > 100:
+                    message["refused"] = {"code": "context_length_exceeded", "message": "too long"}
+                await asyncio.sleep(pause_s)
                 played.last = await worker.step("a", message)
             return played
 
@@ -101,6 +118,48 @@ def test_several_choices_and_branches_are_rows_of_their_own() -> None:
 def test_a_response_says_how_it_ended_and_what_it_cost() -> None:
     limits = {"finish_reason": "length", "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
     assert play(extra=limits, function=f"{HERE}:counted").last.observation.reward == 1.0
+
+
+def test_requests_can_force_calls_and_the_form_of_a_response() -> None:
+    said = iter(['{"a": 5}', '[{"name": "add", "parameters": {"a": 5}}]', '{"a": 1}', "{}"])
+    played = play(said=said, function=f"{HERE}:forced")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 4.0)
+    arguments = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    properties = {"name": {"type": "string", "enum": ["add"]}, "parameters": arguments}
+    call = {"type": "object", "properties": properties, "required": ["name", "parameters"]}
+    assert [asked.structured for asked in played.asked] == [
+        {"json_schema": arguments},
+        {"json_schema": {"type": "array", "minItems": 1, "items": {"anyOf": [call]}}},
+        {"json_schema": arguments},
+        {"json_schema": {"type": "object"}},
+    ]
+    assert [asked.restart for asked in played.asked[:3]] == [True, False, False], "forced calls are in the history"
+
+
+def test_definitions_of_forced_tools_are_where_references_begin() -> None:
+    parameters = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": "integer"}}}
+    tools = [{"function": {"name": "f", "parameters": parameters}}, {"function": {"name": "g"}}]
+    schema = forced_schema(tools, True)
+    assert schema["$defs"] == {"P": {"type": "integer"}} and "$defs" in parameters
+    assert forced_schema(tools, "f") == parameters
+    assert forced_schema(tools, "g") == {"type": "object", "properties": {}}
+    for text in ("", "[", "5", "{}", "[5]", '[{"name": 5, "parameters": {}}]', '[{"name": "f", "parameters": []}]'):
+        assert forced_calls(text, True, "call") == []
+    assert forced_calls("[]", "f", "call") == []
+
+
+def test_an_agent_shortens_a_request_that_is_too_long() -> None:
+    played = play(function=f"{HERE}:shortens")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 1.0)
+    assert [asked.restart for asked in played.asked] == [True, False, True], "what was refused is not continued"
+    assert all(asked.refusable for asked in played.asked)
+
+
+def test_the_retry_of_a_request_that_the_client_gave_up_is_that_request() -> None:
+    played = play(pause_s=1.5, function=f"{HERE}:impatient")
+    assert (played.last.status, played.last.observation.reward) == ("ok", 2.0)
+    assert len(played.asked) == 2
+    assert played.last.observation.info == {"requests": 2.0, "restarted": 0.0}
 
 
 def test_wrong_keys_and_what_cannot_be_trained_are_refused() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -88,10 +90,33 @@ FAULTS = {
     "number": "step: error: TypeError: expected an Observation, got int",
     "role": "step: error: TypeError: messages.0: expected a message with a role",
     "content": "step: error: TypeError: messages.0.content: expected text, got int",
-    "surrogate": "step: error: ValueError: messages.0.content: a lone surrogate",
+    "set": "step: error: TypeError: Object of type set is not JSON serializable",
+    "stop": "step: error: ValueError: stop: a text is empty",
+    "stops": "step: error: TypeError: stop: expected a list of texts, got [5]",
+    "tools": "step: error: TypeError: tools: expected a list of JSON schemas, got str",
+    "tool": "step: error: TypeError: tools.0: expected the JSON schema of a function, got str",
+    "custom tool": "step: error: ValueError: tools.0.type: expected function, got 'custom'",
+    "flat tool": "step: error: TypeError: tools.0.function: expected an object with a name",
+    "tool without name": "step: error: TypeError: tools.0.function: expected an object with a name",
+    "tool with a list": "step: error: TypeError: tools.0.function.parameters: expected a JSON schema",
+    "tool with a number": "step: error: TypeError: tools.0.function.description: expected text",
     "nan": "step: error: ValueError: reward: not a finite number",
     "long": "step: error: ",
 }
+
+
+def test_half_a_character_keeps_its_escape() -> None:
+    async def test(worker: EnvironmentWorker) -> None:
+        observation = (await worker.begin("a", ROW)).observation
+        text = json.dumps(asdict(observation), ensure_ascii=False)
+        text.encode()
+        first, _, third = observation.messages
+        assert first == {"role": r"\ud83d", "content": r"no \ud83d", "name": r"\ud83d"}
+        assert third["content"] == r"\udc00 yes"
+        assert observation.stop == (r"\ud83d",) and observation.info == {r"\ud83d": 1.0}
+        (await worker.step("a", SAY)).status.encode()
+
+    play(test, f"{HERE}:HalfCharacters")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -10,8 +10,16 @@ from typing import Any, cast
 
 import pytest
 
-from troupe.workers.contract.config import EpisodeConfig
-from troupe.workers.contract.environments import EnvironmentGone, EpisodeReply, Message, Observation, Row, failed
+from troupe.workers.contract.config import EpisodeConfig, StructuredConfig
+from troupe.workers.contract.environments import (
+    EnvironmentGone,
+    EpisodeReply,
+    Message,
+    Observation,
+    Row,
+    failed,
+    read_observation,
+)
 from troupe.workers.episodes.conversation import Added, Conversation, ConversationError
 from troupe.workers.episodes.episode import RESTARTS, EpisodeRunner, Played
 from troupe.workers.episodes.turns import SampledTurn
@@ -52,9 +60,16 @@ class Reader:
         begun = Words(list(messages), self.fork_at)
         if messages[-1]["content"] == "long":
             begun.prompt_ids = [1] * 30
+        if messages[-1]["content"] == "":
+            begun.prompt_ids = []
         return cast(Conversation, begun)
 
+    def adopt(self, conversation: Conversation) -> None:
+        raise AssertionError("no conversation is long")
+
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
+        if tools:
+            raise NotImplementedError("such a \ud83d tool")
         message = {"role": "assistant", "content": " ".join(map(str, ids))}
         return message, message
 
@@ -91,7 +106,9 @@ def reply(*messages: Message, **fields: Any) -> EpisodeReply:
     return EpisodeReply(Observation(messages, **fields))
 
 
-async def sampled(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+async def sampled(
+    number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+) -> SampledTurn:
     ids = [10 * (number + 1) + place for place in range(min(3, max_tokens))]
     spans = [{"version": number, "start": 0, "end": 1}, {"version": number + 1, "start": 1, "end": len(ids)}]
     return SampledTurn(ids, [-0.5] * len(ids), spans, "stop", cached_tokens=2)
@@ -146,7 +163,9 @@ def test_the_environment_gets_the_last_turn_when_turns_run_out() -> None:
 
 
 def test_a_turn_that_is_cut_ends_the_episode_or_not() -> None:
-    async def cut(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def cut(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+    ) -> SampledTurn:
         return SampledTurn([5], [-1.0], [{"version": 0, "start": 0, "end": 1}], "length")
 
     script = Script([reply(USER, reward=0.5), reply(done=True)])
@@ -181,14 +200,47 @@ def test_what_the_template_refuses_fails_the_sample() -> None:
     assert played.status.startswith("environment: turn 1: chat template: the template raised")
 
 
+def test_what_the_tokenizer_or_the_parser_raises_fails_the_sample() -> None:
+    begins: list[EpisodeReply | Exception] = [reply(USER, tools=[{"function": {"name": "f"}}])]
+    played = play(Script([], begins))
+    assert played.status == "environment: turn 1: NotImplementedError: such a tool; the last turn: ''"
+
+
+def test_a_prompt_without_tokens_fails_the_sample() -> None:
+    empty = reply({"role": "user", "content": ""}, restart=True)
+    assert play(Script([], [empty])).status == "environment: turn 0: the prompt is empty"
+    assert play(Script([empty])).status.startswith("environment: turn 1: the prompt is empty")
+    beside = reply(USER, also=[empty.observation])
+    assert play(Script([beside])).status.startswith("environment: turn 1: the prompt is empty")
+
+
 def test_a_long_observation_is_cut() -> None:
     played = play(Script([reply(USER | {"content": "x" * 50}), reply(done=True)]), max_observation_chars=10)
     assert played.cut_observations == 1
     assert played.messages[2]["content"] == "x" * 10 + "\n[... cut]"
 
 
+def test_the_prompt_of_the_data_is_no_observation() -> None:
+    question = "x" * 50 + "?"
+    begins: list[EpisodeReply | Exception] = [
+        reply(
+            {"role": "user", "content": question}, {"role": "user", "content": f"Task: {question}\n\n" + "seen " * 20}
+        )
+    ]
+    with ThreadPoolExecutor(1) as tokenizing:
+        config = EpisodeConfig(max_observation_chars=20, turn_timeout_s=1.0, episode_timeout_s=5.0)
+        link = Script([reply(done=True)], begins)
+        runner = EpisodeRunner(config, 3, 100, Reader(), tokenizing, lambda: link)
+        played = asyncio.run(runner.play("key", Row(({"role": "user", "content": question},)), sampled))
+    assert played.messages[0]["content"] == question
+    assert played.messages[1]["content"] == f"Task: {question}\n\nseen seen se\n[... cut]"
+    assert played.cut_observations == 1
+
+
 def test_an_episode_that_takes_too_long_fails() -> None:
-    async def slow(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def slow(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+    ) -> SampledTurn:
         await asyncio.sleep(60)
         raise AssertionError
 
@@ -217,7 +269,9 @@ def test_workers_that_keep_dying_fail_the_sample() -> None:
 
 
 def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
-    async def broken(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def broken(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+    ) -> SampledTurn:
         raise RuntimeError("the engine died")
 
     script = Script([])
@@ -229,7 +283,9 @@ def test_an_error_of_the_engine_is_raised_and_closes_the_episode() -> None:
 def test_a_conversation_of_its_own_begins_a_row_with_its_own_limits() -> None:
     asked: list[tuple[int, tuple[str, ...]]] = []
 
-    async def noted(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def noted(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+    ) -> SampledTurn:
         asked.append((max_tokens, tuple(stop)))
         return await sampled(number, prompt_ids, max_tokens, stop)
 
@@ -244,7 +300,9 @@ def test_conversations_beside_a_turn_are_sampled_with_it_and_are_rows_before_it(
     running: list[int] = []
     together: list[int] = []
 
-    async def noted(number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str]) -> SampledTurn:
+    async def noted(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any = None
+    ) -> SampledTurn:
         running.append(number)
         await asyncio.sleep(0)
         together.append(len(running))
@@ -286,3 +344,82 @@ def test_a_conversation_without_room_ends_the_episode() -> None:
     long = Observation([{"role": "user", "content": "long"}])
     played = play(Script([reply(USER, also=[long])]), longest=30)
     assert (played.finish_reason, len(played.turns)) == ("length", 1)
+
+
+LONG: Message = {"role": "user", "content": "long"}
+
+
+def test_a_request_without_room_is_refused_and_may_be_shortened() -> None:
+    asked = reply(LONG, restart=True, refusable=True)
+    short = reply(USER, restart=True, refusable=True)
+    script = Script([short, asked, short, reply(done=True, reward=1.0)], begins=[asked])
+    played = play(script, longest=30)
+    codes = [message.get("refused", {}).get("code") for message in script.heard]
+    assert codes == ["context_length_exceeded", None, "context_length_exceeded", None]
+    assert "maximum context length is 30 tokens" in script.heard[0]["refused"]["message"]
+    assert [(segment.prompt_ids, len(segment.response_ids)) for segment in played.segments] == [
+        ([1, 2], 3),
+        ([1, 2], 3),
+    ]
+    assert (played.status, played.finish_reason, played.rewards) == ("ok", "stop", [(6, 1.0)])
+    assert [message["content"] for message in played.messages] == ["more", "10 11 12", "more", "20 21 22"]
+
+
+def test_one_of_the_requests_at_the_same_time_is_refused() -> None:
+    also = [Observation([LONG], refusable=True), Observation([USER], refusable=True)]
+    script = Script([reply(done=True)], begins=[reply(USER, refusable=True, also=also)])
+    played = play(script, longest=30)
+    long, short = script.heard[0]["also"]
+    assert ("refused" in long, "refused" in short, len(played.segments)) == (True, False, 2)
+    asked = reply(LONG, refusable=True, also=[Observation([USER], refusable=True)])
+    script = Script([reply(USER, restart=True, refusable=True), reply(done=True)], begins=[asked])
+    played = play(script, longest=30)
+    assert ("refused" in script.heard[0], len(played.segments), played.status) == (True, 2, "ok")
+
+
+def test_an_agent_that_never_shortens_its_request_ends() -> None:
+    script = Script([reply(LONG, restart=True, refusable=True)], begins=[reply(USER, refusable=True)])
+    played = play(script, longest=30, max_turns=5)
+    assert (played.status, played.finish_reason, len(played.turns)) == ("ok", "length", 1)
+    assert len(script.heard) == 5
+    script = Script([reply(done=True, reward=1.0)], begins=[reply(LONG, refusable=True)])
+    assert play(script, longest=30).status == "environment: turn 0: it ended before the policy's first turn"
+
+
+def test_more_requests_than_turns_are_left_end_the_episode_at_once() -> None:
+    also = [Observation([USER], refusable=True) for _ in range(5)]
+    script = Script([reply(done=True)], begins=[reply(*ROW.messages, also=also, refusable=True)])
+    played = play(script, max_turns=3)
+    assert (played.status, played.finish_reason, len(played.segments)) == ("ok", "max_turns", 3)
+    assert (script.heard, script.ended) == ([], ["key/0"]), "some of the requests could not be answered"
+
+
+def test_a_turn_has_the_form_that_is_asked_for_if_the_loss_accounts_for_it() -> None:
+    forms: list[Any] = []
+
+    async def noted(
+        number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any
+    ) -> SampledTurn:
+        forms.append(form)
+        return await sampled(number, prompt_ids, max_tokens, stop)
+
+    asked = reply(USER, structured={"regex": "yes|no"}, restart=True)
+    assert play(Script([asked, reply(done=True)]), noted).status == "ok"
+    assert forms == [None, StructuredConfig(regex="yes|no")]
+    with ThreadPoolExecutor(1) as tokenizing:
+        config = EpisodeConfig(turn_timeout_s=1.0, episode_timeout_s=5.0)
+        script = Script([asked])
+        runner = EpisodeRunner(config, 3, 100, Reader(), tokenizing, lambda: script, lambda form: "the loss does not")
+        played = asyncio.run(runner.play("key", ROW, noted))
+        assert played.status.startswith("environment: turn 1: structured: the loss does not")
+        refusable = reply(USER, structured={"regex": "yes|no"}, restart=True, refusable=True)
+        script = Script([refusable, reply(USER, restart=True), reply(done=True)])
+        assert asyncio.run(runner.play("key", ROW, noted)).status == "ok"
+        assert script.heard[1]["refused"]["code"] == "unsupported_form"
+    assert forms == [None, StructuredConfig(regex="yes|no"), None, None, None]
+
+
+@pytest.mark.parametrize("form", [5, {}, {"regex": ""}, {"regex": "a", "choice": ["a"]}, {"json": {}}])
+def test_a_form_of_another_shape_is_no_observation(form: Any) -> None:
+    with pytest.raises(ValueError, match="structured: "):
+        read_observation({"structured": form})

@@ -80,6 +80,53 @@ def test_an_episode_is_shown_turn_by_turn() -> None:
     assert user["content"] == "assistant: Hm.\n\nuser: Again.\n\nassistant: Hello."
 
 
+_PLAYED = [("assistant", "Hm."), ("user", "Greet me."), ("assistant", "Hello.")]
+SHOWN: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]], list[tuple[str, str]]]] = {
+    "a system message before the prompt": (
+        [("user", "Greet me.")],
+        [("system", "You have tools."), ("user", "Greet me.")],
+        [("system", "You have tools.")],
+    ),
+    "other messages than the row": (
+        [("system", "Be kind."), ("user", "Greet me.")],
+        [("user", "Guess a number.")],
+        [("user", "Guess a number.")],
+    ),
+    "no message at all": ([("user", "Greet me.")], [], []),
+    "a part of the row": ([("system", "Be kind."), ("user", "Greet me.")], [("user", "Greet me.")], []),
+    "examples in the row": (
+        [("user", "Greet Bo."), ("assistant", "Hi Bo."), ("user", "Greet me.")],
+        [("user", "Greet Bo."), ("assistant", "Hi Bo."), ("user", "Greet me.")],
+        [],
+    ),
+    "an observation behind the prompt": (
+        [("user", "Greet me.")],
+        [("user", "Greet me.\n\nThe door is shut.")],
+        [("user", "The door is shut.")],
+    ),
+}
+"""Prompt of the row, what the environment shows at first, and what of it the judge reads as turns."""
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_every_turn_of_an_episode_is_shown_once(case: str) -> None:
+    def messages(said: Sequence[tuple[str, str]]) -> str:
+        return json.dumps([{"role": role, "content": text} for role, text in said])
+
+    prompt, shown, read = SHOWN[case]
+    played = Sample("Hello.", "", "{}", 3, "stop", messages(prompt), messages([*shown, *_PLAYED]))
+    _, user = asked(read_args({"rubric": RUBRIC, "template": "{response}"}), played)
+    assert user["content"] == "\n\n".join(f"{role}: {text}" for role, text in [*read, *_PLAYED])
+
+
+def test_calls_of_tools_are_shown() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 5}'}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    played = Sample("", "", "{}", 3, "stop", "[]", json.dumps(turns))
+    _, user = asked(read_args({"rubric": RUBRIC, "template": "{response}"}), played)
+    assert user["content"] == 'assistant: [calls add with {"a": 5}]\n\ntool: 5'
+
+
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [

@@ -452,6 +452,48 @@ def test_the_memory_of_all_processes_together_is_bounded(marked: Marked) -> None
     assert marked.alive() == []
 
 
+SHARED = {
+    "held": "",
+    "given up": "shared.madvise(mmap.MADV_DONTNEED)",
+    "hidden": "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)",
+    "inherited": "if os.fork():\n                os._exit(0)\n            os.setsid()",
+}
+
+
+@pytest.mark.parametrize("way", SHARED)
+def test_shared_memory_of_all_processes_together_is_bounded(way: str, marked: Marked) -> None:
+    """Such memory is in no process's private memory, and stays where the one that wrote it has given it up."""
+    code = f"""
+    import mmap, os, time
+    for _ in range(8):
+        if os.fork() == 0:
+            shared = mmap.mmap(-1, 70 * 2**20)
+            for place in range(0, len(shared), 4096):
+                shared[place] = 1
+            {SHARED[way]}
+            time.sleep(20)
+            os._exit(0)
+    time.sleep(20)
+    """
+    result = attack(code, SandboxLimits(timeout_s=20.0, memory_mib=160), prefix=marked.prefix)
+    assert result.out_of_memory and not result.timed_out
+    assert result.wall_s < 10
+    assert marked.alive() == []
+
+
+def test_shared_memory_counts_once() -> None:
+    code = """
+    import mmap, os, time
+    shared = mmap.mmap(-1, 70 * 2**20)
+    for place in range(0, len(shared), 4096):
+        shared[place] = 1
+    children = [os.fork() for _ in range(2)] if os.fork() else []
+    print(shared[4096])
+    time.sleep(0.5)
+    """
+    assert attack(code, SandboxLimits(timeout_s=20.0, memory_mib=160)).ok
+
+
 def test_memory_that_belongs_to_no_process_is_refused() -> None:
     code = """
     import ctypes, os

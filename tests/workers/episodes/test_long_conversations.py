@@ -1,0 +1,58 @@
+"""One episode with many messages, with real tokenizers: others do not wait for it, and its tokens are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any
+
+from tests.workers.episodes.test_conversation import tokenizer_of
+from tests.workers.episodes.test_episode import Script, reply
+from troupe.workers.contract.config import EpisodeConfig
+from troupe.workers.contract.environments import Message, Row
+from troupe.workers.episodes.episode import EpisodeRunner, LongReader, Played
+from troupe.workers.episodes.reader import TurnReader
+from troupe.workers.episodes.turns import SampledTurn
+
+USER: Message = {"role": "user", "content": "hello"}
+MANY = [{"role": "user", "content": "some words and 12 more"} for _ in range(20_000)]
+
+
+async def sampled(
+    number: int, prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str], form: Any
+) -> SampledTurn:
+    await asyncio.sleep(0)
+    return SampledTurn([40 + number], [-0.5], [{"version": 0, "start": 0, "end": 1}], "stop")
+
+
+def test_other_episodes_do_not_wait_for_one_with_many_messages() -> None:
+    """The long one grows in its second turn, where it moves to the other tokenizer."""
+    tokenizer = tokenizer_of("llama3")
+    config, ended = EpisodeConfig(max_turns=3, max_observation_chars=20), dict[str, float]()
+
+    async def play(name: str, added: Sequence[Message], long: LongReader | None) -> Played:
+        script = Script([reply(*added), reply(USER), reply(done=True)], [reply(USER)])
+        runner = EpisodeRunner(config, 4, 10**9, TurnReader(tokenizer), short, lambda: script, long=long)
+        played = await runner.play(name, Row((USER,)), sampled)
+        ended[name] = time.monotonic()
+        return played
+
+    async def both() -> tuple[Played, Played]:
+        long_one = asyncio.create_task(play("long", MANY, reader))
+        await asyncio.sleep(0.1)
+        other = await play("short", [USER], reader)
+        return await long_one, other
+
+    with ThreadPoolExecutor(1) as short, ThreadPoolExecutor(1) as thread:
+        reader = LongReader(TurnReader(deepcopy(tokenizer)), thread)
+        started = time.monotonic()
+        long_one, other = asyncio.run(both())
+        times = dict(ended)
+        alone = asyncio.run(play("alone", MANY, None))
+    assert (long_one.status, other.status) == ("ok", "ok")
+    whole, waited = times["long"] - started, times["short"] - started - 0.1
+    assert waited < whole / 3, (waited, whole)
+    assert long_one.segments == alone.segments and len(alone.segments[0].response_ids) > 20_000
