@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.rollout_run import RolloutRun, load_data
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_lock import kept, locked
+from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
@@ -341,9 +341,7 @@ def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
     command in the background of a script.
     """
     loop = asyncio.get_running_loop()
-    handled = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        handled.append(signal.SIGHUP)
+    handled = [number for number in HANDLED if not ignored(number)]
 
     received: list[float] = []
 
@@ -364,3 +362,4 @@ def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in handled:
             loop.remove_signal_handler(number)
+        interrupt_on_signals()

@@ -126,7 +126,8 @@ class ActorWorker(Generic[W_co]):
     def kill(self) -> None:
         """Ends the actor's process immediately; does nothing if it is gone."""
         self._ended = True
-        ray.kill(self.actor, no_restart=True)
+        if ray.is_initialized():  # it has ended with the cluster, otherwise
+            ray.kill(self.actor, no_restart=True)
 
     def locate(self, process: Process) -> None:
         """See `process_watch.Watched`."""

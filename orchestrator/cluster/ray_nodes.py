@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services, worker
+from ray._private import auto_init_hook, services, worker
+from ray._private import utils as ray_utils
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
@@ -116,6 +117,7 @@ def _configure(settings: Mapping[str, str]) -> None:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     os.environ |= TABLE_SETTINGS
+    auto_init_hook.enable_auto_connect = False  # a call after the end of a run would start another cluster
     pickle_tables()
 
 
@@ -144,12 +146,15 @@ def _own_process_groups() -> Iterator[None]:
     """Keeps signals to the run's process group (a closed terminal, `scancel`) from Ray's processes.
 
     The run saves on such a signal, for which it needs them. They end when the run does: Ray has the kernel see to it.
+    Nor does Ray handle SIGTERM of this process.
     """
     before, services.ConsolePopen = services.ConsolePopen, _OwnGroup
+    handler, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, lambda _: None
     try:
         yield
     finally:
         services.ConsolePopen = before
+        ray_utils.set_sigterm_handler = handler
 
 
 def _stop_unused_processes() -> None:
