@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from troupe.orchestrator.capacity.placement import GPU_GIB, Node
 from troupe.orchestrator.errors import ClusterUnreachable
+from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, address_problem, sockets_problem, temporary_folder
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
@@ -66,8 +67,10 @@ def start(cpus: int) -> Path:
     Ray's token authentication (the default for local clusters) protects its ports.
 
     Raises:
-        ClusterUnreachable: Ray did not start, or there is no shared memory to start it with.
+        ClusterUnreachable: Ray did not start, or lacks shared memory or room for its sockets.
     """
+    if wrong := sockets_problem(temporary_folder()):
+        raise ClusterUnreachable(f"Ray cannot start: {wrong}")
     if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
         raise ClusterUnreachable(
             f"{_SHARED_MEMORY} is missing or cannot be written, and neither Ray nor vLLM starts without it: in a "
@@ -85,14 +88,15 @@ def join(address: str) -> Path:
     """Connects to a running cluster; returns its session folder. Raises ClusterUnreachable."""
     _configure(_SETTINGS)
     host, colon, port = address.rpartition(":")
-    if "//" in address or (colon and not port.isdecimal()):
-        raise ClusterUnreachable(f"--address {address}: expected HOST:PORT of a Ray head, or auto")
+    given = "--address" if address != os.environ.get(ADDRESS_VARIABLE) else ADDRESS_VARIABLE
+    if wrong := address_problem(address):
+        raise ClusterUnreachable(f"{given} {address} {wrong}")
     try:
         if colon:  # ray.init would retry for many minutes
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
         context: Any = ray.init(address=address, **_INIT)
     except (OSError, ValueError, RuntimeError, RayError) as error:
-        raise ClusterUnreachable(f"--address {address}: no Ray cluster to join: {one_line(error)}") from error
+        raise ClusterUnreachable(f"{given} {address}: no Ray cluster to join: {one_line(error)}") from error
     return Path(context.address_info["session_dir"])
 
 
