@@ -366,3 +366,19 @@ def test_nothing_is_left_of_a_killed_driver_where_nobody_reaps(tmp_path: Path) -
 def _alive_below(init: psutil.Process) -> list[str]:
     """Processes below this one that are not dead."""
     return [" ".join(p.cmdline())[:80] for p in init.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_signal_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
+    """No second Ray cluster starts, and nothing is left."""
+    with running(Run(tmp_path, GRPO, *ENDLESS, name="starting")) as run:
+        run.wait_until(lambda: run.processes("ray::PolicyWorker"), "a worker that starts")
+        began = time.monotonic()
+        stop_group(run, signal.SIGTERM)
+        code = run.wait(60)
+        seconds = time.monotonic() - began
+    remains = left_behind(run)
+    semaphores = [path.name for path in Path("/dev/shm").glob("sem.troupe-*")]
+    ok = code == 130 and remains == "nothing" and len(run.stderr.splitlines()) <= 2
+    record(Outcome("SIGTERM while workers start", f"exit code {code}", None, seconds, 0, remains, ok=ok))
+    assert ok, run.stderr
+    assert not semaphores
