@@ -20,6 +20,7 @@ from troupe.orchestrator.commands.trace import trace
 from troupe.orchestrator.commands.watch import watch
 from troupe.orchestrator.commands.why import why
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
+from troupe.orchestrator.signals import STOPPED_LINE, interrupt_on_signals
 from troupe.orchestrator.spec.errors import SpecError
 
 app = typer.Typer(
@@ -38,8 +39,13 @@ def main() -> NoReturn:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know a character
+    interrupt_on_signals()
     try:
         code = app(prog_name="troupe", standalone_mode=False)
+        if code == STOPPED:  # typer has caught a KeyboardInterrupt
+            sys.stderr.write(f"{STOPPED_LINE}\n")
+    except KeyboardInterrupt:
+        exit_with(STOPPED_LINE, STOPPED)
     except typer.TyperException as error:
         exit_with(typer_error(error), USER_ERROR)
     except typer.Abort:

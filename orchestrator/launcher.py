@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
 from troupe.orchestrator.cluster.seats import Seats
 from troupe.orchestrator.cluster.worker_group import ReferenceGroup, TrainerGroup, WorkerGroup
+from troupe.orchestrator.errors import WorkerDied, WorkerError
 from troupe.orchestrator.hub.client import Snapshot, download_all
 from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
@@ -21,6 +23,8 @@ from troupe.orchestrator.start_progress import Progress, StartProgress
 from troupe.workers.contract import roles
 from troupe.workers.contract.audit import ScoreRequest, TokenScores
 from troupe.workers.contract.messages import WorkerHealth
+
+logger = logging.getLogger(__name__)
 
 _AUDIT_SCORER = "troupe.workers.audit.scorer:score_tokens"
 """Scores sampled tokens in plain transformers, in a separate process."""
@@ -94,12 +98,25 @@ class WorkerLauncher:
         label = self._spec.trains if role == "policy" else role  # its name in metrics and checkpoints
         tokens = settings_of(self._spec, role).micro_batch_tokens
         group: WorkerGroup[Any] = resolve(row.group)(label, workers, tokens, self._spec.failures.hung_s)
-        if isinstance(group, TrainerGroup | ReferenceGroup):
+        if isinstance(group, TrainerGroup):
+            await self._start_trainers(group)
+        elif isinstance(group, ReferenceGroup):
             await group.start(self._spec.schedule.start_timeout_s)
         if row.trains:
             for name in names:
                 self._started(name)
         return group
+
+    async def _start_trainers(self, group: TrainerGroup[Any]) -> None:
+        """Starts the ranks of a group, once more if one dies meanwhile; one that dies again has a cause that stays."""
+        try:
+            await group.start(self._spec.schedule.start_timeout_s)
+        except WorkerError as error:
+            died = error if isinstance(error, WorkerDied) else await group.find_dead()
+            if died is None or not self._spec.failures.trainer_restarts:
+                raise
+            logger.warning("%s is lost while it starts: %s; starting %s again", died.worker, died, group.role)
+            await self.restart([group])
 
     async def engine(self, name: str) -> Engine:
         """Starts the rollout engine of this name, also to replace one that is gone."""

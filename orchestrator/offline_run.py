@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from troupe.orchestrator.controller import Controller, RunComponents
@@ -46,6 +47,17 @@ class OfflineRun:
     async def controller(self, pools: Pools, store: CheckpointStore, found: Checkpoint | None) -> Controller:
         """The controller, at step 0 or at the step of the checkpoint."""
         spec, done = self._spec, found.step if found is not None else 0
+        updates = OfflineUpdates(spec, self._trainer, self._context.console)
+        updates.profiles = UpdateProfiles(spec.output.profile, self._out)
+        recovery = TrainerRecovery(
+            spec=spec,
+            updates=updates,
+            push=None,
+            store=store,
+            restart=self._context.launcher.restart,
+            console=self._context.console,
+            done=done,
+        )
         examples, train = await self._tokenize(pools[0], "data.train")
         held_out = pools[1] if spec.evaluation is not None else None
         data = data_metrics(named(*pools)) | _tokenized("train", pools[0], examples)
@@ -60,25 +72,16 @@ class OfflineRun:
             with found.restoring():
                 ledger = Ledger.restore(found.state["ledger"])
                 order.restore(found.state["source"])
-            for line in await load_checkpoint(found, [self._trainer], spec.schedule.train_timeout_s):
+            loading = partial(load_checkpoint, found, updates.trainers, spec.schedule.train_timeout_s)
+            for line in await recovery.retry(loading):
                 self._context.console.message(line)
         offline = OfflineComponents(self._maker(train), order, ledger, spec.schedule.examples_per_step)
-        updates = OfflineUpdates(spec, self._trainer, self._context.console)
-        updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
             source=OfflineSource(offline, self._context.console, self._context.stop),
             updates=updates,
-            recovery=TrainerRecovery(
-                spec=spec,
-                updates=updates,
-                push=None,
-                store=store,
-                restart=self._context.launcher.restart,
-                console=self._context.console,
-                done=done,
-            ),
+            recovery=recovery,
             sync=None,
             keeper=StepKeeper(spec, self._out, updates.trainers),
             evaluator=evaluator,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from troupe.orchestrator.data.prompts import DataError
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.live.diff import FieldDifference, field_changes
 from troupe.orchestrator.spec.base import RunSpec
@@ -96,11 +95,11 @@ def require_same_rows(label: str, state: Mapping[str, Any], digest: str) -> None
         digest: Digest of the rows now.
 
     Raises:
-        DataError: They differ.
+        UsageError: They differ.
     """
     before = state.get("digest", digest)
     if before != digest:
-        raise DataError(f"{label}: cannot resume: the rows are not the checkpoint's (digest {before}, now {digest})")
+        raise UsageError(f"{label}: cannot resume: the rows are not the checkpoint's (digest {before}, now {digest})")
 
 
 def _read(file: Path) -> RunSpec | None:

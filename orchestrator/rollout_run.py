@@ -97,27 +97,6 @@ class RolloutRun:
         ledger, advantages, state = Ledger(), None, None
         curriculum = None if spec.data.curriculum is None else Curriculum(spec.data.curriculum, spec.seed)
         prompts = PromptSource(self._data.train, spec.seed, curriculum)
-        texts = await self._texts(policy)
-        if found is not None:
-            with found.restoring():
-                ledger = Ledger.restore(found.state["ledger"])
-                advantages = AdvantageState.model_validate(found.state["source"]["advantages"])
-                prompts.restore(found.state["source"]["prompts"])
-                if texts is not None:
-                    texts.restore(found.state["source"]["texts"])
-                state = ControllerState.model_validate(found.state["memory"])
-            await self._load(found)
-        scheduler = self._scheduler(ledger, prompts, curriculum, done)
-        rollouts = RolloutComponents(
-            workers=self._workers,
-            pool=self._pool,
-            scheduler=scheduler,
-            rewards=self._rewards,
-            prompts=prompts,
-            ledger=ledger,
-            texts=texts,
-            curriculum=curriculum,
-        )
         updates = RolloutUpdates(spec, policy, self._workers.critic, self._context.console)
         updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
@@ -131,6 +110,27 @@ class RolloutRun:
             done=done,
         )
         self._pool.renew = lambda: recovery.retry(sync.renew)
+        texts = await self._texts(policy)
+        if found is not None:
+            with found.restoring():
+                ledger = Ledger.restore(found.state["ledger"])
+                advantages = AdvantageState.model_validate(found.state["source"]["advantages"])
+                prompts.restore(found.state["source"]["prompts"])
+                if texts is not None:
+                    texts.restore(found.state["source"]["texts"])
+                state = ControllerState.model_validate(found.state["memory"])
+            await recovery.retry(lambda: self._load(found))
+        scheduler = self._scheduler(ledger, prompts, curriculum, done)
+        rollouts = RolloutComponents(
+            workers=self._workers,
+            pool=self._pool,
+            scheduler=scheduler,
+            rewards=self._rewards,
+            prompts=prompts,
+            ledger=ledger,
+            texts=texts,
+            curriculum=curriculum,
+        )
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,8 @@ from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.rollout_run import RolloutRun, load_data
 from troupe.orchestrator.run_context import RunContext
-from troupe.orchestrator.run_lock import locked
+from troupe.orchestrator.run_lock import kept, locked
+from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
@@ -72,7 +72,7 @@ def run(request: RunRequest, console: Console) -> RunOutcome:
         TroupeError: The run cannot start or cannot continue, with one clear message.
     """
     request.out.mkdir(parents=True, exist_ok=True)
-    with locked(request.out):
+    with locked(request.out) as lock, kept(lock, request.out / RESOLVED_SPEC):
         return _run(request, console)
 
 
@@ -84,8 +84,7 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
     if found is not None and not request.resume:
         raise UsageError(f"{request.out} already contains a run (step {found.step}): use --resume or another --out")
     if found is None and (saved := store.steps()):
-        refused = TroupeError if request.resume else UsageError  # a supervisor tries again only with the former
-        raise refused(
+        raise UsageError(
             f"{store.directory}: none of the checkpoints ({len(saved)}) is valid; "
             "move the folder away to start from the beginning"
         )
@@ -342,9 +341,7 @@ def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
     command in the background of a script.
     """
     loop = asyncio.get_running_loop()
-    handled = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        handled.append(signal.SIGHUP)
+    handled = [number for number in HANDLED if not ignored(number)]
 
     received: list[float] = []
 
@@ -365,3 +362,4 @@ def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in handled:
             loop.remove_signal_handler(number)
+        interrupt_on_signals()

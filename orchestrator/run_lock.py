@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import fcntl
 import getpass
+import hashlib
 import json
 import logging
 import os
 import shlex
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from troupe.orchestrator.errors import UsageError
+from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +27,64 @@ LOCK_FILE = "run.lock"
 """Name of the file in the run folder; it stays there, and is locked only while a run is active."""
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _LONGEST_COMMAND = 200
+_LOOK_S = 1.0
+"""Interval at which a run looks whether its folder is there."""
+
+
+class RunLock:
+    """The lock of a run folder, held until `close`.
+
+    A lock of a file is lost with the file: a name that the kernel keeps for this host stays, and the file is made and
+    locked again after a removal of the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Locks an existing folder. Raises UsageError where another run holds it, and OSError."""
+        self._folder = folder
+        self._path = folder / LOCK_FILE
+        self._name = _reserved(folder)
+        try:
+            self._file = self._lock()
+        except BaseException:
+            self._name.close()
+            raise
+
+    def renew(self) -> bool:
+        """Locks the folder again if it, or the file in it, has been removed; whether that was so.
+
+        Raises:
+            UsageError: Another run was faster.
+            OSError: The folder cannot be made again.
+        """
+        try:
+            if os.path.samestat(os.fstat(self._file), self._path.stat()):
+                return False
+        except FileNotFoundError:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        before, self._file = self._file, self._lock()
+        os.close(before)
+        return True
+
+    def close(self) -> None:
+        """Unlocks the folder."""
+        os.close(self._file)
+        self._name.close()
+
+    def _lock(self) -> int:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with _naming(self._path):
+                _flock(descriptor, self._path)
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, json.dumps(_own_facts(), indent=2).encode() + b"\n")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[RunLock]:
     """Holds the lock of an existing run folder within the `with` block.
 
     The kernel releases the lock when this process ends, however it ends, so that there are no stale locks. Processes
@@ -37,22 +94,81 @@ def locked(folder: Path) -> Iterator[None]:
         UsageError: Another run holds it; the message says which.
         OSError: The file cannot be created.
     """
-    path = folder / LOCK_FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = RunLock(folder)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{folder}: {_holder(path)}; stop it (`troupe stop`), or use another --out") from None
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            logger.warning("%s cannot be locked (%s): make sure that no other run uses this folder", path, error)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(_own_facts(), indent=2).encode() + b"\n")
+        yield lock
+    finally:
+        lock.close()
+
+
+@contextmanager
+def kept(lock: RunLock, file: Path) -> Iterator[None]:
+    """Inside the block, makes the run folder, its lock and this file again where they are removed.
+
+    A thread looks: the event loop of the run waits for no disk.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=_keep, args=(lock, file, over), name="keep run folder", daemon=True)
+    thread.start()
+    try:
         yield
     finally:
-        os.close(descriptor)
+        over.set()
+        thread.join(_LOOK_S)
+
+
+def _keep(lock: RunLock, file: Path, over: threading.Event) -> None:
+    """Looks at a fixed interval until `over`; waits for nothing else."""
+    content: bytes | None = None
+    while not over.wait(_LOOK_S):
+        try:
+            if lock.renew():
+                logger.warning("%s was removed, and is made again; what was in it is lost", file.parent)
+            if file.exists():
+                content = file.read_bytes()
+            elif content is not None:
+                write_atomic(file, content.decode(), PRIVATE)
+        except (OSError, UsageError) as error:
+            logger.warning("%s: %s", file.parent, error)
+
+
+def _reserved(folder: Path) -> socket.socket:
+    """A name of this folder in the kernel of this host (an abstract socket), which only one process can have."""
+    digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        name.bind(f"\0troupe-run-{os.getuid()}-{digest}")
+    except OSError as error:
+        name.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise _taken(folder) from None
+    return name
+
+
+def _flock(descriptor: int, path: Path) -> None:
+    """Locks an open file. Raises UsageError where another run has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _taken(path.parent) from None
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        logger.warning("%s cannot be locked (%s): make sure that no other run uses this folder", path, error)
+
+
+def _taken(folder: Path) -> UsageError:
+    return UsageError(f"{folder}: {_holder(folder / LOCK_FILE)}; stop it (`troupe stop`), or use another --out")
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Gives an OSError of a descriptor the path of its file: a full disk is named."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _own_facts() -> dict[str, object]:

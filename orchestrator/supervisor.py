@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-DONE, USAGE, STOPPED = 0, 2, 130
+from troupe.orchestrator.signals import HANDLED, STOPPED, ignored
+
+DONE, USAGE = 0, 2
 FINAL = frozenset({DONE, USAGE, STOPPED})
 """Exit codes after which a run is not started again: complete, a user's mistake, stopped on request."""
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LONGEST_PAUSE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -32,7 +33,7 @@ def supervise(
         progress: Steps that are saved in checkpoints.
         restarts: Starts without a new checkpoint in between that are tolerated.
         say: Receives one line for every restart.
-        pause: Waits before a restart, longer each time.
+        pause: Waits before a restart, longer each time; a signal interrupts it.
     """
     used, arguments = 0, list(command)
     while True:
@@ -77,17 +78,12 @@ def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         received.append(number)
         process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in _FORWARDED if not _is_ignored_hangup(number)}
+    before = {number: signal.signal(number, forward) for number in HANDLED if not ignored(number)}
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_ignored_hangup(number: int) -> bool:
-    """Whether this is SIGHUP under `nohup`."""
-    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def _end_with_parent() -> None:

@@ -24,7 +24,7 @@ PURE = (
     *("workers.telemetry", "workers.isolation"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
     *("orchestrator.roles", "orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
-    "orchestrator.telemetry",
+    *("orchestrator.telemetry", "orchestrator.ray_environment"),
     *("orchestrator.doctor.machine", "orchestrator.doctor.checks", "orchestrator.doctor.needs"),
     *("orchestrator.starter.choices", "orchestrator.starter.sizing", "orchestrator.starter.commented"),
     *("orchestrator.doctor.software", "orchestrator.doctor.hardware"),

@@ -1,6 +1,19 @@
-"""`python -m troupe`: the command line."""
+"""`troupe` and `python -m troupe`: the command line."""
 
-from troupe.orchestrator.cli import main
+from __future__ import annotations
+
+from typing import NoReturn
+
+from troupe.orchestrator.signals import exit_on_signals
+
+
+def main() -> NoReturn:
+    """Run the command and exit."""
+    exit_on_signals()  # loading the command line takes a second
+    from troupe.orchestrator.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
+
+from troupe.workers.isolation.death_watch import exit_with
+
+_RAYLET = "RAY_RAYLET_PID"
+"""Ray's variable with the process that starts workers. Ray looks for its id, which a dead process keeps until it is
+reaped."""
 
 
 def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any]:
@@ -18,6 +25,8 @@ def actor_class(path: str, protocol: type[Any], *, concurrent: bool) -> type[Any
     module, _, name = path.partition(":")
 
     def create(self: Any, *args: Any) -> None:
+        if raylet := int(os.environ.get(_RAYLET, 0)):
+            exit_with(raylet)
         self.worker = getattr(importlib.import_module(module), name)(*args)
 
     forward = _forward_coroutine if concurrent else _forward

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services, worker
+from ray._private import auto_init_hook, services, worker
+from ray._private import utils as ray_utils
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 
 from troupe.orchestrator.capacity.placement import GPU_GIB, Node
 from troupe.orchestrator.errors import ClusterUnreachable
+from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, address_problem, sockets_problem, temporary_folder
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
@@ -65,8 +67,10 @@ def start(cpus: int) -> Path:
     Ray's token authentication (the default for local clusters) protects its ports.
 
     Raises:
-        ClusterUnreachable: Ray did not start, or there is no shared memory to start it with.
+        ClusterUnreachable: Ray did not start, or lacks shared memory or room for its sockets.
     """
+    if wrong := sockets_problem(temporary_folder()):
+        raise ClusterUnreachable(f"Ray cannot start: {wrong}")
     if not (_SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)):
         raise ClusterUnreachable(
             f"{_SHARED_MEMORY} is missing or cannot be written, and neither Ray nor vLLM starts without it: in a "
@@ -84,14 +88,15 @@ def join(address: str) -> Path:
     """Connects to a running cluster; returns its session folder. Raises ClusterUnreachable."""
     _configure(_SETTINGS)
     host, colon, port = address.rpartition(":")
-    if "//" in address or (colon and not port.isdecimal()):
-        raise ClusterUnreachable(f"--address {address}: expected HOST:PORT of a Ray head, or auto")
+    given = "--address" if address != os.environ.get(ADDRESS_VARIABLE) else ADDRESS_VARIABLE
+    if wrong := address_problem(address):
+        raise ClusterUnreachable(f"{given} {address} {wrong}")
     try:
         if colon:  # ray.init would retry for many minutes
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
         context: Any = ray.init(address=address, **_INIT)
     except (OSError, ValueError, RuntimeError, RayError) as error:
-        raise ClusterUnreachable(f"--address {address}: no Ray cluster to join: {one_line(error)}") from error
+        raise ClusterUnreachable(f"{given} {address}: no Ray cluster to join: {one_line(error)}") from error
     return Path(context.address_info["session_dir"])
 
 
@@ -116,6 +121,7 @@ def _configure(settings: Mapping[str, str]) -> None:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     os.environ |= TABLE_SETTINGS
+    auto_init_hook.enable_auto_connect = False  # a call after the end of a run would start another cluster
     pickle_tables()
 
 
@@ -144,12 +150,15 @@ def _own_process_groups() -> Iterator[None]:
     """Keeps signals to the run's process group (a closed terminal, `scancel`) from Ray's processes.
 
     The run saves on such a signal, for which it needs them. They end when the run does: Ray has the kernel see to it.
+    Nor does Ray handle SIGTERM of this process.
     """
     before, services.ConsolePopen = services.ConsolePopen, _OwnGroup
+    handler, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, lambda _: None
     try:
         yield
     finally:
         services.ConsolePopen = before
+        ray_utils.set_sigterm_handler = handler
 
 
 def _stop_unused_processes() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from troupe.orchestrator.commands.options import FAILURE, AddressOption, SetOption, SpecArgument, exit_with
-from troupe.orchestrator.commands.runs import create_models, read_data, ready
+from troupe.orchestrator.commands.runs import checked, create_models, models_to_create, read_data
 from troupe.orchestrator.spec.hub import uses_hub
 from troupe.orchestrator.spec.load import spec_schema
 from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
@@ -21,13 +21,20 @@ if TYPE_CHECKING:
 
 
 def validate(spec: SpecArgument, set_: SetOption = []) -> None:  # noqa: B006
-    """Check a spec and the files and data it names, without starting anything. Names on the hub are looked up."""
-    runs = ready(spec, set_)
+    """Check a spec and the files and data it names; starts and writes nothing. Names on the hub are looked up.
+
+    Models of the examples that this machine does not have yet are created by the run: their prompts are not checked.
+    """
+    runs = plan_runs(read_document(spec, set_))
+    later = {planned.out: models_to_create(planned) for planned in runs}
+    runs = checked(tuple(replace(run, borrowed=run.borrowed | later[run.out].keys()) for run in runs))
     for planned, lines in zip(runs, read_data(runs), strict=True):
         loaded = planned.spec
         typer.echo(f"{spec}: {loaded.name} is valid: {loaded.algorithm.name}, {loaded.batch_description} per step")
         for line in (*lines, *(f"warning: {warning}" for warning in loaded.warnings())):
             typer.echo(f"  {line}")
+        for field, folder in later[planned.out].items():
+            typer.echo(f"  {field}: {folder} is created when the run starts; prompts are not checked against it")
 
 
 def plan(

@@ -8,6 +8,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from troupe.orchestrator.signals import STOPPED as STOPPED
+
 SpecArgument = Annotated[
     Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
 ]
@@ -34,7 +36,6 @@ JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as prin
 
 USER_ERROR = 2
 FAILURE = 1
-STOPPED = 130
 
 
 def exit_with(text: str, code: int) -> NoReturn:

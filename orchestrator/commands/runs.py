@@ -16,13 +16,18 @@ from troupe.orchestrator.starter.demo import named_models
 
 
 def ready(path: Path, overrides: list[str], out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:
-    """Load every run of a file, with names on the hub pinned to commits.
+    """Load every run of a file, with the models of the examples created and names on the hub pinned to commits.
 
     Raises:
         SpecError: A spec is invalid, or a file or repository it names does not exist.
     """
     runs = plan_runs(read_document(path, overrides), out)
     create_models(runs)
+    return checked(runs, resume=resume)
+
+
+def checked(runs: tuple[PlannedRun, ...], *, resume: bool = False) -> tuple[PlannedRun, ...]:
+    """The runs, with names on the hub pinned to commits. Raises SpecError where what they name does not exist."""
     problems = list(dict.fromkeys(problem for planned in runs for problem in planned.missing()))
     if problems:
         raise SpecError(problems)
@@ -43,6 +48,15 @@ def create_models(runs: Sequence[PlannedRun] | None) -> None:
         make_models(names, folder, lambda line: typer.echo(line, err=True))
     except DemoModelError as error:
         raise TroupeError(str(error)) from None
+
+
+def models_to_create(planned: PlannedRun) -> dict[str, Path]:
+    """Models of the examples that a run names and this machine does not have yet, by the path of their field."""
+    from troupe.orchestrator.starter.demo_models import MODELS
+
+    known = {models_folder() / name for name in MODELS}
+    named = {f"{section}.path": Path(model.path) for section, model in planned.spec.models().items()}
+    return {field: folder for field, folder in named.items() if folder in known and not folder.exists()}
 
 
 def read_data(runs: Sequence[PlannedRun]) -> list[list[str]]:

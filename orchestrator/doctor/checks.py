@@ -23,6 +23,7 @@ CHECKS: tuple[Callable[[Machine, Needs], Iterator[Finding]], ...] = (
     hardware.check_disk,
     hardware.check_limits,
     hardware.check_network,
+    hardware.check_ray,
 )
 
 

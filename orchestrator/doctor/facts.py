@@ -21,6 +21,7 @@ from pathlib import Path
 from troupe.orchestrator.doctor import nvidia
 from troupe.orchestrator.doctor.machine import UNLIMITED, Folder, Machine, Resources, Software
 from troupe.orchestrator.doctor.software import BUILT_ON
+from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, temporary_folder
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "grpc_proxy", "all_proxy", "ALL_PROXY")
@@ -33,7 +34,15 @@ def gather(working: Path) -> Machine:
     Args:
         working: Folder that runs are started from.
     """
-    return Machine(_software(), _resources(working), nvidia.graphics(), loopback=_loopback(), proxy=_proxy())
+    return Machine(
+        _software(),
+        _resources(working),
+        nvidia.graphics(),
+        loopback=_loopback(),
+        proxy=_proxy(),
+        temporary=temporary_folder(),
+        ray_address=os.environ.get(ADDRESS_VARIABLE, ""),
+    )
 
 
 def installed_versions() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from troupe.orchestrator.doctor.machine import GIB, MIB, UNLIMITED, Finding, Folder, Machine, Needs, gib, version
+from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, address_problem, sockets_problem
 
 _LEAST_CAPABILITY = (7, 0)
 """vLLM runs on GPUs from Volta on."""
@@ -242,3 +243,15 @@ def check_network(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("network", "note", found, "export no_proxy=localhost,127.0.0.1")
     else:
         yield Finding("network", "ok", "127.0.0.1 answers")
+
+
+def check_ray(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    """The environment of Ray: a temporary folder with room for the names of its sockets, and the address to join."""
+    found: list[Finding] = []
+    if machine.temporary and (wrong := sockets_problem(machine.temporary)):
+        what, _, remedy = wrong.partition(": ")
+        found.append(Finding("ray", "problem", what, remedy))
+    if machine.ray_address and (wrong := address_problem(machine.ray_address)):
+        what, _, remedy = wrong.partition(": ")
+        found.append(Finding("ray", "problem", f"{ADDRESS_VARIABLE} {machine.ray_address} {what}", remedy))
+    yield from found or [Finding("ray", "ok", "its sockets have room, and its address can be one")]

@@ -125,6 +125,10 @@ class Machine:
     """Why a connection to 127.0.0.1 failed; empty: it works."""
     proxy: str = ""
     """The proxy variable that also applies to 127.0.0.1; empty: none."""
+    temporary: str = ""
+    """Folder in which Ray puts its sessions."""
+    ray_address: str = ""
+    """RAY_ADDRESS."""
 
 
 @dataclass(frozen=True)

@@ -126,5 +126,7 @@ async def unless_stopped(stop: asyncio.Event, work: Coroutine[object, object, T]
             raise StopRequested("the run was asked to stop")
         return task.result()
     finally:
-        task.cancel()
         stopped.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # it ends what it has begun while Ray is still there

@@ -8,8 +8,10 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -18,7 +20,7 @@ import pytest
 from tests.faults.injected import Outcome, Signalled, left_behind, seconds_until, stop_group
 from tests.faults.stalls import planted_environment
 from tests.faults.table import record
-from tests.real.commands import ENDLESS, GRPO, PPO, Run, ledger_balances, running
+from tests.real.commands import ENDLESS, GRPO, PPO, Run, kill, ledger_balances, running
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -281,3 +283,102 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None
         Outcome("SIGINT twice", f"ends at once, exit code {code}", None, seconds, 0, remains, ok=remains == "nothing")
     )
     assert remains == "nothing" and code != 0
+
+
+def test_the_policy_is_lost_while_no_engine_serves(tmp_path: Path) -> None:
+    """The engine that starts needs the file that was removed with the policy; nothing calls the policy meanwhile."""
+    with running(Run(tmp_path, GRPO, *ENDLESS, "failures.engine_restarts=1", name="together")) as run:
+        run.wait_for_step(2)
+        step, began = run.metrics[-1]["step"], time.monotonic()
+        kill(run, "VLLM::EngineCore")
+        time.sleep(3.0)
+        kill(run, "ray::PolicyWorker")
+        found_s = seconds_until(run, lambda: "policy-0 is lost" in run.stderr, began + 3.0)
+        seconds = seconds_until(run, lambda: run.metrics[-1]["step"] > step + 1, began)
+        stop_group(run, signal.SIGINT)
+        code = run.wait(120)
+    remains = left_behind(run)
+    whole = run.steps() == list(range(1, len(run.steps()) + 1))
+    ok = None not in (found_s, seconds) and whole and code == 130 and run.metrics[-1]["ledger/dropped"] == 0
+    fault = "SIGKILL of the engine's process, of policy 3 s later"
+    record(Outcome(fault, "continues" if ok else "fails", found_s, seconds, 0, remains, ok=ok))
+    assert ok and remains == "nothing", run.output
+
+
+def kill_in(run: Run, title: str) -> None:
+    """Kill the process with this title as soon as there is one; Ray names a process after the method that it runs."""
+    while not (found := run.processes(title)):
+        assert run.process.poll() is None, run.output
+    for process in found:
+        process.kill()
+
+
+def test_the_policy_is_lost_while_a_resume_starts_it(tmp_path: Path) -> None:
+    """As soon as its process is there, and again in the middle of the load: it is started again in place."""
+    with running(Run(tmp_path, GRPO, "schedule.steps=2", "checkpoint.every_steps=1", name="loads")) as run:
+        assert run.wait() == 0, run.output
+    began = time.monotonic()
+    with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="loads", resume=True)) as again:
+        kill_in(again, "ray::PolicyWorker")
+        kill_in(again, "ray::PolicyWorker.load")
+        seconds = seconds_until(again, lambda: again.steps()[-1] > 3, began)
+        stop_group(again, signal.SIGINT)
+        code = again.wait(120)
+    remains = left_behind(again)
+    ok = seconds is not None and code == 130 and again.steps() == list(range(1, len(again.steps()) + 1))
+    record(
+        Outcome(
+            "SIGKILL of policy while a resume starts it, and while it loads",
+            "continues",
+            None,
+            seconds,
+            0,
+            remains,
+            ok=ok,
+        )
+    )
+    assert ok and remains == "nothing", again.output
+
+
+_NO_REAPER = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:]); time.sleep(10**6)"
+"""A PID 1 as the shell of a container often is: it never waits for the processes that it inherits."""
+
+
+def test_nothing_is_left_of_a_killed_driver_where_nobody_reaps(tmp_path: Path) -> None:
+    """In a PID namespace of its own, as in a container without an init."""
+    within = ("unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", _NO_REAPER)
+    with running(Run(tmp_path, GRPO, *ENDLESS, name="unreaped", within=within)) as run:
+        run.wait_for_step(1)
+        (init,) = psutil.Process(run.process.pid).children()
+        (driver,) = [child for child in init.children() if child.cmdline()[1:3] == ["-m", "troupe"]]
+        driver.kill()
+        began = time.monotonic()
+        while (left := _alive_below(init)) and time.monotonic() - began < 90:
+            time.sleep(0.1)
+        seconds = time.monotonic() - began
+        zombies = len(init.children(recursive=True))
+    words = f"{len(left)} process(es)" if left else "nothing"
+    outcome = Outcome("SIGKILL of the driver where PID 1 reaps nothing", "every process ends", None, seconds, 0, words)
+    record(replace(outcome, ok=not left))
+    assert not left and zombies, left
+
+
+def _alive_below(init: psutil.Process) -> list[str]:
+    """Processes below this one that are not dead."""
+    return [" ".join(p.cmdline())[:80] for p in init.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_signal_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
+    """No second Ray cluster starts, and nothing is left."""
+    with running(Run(tmp_path, GRPO, *ENDLESS, name="starting")) as run:
+        run.wait_until(lambda: run.processes("ray::PolicyWorker"), "a worker that starts")
+        began = time.monotonic()
+        stop_group(run, signal.SIGTERM)
+        code = run.wait(60)
+        seconds = time.monotonic() - began
+    remains = left_behind(run)
+    semaphores = [path.name for path in Path("/dev/shm").glob("sem.troupe-*")]
+    ok = code == 130 and remains == "nothing" and len(run.stderr.splitlines()) <= 2
+    record(Outcome("SIGTERM while workers start", f"exit code {code}", None, seconds, 0, remains, ok=ok))
+    assert ok, run.stderr
+    assert not semaphores

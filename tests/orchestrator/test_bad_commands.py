@@ -100,7 +100,7 @@ COMMANDS = [
     ("run good.yaml --out /proc/x", FAILED, "/proc/x: "),
     ("run good.yaml --out no-checkpoints", FAILED, "no-checkpoints/checkpoints: File exists; use another path"),
     ("run good.yaml --out damaged", USAGE, "damaged/checkpoints: none of the checkpoints (1) is valid"),
-    ("run good.yaml --out damaged --resume", FAILED, "move the folder away"),
+    ("run good.yaml --out damaged --resume", USAGE, "move the folder away"),
     ("export none out", FAILED, "none/checkpoints: no valid checkpoint"),
     ("export file out", FAILED, "file/checkpoints: no valid checkpoint"),
     ("export damaged out", FAILED, "damaged/checkpoints: no valid checkpoint"),

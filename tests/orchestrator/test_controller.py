@@ -7,7 +7,7 @@ import gc
 import io
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -77,7 +77,7 @@ class RolloutRun(FakeRun[RolloutSpec]):
     def __init__(self, out: Path, policies: int = 1, resume: bool = False, **sections: Mapping[str, Any]) -> None:
         """`sections`: values of the spec's fields."""
         super().__init__(out, fake_spec(**sections), resume)
-        self.policies = [FakePolicy(rank) for rank in range(policies)]
+        self.policies: Sequence[FakePolicy] = [FakePolicy(rank) for rank in range(policies)]
         self.critic = FakeCritic()
         self.reward = FaultyReward()
         self.engines: list[FaultyEngine] = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
@@ -523,7 +523,7 @@ def test_garbage_collection_settings_are_restored_after_a_run(tmp_path: Path) ->
 
     before = gc.get_threshold()
     run = RolloutRun(tmp_path)
-    run.policies[0] = Observing()
+    run.policies = [Observing()]
     run.run()
     assert gc.get_threshold() == before and gc.get_freeze_count() == 0
     assert set(seen) != {before} and len(set(seen)) == 1
@@ -589,8 +589,9 @@ def test_an_export_that_fails_counts_as_a_save_that_fails(tmp_path: Path) -> Non
 
 def test_what_cannot_be_saved_ends_the_run_before_it_samples(tmp_path: Path) -> None:
     run = RolloutRun(tmp_path)
-    run.policies = [_Unexportable()]
-    run.policies[0].broken_at_start = True
+    policy = _Unexportable()
+    policy.broken_at_start = True
+    run.policies = [policy]
     with pytest.raises(WorkerRaised, match="no tokenizer"):
         run.run()
     assert run.controller.components.ledger.counts()["dispatched"] == 0

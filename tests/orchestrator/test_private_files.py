@@ -15,7 +15,7 @@ from troupe.orchestrator.cluster import ray_nodes
 from troupe.orchestrator.live.control import FOLDER, ControlServer
 from troupe.orchestrator.run_lock import LOCK_FILE, locked
 from troupe.orchestrator.spec.load import load_rollout_spec
-from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
+from troupe.workers.contract.atomic_file import PRIVATE, replacing, write_atomic
 from troupe.workers.rewards.judge_cache import AnswerCache
 
 
@@ -96,3 +96,15 @@ def test_a_token_is_created_for_its_owner_only_and_an_existing_one_stays(
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     ray_nodes._create_token()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".ray", "file"]
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """A failed write has no path of its own."""
+    path = tmp_path / "spec.yaml"
+    with (
+        pytest.raises(OSError, match=f"No space left on device: '{path}'"),
+        replacing(path),
+        Path("/dev/full").open("w") as full,
+    ):
+        full.write("no space")
+    assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from troupe.orchestrator.data.prompts import DataError
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.resume_checks import require_same_rows, resumption
 from troupe.orchestrator.spec.base import RunSpec
@@ -144,5 +143,5 @@ def test_a_checkpoint_without_the_record_tells_its_stage_by_its_files(
 def test_other_rows_are_refused() -> None:
     require_same_rows("data.train", {"digest": "a"}, "a")
     require_same_rows("data.train", {}, "a")
-    with pytest.raises(DataError, match=r"data\.train: cannot resume: .* \(digest a, now b\)"):
+    with pytest.raises(UsageError, match=r"data\.train: cannot resume: .* \(digest a, now b\)"):
         require_same_rows("data.train", {"digest": "a"}, "b")

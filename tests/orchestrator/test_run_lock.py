@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from troupe.orchestrator import run_lock
 from troupe.orchestrator.errors import UsageError
-from troupe.orchestrator.run_lock import LOCK_FILE, locked
+from troupe.orchestrator.run_lock import LOCK_FILE, kept, locked
 
 HOLD = """
 import sys
@@ -92,3 +94,51 @@ def test_a_file_system_without_locks_is_a_warning(
     with locked(tmp_path):
         pass
     assert "make sure that no other run uses this folder" in caplog.text
+
+
+def test_a_removed_folder_admits_no_second_run(tmp_path: Path) -> None:
+    """Neither at once, nor after the folder is made again."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first = holder(folder, "import time; time.sleep(600)")
+    try:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        with pytest.raises(UsageError, match="a run is active in it"), locked(folder):
+            pytest.fail("two runs in one folder")
+    finally:
+        first.kill()
+        first.wait()
+    with locked(folder):
+        pass
+
+
+def test_the_folder_its_lock_and_its_spec_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on another host, which does not see the name in this kernel, finds the file locked."""
+    monkeypatch.setattr(run_lock, "_LOOK_S", 0.02)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    spec = folder / "spec.yaml"
+    with locked(folder) as lock, kept(lock, spec):
+        for text in ("name: first", "name: changed"):
+            spec.write_text(text)
+            time.sleep(0.3)
+            shutil.rmtree(folder)
+            deadline = time.monotonic() + 20
+            while not spec.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert spec.read_text() == text
+            assert f'"pid": {os.getpid()}' in (folder / LOCK_FILE).read_text()
+            probe = os.open(folder / LOCK_FILE, os.O_RDWR)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(probe)
+
+
+def test_a_full_disk_names_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/{LOCK_FILE}'"), locked(tmp_path):
+        pytest.fail("there is no space")

@@ -34,6 +34,10 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
             os.close(os.open(unfinished, flags, mode))
         yield unfinished
         unfinished.replace(path)
+    except OSError as error:
+        if error.filename is None:  # a write to a full disk
+            error.filename = str(path)
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
 

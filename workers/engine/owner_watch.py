@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import select
-import signal
 import tempfile
-import threading
 from functools import cache
 
+from troupe.workers.isolation.death_watch import exit_with
 from troupe.workers.isolation.removal import remove_at_death
 
 OWNER_VARIABLE = "TROUPE_ENGINE_OWNER"
@@ -29,18 +28,24 @@ def temporary_folder() -> str:
 def die_with_owner() -> None:
     """Exit, together with the processes in between, when the rollout worker named in the environment ends.
 
-    vLLM's engine core outlives a killed parent and keeps its memory and cores. A pidfd becomes readable when its
-    process ends, and never refers to another process that reuses the id.
+    vLLM's engine core outlives a killed parent and keeps its memory and cores.
     """
     owner = int(os.environ.get(OWNER_VARIABLE, "0"))
     if owner in (0, os.getpid()):
         return
-    try:
-        owner_fd = os.pidfd_open(owner)
-        between = [os.pidfd_open(pid) for pid in _ancestors_below(owner)]
-    except ProcessLookupError:
-        os._exit(1)
-    threading.Thread(target=_exit_after, args=(owner_fd, between), name="die-with-owner", daemon=True).start()
+    exit_with(owner, _ancestors_below(owner))
+
+
+@cache
+def private_semaphores() -> None:
+    """Name the semaphores of multiprocessing after this process, and remove them when it ends.
+
+    The process of multiprocessing that would remove them is killed together with a worker that is lost. Children that
+    this process starts inherit the prefix.
+    """
+    prefix = f"troupe-{os.getpid()}"
+    vars(multiprocessing.current_process())["_config"]["semprefix"] = f"/{prefix}"
+    remove_at_death(f"/dev/shm/sem.{prefix}-", prefix=True)
 
 
 def _ancestors_below(owner: int) -> list[int]:
@@ -54,15 +59,3 @@ def _ancestors_below(owner: int) -> list[int]:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             pid = int(stat.read().rpartition(b")")[2].split()[1])
     return []
-
-
-def _exit_after(owner_fd: int, between: list[int]) -> None:
-    waiting = select.poll()
-    waiting.register(owner_fd, select.POLLIN)
-    waiting.poll()
-    for fd in between:
-        try:
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    os._exit(1)

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import GPU_BATCH_TOKENS, RolloutConfig, StructuredConfig
-from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, temporary_folder
+from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, private_semaphores, temporary_folder
 from troupe.workers.engine.process import import_ahead
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def set_environment(config: RolloutConfig) -> None:
 
     vLLM's processes inherit them. On the CPU this also starts the process that imports vLLM for the engine.
     """
+    private_semaphores()
     os.environ |= {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",

@@ -10,13 +10,14 @@ _lifelines: dict[str, IO[bytes]] = {}
 """Our end of the pipe of `remove_at_death`, by path; when it closes, the file or folder is removed."""
 
 
-def remove_at_death(path: str | Path) -> None:
-    """Remove a file or folder as soon as this process ends, even by kill -9.
+def remove_at_death(path: str | Path, *, prefix: bool = False) -> None:
+    """Remove a file or folder as soon as this process ends, even by kill -9; with `prefix`, all that begin with `path`.
 
     A separate process waits for this process's end of a pipe to close, and then removes it. It is no child of this
     process, so that it is not ended along with it.
     """
-    script = 'exec 3<&0; (while read -r _ <&3; do :; done; rm -rf -- "$0") >/dev/null 2>&1 &'
+    removed = '"$0"*' if prefix else '"$0"'
+    script = f"exec 3<&0; (while read -r _ <&3; do :; done; rm -rf -- {removed}) >/dev/null 2>&1 &"
     guard = subprocess.Popen(["/bin/sh", "-c", script, str(path)], stdin=subprocess.PIPE, start_new_session=True)
     guard.wait()
     if guard.stdin is not None:

@@ -68,12 +68,23 @@ def test_a_spec_that_is_invalid_is_refused_before_any_model_is_created(
     assert "schedule.steps: must be at least 1" in str(result.exception)
 
 
+def test_validate_creates_no_model_and_says_so(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "make_models", lambda *arguments: pytest.fail("created"))
+    for name in ("tiny-grpo", "tiny-three-stage"):
+        result = CliRunner().invoke(app, ["validate", f"examples:{name}"])
+        assert result.exception is None, result.output
+        assert f"model.path: {models / demo.TINY} is created when the run starts" in result.output
+    assert not models.exists() or not any(models.iterdir())
+    wrong = CliRunner().invoke(app, ["validate", "examples:tiny-grpo", "--set", "model.path=/none"])
+    assert "model.path: no such folder: /none" in str(wrong.exception)
+
+
 def test_a_model_that_cannot_be_created_is_one_message(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise demo.DemoModelError("no weights; install them")
 
     monkeypatch.setattr(demo, "make_models", fail)
-    for command in (["validate", "examples:tiny-grpo"], ["plan", "examples:tiny-grpo"], ["demo", "--prepare"]):
+    for command in (["run", "examples:tiny-grpo"], ["plan", "examples:tiny-grpo"], ["demo", "--prepare"]):
         result = CliRunner().invoke(app, command)
         assert str(result.exception) == "no weights; install them"
 

@@ -50,8 +50,8 @@ Picks = Sequence[tuple[str, int]]
 class FakePairTrainer(FakeTrainer):
     """A trainer that records the pairs it trains on."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__(rank)
         self.trained: list[Sequence[tuple[str, int]]] = []
         self.plans: list[RankPlan] = []
         self.referenced: list[str] = []
@@ -83,7 +83,7 @@ class OfflineRun(FakeRun[OfflineSpec]):
     """A controller of offline training with the fakes that it needs."""
 
     def __init__(self, out: Path, ranks: int = 1, resume: bool = False) -> None:
-        self.trainers = [FakePairTrainer() for _ in range(ranks)]
+        self.trainers = [FakePairTrainer(rank) for rank in range(ranks)]
         super().__init__(out, SPEC, resume)
 
     def build(self) -> Controller:

@@ -1,0 +1,45 @@
+"""SIGINT, SIGTERM and SIGHUP before a run handles them itself: code 130 and one line, in every second of a command.
+
+Imports next to nothing: the command line sets the first handlers before it loads anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import NoReturn
+
+STOPPED = 130
+"""Exit code of a command that was asked to stop."""
+STOPPED_LINE = "stopped"
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def exit_on_signals() -> None:
+    """A signal ends this process at once, as long as nothing has begun that would have to be ended in order."""
+    _handle(_exit)
+
+
+def interrupt_on_signals() -> None:
+    """A signal raises KeyboardInterrupt in the main thread, so that what has begun is ended in order."""
+    _handle(_interrupt)
+
+
+def ignored(number: int) -> bool:
+    """Whether this is SIGHUP under `nohup`."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def _handle(handler: signal._HANDLER) -> None:
+    for number in HANDLED:
+        if not ignored(number):
+            signal.signal(number, handler)
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    os.write(2, f"{STOPPED_LINE}\n".encode())
+    os._exit(STOPPED)
+
+
+def _interrupt(number: int, _: object) -> NoReturn:
+    raise KeyboardInterrupt

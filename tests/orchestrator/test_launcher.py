@@ -1,0 +1,78 @@
+"""Trainers that are lost while they start or load are started again in place."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.fakes import FakePolicy, fake_spec, fakes_of, policy_group, restart_fakes
+from tests.orchestrator.training.test_recovery import RecoveringRun
+from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.errors import WorkerDied, WorkerRaised
+from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.training.checkpoint import load_checkpoint
+
+
+class _Launcher(WorkerLauncher):
+    restarts = 0
+
+    async def restart(self, groups: Any) -> None:
+        self.restarts += 1
+        await restart_fakes(groups)
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+@pytest.mark.parametrize("first", ["the rank that died", "another rank"])
+def test_a_trainer_that_dies_while_it_starts_is_started_again(allowed: int, first: str) -> None:
+    """Its death may be told first by another rank, which loses its connection."""
+    launcher = _Launcher(fake_spec(failures={"trainer_restarts": allowed}), cast(Cluster, None))
+    group = policy_group(FakePolicy(0), FakePolicy(1))
+    dying, other = fakes_of(group)
+
+    async def die(*_: Any) -> Any:
+        dying.kill()
+        await asyncio.sleep(0.1)
+
+    async def lose(*_: Any) -> Any:
+        if first == "another rank":
+            raise WorkerRaised("policy-1", "start", "Connection closed by peer")
+        await asyncio.sleep(1)
+
+    dying.target.start, other.target.start = die, lose
+    if allowed:
+        asyncio.run(launcher._start_trainers(group))
+        assert launcher.restarts == 1 and fakes_of(group)[0] is not dying
+    else:
+        with pytest.raises((WorkerDied, WorkerRaised)):
+            asyncio.run(launcher._start_trainers(group))
+
+
+def test_a_trainer_that_raises_while_it_starts_is_not_started_again() -> None:
+    launcher = _Launcher(fake_spec(failures={"trainer_restarts": 3}), cast(Cluster, None))
+    group = policy_group(FakePolicy(0))
+
+    async def fail(*_: Any) -> Any:
+        raise WorkerRaised("policy-0", "start", "OSError: no such model")
+
+    fakes_of(group)[0].target.start = fail
+    with pytest.raises(WorkerRaised, match="no such model"):
+        asyncio.run(launcher._start_trainers(group))
+    assert launcher.restarts == 0
+
+
+def test_a_trainer_that_dies_while_a_resume_loads_is_restarted_and_loads(tmp_path: Path) -> None:
+    RecoveringRun(tmp_path, schedule={"steps": 2}).run()
+    run = RecoveringRun(tmp_path, ("policy-0", "load", 1), resume=True)
+
+    async def load() -> None:
+        controller = run.build()
+        found = controller.store.latest()
+        assert found is not None
+        await controller.components.recovery.retry(lambda: load_checkpoint(found, run.groups, 5.0))
+        assert [len(learned) for learned in run.learned] == [2, 2, 4]
+        assert controller.components.recovery.budget.total == 1
+
+    asyncio.run(load())

@@ -1,0 +1,82 @@
+"""A command that is asked to stop ends with code 130 and one line, whatever it is doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.real.commands import GRPO
+from troupe.workers.isolation.death_watch import exit_with
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    def handled_by_default() -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "troupe", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        preexec_fn=handled_by_default,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("seconds", [0.25, 0.5, 1.0, 2.0])
+def test_a_signal_in_the_first_seconds(
+    tmp_path: Path, tiny_model: Path, number: signal.Signals, seconds: float
+) -> None:
+    """Python starts, modules are imported, the spec is checked, Ray starts."""
+    command = started("run", str(GRPO), "--out", str(tmp_path / "run"))
+    time.sleep(seconds)
+    command.send_signal(number)
+    _, said = command.communicate(timeout=60)
+    assert command.returncode == 130, said
+    lines = [line for line in said.splitlines() if line.strip()]
+    assert lines[-1] == "stopped" and not [line for line in lines if "Traceback" in line]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.usefixtures("tiny_model")
+def test_a_signal_in_the_pause_of_the_supervisor(number: signal.Signals) -> None:
+    """The run fails as its folder cannot be made; the supervisor waits before it starts it again."""
+    command = started("run", str(GRPO), "--out", "/proc/no", "--supervise")
+    assert command.stderr is not None
+    for line in command.stderr:
+        if "starting it again" in line:
+            break
+    time.sleep(0.3)
+    command.send_signal(number)
+    _, said = command.communicate(timeout=60)
+    assert (command.returncode, said) == (130, "stopped\n")
+
+
+def test_a_process_ends_with_one_that_nobody_reaps() -> None:
+    """A dead process keeps its id until it is reaped: a test for the id would find it alive for good."""
+    owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    code = (
+        f"from {exit_with.__module__} import exit_with; exit_with({owner.pid}); print('watches', flush=True); input()"
+    )
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert watcher.stdout is not None and watcher.stdout.readline() == "watches\n"
+    os.kill(owner.pid, signal.SIGKILL)
+    assert watcher.wait(20) == 1
+    assert Path(f"/proc/{owner.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    late = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    assert late.wait(20) == 1
+    owner.wait()
