@@ -15,7 +15,7 @@ _SPAN = 6
 _LEAST_LAYERS = 2
 _MOST_LAYERS = 6
 _KINDS = 4
-"""Most values that a list with an entry for every layer may have to name kinds of layers; more are numbers of layers."""
+"""Most values of a list with an entry for every layer that names kinds of layers; others hold numbers of layers."""
 _FEED_FORWARD = 32
 _WIDEST = 1024
 _CAP = 1.0
