@@ -25,8 +25,8 @@ from troupe.workers.models.attention import choose_attention
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_TEMPERATURES = {False: 17, True: 65}
-"""Number of temperatures that are tried, without and with `thorough`: odd, so that the run's own is among them."""
+_TEMPERATURES = 17
+"""Number of temperatures that are tried: odd, so that the run's own is among them. Others are interpolated."""
 _RANGE = 4.0
 """Largest ratio of a temperature that is tried to the run's own, either way."""
 _TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -178,7 +178,7 @@ def _joined(parts: list[torch.Tensor]) -> Floats:
 
 def _temperatures(request: ScoreRequest) -> Floats:
     """Temperatures to try, evenly spaced in their logarithm around the run's own."""
-    return request.temperature * np.exp(np.linspace(-np.log(_RANGE), np.log(_RANGE), _TEMPERATURES[request.thorough]))
+    return request.temperature * np.exp(np.linspace(-np.log(_RANGE), np.log(_RANGE), _TEMPERATURES))
 
 
 def _truncated(
