@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import rare_collections
-from troupe.orchestrator.errors import StopRequested, TroupeError, WorkerError, WorkerRaised
+from troupe.orchestrator.cluster.worker_group import TrainerGroup
+from troupe.orchestrator.errors import ExportFailed, StopRequested, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.replay.step_recorder import StepKeeper
@@ -23,8 +25,8 @@ from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
 from troupe.orchestrator.telemetry.peak_memory import PeakMemory
-from troupe.orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_stopped
-from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, trainer_layouts
+from troupe.orchestrator.training.batch import Batch, BatchSource, HeldOut, unless_failed, unless_stopped
+from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, CheckpointStore, require_files, trainer_layouts
 from troupe.orchestrator.training.ledger import Ledger
 from troupe.orchestrator.training.recovery import TrainerRecovery
 from troupe.orchestrator.training.state import ControllerState
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_DIGESTS = 64
 """Engines whose acknowledgement an event names."""
+_TRAINER_PROBE_S = 5.0
+"""Longest interval between two probes of trainers that have no call."""
 _QUIET_METRICS = ("eval/refused", "eval/failed_samples")
 """Shown after an evaluation only where they are not 0."""
 
@@ -123,7 +127,8 @@ class Controller:
         self._recorder.counts("dropped", components.ledger.drop_reasons())
         self._recorder.counts("ledger", components.ledger.counts())
         self._timers = self._new_timers()
-        self._saved_at = done
+        self._saved_at = done if store.has_model(done) else None
+        """Step of the last complete checkpoint."""
         self._failed_saves = 0
         self._alarm = ""
 
@@ -142,10 +147,11 @@ class Controller:
         `step_timeout_s`. `stop` interrupts the wait for a batch.
         """
         spec, source = self._spec, self.components.source
-        heartbeat = asyncio.create_task(self._heartbeat())
+        heartbeat, watch = asyncio.create_task(self._heartbeat()), asyncio.create_task(self._watch_trainers())
         first_eval: dict[str, float] = {}
         last_eval: dict[str, float] = {}
         try:
+            await self.components.recovery.retry(self._try_save)
             if self.version:
                 await self._push(self.version)
             evaluation = spec.evaluation
@@ -158,7 +164,7 @@ class Controller:
             self._timers = self._new_timers()
             while self.version < spec.schedule.steps and not self._alarm_stops():
                 async with asyncio.timeout(spec.schedule.step_timeout_s):
-                    last_eval = await self.step(self.version) or last_eval
+                    last_eval = await unless_failed(watch, self.step(self.version)) or last_eval
             await self.components.keeper.settle()
         except StopRequested:
             logger.warning("stopping after step %d", self.version)
@@ -173,6 +179,7 @@ class Controller:
             ) from None
         finally:
             heartbeat.cancel()
+            watch.cancel()
             await source.close()
             await self.components.recovery.close()
             await self.components.keeper.close()
@@ -274,7 +281,7 @@ class Controller:
             return
         try:
             await self._save()
-        except (OSError, WorkerRaised) as error:
+        except (OSError, WorkerRaised, ExportFailed) as error:
             self._failed_saves += 1
             self._recorder.events.record("checkpoint", path=str(self.store.directory), ok=False, detail=str(error))
             limit = self._spec.failures.failed_saves
@@ -287,7 +294,13 @@ class Controller:
             self._failed_saves = 0
 
     async def _save(self) -> None:
-        """Writes one atomic checkpoint of everything a resumed run needs, unless this step is saved already."""
+        """Writes one atomic checkpoint of everything a resumed run needs, unless this step is saved already.
+
+        Raises:
+            ExportFailed: The checkpoint is written, without the model as a Hugging Face folder.
+            OSError: It is not written.
+            WorkerError: It is not written.
+        """
         if self._saved_at == self.version:
             return
         components = self.components
@@ -295,27 +308,59 @@ class Controller:
         state["memory"] = self.state.model_dump(mode="json")
         state["trainers"] = {role: asdict(layout) for role, layout in trainer_layouts(self._spec).items()}
         started = asyncio.get_running_loop().time()
-        folder = await components.recovery.retry(self._save_trainers)
+        folder, failed = await components.recovery.retry(self._save_trainers)
         saved = await components.recovery.commit(self.version, lambda: self.store.commit(folder, state))
         seconds = round(asyncio.get_running_loop().time() - started, 4)
+        if failed is not None:
+            raise ExportFailed(
+                f"the model cannot be exported: {failed.detail}; {saved.path} holds the trainers' state: "
+                "`--resume` continues from it and exports again"
+            ) from failed
         self._recorder.events.record("checkpoint", path=str(saved.path), ok=True, seconds=seconds)
         self._saved_at = self.version
 
-    async def _save_trainers(self) -> Path:
-        """Writes the trainers' part of a checkpoint; returns its folder."""
+    async def _try_save(self) -> None:
+        """Has every trainer write a small part of what the run saves, so that what cannot be saved is known now.
+
+        Raises:
+            WorkerError: A trainer cannot write, or the model cannot be exported.
+            CheckpointError: Files of a trainer do not arrive where this process reads them.
+        """
+        folder, bound = self.store.begin_trial(), self._spec.schedule.train_timeout_s
+        try:
+            for group in self.components.updates.trainers:
+                await group.try_save(str(folder / group.role), timeout_s=bound)
+                require_files(folder / group.role, group.ranks)
+        finally:
+            self.store.discard(folder)
+
+    async def _save_trainers(self) -> tuple[Path, WorkerRaised | None]:
+        """Writes the trainers' part of a checkpoint; returns its folder, and why it has no exported model."""
         folder, bound = self.store.begin(self.version), self._spec.schedule.train_timeout_s
         trainers = self.components.updates.trainers
         try:
             for number, group in enumerate(trainers):
                 self.console.phase("checkpoint", number, len(trainers))
                 await group.save(str(folder / group.role), timeout_s=bound)
-            await trainers[0].export(str(folder / MODEL), timeout_s=bound)
-            if self._spec.roles.policy.ema_decay > 0:
-                await trainers[0].export_average(str(folder / AVERAGE), timeout_s=bound)
+            return folder, await self._export(trainers[0], folder)
         except (WorkerError, asyncio.CancelledError):
             self.store.discard(folder)
             raise
-        return folder
+
+    async def _export(self, trainer: TrainerGroup[Any], folder: Path) -> WorkerRaised | None:
+        """Writes the model as Hugging Face folders; why that failed, or None. Raises WorkerError for a lost trainer."""
+        bound = self._spec.schedule.train_timeout_s
+        try:
+            await trainer.export(str(folder / MODEL), timeout_s=bound)
+            if self._spec.roles.policy.ema_decay > 0:
+                await trainer.export_average(str(folder / AVERAGE), timeout_s=bound)
+        except WorkerRaised as error:
+            if await trainer.find_dead() is not None:  # the other ranks say so first
+                raise
+            for name in (MODEL, AVERAGE):
+                self.store.discard(folder / name)
+            return error
+        return None
 
     async def _report(
         self, batch: Batch, updates: Sequence[dict[str, float]], timers: PhaseTimers, evaluation: dict[str, float]
@@ -365,6 +410,18 @@ class Controller:
             logger.warning("%s", self._alarm)
             self._recorder.events.record("alarm", detail=self._alarm)
         return {"alarm/reward_hacking": float(bool(reasons))}
+
+    async def _watch_trainers(self) -> None:
+        """Probes the trainers at a fixed interval; runs beside the loop until the run ends.
+
+        A step may wait for engines alone, and an engine that starts needs what a lost policy had published.
+
+        Raises:
+            WorkerError: A trainer is lost and cannot be restarted.
+        """
+        while True:
+            await asyncio.sleep(min(self._spec.probe_interval_s, _TRAINER_PROBE_S))
+            await self.components.recovery.probe()
 
     async def _heartbeat(self) -> None:
         """Probes the source's workers at a fixed interval; runs beside the loop until the run ends."""

@@ -61,6 +61,10 @@ class JudgeLost(WorkerRaised):
     """The judge that the call needs has died, and another one can start."""
 
 
+class ExportFailed(TroupeError):
+    """The trainers' state was saved, but not the model as a Hugging Face folder."""
+
+
 class EnginesLost(TroupeError):
     """No rollout engine is left, and no restarts remain."""
 

@@ -121,20 +121,22 @@ class RolloutRun:
         updates = RolloutUpdates(spec, policy, self._workers.critic, self._context.console)
         updates.profiles = UpdateProfiles(spec.output.profile, self._out)
         sync = weight_sync(spec, policy, self._pool, self._context.cluster)
+        recovery = TrainerRecovery(
+            spec=spec,
+            updates=updates,
+            push=sync.push,
+            store=store,
+            restart=self._context.launcher.restart,
+            console=self._context.console,
+            done=done,
+        )
+        self._pool.renew = lambda: recovery.retry(sync.renew)
         cluster = self._context.cluster
         recorder = RunRecorder(cluster.calls, cluster.events, self._out, done, spec.output.keep_gib)
         components = RunComponents(
             source=RolloutSource(spec, self._out, rollouts, self._context.console, self._context.stop, advantages),
             updates=updates,
-            recovery=TrainerRecovery(
-                spec=spec,
-                updates=updates,
-                push=sync.push,
-                store=store,
-                restart=self._context.launcher.restart,
-                console=self._context.console,
-                done=done,
-            ),
+            recovery=recovery,
             sync=sync,
             keeper=StepKeeper(spec, self._out, updates.trainers),
             evaluator=self.evaluator(self._out / "evaluation" if spec.output.trajectories else None),

@@ -102,14 +102,26 @@ def _run(request: RunRequest, console: Console) -> RunOutcome:
     return asyncio.run(training)
 
 
-def saved_step(request: RunRequest) -> int:
-    """Step of the newest checkpoint, 0 without one. One that would make the run complete is verified."""
+@dataclass(frozen=True)
+class Saved:
+    """What the checkpoints of a run folder hold."""
+
+    step: int
+    """Of the newest one; 0 without one."""
+    complete: bool
+    """Whether it is the last step of the spec, valid, and has the exported model."""
+
+
+def saved(request: RunRequest) -> Saved:
+    """What a run folder holds. A checkpoint that would make the run complete is verified."""
     store = CheckpointStore(request.out / "checkpoints", request.spec.checkpoint.keep)
     newest = max(store.steps(), default=0)
     if newest < request.spec.schedule.steps:
-        return newest
+        return Saved(newest, False)
     found = store.latest()
-    return found.step if found is not None else 0
+    if found is None:
+        return Saved(0, False)
+    return Saved(found.step, found.step >= request.spec.schedule.steps and found.exported)
 
 
 def evaluate(request: RunRequest, console: Console) -> dict[str, float]:

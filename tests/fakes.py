@@ -426,6 +426,10 @@ class FakeTrainer:
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / f"rank-{self.rank}").write_text(json.dumps(self.learned))
 
+    async def try_save(self, directory: str) -> None:
+        """As `save`."""
+        await self.save(directory)
+
     async def load(self, directory: str) -> int:
         """Loads what any rank saved, for all learn the same; number of ranks that saved."""
         files = list(Path(directory).iterdir())

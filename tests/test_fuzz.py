@@ -51,6 +51,7 @@ from troupe.workers.contract.config import ModelConfig, RewardFunctionConfig
 from troupe.workers.environments.agent import read_request
 from troupe.workers.isolation.child import Child
 from troupe.workers.isolation.descendants import new_mark
+from troupe.workers.isolation.output import BoundedOutput
 from troupe.workers.rewards.runner import RewardProcess, Sample
 from troupe.workers.training.resharding import opened
 from troupe.workers.training.shards import read_shard
@@ -503,6 +504,8 @@ class _ConnectedChild(Child):
         self.mark, self.connection, self._buffer = new_mark(), connection, b""
         self._lifeline = os.open(os.devnull, os.O_RDONLY)
         self._process = _Ended()
+        self._output = BoundedOutput("child")
+        self._output.started()
 
 
 class _Ended:

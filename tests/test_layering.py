@@ -65,7 +65,7 @@ OWNERS = {
     "deepspeed": ("workers.training",),
     "duckdb": ("orchestrator.reporting.samples",),
     "huggingface_hub": ("orchestrator.hub.client",),
-    "vllm": ("workers.rollout", "workers.engine", "workers.weights.vllm_transfer"),
+    "vllm": ("workers.rollout", "workers.engine", "workers.weights.vllm_transfer", "workers.weights.reload"),
 }
 HEAVY = {"torch", "ray", "vllm", "deepspeed", "transformers", "datasets", "pandas"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

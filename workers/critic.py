@@ -76,7 +76,6 @@ class CriticWorker(TrainingRank):
         if old_values is None or returns is None:
             raise ValueError("a critic batch needs the columns values and returns")
         mask = micro_batch.loss_mask
-        weights = token_weights(
-            mask, micro_batch.sequence, "token_mean", plan.total_loss_tokens, plan.total_sequences, max_tokens=1
-        )
+        totals = plan.total_loss_tokens, plan.total_sequences
+        weights = token_weights(mask, table.samples(micro_batch)[1], "token_mean", *totals, max_tokens=1)
         return value_loss(values, old_values, returns, weights, mask, self._config.loss)

@@ -6,7 +6,7 @@ algorithms differ in their objective (`workers/algorithms/offline_objectives.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from troupe.workers.contract.offline_messages import (
 )
 from troupe.workers.data.examples import ExampleMicroBatch, ExampleTable, Picks, assemble, attach, tokenize
 from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import (
     CausalLogprobs,
@@ -202,7 +203,7 @@ class RewardTrainer(OfflineRank):
         config = self._config
         announce(Activity.MODEL)
         model = load_value(config.model)
-        _keep_last_token(model.config.get_text_config(), self._tokens())
+        _keep_last_token(model.config.get_text_config(), self._tokens(), turn_ends(self._tokens()).ids)
         keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
         language = share_backbone(model, config.model, self._chunks(model)) if keeps_language else None
         dtype = torch_dtype(config.model.dtype)
@@ -251,14 +252,14 @@ def _unscored(batch: ExampleMicroBatch, point: float) -> Scored:
     )
 
 
-def _keep_last_token(text_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def _keep_last_token(text_config: Any, tokenizer: PreTrainedTokenizerBase, of_turns: Collection[int]) -> None:
     """Choose a padding token that ends no turn.
 
     A classifier reads its score at the last token that is not padding. If padding and end of turn were the same token,
     it would read the score one token too early.
     """
     configured = text_config.eos_token_id
-    ends = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
+    ends = {*of_turns, *(configured if isinstance(configured, list) else [configured])}
     choices = (text_config.pad_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     free = [choice for choice in choices if choice is not None and choice not in ends]
     text_config.pad_token_id = free[0] if free else (0 if 0 not in ends else text_config.vocab_size - 1)

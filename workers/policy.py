@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from troupe.workers.algorithms.policy_loss import LossOutput, PolicyTokens, exact_kl, policy_loss, token_weights
+from troupe.workers.algorithms.policy_batch import policy_tokens
+from troupe.workers.algorithms.policy_loss import LossOutput, exact_kl, policy_loss
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import PolicyConfig, Rendezvous
 from troupe.workers.contract.messages import (
@@ -23,6 +23,7 @@ from troupe.workers.contract.messages import (
     TextSummary,
     TrainSummary,
     UpdateMetrics,
+    WeightsSent,
     WeightUpdate,
     WorkerHealth,
 )
@@ -33,25 +34,13 @@ from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chun
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
-from troupe.workers.training.group import free_port, own_address
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 from troupe.workers.training.step_length import HeldStep
 from troupe.workers.training.token_records import TokenRecorder
+from troupe.workers.weights.device_sender import DeviceSender, device_sender
 from troupe.workers.weights.file import WeightPublisher, read_payload, weight_bytes
 from troupe.workers.weights.shared_memory import shared_directory
-
-
-class Sender(Protocol):
-    """vLLM's trainer-side transfer engine."""
-
-    def send_weights(self) -> None:
-        """Send the current weights of the source."""
-        ...
-
-    def shutdown(self) -> None:
-        """Leave the transfer group."""
-        ...
 
 
 class PolicyWorker(TrainingRank):
@@ -62,8 +51,7 @@ class PolicyWorker(TrainingRank):
         self._config = config
         self._reference: CausalLogprobs | None = None
         self._publisher: WeightPublisher | None = None
-        self._sender: Sender | None = None
-        self._link: EngineLink | None = None
+        self._sender: DeviceSender | None = None
         self._held: list[tuple[TokenBatch, torch.Tensor]] = []
         self._held_step: HeldStep | None = None
         self._records = TokenRecorder() if config.records_tokens else None
@@ -225,38 +213,37 @@ class PolicyWorker(TrainingRank):
         return update.nbytes, read_payload(update)
 
     def connect_engines(self, link: EngineLink) -> None:
-        """Join the rollout engines for transfers from GPU to GPU (nccl, ipc). Collective. Untested on GPU."""
-        from troupe.workers.weights.vllm_transfer import IterableSource, ipc_sender, nccl_sender
+        """Join the rollout engines for transfers from device to device (nccl, ipc, gloo). Collective.
 
-        if self._sender is not None:
-            self._sender.shutdown()
-        self._link = link
-        source = IterableSource(self.engine.named_weights, self.engine.weight_shapes())
-        if self._config.transfer_backend == "ipc":
-            self._sender = ipc_sender(source, link, self.engine.rank)
-        else:
-            address, port = own_address(), free_port()
-            self._sender = nccl_sender(source, link, self.engine.rank, address, port, 1 + link.processes)
+        nccl and ipc are untested on GPU.
+        """
+        self._disconnect()
+        engine = self.engine
+        self._sender = device_sender(
+            self._config.transfer_backend, link, engine.weight_shapes(), engine.rank, engine.device
+        )
 
-    def send_weights(self, version: int) -> int:
-        """Send the weights to the connected engines as `version`; returns the number of bytes sent. Collective."""
-        if self._sender is None or self._link is None:
+    def send_weights(self, version: int) -> WeightsSent | None:
+        """Send the weights to the connected engines as `version`. Collective; only rank 0 returns what was sent."""
+        if self._sender is None:
             raise RuntimeError(f"{self._name} is not connected to any engine")
-        self._version = self._link.version = version
-        self._sender.send_weights()
-        return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self.engine.weight_shapes())
+        self._version = version
+        return self._sender.send(version, self.engine.named_weights())
 
     def release(self) -> None:
         """Release the models and the engines, and remove the published file."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
-        if self._sender is not None:
-            self._sender.shutdown()
-            self._sender = None
+        self._disconnect()
         self._reference = None
         self.release_held()
         super().release()
+
+    def _disconnect(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     def _weight_publisher(self) -> WeightPublisher:
         if self._publisher is None:
@@ -306,28 +293,8 @@ class PolicyWorker(TrainingRank):
         )
         if self._records is not None:
             self._records.note(micro_batch, logprobs, entropy)
-        rollout_logprobs = table.floats("rollout_logprobs", micro_batch)
-        advantages = table.floats("advantages", micro_batch)
-        if rollout_logprobs is None or advantages is None:
-            raise ValueError("a policy batch needs the columns rollout_logprobs and advantages")
-        tokens = PolicyTokens(
-            logprobs=logprobs,
-            entropy=entropy,
-            rollout_logprobs=rollout_logprobs,
-            advantages=advantages,
-            weights=token_weights(
-                micro_batch.loss_mask,
-                micro_batch.sequence,
-                self._config.loss.aggregation,
-                plan.total_loss_tokens,
-                plan.total_sequences,
-                self._config.sampling.max_tokens,
-            ),
-            loss_mask=micro_batch.loss_mask,
-            sequence=micro_batch.sequence,
-            old_logprobs=table.floats("old_logprobs", micro_batch),
-            ref_logprobs=table.floats("ref_logprobs", micro_batch),
-        )
+        max_tokens = self._config.sampling.max_tokens
+        tokens = policy_tokens(table, micro_batch, plan, self._config.loss, max_tokens, logprobs, entropy)
         return policy_loss(tokens, self._config.loss, kl_old_coef)
 
 

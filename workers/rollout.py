@@ -33,6 +33,7 @@ from troupe.workers.contract.messages import (
 from troupe.workers.contract.roles import EnvironmentLink
 from troupe.workers.data.chat import PromptRefused, encode_prompt, sample_seed, turn_seed
 from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.engine.errors import EngineClosed, EngineDead, engine_dead
 from troupe.workers.engine.process import engine_processes
 from troupe.workers.engine.rows import RowBuilder, episode_summary, sample_summary, sampled_turn
@@ -231,7 +232,7 @@ class RolloutWorker:
                 await self._call(engine.start_weight_update())
                 await self._call(engine.update_weights(WeightTransferUpdateRequest(asdict(update))))
                 await self._call(engine.finish_weight_update(str(update.version)))
-                digest = await self._confirmed_digest(update)
+                digest = await self._confirmed_digest(update.version, update.digest)
                 await self._resume(update.version)
             except BaseException as error:
                 self._shut(f"the update to version {update.version} failed")
@@ -291,16 +292,16 @@ class RolloutWorker:
             retire(path)
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
-    # The receiving side of vLLM's GPU backends, driven by the trainer's sender. Untested on GPU.
+    # The receiving side of transfers from device to device, driven by the trainer's sender. Untested on GPU.
 
     async def transfer_init(self, init_info: dict[str, Any]) -> None:
-        """vLLM's `init_weight_transfer_engine` (nccl, ipc). An engine that a failed transfer has closed joins again."""
+        """Join the sender of a transfer (nccl, ipc, gloo). An engine that a failed transfer has closed joins again."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._call(self._live_engine().init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def transfer_start(self) -> None:
-        """vLLM's `start_weight_update` (nccl, ipc); running requests are paused.
+        """Pause running requests for an update (nccl, ipc, gloo).
 
         An update that did not end, because the trainer died in it, is forgotten.
         """
@@ -310,18 +311,22 @@ class RolloutWorker:
             await self._closing_on_failure(engine.start_weight_update())
 
     async def transfer_receive(self, update_info: dict[str, Any]) -> None:
-        """vLLM's `update_weights` (nccl, ipc)."""
+        """Receive weights (nccl, ipc, gloo)."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._closing_on_failure(self._live_engine().update_weights(WeightTransferUpdateRequest(update_info)))
 
-    async def transfer_finish(self, version: int) -> None:
-        """vLLM's `finish_weight_update` (nccl, ipc); the engine then serves `version`.
+    async def transfer_finish(self, version: int, digest: str) -> WeightAck:
+        """Serve the weights received as `version`, if every process of the engine has received this digest.
 
-        These backends carry no digest: the integrity of the bytes rests on the transport alone.
+        Raises:
+            WeightDigestMismatch: the loaded weights are not the ones that were sent; the engine stays closed.
         """
-        await self._closing_on_failure(self._live_engine().finish_weight_update(str(version)))
+        engine, started = self._live_engine(), time.monotonic()
+        await self._closing_on_failure(engine.finish_weight_update(str(version)))
+        await self._closing_on_failure(self._confirmed_digest(version, digest))
         await self._resume(version)
+        return WeightAck(self._name, version, digest, time.monotonic() - started, peak=await self._peak())
 
     async def _closing_on_failure(self, call: Coroutine[Any, Any, object]) -> None:
         try:
@@ -393,13 +398,15 @@ class RolloutWorker:
         for sample in self._running:
             sample.cancel()
 
-    async def _confirmed_digest(self, update: WeightUpdate) -> str:
+    async def _confirmed_digest(self, version: int, digest: str) -> str:
+        from troupe.workers.weights.file import WeightDigestMismatch
+
         engine = self._live_engine()
         ranks: list[dict[str, Any]] = await self._call(engine.collective_rpc("troupe_loaded_weights"))
-        held = {(rank["version"], rank["digest"]) for rank in ranks}
-        if held != {(update.version, update.digest)}:
-            raise RuntimeError(f"the processes of {self._name} hold {sorted(map(str, held))}, not {update.digest}")
-        return update.digest
+        for rank in ranks:
+            if (rank["version"], rank["digest"]) != (version, digest):
+                raise WeightDigestMismatch(self._name, digest, f"{rank['digest']} of version {rank['version']}")
+        return digest
 
     async def _update_failure(self, update: WeightUpdate, error: Exception) -> Exception:
         """The exception to raise. vLLM forwards the message of a worker's error but not its type: ask the workers."""
@@ -503,10 +510,12 @@ class RolloutWorker:
             top_p=request.top_p,
             max_tokens=min(limits.max_tokens, request.max_tokens or limits.max_tokens),
             stop=stop,
+            stop_token_ids=sorted(turn_ends(self._live_tokenizer()).ids),
             seed=turn_seed(request.seed, index, limits.number),
             logprobs=0,  # log-prob of the sampled token only
             flat_logprobs=True,
             detokenize=bool(stop),
+            skip_special_tokens=False,  # or a stop string with a special token would never match
             output_kind=RequestOutputKind.FINAL_ONLY,
             structured_outputs=structured_outputs(sampling.structured),
         )

@@ -54,6 +54,7 @@ _TAIL_MEAN = 0.25
 GPU_SHARE = 0.28
 """Share of a GPU's memory for one engine: the engines of three contenders share the GPU."""
 _REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
+_TEMPLATE = "chat_template.jinja"
 _LETTERS = "aeiou"
 
 
@@ -287,11 +288,16 @@ def on_device(spec: RolloutSpec, device: Literal["cpu", "cuda"], backend: Backen
 def without_eos(model: Path, folder: Path) -> Path:
     """Create `folder` with links to `model`, but with an end-of-sequence token that the model has no logit for.
 
+    The chat template does not tell what it writes behind the last turn of the assistant.
+
     Every response then has `max_tokens` tokens for every contender, without an option that the product lacks.
     """
     folder.mkdir(parents=True)
     for file in model.resolve().iterdir():
-        if file.name not in _REWRITTEN:
+        if file.name == _TEMPLATE:
+            template = file.read_text()
+            (folder / _TEMPLATE).write_text("{% if messages[-1].role != 'assistant' %}" + template + "{% endif %}")
+        elif file.name not in _REWRITTEN:
             (folder / file.name).symlink_to(file)
     for name in _REWRITTEN:
         settings = json.loads((model / name).read_text())

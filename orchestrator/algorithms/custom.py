@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from troupe.orchestrator.algorithms.section import AlgorithmConfig, is_custom
+from troupe.orchestrator.algorithms.section import AlgorithmConfig, corrects_sampler, is_custom
 from troupe.orchestrator.errors import TroupeError
 from troupe.workers.contract.config import CustomConfig
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from troupe.workers.contract.messages import RewardSummary
 
 
-def check(name: str, args: dict[str, Any], *, old_logprobs: bool, ref_logprobs: bool, values: bool) -> list[str]:
+def check(config: AlgorithmConfig, *, old_logprobs: bool, ref_logprobs: bool, values: bool) -> list[str]:
     """What the checks find wrong with an algorithm, given what its run computes; one message each."""
     from troupe.workers.algorithms.custom_checks import Available, check_custom
 
-    available = Available(old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values)
-    found = check_custom(CustomConfig(name=name, args=args), seeds=1, available=available)
+    available = Available(old_logprobs, ref_logprobs, values, importance=corrects_sampler(config))
+    found = check_custom(CustomConfig(name=config.name, args=config.args), seeds=1, available=available)
     return [f"{one.name}: {one.problem}" for one in found if one.problem]
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from troupe.orchestrator.algorithms.advice import advice_on
 from troupe.orchestrator.algorithms.offline import OFFLINE_ALGORITHMS, OfflineAlgorithm
-from troupe.orchestrator.algorithms.section import ESTIMATOR_OPTIONS, OBJECTIVE_OPTIONS
+from troupe.orchestrator.algorithms.section import unread_options
 from troupe.orchestrator.algorithms.table import ALGORITHMS, Algorithm
 from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, PolicyLossConfig
 
@@ -56,8 +56,7 @@ def _described(row: Algorithm | OfflineAlgorithm, roles: list[str], defaults: It
 
 def row_defaults(row: Algorithm) -> Iterator[tuple[str, str]]:
     """(field of the section `algorithm`, default) of what the row reads."""
-    unread = frozenset().union(*ESTIMATOR_OPTIONS.values(), *OBJECTIVE_OPTIONS.values())
-    unread -= ESTIMATOR_OPTIONS[row.advantage.estimator] | OBJECTIVE_OPTIONS[row.loss.objective]
+    unread = unread_options(row)
     yield "group_size", str(row.group_size)
     yield "kl.coef", str(max(row.loss.kl_coef, row.advantage.kl_coef))
     if row.dynamic_sampling:

@@ -139,7 +139,7 @@ class AlgorithmConfig(Frozen):
     aggregation: Aggregation | None = None
     """How token losses are reduced: `token_mean` weighs every token the same, `sequence_mean` every sequence;
     `sequence_sum` averages the sums of the sequences; `constant` divides the sum of all by a constant;
-    `only_token_mean` adds up the means of the sequences."""
+    `only_token_mean` adds up the means of the sequences. A sequence is a sample, however many rows it has."""
     importance: ImportanceConfig | None = None
     """Correction for the gap between the sampler and the trainer."""
     normalize_by_std: bool | None = None
@@ -318,11 +318,18 @@ def critic_loss(config: AlgorithmConfig) -> CriticLossConfig | None:
     return CriticLossConfig(**_merge(row.critic_loss, {}, value_clip=config.value_clip))
 
 
+def unread_options(row: Algorithm) -> frozenset[str]:
+    """Fields that other estimators and objectives read, and those of the row do not."""
+    unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
+    unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
+    # Without rewards to go every token is credited with the whole return, which is not discounted.
+    return unread if row.advantage.reward_to_go else unread | {"gamma"}
+
+
 def unused_options(config: AlgorithmConfig) -> list[str]:
     """Fields that the spec sets and the algorithm does not read."""
     row = row_of(config)
-    unread = frozenset().union(*ESTIMATOR_OPTIONS.values()) - ESTIMATOR_OPTIONS[row.advantage.estimator]
-    unread |= frozenset().union(*OBJECTIVE_OPTIONS.values()) - OBJECTIVE_OPTIONS[row.loss.objective]
+    unread = unread_options(row)
     if row.advantage.estimator not in COMPARES:
         unread |= {"dynamic_sampling", "dynamic_sampling_on"}
     if row.critic_loss is None:

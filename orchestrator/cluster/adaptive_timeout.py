@@ -31,6 +31,11 @@ class Pace:
         self._longest: dict[str, float] = {}
         self._open = 0
 
+    @property
+    def idle(self) -> bool:
+        """Whether the workers have no call."""
+        return not self._open
+
     @contextmanager
     def occupied(self) -> Iterator[None]:
         """The workers have a call in the block."""

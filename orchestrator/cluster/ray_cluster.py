@@ -43,6 +43,7 @@ from troupe.workers.contract.messages import (
     GroupRequest,
     GroupSummary,
     RewardSummary,
+    WeightAck,
     WeightsDamaged,
     WeightUpdate,
     WorkerGone,
@@ -126,7 +127,8 @@ class ActorWorker(Generic[W_co]):
     def kill(self) -> None:
         """Ends the actor's process immediately; does nothing if it is gone."""
         self._ended = True
-        ray.kill(self.actor, no_restart=True)
+        if ray.is_initialized():  # after a disconnection, Ray would start a cluster for the call
+            ray.kill(self.actor, no_restart=True)
 
     def locate(self, process: Process) -> None:
         """See `process_watch.Watched`."""
@@ -218,7 +220,7 @@ def _kind(cause: BaseException) -> type[WorkerError]:
 
 
 class ActorLink:
-    """vLLM's weight-transfer client over rollout actors; pickled to the trainer, whose sender calls it.
+    """The trainer's link to rollout actors; pickled to the trainer, whose sender calls it.
 
     The transfer group contains the engines one after another, each with as many ranks as it has processes.
     """
@@ -227,40 +229,37 @@ class ActorLink:
         self._actors = [engine.actor for engine in engines]
         self._ranks = ranks_per_engine
         self._timeout_s = timeout_s
-        self.version = 0
-        """Served from the next `finish_weight_update` on."""
 
     @property
     def processes(self) -> int:
         """Number of engine processes in the transfer group."""
         return len(self._actors) * self._ranks
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Adds every engine to the transfer group, each at its own rank offset."""
-        first = init_info.get("rank_offset")
-        infos = (
-            init_info if first is None else {**init_info, "rank_offset": first + number * self._ranks}
-            for number in range(len(self._actors))
-        )
+    def join(self, info: dict[str, Any]) -> None:
+        """Adds every engine to the transfer group, each behind the ranks of those before it."""
+        first = info.get("first_rank", 0)
+        infos = ({**info, "first_rank": first + number * self._ranks} for number in range(len(self._actors)))
         self._wait(
-            _submit(actor, RolloutEngine.transfer_init, (info,), {})
-            for actor, info in zip(self._actors, infos, strict=True)
+            _submit(actor, RolloutEngine.transfer_init, (own,), {})
+            for actor, own in zip(self._actors, infos, strict=True)
         )
 
-    def start_weight_update(self) -> None:
+    def start(self) -> None:
         """Pauses every engine."""
         self._wait(_submit(actor, RolloutEngine.transfer_start, (), {}) for actor in self._actors)
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def receive(self, info: dict[str, Any]) -> None:
         """Receives weights on every engine."""
-        self._wait(_submit(actor, RolloutEngine.transfer_receive, (update_info,), {}) for actor in self._actors)
+        self._wait(_submit(actor, RolloutEngine.transfer_receive, (info,), {}) for actor in self._actors)
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Serves `version` on every engine."""
-        self._wait(_submit(actor, RolloutEngine.transfer_finish, (self.version,), {}) for actor in self._actors)
+    def finish(self, version: int, digest: str) -> list[WeightAck]:
+        """Serves the weights received as `version` on every engine."""
+        return self._wait(
+            _submit(actor, RolloutEngine.transfer_finish, (version, digest), {}) for actor in self._actors
+        )
 
-    def _wait(self, calls: Iterable[Any]) -> None:
-        ray.get(list(calls), timeout=self._timeout_s)
+    def _wait(self, calls: Iterable[Any]) -> list[Any]:
+        return ray.get(list(calls), timeout=self._timeout_s)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from troupe.workers.contract.messages import (
     TextSummary,
     TrainSummary,
     UpdateMetrics,
+    WeightsSent,
     WeightUpdate,
 )
 from troupe.workers.contract.offline_messages import EvaluationPart, ExampleBatchSummary, ExampleSummary
@@ -131,6 +132,11 @@ class WorkerGroup(Generic[W]):
         """Number of workers."""
         return len(self.workers)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no call is under way, whose failure would tell of a lost worker."""
+        return self._pace.idle
+
     async def _broadcast(
         self, method: Callable[Concatenate[W, P], Reply[R]], timeout_s: float, *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
@@ -208,6 +214,10 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
     async def save(self, directory: str, *, timeout_s: float) -> None:
         """Writes a checkpoint of model, optimizer and schedule."""
         await self._broadcast(Trainer.save, timeout_s, directory)
+
+    async def try_save(self, directory: str, *, timeout_s: float) -> None:
+        """Writes what a checkpoint and an export consist of, with a small part of the weights."""
+        await self._broadcast(Trainer.try_save, timeout_s, directory)
 
     async def load(self, directory: str, *, timeout_s: float) -> int:
         """Loads a checkpoint; returns the number of ranks that saved it."""
@@ -330,12 +340,13 @@ class PolicyGroup(TrainerGroup[Policy]):
         return (await self._first(lambda rank: rank.call_for_table(Policy.read_weights, timeout_s, update)))[1]
 
     async def connect_engines(self, link: EngineLink, *, timeout_s: float) -> None:
-        """Joins the rollout engines for transfers from GPU to GPU."""
+        """Joins the rollout engines for transfers from device to device."""
         await self._broadcast(Policy.connect_engines, timeout_s, link)
 
-    async def send_weights(self, version: int, *, timeout_s: float) -> int:
-        """Sends the weights to the connected engines as `version`; returns the number of bytes."""
-        return (await self._broadcast(Policy.send_weights, timeout_s, version))[0]
+    async def send_weights(self, version: int, *, timeout_s: float) -> WeightsSent:
+        """Sends the weights to the connected engines as `version`."""
+        sent = await self._broadcast(Policy.send_weights, timeout_s, version)
+        return next(report for report in sent if report is not None)
 
 
 def _mean_per_state(parts: Sequence[tuple[float, int]]) -> float:

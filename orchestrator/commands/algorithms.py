@@ -47,7 +47,7 @@ def _custom_algorithm(name: str, args: str, check: bool) -> None:
     from troupe.orchestrator.algorithms.custom import report
     from troupe.orchestrator.algorithms.description import describe_row
     from troupe.orchestrator.algorithms.section import custom_row
-    from troupe.workers.algorithms.custom_checks import check_custom
+    from troupe.workers.algorithms.custom_checks import Available, check_custom
     from troupe.workers.contract.config import CustomConfig
 
     try:
@@ -64,7 +64,8 @@ def _custom_algorithm(name: str, args: str, check: bool) -> None:
     if not check:
         typer.echo(describe_row(row))
         return
-    checks = check_custom(config)
+    available = Available(importance=row.loss.importance.mode != "none")
+    checks = check_custom(config, available=available)
     typer.echo(report(checks))
     if any(one.problem for one in checks):
         sys.exit(FAILURE)

@@ -119,12 +119,12 @@ def _request(planned: PlannedRun, resume: bool, address: str | None) -> RunReque
     `--resume` resumes a plain spec; in a chain it skips complete stages, resumes the interrupted one and starts the
     rest.
     """
-    from troupe.orchestrator.run import RunRequest, saved_step
+    from troupe.orchestrator.run import RunRequest, saved
 
     request = RunRequest(planned.spec, planned.out, resume, address)
     if not resume:
         return request
-    done = saved_step(request)
-    if done >= planned.spec.schedule.steps:
+    done = saved(request)
+    if done.complete:
         return None
-    return replace(request, resume=done > 0) if planned.stage else request
+    return replace(request, resume=done.step > 0) if planned.stage else request

@@ -21,6 +21,11 @@ _COUNT_S = 20.0
 """Time for rendering prompts."""
 _ENTRY = "troupe.workers.data.prompt_probe:measure"
 _TIMEOUT_S = 120.0
+_READ_AS_TEXT = "which are read as text; where they are meant as tokens, set model.allow_special: true"
+_UNNAMED = (
+    "which the model's folder does not name as an end: sampling stops there as well, and the generation configuration "
+    "and the tokenizer of every exported model name it"
+)
 _LONGEST = 1 << 31
 
 
@@ -55,6 +60,9 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         replies = iter(ask(_ENTRY, request | {"messages": [*chain(*messages.values())]}, _TIMEOUT_S))
     except ProbeFailed as error:
         return PromptCheck((("model.path", error.raised or str(error)),))
+    unnamed, special = next(replies), next(replies)
+    notes = [f"the chat template ends a turn with {unnamed!r}, {_UNNAMED}"] if unnamed else []
+    notes += [f"{special} of the first prompts have special tokens, {_READ_AS_TEXT}"] if special else []
     template = "model.path" if spec.model.chat_template is None else "model.chat_template"
     found = {}
     for name, prompts in messages.items():
@@ -66,7 +74,7 @@ def check_prompts(spec: RunSpec, pools: Pools, most: int = PROMPTS) -> PromptChe
         problems.setdefault(path, problem)  # what is wrong for both is said once
     return PromptCheck(
         tuple(problems.items()),
-        tuple(line for check in checks for line in check.lines),
+        (*notes, *(line for check in checks for line in check.lines)),
         {name: count for check in checks for name, count in check.refused.items()},
     )
 

@@ -118,7 +118,7 @@ class JobServer:
                 runtime_env["pip"] = str(submission.requirements)
             file = Path(scratch) / f".troupe-{spec.name}.yaml"
             file.write_text(yaml.safe_dump(absolute_paths(spec.model_dump(mode="json")), sort_keys=False))
-            return _submit_when_ready(
+            return submit_when_ready(
                 self._client,
                 entrypoint=entrypoint(file.name),
                 submission_id=submission.job,
@@ -203,7 +203,7 @@ def _state(job: Any) -> JobState:
     return JobState(job.submission_id, (job.metadata or {}).get(_NAME, ""), job.status.value, seconds, message)
 
 
-def _submit_when_ready(client: Any, **job: Any) -> str:
+def submit_when_ready(client: Any, **job: Any) -> str:
     """Submit, and retry for a limited time while the head node's agent is not up yet: a head that has just started
     answers before its agent accepts jobs."""
     deadline = time.monotonic() + _AGENT_TIMEOUT_S

@@ -10,6 +10,7 @@ starting, waiting calls fail with `EnginesLost` instead of waiting forever. Live
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerError, WorkerTimeout
+from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WorkerDied, WorkerError, WorkerTimeout
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.spec.rollout import RolloutSpec
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 5.0
 """Wait after a replacement that did not start."""
+_RENEWALS = 2
+"""Times that the weights are published again for one engine that starts."""
 
 
 class EngineState(Enum):
@@ -106,7 +109,9 @@ class Engine:
 Spawn = Callable[[str], Awaitable[Engine]]
 """Starts an engine under this name (placement, constructor and `start`)."""
 BringUp = Callable[[Engine], Awaitable[None]]
-"""Loads the current weights into a new engine."""
+"""Loads the current weights into a new engine. Raises UpdateDamaged where they have to be published again."""
+Renew = Callable[[], Awaitable[None]]
+"""Has the trainers publish the current weights again, after a restart where one of them is lost."""
 
 
 class _Loads:
@@ -156,6 +161,8 @@ class EnginePool(ReplicaPool[Engine]):
         self.max_load = spec.engine_load
         """Most unfinished samples of one engine, running and queued."""
         self.bring_up: BringUp | None = None
+        self.renew: Renew | None = None
+        """None: an engine does not start where the current weights are damaged."""
         self.transfer_lock = asyncio.Lock()
         """Held while weights are transferred to the engines, and while an engine joins or leaves the pool."""
         self._spawn = spawn
@@ -219,8 +226,15 @@ class EnginePool(ReplicaPool[Engine]):
         else:
             await self._notify()
 
-    async def report_failure(self, engine: Engine, error: WorkerError) -> None:
-        """Probes an engine after a failed call, and replaces it unless it answers as healthy."""
+    async def report_failure(self, engine: Engine, error: WorkerError, *, in_transfer: bool = False) -> None:
+        """Probes an engine after a failed call, and replaces it unless it answers as healthy.
+
+        Args:
+            engine: The engine.
+            error: How the call failed.
+            in_transfer: The call was part of a transfer of weights, whose lock is held by the caller. Otherwise an
+                engine that a transfer has closed is probed again once the transfer, which may open it, has ended.
+        """
         engine.finished_ahead = 0  # it is not known to which groups these belonged
         if engine.state is EngineState.LEAVING:
             await self.lose(engine, error)
@@ -229,14 +243,25 @@ class EnginePool(ReplicaPool[Engine]):
             return
         self._set_state(engine, EngineState.SUSPECT)
         logger.warning("%s; probing the engine", error)
-        try:
-            await engine.health(self.spec.failures.health_interval_s)
-        except WorkerError as probe:
-            await self.lose(engine, probe)
+        failed = await self._probe(engine)
+        transferring = self.transfer_lock.locked() and not in_transfer
+        if transferring and failed is not None and not isinstance(failed, WorkerDied):
+            async with self.transfer_lock:
+                failed = await self._probe(engine)
+        if failed is not None:
+            await self.lose(engine, failed)
         else:
             if engine.state is EngineState.SUSPECT:
                 self._set_state(engine, EngineState.SERVING)
                 await self._notify()
+
+    async def _probe(self, engine: Engine) -> WorkerError | None:
+        """Why the engine is not healthy; None: it is."""
+        try:
+            await engine.health(self.spec.failures.health_interval_s)
+        except WorkerError as error:
+            return error
+        return None
 
     async def probe_all(self) -> None:
         """Probes every serving engine; replaces one that died or missed `probe_misses` consecutive probes.
@@ -314,14 +339,29 @@ class EnginePool(ReplicaPool[Engine]):
         """Starts an engine, loads the current weights into it and adds it to the serving engines."""
         engine = await asyncio.wait_for(self._spawn(name), self.spec.schedule.start_timeout_s)
         try:
-            async with self.transfer_lock:
-                if self.bring_up is not None:
-                    await self.bring_up(engine)
-                engine.predecessor_fault = self._faults.pop(name, "")
-                self._add(engine)
+            await self._admit(engine)
         except BaseException:
             engine.kill()
             raise
+
+    async def _admit(self, engine: Engine) -> None:
+        """Loads the current weights into a started engine and adds it.
+
+        The lock is free while damaged weights are renewed: trainers that are restarted for it push their weights.
+        """
+        for renewals in itertools.count():
+            try:
+                async with self.transfer_lock:
+                    if self.bring_up is not None:
+                        await self.bring_up(engine)
+                    engine.predecessor_fault = self._faults.pop(engine.name, "")
+                    self._add(engine)
+                return
+            except UpdateDamaged as error:
+                if self.renew is None or renewals == _RENEWALS:
+                    raise
+                logger.warning("%s; the trainers publish the weights again", error)
+                await self.renew()
 
     def _add(self, worker: Engine) -> None:
         super()._add(worker)

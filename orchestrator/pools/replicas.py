@@ -73,6 +73,7 @@ class ReplicaPool(Generic[ReplicaT]):
         self._leaving: set[ReplicaT] = set()
         self._calls: Counter[ReplicaT] = Counter()
         """Running calls of each worker."""
+        self._closed = False
         self._replacing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
 
@@ -166,7 +167,8 @@ class ReplicaPool(Generic[ReplicaT]):
         self._unassign(worker)
         self.last_loss = error
         worker.kill()
-        replaced = may_replace and self._launch is not None and worker not in self._leaving and self.budget.take()
+        may_replace = may_replace and not self._closed and self._launch is not None and worker not in self._leaving
+        replaced = may_replace and self.budget.take()
         logger.warning("%s is lost: %s%s", worker.name, error, "; starting a replacement" if replaced else "")
         if replaced:
             self.starting.append(worker.name)
@@ -187,7 +189,8 @@ class ReplicaPool(Generic[ReplicaT]):
         return error
 
     async def close(self) -> None:
-        """Cancels the start of replacements."""
+        """Cancels the start of replacements; workers that are lost from now on are not replaced."""
+        self._closed = True
         for task in self._replacing:
             task.cancel()
         await asyncio.gather(*self._replacing, return_exceptions=True)

@@ -20,6 +20,9 @@ Digests = Mapping[str, str]
 Weights = Mapping[str, Mapping[str, str]]
 """Digest of each whole parameter in order, by role."""
 
+_TIMED = frozenset({"tokens_per_s", "mfu"})
+"""Metrics of an update that depend on how long it took."""
+
 
 @dataclass(frozen=True)
 class Repeated:
@@ -56,9 +59,10 @@ class Repeated:
 def different_metrics(
     there: Sequence[Mapping[str, float]], here: Sequence[Mapping[str, float]], where: str
 ) -> list[str]:
-    """Metrics of the first update that differ between two repetitions of a step, as text."""
+    """Metrics of the first update that differ between two repetitions of a step, as text; not those of its speed."""
     for number, (first, second) in enumerate(zip(there, here, strict=False), start=1):
-        names = [name for name in first if not _same(first[name], second.get(name, math.nan))]
+        compared = [name for name in first if name.rpartition("/")[2] not in _TIMED]
+        names = [name for name in compared if not _same(first[name], second.get(name, math.nan))]
         if names:
             of = f"update {number} of {len(there)}: " if len(there) > 1 else ""
             return [f"{of}{name} is {first[name]:.9g} {where}, {second.get(name, math.nan):.9g} here" for name in names]

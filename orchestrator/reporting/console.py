@@ -41,7 +41,7 @@ COLUMNS = (
     Column("loss", ("policy/nll", "policy/preference_loss", "reward_model/preference_loss"), ".4f"),
     Column("accuracy", ("policy/accuracy", "reward_model/accuracy"), ".3f"),
     Column("margin", ("policy/margin", "reward_model/margin"), ".3f"),
-    Column("KL", ("policy/kl_ref", "kl_ref"), ".4f"),
+    Column("KL", ("kl_ref", "policy/kl_ref"), ".4f"),
     Column("entropy", ("policy/entropy",), ".3f"),
     Column("length", ("response_tokens/mean",), ".0f"),
     Column("tok/s", ("response_tokens_per_s",), ".0f"),

@@ -285,7 +285,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "within a factor of ten of its usual value",
         ),
         Metric("TRAINER/learning_rate", "-", "Learning rate of the update.", "follows `roles.ROLE.schedule`"),
-        Metric("TRAINER/sequences", "count", "Sequences that were computed in an update.", "-"),
+        Metric(
+            "TRAINER/sequences",
+            "count",
+            "Rows that were computed in an update. A sample is one row, or several where an episode was forked.",
+            "-",
+        ),
         Metric("TRAINER/tokens", "count", "Tokens with a loss that were computed in an update.", "-"),
         Metric(
             "TRAINER/padding",

@@ -9,12 +9,12 @@ from typing import Any
 
 from troupe.orchestrator.model_facts.model_size import ModelSize, SizeUnknown, read_size
 from troupe.orchestrator.roles.worker_memory import (
-    TRANSFER_BUFFER,
     Cache,
     Part,
     Scoring,
     Training,
     WorkerMemory,
+    bucket_bytes,
     engine,
     scoring,
     training,
@@ -118,7 +118,8 @@ def of_engine(spec: RolloutSpec, seat: Seated, gpu: int, sizes: Sizes) -> Memory
     size = sizes.of(config.model)
     if size is None:
         return (), None
-    transfer = 2 * TRANSFER_BUFFER if config.transfer_backend == "nccl" else 0
+    held = {"shm": 0, "ipc": 1, "nccl": 2, "gloo": 2}[config.transfer_backend]
+    transfer = held * bucket_bytes(size, config.model.dtype)
     on_gpu = gpu if config.device == "cuda" else None
     return engine(seat.worker, size, config.model.dtype, config.engine, on_gpu, ENGINE_PROCESS, transfer)
 
@@ -208,7 +209,8 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
     size = sizes.of(config.model)
     if size is None:
         return (), None
-    buffers = {"shm": 0, "ipc": TRANSFER_BUFFER, "nccl": 2 * TRANSFER_BUFFER if seat.worker == "policy-0" else 0}
+    sends = 2 if seat.worker == "policy-0" else 0
+    buffers = {"shm": 0, "ipc": 1, "nccl": sends, "gloo": sends}[config.transfer_backend]
     rank = Training(
         size=size,
         dtype=config.model.dtype,
@@ -221,7 +223,7 @@ def of_policy(spec: RolloutSpec, seat: Seated, _gpu: int, sizes: Sizes) -> Memor
         kept_states=spec.algorithm.kl_states,
         reference=_reference(config.reference_model, sizes),
         process=TRAINER_PROCESS,
-        transfer=buffers[config.transfer_backend],
+        transfer=buffers * bucket_bytes(size, config.model.dtype),
     )
     return training(seat.worker, rank), None
 

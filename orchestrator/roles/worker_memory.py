@@ -35,8 +35,8 @@ SUBGROUP = 1_000_000_000
 """DeepSpeed's `sub_group_size`: numbers whose gradients ZeRO-3 flattens at a time."""
 CUDA_CONTEXT = 800 * MIB
 """Memory that CUDA, cuBLAS and NCCL take of a GPU for one process, by reports of nvidia-smi. Not measured here."""
-TRANSFER_BUFFER = GIB
-"""vLLM's `DEFAULT_PACKED_BUFFER_SIZE_BYTES`; nccl has two of them on each side, ipc one."""
+BUCKET = 256 * MIB
+"""Limit of a bucket of weights (`workers/weights/buckets.py`); nccl has two of them on each side, ipc one."""
 CPU_BATCH_TOKENS = 4096
 """Tokens of the largest batch on the CPU, if no sequence is longer (`workers/engine/settings.py`)."""
 KV_BLOCK = {"gpu": 16, "host": 32}
@@ -99,7 +99,7 @@ class Training:
     process: int = 0
     """Host memory of the process with its libraries and no model."""
     transfer: int = 0
-    """Buffers for sending weights from GPU to GPU."""
+    """Buffers for sending weights from device to device."""
 
 
 def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
@@ -126,8 +126,9 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         extra = (1 if rank.scaled else 0) + (2 if rank.entropy_grad else 0)
         logits = head(size, width, tokens, rank.gpu) + 4 * extra * _chunk(size, tokens, rank.gpu)
         parts[device].append(Part("logits", logits, "pass"))
+    parts[device].append(Part("transfer", rank.transfer))
     if rank.gpu:
-        parts["gpu"] += [Part("transfer", rank.transfer), Part("process", CUDA_CONTEXT)]
+        parts["gpu"].append(Part("process", CUDA_CONTEXT))
         # Every rank builds the whole model in host memory before it moves to the GPU.
         parts["host"].append(Part("loading", width * size.parameters, "step"))
     parts["host"].append(Part("process", rank.process))
@@ -357,7 +358,7 @@ def engine(
         config: The engine's settings.
         gpu: Memory of one GPU in bytes; 0: not known; None: the engine runs on the CPU.
         process: Host memory of the engine's processes without the model, in bytes.
-        transfer: GPU memory of the buffers for new weights, in bytes.
+        transfer: Memory of the buffers for new weights, in bytes.
     """
     width, ranks = WIDTHS[dtype], config.tensor_parallel_size
     # vLLM's CPU build packs the output head; of a tied one it keeps the embedding as well.
@@ -370,7 +371,8 @@ def engine(
         cache = int(config.kv_cache_gib * GIB)
         at_work = forward(size, width, batch, config.max_model_len)
         parts = [Part("weights", weights), Part("kv cache", cache), Part("activations", at_work, "pass")]
-        memory = WorkerMemory(worker, "host", (*parts, Part("process", process)))
+        held = (*parts, Part("transfer", transfer), Part("process", process))
+        memory = WorkerMemory(worker, "host", tuple(part for part in held if part.bytes))
         return (memory,), Cache(cache, cache // needed, config.max_model_len)
     host = WorkerMemory(worker, "host", (Part("process", process),))
     at_work = forward(size, width, GPU_BATCH_TOKENS, 0) // ranks + config.max_num_seqs * size.vocabulary * 12
@@ -381,6 +383,11 @@ def engine(
     cache = max(0, int(config.gpu_memory_utilization * gpu) - sum(part.bytes for part in fixed))
     memory = WorkerMemory(worker, "gpu", (*fixed, Part("kv cache", cache), sent))
     return (memory, host), Cache(cache * ranks, cache // needed, config.max_model_len)
+
+
+def bucket_bytes(size: ModelSize, dtype: Dtype) -> int:
+    """Bytes of the largest bucket in which weights are sent from device to device."""
+    return max(BUCKET, WIDTHS[dtype] * size.largest)
 
 
 def _power_of_two(count: int) -> int:

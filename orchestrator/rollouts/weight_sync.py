@@ -12,10 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import Link, PolicyGroup
-from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified, WorkerDied, WorkerTimeout
+from troupe.orchestrator.errors import (
+    EnginesLost,
+    UpdateDamaged,
+    WeightsNotVerified,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
 from troupe.orchestrator.pools.engines import Engine, EnginePool
-from troupe.workers.contract.messages import WeightAck, WeightUpdate
+from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +37,9 @@ class SyncReport:
     apply_s: float
     nbytes: int
     engines: Mapping[str, str]
-    """The digest that each engine acknowledged; an empty one with a back-end that has none."""
-    digest: str = ""
-    """Of the weights that were published."""
+    """The digest that each engine acknowledged."""
+    digest: str
+    """Of the weights that were published or sent."""
 
 
 class WeightSync(Protocol):
@@ -39,6 +47,10 @@ class WeightSync(Protocol):
 
     async def push(self, version: int) -> SyncReport:
         """Loads the policy's weights into every engine as `version`."""
+        ...
+
+    async def renew(self) -> None:
+        """Makes the current weights available to a new engine that could not load them. Raises WorkerError."""
         ...
 
 
@@ -55,6 +67,9 @@ class FileSync:
         self._timeout_s = timeout_s
         self._current: WeightUpdate | None = None
         self._hosts_written: set[str] = set()
+        self._damaged: WeightUpdate | None = None
+        """What a new engine could not load."""
+        self._published = asyncio.Condition()
         pool.bring_up = self.bring_up
 
     async def push(self, version: int) -> SyncReport:
@@ -84,8 +99,34 @@ class FileSync:
     async def _publish(self, version: int) -> WeightUpdate:
         """Writes the policy's weights as `version`; new engines receive them from now on."""
         update = await self._policy.publish_weights(version, timeout_s=self._timeout_s)
-        self._current, self._hosts_written = update, {update.host}
+        await self._serve(update)
         return update
+
+    async def _serve(self, update: WeightUpdate) -> None:
+        """New engines receive this update from now on."""
+        self._current, self._hosts_written = update, {update.host}
+        async with self._published:
+            self._published.notify_all()
+
+    async def renew(self) -> None:
+        """Has the policy publish the current version again, after a new engine could not load it.
+
+        While the policy trains, its weights are no longer those of the version: then this waits for the next one.
+
+        Raises:
+            WorkerError: The policy is lost.
+            TimeoutError: No version was published within `schedule.step_timeout_s`.
+        """
+        async with self._pool.transfer_lock:
+            damaged = self._damaged
+            if damaged is None or self._current is not damaged:
+                return  # another version was published meanwhile, or this one again
+            update = await self._policy.publish_weights(damaged.version, timeout_s=self._timeout_s)
+            if update.digest == damaged.digest:
+                await self._serve(update)
+                return
+        async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s), self._published:
+            await self._published.wait_for(lambda: self._current is not damaged)
 
     async def _load(self, update: WeightUpdate) -> dict[str, str]:
         """Loads an update into every engine, or raises, when none of them reads it any more.
@@ -103,40 +144,43 @@ class FileSync:
 
     async def bring_up(self, engine: Engine) -> None:
         """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""
-        if self._current is not None:
-            await self._write_to_hosts(self._current, [engine])
-            self._verify(await engine.update_weights(self._current, self._timeout_s), self._current, engine)
+        update = self._current
+        if update is None:
+            return
+        try:
+            await self._write_to_hosts(update, [engine])
+            _verify(await engine.update_weights(update, self._timeout_s), update, engine)
+        except UpdateDamaged:
+            self._damaged = update
+            raise
 
     async def _apply(self, update: WeightUpdate, engine: Engine) -> WeightAck | None:
         """Loads an update into one engine; None: it does not answer, which was reported to the pool."""
         try:
             ack = await engine.update_weights(update, self._timeout_s)
         except (WorkerDied, WorkerTimeout) as error:
-            await self._pool.report_failure(engine, error)
+            await self._pool.report_failure(engine, error, in_transfer=True)
             if engine in self._pool.engines:  # it answers probes, but must not serve the previous version
                 raise WeightsNotVerified(f"{engine.name} did not load version {update.version}: {error}") from error
             if not self._pool.engines and not self._pool.starting:
                 raise EnginesLost(f"no rollout engine is left after version {update.version}: {error}") from error
             return None
-        self._verify(ack, update, engine)
+        _verify(ack, update, engine)
         return ack
 
-    @staticmethod
-    def _verify(ack: WeightAck, update: WeightUpdate, engine: Engine) -> None:
-        """Accepts an acknowledgement of exactly the version and digest sent; raises WeightsNotVerified otherwise."""
-        if (ack.version, ack.digest) != (update.version, update.digest):
-            raise WeightsNotVerified(
-                f"{engine.name} acknowledged version {ack.version} digest {ack.digest}; "
-                f"sent was version {update.version} digest {update.digest}"
-            )
-        engine.version = ack.version
-
     async def _write_to_hosts(self, update: WeightUpdate, engines: list[Engine]) -> None:
-        """Writes the payload to the shared memory of hosts that lack it, through one engine of each host."""
+        """Writes the payload to the shared memory of hosts that lack it, through one engine of each host.
+
+        Raises:
+            UpdateDamaged: The policy that holds the payload is lost.
+        """
         engine_of_host = {e.host: e for e in reversed(engines) if e.host not in self._hosts_written}
         if not engine_of_host:
             return
-        payload = await self._policy.read_weights(update, timeout_s=self._timeout_s)
+        try:
+            payload = await self._policy.read_weights(update, timeout_s=self._timeout_s)
+        except (WorkerDied, WorkerTimeout) as error:
+            raise UpdateDamaged(error.worker, error.method, error.detail) from error
         await asyncio.gather(
             *(engine.write_weights(update, payload, self._timeout_s) for engine in engine_of_host.values())
         )
@@ -144,11 +188,12 @@ class FileSync:
 
 
 class DeviceSync:
-    """Weights from GPU to GPU with vLLM's own back-ends (nccl, ipc). Untested on GPU.
+    """Weights from device to device (nccl, ipc, gloo), verified by checksums. nccl and ipc are untested on GPU.
 
-    The trainer's sender drives the engines; afterwards each engine must report that it serves the version. These
-    back-ends have no digest and rely on the transport for the integrity of the bytes. After a failed transfer or a
-    change of the set of engines or of trainers, all of them are connected again.
+    The trainer's sender drives the engines. They compute the checksums of what arrived, on their own devices, and
+    serve it only if these are the sender's. A failed transfer closes all engines that took part; it is repeated once,
+    with new connections and with the engines that still run. A change of the set of engines or of trainers connects
+    them again as well.
     """
 
     def __init__(self, policy: PolicyGroup, pool: EnginePool, link: Link, timeout_s: float) -> None:
@@ -159,26 +204,76 @@ class DeviceSync:
         self._connected: tuple[object, ...] = ()
         """Engines and trainers of the last transfer; empty if it failed."""
         self._version = 0
+        self._digest = ""
+        """Of the weights that were sent as `version`."""
+        self._pushes = 0
+        self._missed = 0
+        """How many versions had been sent when an engine was last brought up."""
+        self._pushed = asyncio.Condition()
         pool.bring_up = self.bring_up
 
     async def push(self, version: int) -> SyncReport:
         """Sends the policy's weights to every engine as `version`.
 
         Raises:
-            WorkerError: The transfer failed.
-            WeightsNotVerified: An engine serves another version.
+            WorkerError: A trainer was lost, or the transfer failed twice.
+            WeightsNotVerified: An engine acknowledged another version or digest.
+            EnginesLost: No engine is left and none is starting.
         """
         async with self._pool.transfer_lock:
             self._version = version
-            return await self._send(tuple(self._pool.engines))
+            try:
+                report = await self._send(tuple(self._pool.engines))
+            except (WorkerDied, WorkerTimeout):
+                raise
+            except WorkerError as error:
+                logger.warning("%s; sending version %d again", error, version)
+                await gather_all(self._lose_dead(engine) for engine in list(self._pool.engines))
+                if not self._pool.engines and not self._pool.starting:
+                    raise EnginesLost(f"no rollout engine is left after version {version}: {error}") from error
+                report = await self._send(tuple(self._pool.engines))
+        self._digest = report.digest
+        self._pushes += 1
+        async with self._pushed:
+            self._pushed.notify_all()
+        return report
 
     async def bring_up(self, engine: Engine) -> None:
-        """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`)."""
-        if self._version:
-            await self._send((*self._pool.engines, engine))
+        """Loads the current weights into a new engine before its first token (the pool holds `transfer_lock`).
+
+        The other engines go on serving meanwhile.
+
+        Raises:
+            UpdateDamaged: The policy is lost, or has trained since the version was sent: its weights are no longer
+                those of the version.
+        """
+        if not self._version:
+            return
+        self._missed = self._pushes
+        try:
+            sent = await self._send((engine,))
+        except (WorkerDied, WorkerTimeout) as error:
+            if error.worker not in {worker.name for worker in self._policy.workers}:
+                raise
+            raise UpdateDamaged(error.worker, error.method, error.detail) from error
+        if sent.digest != self._digest:
+            raise UpdateDamaged(engine.name, "bring_up", f"the policy has trained since version {self._version}")
+
+    async def renew(self) -> None:
+        """Waits for the next version, after a new engine could not receive the current one.
+
+        Raises:
+            WorkerDied: The policy is lost.
+            TimeoutError: No version was sent within `schedule.step_timeout_s`.
+        """
+        died = await self._policy.find_dead()
+        if died is not None:
+            raise died
+        async with asyncio.timeout(self._pool.spec.schedule.step_timeout_s), self._pushed:
+            await self._pushed.wait_for(lambda: self._pushes > self._missed)
 
     async def _send(self, engines: tuple[Engine, ...]) -> SyncReport:
-        """Sends the weights to `engines` and verifies the version that each one serves."""
+        """Sends the weights to `engines` and verifies what each one acknowledges."""
         clock = asyncio.get_running_loop().time
         started = clock()
         connected = (engines, self._policy.workers)
@@ -188,12 +283,29 @@ class DeviceSync:
             link = self._link([engine.handle for engine in engines])
             await self._policy.connect_engines(link, timeout_s=self._timeout_s)
         connected_at = clock()
-        nbytes = await self._policy.send_weights(self._version, timeout_s=self._timeout_s)
-        for engine in engines:
-            health = await engine.health(self._pool.spec.failures.health_interval_s)
-            if health.version != self._version:
-                raise WeightsNotVerified(f"{engine.name} serves version {health.version}, sent was {self._version}")
-            engine.version = health.version
+        sent = await self._policy.send_weights(self._version, timeout_s=self._timeout_s)
+        for engine, ack in zip(engines, sent.acks, strict=True):
+            _verify(ack, sent, engine)
         self._connected = connected
-        digests = {engine.name: "" for engine in engines}
-        return SyncReport(self._version, connected_at - started, clock() - connected_at, nbytes, digests)
+        digests = {engine.name: sent.digest for engine in engines}
+        times = connected_at - started, clock() - connected_at
+        return SyncReport(self._version, *times, sent.nbytes, digests, sent.digest)
+
+    async def _lose_dead(self, engine: Engine) -> None:
+        """Has the pool replace the engine if its process is gone or hangs; a closed one joins the next transfer."""
+        try:
+            await engine.health(self._pool.spec.failures.health_interval_s)
+        except (WorkerDied, WorkerTimeout) as error:
+            await self._pool.lose(engine, error)
+        except WorkerError:
+            pass
+
+
+def _verify(ack: WeightAck, sent: WeightUpdate | WeightsSent, engine: Engine) -> None:
+    """Accepts an acknowledgement of exactly the version and digest sent; raises WeightsNotVerified otherwise."""
+    if (ack.version, ack.digest) != (sent.version, sent.digest):
+        raise WeightsNotVerified(
+            f"{engine.name} acknowledged version {ack.version} digest {ack.digest}; "
+            f"sent was version {sent.version} digest {sent.digest}"
+        )
+    engine.version = ack.version

@@ -123,4 +123,4 @@ def _environment_rewards(spec: RolloutSpec) -> Iterator[Finding]:
             if advantage.reward_scale != "none":
                 yield "algorithm.reward_scale", "scales rewards of responses, not of steps; set none"
             if advantage.reward_clip is not None:
-                yield "algorithm.reward_clip", "clips rewards of responses, not of steps; set null"
+                yield "algorithm.reward_clip", "clips rewards of responses, not of steps; set 0, off"

@@ -195,7 +195,7 @@ class RolloutSpec(RunSpec, frozen=True):
         if section.is_custom(self.algorithm.name):
             available = {"values": self.roles.critic is not None, "ref_logprobs": self.roles.reference is not None}
             old = self.needs_old_logprobs
-            for problem in custom.check(self.algorithm.name, self.algorithm.args, old_logprobs=old, **available):
+            for problem in custom.check(self.algorithm, old_logprobs=old, **available):
                 yield "algorithm.name", problem
 
     def warnings(self) -> list[str]:

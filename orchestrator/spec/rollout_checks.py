@@ -243,6 +243,8 @@ def _weight_sync(spec: RolloutSpec) -> Iterator[Finding]:
     backend, shared = spec.weight_sync.backend, spec.roles.rollout.colocate_with == "policy"
     if backend in ("ipc", "nccl") and spec.device == "cpu":
         yield "weight_sync.backend", f"{backend} needs GPUs; on the CPU use shm (or auto)"
+    elif backend == "gloo" and spec.device == "cuda":
+        yield "weight_sync.backend", "gloo sends between CPUs; on GPUs use nccl or ipc (or auto)"
     elif backend == "ipc" and not shared:
         yield "weight_sync.backend", "ipc needs rollout on the policy's GPUs (roles.rollout.colocate_with: policy)"
     elif backend == "nccl" and shared:

@@ -474,8 +474,9 @@ class EvaluationConfig(BaseEvaluation):
 class WeightSyncConfig(Frozen):
     """How new weights reach the engines."""
 
-    backend: Literal["auto", "shm", "ipc", "nccl"] = "auto"
-    """`auto`: shm (shared memory) on the CPU, ipc where rollout and policy share GPUs, nccl otherwise."""
+    backend: Literal["auto", "shm", "ipc", "nccl", "gloo"] = "auto"
+    """`auto`: shm (shared memory) on the CPU, ipc where rollout and policy share GPUs, nccl otherwise. gloo broadcasts
+    from CPU to CPU as nccl does from GPU to GPU."""
 
 
 class AuditConfig(Frozen):

@@ -99,6 +99,20 @@ class HeldOut(Protocol):
         ...
 
 
+async def unless_failed(watch: asyncio.Task[None], work: Coroutine[object, object, T]) -> T:
+    """Awaits `work`, which is cancelled where `watch` fails first; raises what `watch` raised then."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            watch.result()
+        return await task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[object, object, T]) -> T:
     """Awaits `work`.
 

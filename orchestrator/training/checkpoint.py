@@ -42,6 +42,7 @@ _REASON = 200
 _NAME = re.compile(r"step-(\d{6,})")
 _RANK_FILE = re.compile(r"rank-\d{5}-of-(\d{5})\.safetensors")
 _SAVING = ".saving-"
+_TRIAL = "trial"
 _REPLACED = ".replaced-"
 _REMOVED = ".removed-"
 
@@ -73,6 +74,11 @@ class Checkpoint:
     path: Path
     state: dict[str, Any]
     """The state passed to `commit`."""
+
+    @property
+    def exported(self) -> bool:
+        """Whether it holds the model as a Hugging Face folder; the trainers load it without one, too."""
+        return (self.path / MODEL).is_dir()
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
@@ -149,13 +155,24 @@ class CheckpointStore:
         matches = [_NAME.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir()]
         return sorted(int(match.group(1)) for match in matches if match)
 
+    def has_model(self, step: int) -> bool:
+        """Whether the checkpoint of a step holds the model as a Hugging Face folder."""
+        return (self.directory / _folder_name(step) / MODEL).is_dir()
+
+    def begin_trial(self) -> Path:
+        """Creates an empty hidden folder in which workers try to write. Raises CheckpointError."""
+        return self._begin(_TRIAL)
+
     def begin(self, step: int) -> Path:
         """Creates an empty hidden folder for the workers' files.
 
         Raises:
             CheckpointError: It cannot be created.
         """
-        path = self.directory / f"{_SAVING}{_folder_name(step)}"
+        return self._begin(_folder_name(step))
+
+    def _begin(self, name: str) -> Path:
+        path = self.directory / f"{_SAVING}{name}"
         with _naming(path):
             self.directory.mkdir(parents=True, exist_ok=True)
             if path.exists():
@@ -224,10 +241,14 @@ class CheckpointStore:
     def _prune(self, newest: int) -> None:
         """Removes the oldest checkpoints before `newest` beyond the number to keep.
 
-        Later ones stay and do not count: they are damaged, or the run resumed from an earlier step.
+        Later ones stay and do not count: they are damaged, or the run resumed from an earlier step. Where `newest`
+        holds no model, the last one that does stays too.
         """
         earlier = [step for step in self.steps() if step < newest]
+        models = [] if self.has_model(newest) else [step for step in earlier if self.has_model(step)]
         for step in earlier[: max(0, len(earlier) - (self.keep - 1))]:
+            if step in models[-1:]:
+                continue
             path = self.directory / _folder_name(step)
             hidden = path.with_name(f"{_REMOVED}{path.name}")
             try:
@@ -266,6 +287,14 @@ def verify(path: Path) -> Checkpoint:
     if STATE not in listed or step is None:
         raise InvalidCheckpoint(f"{STATE} is not listed in {MANIFEST}")
     return Checkpoint(step, path, _read_json(path / STATE))
+
+
+def require_files(folder: Path, count: int) -> None:
+    """Raises CheckpointError unless so many workers' files are in a folder: they may see another disk."""
+    found = sum(entry.is_file() for entry in folder.iterdir()) if folder.is_dir() else 0
+    if found < count:
+        problem = f"{count - found} of {count} workers write to another disk: checkpoints need a folder of all nodes"
+        raise CheckpointError(errno.ENOENT, problem, str(folder))
 
 
 def trainer_layouts(spec: RunSpec) -> dict[str, TrainerLayout]:

@@ -97,8 +97,11 @@ def plan_update(
     skip_zero_advantage: bool,
     packed: bool = False,
     share_prompts: bool = False,
+    whole_samples: bool = False,
 ) -> list[RankPlan]:
     """Plans one optimizer update.
+
+    The totals are the loss tokens of the chosen rows and the number of their samples.
 
     Args:
         rows: All rows of the batch.
@@ -110,10 +113,17 @@ def plan_update(
         packed: Whether the rows of a micro-batch are concatenated, without padding.
         share_prompts: Whether packed rows of one group may be trained behind one copy of their prompt. This happens if
             it saves enough tokens on the rank with the most: a group is not divided among ranks.
+        whole_samples: Whether the loss of a token depends on other rows of its sample. If a sample has several, the
+            rows of each share a micro-batch, even beyond the budget, and prompts are not shared.
     """
     lengths = [row.tokens for row in rows]
+    samples = sample_rows(rows, chosen)
+    totals = sum(rows[r].loss_tokens for r in chosen), len(samples)
+    if whole_samples and len(samples) < len(chosen):
+        signals = [unit for unit in samples if not skip_zero_advantage or any(rows[r].has_signal for r in unit)]
+        with_loss = [[r for r in unit if rows[r].loss_tokens > 0] for unit in signals]
+        return _pad(_cut_whole(rows, [unit for unit in with_loss if unit], ranks, budget, packed), *totals, packed)
     worked = [r for r in chosen if rows[r].loss_tokens > 0 and (rows[r].has_signal or not skip_zero_advantage)]
-    totals = sum(rows[r].loss_tokens for r in chosen), len(chosen)
     parts = split_balanced(lengths, worked, ranks)
     if packed and share_prompts:
         units = _shared_units(rows, worked, budget)
@@ -123,6 +133,15 @@ def plan_update(
             plans = _pad([_cut_units(units, widths, share, budget) for share in shares], *totals, packed)
             return [replace(plan, shared=True) for plan in plans]
     return _pad([cut_micro_batches(lengths, part, budget, packed=packed) for part in parts], *totals, packed)
+
+
+def sample_rows(rows: Sequence[TrainRow], chosen: Sequence[int]) -> list[list[int]]:
+    """The chosen rows by sample, in the order of each sample's first row."""
+    samples: dict[tuple[str, int], list[int]] = {}
+    for r in chosen:
+        sample = rows[r].sample
+        samples.setdefault(("row", r) if sample is None else ("sample", sample), []).append(r)
+    return list(samples.values())
 
 
 def _heaviest(tokens: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
@@ -166,6 +185,14 @@ def plan_units(
 
     Like `plan_update`, with units instead of rows: the totals are the loss tokens of the units and their number.
     """
+    cuts = _cut_whole(rows, units, ranks, budget, packed)
+    return _pad(cuts, sum(rows[r].loss_tokens for unit in units for r in unit), len(units), packed)
+
+
+def _cut_whole(
+    rows: Sequence[TrainRow], units: Sequence[Sequence[int]], ranks: int, budget: int, packed: bool
+) -> list[list[tuple[int, ...]]]:
+    """Micro-batches of whole units for each rank."""
     tokens = [sum(rows[r].tokens for r in unit) for unit in units]
     longest = [max(rows[r].tokens for r in unit) for unit in units]
     members = [len(unit) for unit in units]
@@ -173,8 +200,7 @@ def plan_units(
         _fill(longest_first(longest, part), tokens, longest, members, budget, packed)
         for part in split_balanced(tokens, range(len(units)), ranks)
     ]
-    cuts = [[tuple(row for unit in cut for row in units[unit]) for cut in part] for part in parts]
-    return _pad(cuts, sum(rows[r].loss_tokens for unit in units for r in unit), len(units), packed)
+    return [[tuple(row for unit in cut for row in units[unit]) for cut in part] for part in parts]
 
 
 def plan_texts(

@@ -132,6 +132,20 @@ class TrainerRecovery:
                 self._calls.discard(task)
                 self._interrupted.discard(task)
 
+    async def probe(self) -> None:
+        """Restarts the trainers where one of them has died and no call has noticed.
+
+        Raises:
+            WorkerError: They cannot be restarted.
+        """
+        await self.retry(self._probe)
+
+    async def _probe(self) -> None:
+        for group in self._updates.trainers:
+            died = await group.find_dead() if group.idle else None
+            if died is not None:
+                raise died
+
     async def close(self) -> None:
         """Ends a restart that is under way."""
         if self._restarting is not None:

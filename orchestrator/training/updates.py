@@ -18,7 +18,14 @@ from troupe.orchestrator.reporting.metrics import merge_update_metrics
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.training.batch import Batch
-from troupe.orchestrator.training.micro_batches import minibatches, pick_states, plan_texts, plan_units, plan_update
+from troupe.orchestrator.training.micro_batches import (
+    minibatches,
+    pick_states,
+    plan_texts,
+    plan_units,
+    plan_update,
+    sample_rows,
+)
 from troupe.orchestrator.training.profiling import UpdateProfiles
 from troupe.orchestrator.training.state import ControllerState
 from troupe.workers.contract.messages import RankPlan, UpdateMetrics
@@ -136,6 +143,7 @@ class RolloutUpdates(Updates):
         self._critic_warmup = spec.critic_warmup
         self._skips_zero_advantage = spec.skips_zero_advantage
         self._kl_penalty = spec.kl_penalty
+        self._needs_whole_samples = algorithms.policy_loss(spec.algorithm).needs_whole_samples
         self._trust_region = algorithms.trust_region(spec.algorithm)
         self._policy = policy
         self._critic = critic
@@ -152,11 +160,13 @@ class RolloutUpdates(Updates):
         trains_policy = step >= self._critic_warmup
         measures_kl = trains_policy and await self._hold_states(step, batch)
         texts = () if batch.texts is None else batch.texts.rows
+        samples = sample_rows(batch.summary.rows, range(len(batch.summary.rows)))
         for epoch in range(schedule.epochs):
             seed = (self._spec.seed, step, epoch)
             of_texts = minibatches(len(texts), schedule.minibatches, seed)
-            of_rows = minibatches(len(batch.summary.rows), schedule.minibatches, seed)
-            for rows, pieces in zip(of_rows, of_texts, strict=True):
+            of_samples = minibatches(len(samples), schedule.minibatches, seed)
+            for chosen, pieces in zip(of_samples, of_texts, strict=True):
+                rows = [row for sample in chosen for row in samples[sample]]
                 self._console.phase("update", len(updates), schedule.updates_per_step)
                 calls = []
                 if trains_policy:
@@ -185,6 +195,7 @@ class RolloutUpdates(Updates):
             skip_zero_advantage=self._skips_zero_advantage,
             packed=policy.packs,
             share_prompts=policy.shares_prompts,
+            whole_samples=self._needs_whole_samples,
         )
         table = None
         if texts is not None:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from troupe.orchestrator.processes.inspection import NodeFacts, ProcessFacts
+from troupe.orchestrator.roles.table import named
 from troupe.orchestrator.telemetry.timeline import DRIVER
 from troupe.orchestrator.why.behaviour import Behaviour, behaviour_of, process_line, stack_lines
 from troupe.orchestrator.why.facts import Diagnosis, Facts
 from troupe.orchestrator.why.waiting import missing_rank, oldest_wait, open_calls, related, subject
 
+_TRAINERS = named(lambda row: row.trains)
 _SERVICES = ("gcs_server", "raylet")
 _FULL_BYTES = 2**22
 """Free space below which a file system counts as full."""
@@ -161,6 +163,22 @@ def _worker_gone(facts: Facts) -> Diagnosis | None:
     return None
 
 
+def _trainer_gone(facts: Facts) -> Diagnosis | None:
+    """A trainer whose process has ended, and that no call has reached since."""
+    called = {call.worker for call in open_calls(facts)}
+    for name, pid in facts.workers.items():
+        if name in called or name.rpartition("-")[0] not in _TRAINERS:
+            continue
+        process = next((p for p in facts.tree(name) if p.pid == pid), None)
+        if process is not None and process.state in ("", "Z"):
+            words = "; ".join(facts.exit_reasons)
+            summary = (
+                f"{name} is dead: its process {pid} has ended{words and f' ({words})'}; the next probe restarts it"
+            )
+            return Diagnosis("worker_gone", f"{facts.run.location}: {summary}", name)
+    return None
+
+
 def _no_engine(facts: Facts) -> Diagnosis | None:
     queues = facts.queues
     if _serving(facts) or not queues.waiting or not facts.run.steps:
@@ -198,7 +216,7 @@ def _cause_of(behaviour: Behaviour, others: str) -> str:
 
 _RULES: Sequence[Callable[[Facts], Diagnosis | None]] = (
     *(_driver_dead, _run_failed, _driver_stopped, _ray_stopped, _worker_stopped, _node_lost, _driver_blocked),
-    *(_no_space, _worker_gone, _no_engine, _waits),
+    *(_no_space, _worker_gone, _trainer_gone, _no_engine, _waits),
 )
 
 

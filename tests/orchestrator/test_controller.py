@@ -32,7 +32,7 @@ from troupe.orchestrator.controller import Controller, RunComponents, RunOutcome
 from troupe.orchestrator.data.curriculum import Curriculum
 from troupe.orchestrator.data.prompts import PromptPick, PromptSource
 from troupe.orchestrator.data.texts import Pieces, TextOrder
-from troupe.orchestrator.errors import TrainingDiverged, TroupeError, WorkerError, WorkerRaised
+from troupe.orchestrator.errors import ExportFailed, TrainingDiverged, TroupeError, WorkerError, WorkerRaised
 from troupe.orchestrator.live.scaling import WorkerScaler
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.replay.step_recorder import StepKeeper
@@ -49,9 +49,9 @@ from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import CurriculumConfig
 from troupe.orchestrator.telemetry.call_log import CallLog
 from troupe.orchestrator.telemetry.event_log import EventLog
-from troupe.orchestrator.training.checkpoint import CheckpointStore
+from troupe.orchestrator.training.checkpoint import CheckpointError, CheckpointStore
 from troupe.orchestrator.training.updates import RolloutUpdates
-from troupe.workers.contract.messages import GroupRequest, GroupSummary, WeightUpdate
+from troupe.workers.contract.messages import GroupRequest, GroupSummary, PrepareRequest, TrainRow, WeightUpdate
 
 
 class _Prompts:
@@ -119,10 +119,12 @@ class RolloutRun(FakeRun[RolloutSpec]):
         self.critics = critic_group(self.critic) if self.spec.roles.critic is not None else None
         updates = RolloutUpdates(self.spec, policy, self.critics, console)
         sync = FileSync(policy, pool, 1.0)
+        recovery = self.recovery(updates, sync.push, store, console, done)
+        pool.renew = lambda: recovery.retry(sync.renew)
         components = RunComponents(
             source=RolloutSource(self.spec, self.out, makers, console, self.stop),
             updates=updates,
-            recovery=self.recovery(updates, sync.push, store, console, done),
+            recovery=recovery,
             sync=sync,
             evaluator=None,
             ledger=ledger,
@@ -230,6 +232,26 @@ def test_epochs_and_minibatches_make_that_many_updates(tmp_path: Path) -> None:
     assert [len(p.updates) for p in run.policies] == [4, 4]
     rows = [r for p in run.policies for plan in p.updates for mb in plan.micro_batches for r in mb]
     assert sorted(rows) == sorted(list(range(20)) * 2)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_minibatches_are_divided_between_samples(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample has two rows: an update has both, and counts one sequence."""
+
+    def forked(_: FakePolicy, request: PrepareRequest) -> tuple[TrainRow, ...]:
+        return tuple(TrainRow(15, 5, True, sample=sample) for sample in range(len(request.keep)) for _ in range(2))
+
+    monkeypatch.setattr(FakePolicy, "_rows", forked)
+    run = RolloutRun(tmp_path, schedule={"steps": 1, "minibatches": 2}, algorithm={"importance": {"level": level}})
+    run.run()
+    updates = run.policies[0].updates
+    assert len(updates) == 2
+    for plan in updates:
+        rows = {row for cut in plan.micro_batches for row in cut}
+        assert {row // 2 * 2 for row in rows} | {row // 2 * 2 + 1 for row in rows} == rows
+        assert plan.total_sequences == len(rows) / 2 == 10
+        if level == "sequence":
+            assert all(len({row // 2 for row in cut}) == len(cut) / 2 for cut in plan.micro_batches)
 
 
 def test_the_policy_is_not_updated_during_critic_warmup(tmp_path: Path) -> None:
@@ -514,3 +536,73 @@ def test_consecutive_non_finite_gradients_are_counted_for_each_role(tmp_path: Pa
     with pytest.raises(TrainingDiverged, match="policy: 2 consecutive updates had a non-finite gradient"):
         run.run()
     assert len(run.critic.updates) == 3
+
+
+class _Unexportable(FakePolicy):
+    """Its state can be saved; its model cannot be exported while `broken`."""
+
+    broken = True
+    broken_at_start = False
+
+    async def try_save(self, directory: str) -> None:
+        if self.broken_at_start:
+            raise _raised("the folder has no tokenizer")
+        await super().try_save(directory)
+
+    async def export(self, directory: str) -> None:
+        await super().export(directory)
+        if self.broken:
+            raise _raised("generation_config.json is invalid")
+
+
+def _raised(problem: str) -> WorkerRaised:
+    return WorkerRaised("policy-0", "export", f"ValueError: {problem}")
+
+
+def test_the_trainers_state_is_kept_where_only_the_export_fails(tmp_path: Path) -> None:
+    """Then the run resumes from its last step, without training anything again, and exports."""
+    run = RolloutRun(tmp_path, failures={"failed_saves": 9})
+    run.policies = [_Unexportable()]
+    with pytest.raises(ExportFailed, match=r"generation_config.json is invalid; .*step-000004 holds .*--resume"):
+        run.run()
+    store = CheckpointStore(tmp_path / "checkpoints", 2)
+    found = store.latest()
+    assert found is not None and (found.step, found.exported) == (4, False)
+    assert len(run.lines()) == 4
+    resumed = RolloutRun(tmp_path, resume=True)
+    outcome = resumed.run()
+    assert (outcome.steps_done, outcome.ledger["trained"]) == (4, 80)
+    assert resumed.policies[0].updates == []
+    again = store.latest()
+    assert again is not None and (again.step, again.exported) == (4, True)
+    assert (again.path / "policy" / "rank-0").read_text() == (found.path / "policy" / "rank-0").read_text()
+
+
+def test_an_export_that_fails_counts_as_a_save_that_fails(tmp_path: Path) -> None:
+    run = RolloutRun(tmp_path, failures={"failed_saves": 0})
+    run.policies = [_Unexportable()]
+    with pytest.raises(TroupeError, match="1 checkpoints in a row were not written: the model cannot be exported"):
+        run.run()
+    assert len(run.lines()) == 2
+    assert CheckpointStore(tmp_path / "checkpoints", 2).steps() == [2]
+
+
+def test_what_cannot_be_saved_ends_the_run_before_it_samples(tmp_path: Path) -> None:
+    run = RolloutRun(tmp_path)
+    run.policies = [_Unexportable()]
+    run.policies[0].broken_at_start = True
+    with pytest.raises(WorkerRaised, match="no tokenizer"):
+        run.run()
+    assert run.controller.components.ledger.counts()["dispatched"] == 0
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_workers_that_write_to_another_disk_end_the_run_before_it_samples(tmp_path: Path) -> None:
+    class Elsewhere(FakePolicy):
+        async def try_save(self, directory: str) -> None:
+            await super().try_save(str(tmp_path / "elsewhere"))
+
+    run = RolloutRun(tmp_path)
+    run.policies = [Elsewhere()]
+    with pytest.raises(CheckpointError, match="1 of 1 workers write to another disk"):
+        run.run()

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from troupe.workers.weights import vllm_transfer
-from troupe.workers.weights.vllm_transfer import EngineExtension, ShmWeightTransferEngine
+from troupe.workers.weights import reload
+from troupe.workers.weights.reload import ModelReload
+from troupe.workers.weights.vllm_transfer import EngineExtension
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,22 +41,23 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _stale_head(runner: Any, about: str) -> None:
-    _replace(vllm_transfer, "_repack_heads", lambda model: None)
+    _replace(reload, "_repack_heads", lambda model: None)
 
 
 def _left_out(runner: Any, about: str) -> None:
     """Updates from now on lack the weights whose names contain `about`, and nothing notices."""
-    load = ShmWeightTransferEngine._load
+    load = ModelReload.load
 
-    def without(self: ShmWeightTransferEngine, tensors: Any) -> None:
+    def without(self: ModelReload, tensors: Any) -> None:
         load(self, ((name, tensor) for name, tensor in tensors if about not in name))
 
-    _replace(ShmWeightTransferEngine, "_load", without)
-    _replace(vllm_transfer, "_missing_layers", lambda model, tied: [])
+    _replace(ModelReload, "load", without)
+    _replace(reload, "_missing_layers", lambda model, tied: [])
 
 
 def _no_update(runner: Any, about: str) -> None:
-    _replace(ShmWeightTransferEngine, "_load", lambda self, tensors: None)
+    _replace(ModelReload, "load", lambda self, tensors: None)
+    _replace(reload, "_missing_layers", lambda model, tied: [])
 
 
 def _positions(runner: Any, about: str) -> None:

@@ -26,7 +26,7 @@ from troupe.orchestrator.platforms.flags import NodeFlags, SlurmFlags
 from troupe.orchestrator.platforms.kubernetes.documents import entrypoint
 from troupe.orchestrator.platforms.kubernetes.pre_stop import has_actors, stop_jobs, wait_for_actors
 from troupe.orchestrator.platforms.manifest import Request, batch_script
-from troupe.orchestrator.platforms.ray_jobs import JobServer, token_header
+from troupe.orchestrator.platforms.ray_jobs import JobServer, submit_when_ready, token_header
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.long
@@ -74,7 +74,7 @@ def test_pods_that_are_deleted_wait_until_the_run_has_saved(tmp_path: Path) -> N
 
         assert not busy()  # a node without a run
         client = JobSubmissionClient(url, headers=token_header())
-        job = client.submit_job(entrypoint=command_line)
+        job = submit_when_ready(client, entrypoint=command_line)
         cluster.wait_until(lambda: len(steps(out)) > 2, "two steps")
         worker_hook = pool.submit(wait_for_actors, SAVE_S, busy)
         assert not worker_hook.done() and saved_step(out) == 0

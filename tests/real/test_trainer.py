@@ -599,7 +599,9 @@ def plain_torch(model_path: str) -> PlainResult:
                 entropy,
                 table.floats("rollout_logprobs", tokens),  # pyright: ignore[reportArgumentType]
                 table.floats("advantages", tokens),  # pyright: ignore[reportArgumentType]
-                token_weights(tokens.loss_mask, tokens.sequence, "token_mean", LOSS_TOKENS, SEQUENCES, 8),
+                token_weights(
+                    tokens.loss_mask, tokens.lengths[tokens.sequence], "token_mean", LOSS_TOKENS, SEQUENCES, 8
+                ),
                 tokens.loss_mask,
                 tokens.sequence,
                 ref_logprobs=table.floats("ref_logprobs", tokens),

@@ -44,7 +44,8 @@ class LossTokens:
     loss_mask: torch.Tensor
     """bool [T]."""
     sequence: torch.Tensor
-    """int64 [T]: number of each token's sequence in the micro-batch, which holds whole sequences."""
+    """int64 [T]: number of each token's sequence in the micro-batch, which holds whole sequences. A sequence is a
+    sample, also where an episode has several rows."""
 
 
 @dataclass(frozen=True)

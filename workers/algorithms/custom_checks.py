@@ -21,6 +21,10 @@ from troupe.workers.contract.config import CustomConfig
 
 _LENGTHS = (3, 5, 1, 4, 2, 6)
 _GROUPS = (0, 0, 0, 1, 1, 1)
+_UNEQUAL = (0, 0, 0, 0, 1, 1)
+_LONE = ((0,), (0, 1, 2), (0, 0, 0, 0, 0, 1))
+_EMPTY_LENGTHS = (3, 0, 1, 4, 2, 0)
+_ARMS = 5
 _STEP = 1e-6
 _TOLERANCE = 1e-9
 _SLOPE_TOLERANCE = 1e-5
@@ -43,6 +47,8 @@ class Available:
     old_logprobs: bool = True
     ref_logprobs: bool = True
     values: bool = True
+    importance: bool = True
+    """Whether the run corrects for the sampler (`algorithm.importance`)."""
 
 
 def check_custom(config: CustomConfig, seeds: int = 5, available: Available = Available()) -> list[Check]:
@@ -56,7 +62,9 @@ def check_custom(config: CustomConfig, seeds: int = 5, available: Available = Av
     if custom.advantage is not None:
         checks += _ADVANTAGE_CHECKS
     if custom.loss is not None:
-        checks += [check for check in _LOSS_CHECKS if not (custom.stops_gradient and check[1] is _finite_differences)]
+        left_out = {_finite_differences} if custom.stops_gradient else set()
+        left_out |= set() if available.importance else {_loss_leaves_the_sampler}
+        checks += [check for check in _LOSS_CHECKS if check[1] not in left_out]
     if custom.keep_group is not None:
         checks += _FILTER_CHECKS
     case = _TestedAlgorithm(config, custom, available)
@@ -71,10 +79,10 @@ class _TestedAlgorithm:
     custom: CustomAlgorithm
     available: Available
 
-    def batch(self, seed: int) -> SampledTokens:
+    def batch(self, seed: int, lengths: tuple[int, ...] = _LENGTHS, groups: tuple[int, ...] = _GROUPS) -> SampledTokens:
         has = self.available
         absent = {name: None for name in ("old_logprobs", "ref_logprobs", "values") if not vars(has)[name]}
-        return replace(random_batch(seed), **absent)
+        return replace(random_batch(seed, lengths, groups), **absent)
 
     def tokens(self, seed: int, drift: float = 0.3) -> LossTokens:
         tokens = random_tokens(seed, drift)
@@ -98,14 +106,14 @@ def _run(name: str, check: Callable[[_TestedAlgorithm, int], str], case: _Tested
     return Check(name)
 
 
-def random_batch(seed: int, lengths: tuple[int, ...] = _LENGTHS) -> SampledTokens:
-    """Two groups of three samples with rewards, log-probs and values."""
+def random_batch(seed: int, lengths: tuple[int, ...] = _LENGTHS, groups: tuple[int, ...] = _GROUPS) -> SampledTokens:
+    """Samples with these lengths and groups, with rewards, log-probs and values."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     old = -torch.rand(total, generator=generator, dtype=torch.double) * 4
     return SampledTokens(
         rewards=torch.randn(len(lengths), generator=generator, dtype=torch.double),
-        groups=torch.tensor(_GROUPS),
+        groups=torch.tensor(groups),
         lengths=torch.tensor(lengths),
         rollout_logprobs=old + 0.01 * torch.randn(total, generator=generator, dtype=torch.double),
         old_logprobs=old,
@@ -163,14 +171,50 @@ def _far(one: torch.Tensor, other: torch.Tensor, tolerance: float = _TOLERANCE) 
 
 
 def _advantages_are_finite(case: _TestedAlgorithm, seed: int) -> str:
-    result = case.advantages(case.batch(seed))
-    return "" if bool(torch.isfinite(result).all()) else "not every advantage is finite"
+    return _not_finite(case, case.batch(seed))
+
+
+def _not_finite(case: _TestedAlgorithm, batch: SampledTokens) -> str:
+    finite = bool(torch.isfinite(case.advantages(batch)).all())
+    return "" if finite else f"not every advantage is finite, with {_sizes(batch)}"
+
+
+def _sizes(batch: SampledTokens) -> str:
+    """The sizes of the groups, as text."""
+    return f"groups of {', '.join(map(str, batch.groups.bincount().tolist()))}"
 
 
 def _advantages_of_equal_rewards(case: _TestedAlgorithm, seed: int) -> str:
-    batch = case.batch(seed)
+    return _not_finite_if_equal(case, case.batch(seed))
+
+
+def _not_finite_if_equal(case: _TestedAlgorithm, batch: SampledTokens) -> str:
     result = case.advantages(replace(batch, rewards=torch.ones_like(batch.rewards)))
-    return "" if bool(torch.isfinite(result).all()) else "not finite where all rewards of a group are equal"
+    finite = bool(torch.isfinite(result).all())
+    return "" if finite else f"not finite where all rewards of a group are equal, with {_sizes(batch)}"
+
+
+def _advantages_of_unequal_groups(case: _TestedAlgorithm, seed: int) -> str:
+    """A sample without a reward is dropped, and its group is smaller than the others."""
+    batch = case.batch(seed, groups=_UNEQUAL)
+    return _not_finite(case, batch) or _not_finite_if_equal(case, batch) or _order_matters(case, batch, seed)
+
+
+def _advantages_of_lone_samples(case: _TestedAlgorithm, seed: int) -> str:
+    """All others of the group were dropped, or it has one sample."""
+    for groups in _LONE:
+        batch = case.batch(seed, _LENGTHS[: len(groups)], groups)
+        if problem := _not_finite(case, batch) or _not_finite_if_equal(case, batch):
+            return problem
+    return ""
+
+
+def _advantages_without_loss(case: _TestedAlgorithm, seed: int) -> str:
+    """Samples that are masked, and samples without a token of the policy, are in the statistics of their group."""
+    batch = case.batch(seed, _EMPTY_LENGTHS)
+    batch = replace(batch, masked=torch.tensor([False, True, False, False, True, False]))
+    problem = _not_finite(case, batch) or _order_matters(case, batch, seed)
+    return f"{problem}, some samples masked or without tokens" if problem else ""
 
 
 def _advantages_repeat(case: _TestedAlgorithm, seed: int) -> str:
@@ -183,15 +227,17 @@ def _advantages_repeat(case: _TestedAlgorithm, seed: int) -> str:
 
 
 def _advantages_permute(case: _TestedAlgorithm, seed: int) -> str:
-    batch = case.batch(seed)
-    order = torch.randperm(len(_LENGTHS), generator=torch.Generator().manual_seed(seed))
+    return _order_matters(case, case.batch(seed), seed)
+
+
+def _order_matters(case: _TestedAlgorithm, batch: SampledTokens, seed: int) -> str:
+    order = torch.randperm(len(batch.lengths), generator=torch.Generator().manual_seed(seed))
     starts = batch.lengths.cumsum(0) - batch.lengths
     index = torch.cat([torch.arange(int(starts[row]), int(starts[row] + batch.lengths[row])) for row in order.tolist()])
-    names = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values")
-    per_token = {name: vars(batch)[name][index] for name in names if vars(batch)[name] is not None}
-    moved = replace(
-        batch, rewards=batch.rewards[order], groups=batch.groups[order], lengths=batch.lengths[order], **per_token
-    )
+    by_index = {"rewards": order, "groups": order, "lengths": order, "masked": order}
+    by_index |= dict.fromkeys(("rollout_logprobs", "old_logprobs", "ref_logprobs", "values"), index)
+    given = {name: vars(batch)[name] for name in by_index}
+    moved = replace(batch, **{name: value[by_index[name]] for name, value in given.items() if value is not None})
     expected = case.advantages(batch)[index]
     return "depends on the order of the samples" if _far(case.advantages(moved), expected) else ""
 
@@ -273,6 +319,51 @@ def _loss_ignores_masked(case: _TestedAlgorithm, seed: int) -> str:
     return "a token's loss depends on masked tokens" if _far(got, expected) else ""
 
 
+def _loss_leaves_the_sampler(case: _TestedAlgorithm, seed: int) -> str:
+    """On a bandit: the expected gradient must not depend on who samples the arms.
+
+    The trainer multiplies pi_old / sampler to the loss of an arm (`algorithm.importance`), which makes the expectation
+    over the sampler that over pi_old. A loss that corrects for the sampler too has another expected gradient.
+    """
+    for drift in (0.0, 0.3):
+        on_policy = _bandit(seed, drift, gap=0.0)
+        if not case.available.ref_logprobs:
+            on_policy = replace(on_policy, ref_logprobs=None)
+        known = _bandit_gradient(case, on_policy)
+        found = _bandit_gradient(case, replace(on_policy, rollout_logprobs=_bandit(seed, drift, 0.7).rollout_logprobs))
+        if _far(found, known):
+            cosine = float(torch.nn.functional.cosine_similarity(found, known, dim=0))
+            return (
+                f"the expected gradient on a bandit depends on the sampler (cosine {cosine:.3f} to the one on policy): "
+                "the loss corrects for the sampler, and so does algorithm.importance; leave rollout_logprobs to the "
+                "trainer, or set algorithm.importance: {mode: none}"
+            )
+    return ""
+
+
+def _bandit(seed: int, drift: float, gap: float) -> LossTokens:
+    """One token for each arm. The policy is `drift` nats, and the sampler `gap` nats, from the old policy."""
+    generator = torch.Generator().manual_seed(seed)
+    old, moved, sampled, reference, rewards = torch.randn(5, _ARMS, generator=generator, dtype=torch.double)
+    return LossTokens(
+        logprobs=(old + drift * moved).log_softmax(0),
+        old_logprobs=old.log_softmax(0),
+        rollout_logprobs=(old + gap * sampled).log_softmax(0),
+        ref_logprobs=(old + 0.2 * reference).log_softmax(0),
+        advantages=rewards,
+        loss_mask=torch.ones(_ARMS, dtype=torch.bool),
+        sequence=torch.arange(_ARMS),
+    )
+
+
+def _bandit_gradient(case: _TestedAlgorithm, arms: LossTokens) -> torch.Tensor:
+    """The expected gradient by the policy's logits over the sampler's arms, with the trainer's weights."""
+    slopes = _gradient(case, arms)
+    weights = (arms.old_logprobs - arms.rollout_logprobs).exp()
+    expected = arms.rollout_logprobs.exp() * weights * slopes
+    return expected - arms.logprobs.exp() * expected.sum()
+
+
 # --- keep_group ---
 
 
@@ -296,6 +387,9 @@ _ADVANTAGE_CHECKS: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = [
     ("advantage: equal rewards", _advantages_of_equal_rewards),
     ("advantage: repeatable", _advantages_repeat),
     ("advantage: order of samples", _advantages_permute),
+    ("advantage: unequal groups", _advantages_of_unequal_groups),
+    ("advantage: lone samples", _advantages_of_lone_samples),
+    ("advantage: samples without loss", _advantages_without_loss),
 ]
 _LOSS_CHECKS: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = [
     ("loss: finite", _loss_is_finite),
@@ -303,5 +397,6 @@ _LOSS_CHECKS: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = [
     ("loss: order of sequences", _loss_permutes),
     ("loss: split into micro-batches", _loss_splits),
     ("loss: masked tokens", _loss_ignores_masked),
+    ("loss: corrected once", _loss_leaves_the_sampler),
 ]
 _FILTER_CHECKS: list[tuple[str, Callable[[_TestedAlgorithm, int], str]]] = [("keep_group: answer", _filter_answers)]

@@ -45,7 +45,7 @@ class LossOutput:
 
 def token_weights(
     loss_mask: torch.Tensor,
-    sequence: torch.Tensor,
+    sequence_tokens: torch.Tensor,
     aggregation: str,
     total_loss_tokens: int,
     total_sequences: int,
@@ -57,7 +57,19 @@ def token_weights(
     the sequence) (GRPO, arXiv 2402.03300). sequence_sum: 1 / total_sequences, so that a sequence counts with the sum of
     its tokens, the gradient of its log-prob (REINFORCE). constant: 1 / (total_sequences * max_tokens) (Dr. GRPO, arXiv
     2503.20783). only_token_mean: 1 / loss tokens of the sequence (DCPO, arXiv 2509.02333, sec. 3.3).
-    The totals are those of the whole update over all ranks. Raises ValueError for an unknown aggregation.
+
+    A sequence is a sample with all of its rows. The totals are those of the whole update over all ranks.
+
+    Args:
+        loss_mask: bool [T].
+        sequence_tokens: [T]: loss tokens of each token's sequence, also of its rows in other micro-batches.
+        aggregation: See `PolicyLossConfig.aggregation`.
+        total_loss_tokens: Loss tokens of the update.
+        total_sequences: Sequences of the update.
+        max_tokens: The constant of `constant`.
+
+    Raises:
+        ValueError: the aggregation is unknown.
     """
     mask = loss_mask.float()
     if aggregation == "token_mean":
@@ -66,7 +78,7 @@ def token_weights(
         return mask / max(total_sequences, 1)
     if aggregation == "constant":
         return mask / max(total_sequences * max_tokens, 1)
-    share = mask / sequence_sums(mask, sequence).clamp(min=1.0)[sequence]
+    share = mask / sequence_tokens.clamp(min=1)
     if aggregation == "sequence_mean":
         return share / max(total_sequences, 1)
     if aggregation == "only_token_mean":
@@ -218,7 +230,7 @@ class PolicyTokens:
     """From `token_weights`."""
     loss_mask: torch.Tensor
     sequence: torch.Tensor
-    """int64: number of each token's sequence in the micro-batch."""
+    """int64: number of each token's sequence in the micro-batch. The rows of one sample are one sequence."""
     old_logprobs: torch.Tensor | None = None
     """None in the first update on a batch, where the old policy is the current one."""
     ref_logprobs: torch.Tensor | None = None

@@ -264,19 +264,27 @@ def _text_metrics(batch: _Batch) -> dict[str, float]:
     sampled = batch.rollout_logprobs[batch.by_policy].double()
     return {
         "perplexity": float((-sampled.mean()).exp()) if len(sampled) else 0.0,
-        "repetition": repetition(batch.responses.take((~batch.candidates).nonzero().flatten())),
+        "repetition": _repetition(batch),
     }
 
 
-def repetition(responses: Ragged) -> float:
-    """Mean share of 4-grams that occurred earlier in the same response; shorter responses count as 0."""
+def _repetition(batch: _Batch) -> float:
+    """The mean over the policy's samples of `repetitions`, for a sample the mean over its rows."""
+    by_policy = ~batch.candidates
+    shares = torch.tensor(repetitions(batch.responses), dtype=torch.double)[by_policy]
+    of_samples, rows = batch.sample[by_policy].unique(return_inverse=True, return_counts=True)[1:]
+    return float((shares / rows[of_samples]).sum()) / max(len(rows), 1)
+
+
+def repetitions(responses: Ragged) -> list[float]:
+    """Share of 4-grams of each response that occurred earlier in it; 0 for a shorter response."""
     starts = (responses.lengths.cumsum(0) - responses.lengths).tolist()
     shares = []
     for start, length in zip(starts, responses.lengths.tolist(), strict=True):
         tokens = responses.values[start : start + length].tolist()
         grams = list(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False))
         shares.append(1.0 - len(set(grams)) / len(grams) if grams else 0.0)
-    return sum(shares) / max(len(shares), 1)
+    return shares
 
 
 def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float], state: AdvantageState) -> TrainSummary:
@@ -287,6 +295,7 @@ def _summary(batch: _Batch, advantages: torch.Tensor, metrics: dict[str, float],
         signal.tolist(),
         batch.prompt_lengths.tolist(),
         batch.shared_prompts,
+        batch.sample.tolist(),
         strict=True,
     )
     return TrainSummary(rows=tuple(TrainRow(*row) for row in rows), metrics=metrics, state=state)

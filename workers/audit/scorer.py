@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from troupe.workers.audit.older_weights import OlderWeights
 from troupe.workers.contract.audit import Floats, PromptDifference, ScoreRequest, TokenScores
+from troupe.workers.data.plain_text import as_text
 from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
 from troupe.workers.models.attention import choose_attention
 
@@ -279,7 +280,7 @@ def _compare_prompts(request: ScoreRequest, rollouts: list[dict[str, Any]]) -> t
     for row in {row["prompt_uid"]: row for row in rollouts}.values():
         compared += 1
         messages, found = json.loads(row["messages"]), row["prompt_ids"]
-        if request.model.plain:
+        if request.model.plain or as_text(tokenizer, messages) != messages:
             expected = token_ids(tokenizer, render(tokenizer, messages, open_turn=True))
         else:
             expected = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))

@@ -16,7 +16,7 @@ spins and takes CPU time from the workers that share its cores."""
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
-TransferBackend = Literal["shm", "ipc", "nccl"]
+TransferBackend = Literal["shm", "ipc", "nccl", "gloo"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
 
 GPU_BATCH_TOKENS = 8192
@@ -80,6 +80,11 @@ class ModelConfig(Frozen):
     so that a prompt is the text as it stands, after what the tokenizer puts before a text (such as a BOS token); null:
     the tokenizer's own."""
 
+    allow_special: bool = False
+    """Whether the text of a special token (such as `<|im_end|>`) in data, in an answer of an environment or in the
+    result of a tool becomes that token. False: it is text, so that nobody but the chat template opens or ends a turn.
+    Set it for data that has the template's tokens in it."""
+
     @property
     def plain(self) -> bool:
         """Whether there is no chat template: prompts and responses are texts."""
@@ -119,8 +124,8 @@ class SamplingConfig(Frozen):
     max_tokens: int = Field(default=256, ge=1)
     """Longest response, in tokens; longer ones are truncated, with the finish reason `length`."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, besides the model's end-of-sequence token. The response includes them: they are
-    scored and trained."""
+    """Strings that end a response, besides the model's ends of a turn; special tokens in them match. The response
+    includes them: they are scored and trained."""
     structured: StructuredConfig | None = None
     """A form that every response (of an episode: every turn) has; null: any text. Log-probs of samples are then those
     among the permitted tokens, and the importance weight of a token is the probability that the policy gives to all
@@ -354,7 +359,7 @@ class ImportanceConfig(Frozen):
     """`none`: no correction; `truncate`: min(w, cap) (truncated importance sampling); `mask`: weight 0 for w outside
     [1/cap, cap]."""
     level: Literal["token", "sequence"] = "token"
-    """`token`: every token has its own w; `sequence`: all tokens of a response share the product of their w."""
+    """`token`: every token has its own w; `sequence`: all tokens of a sample share the product of their w."""
     cap: float = Field(default=2.0, gt=1.0)
     """Upper bound of w."""
 
@@ -381,7 +386,7 @@ class PolicyLossConfig(Frozen):
     custom: CustomConfig | None = None
     """Objective custom: the user's algorithm."""
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
-    """Level of the probability ratio. `token`: each token's own; `sequence`: the geometric mean over the response
+    """Level of the probability ratio. `token`: each token's own; `sequence`: the geometric mean over the sample
     (GSPO, arXiv 2507.18071, eq. 7); `sequence_token`: that mean with the gradient of each token (GSPO-token, eq.
     14)."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
@@ -405,7 +410,7 @@ class PolicyLossConfig(Frozen):
     """`token_mean`: every token of the mini-batch has the same weight; `sequence_mean`: every sequence has the same
     weight, shared by its tokens; `sequence_sum`: the sum over a sequence's tokens, averaged over sequences; `constant`:
     the sum over tokens divided by sequences times `max_tokens` (Dr. GRPO); `only_token_mean`: the sum of the sequences'
-    means, not divided (DCPO)."""
+    means, not divided (DCPO). A sequence is a sample, also where an episode has several rows."""
     importance: ImportanceConfig = ImportanceConfig()
     """Correction for the difference between sampler and trainer."""
 
@@ -413,6 +418,15 @@ class PolicyLossConfig(Frozen):
     def has_ratio(self) -> bool:
         """Whether the loss compares the policy with the one that sampled."""
         return self.objective != "likelihood"
+
+    @property
+    def needs_whole_samples(self) -> bool:
+        """Whether the loss of a token depends on the other tokens of its sample, so that the rows of a sample must
+        share a micro-batch."""
+        if not self.has_ratio:
+            return False
+        one_weight = self.importance.mode != "none" and self.importance.level == "sequence"
+        return self.objective == "custom" or self.ratio != "token" or one_weight
 
 
 class CriticLossConfig(Frozen):

@@ -20,6 +20,8 @@ class JudgeAnswer:
     text: str = ""
     failure: str = ""
     """Why there is no answer; empty: there is one."""
+    said: str = ""
+    """Part of what came instead of an answer."""
 
 
 class Judge(Protocol):

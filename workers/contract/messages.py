@@ -343,6 +343,8 @@ class TrainRow:
     prompt_tokens: int = 0
     group: int = 0
     """Number of the row's group; rows of one group have the same prompt."""
+    sample: int | None = None
+    """Number of the row's sample; None: the row is a sample of its own."""
 
 
 @dataclass(frozen=True)
@@ -367,6 +369,7 @@ class RankPlan:
     total_loss_tokens: int
     """Over all ranks, zero-advantage rows included: the loss does not depend on the split."""
     total_sequences: int
+    """Samples (of offline data: examples) over all ranks, however many rows they have."""
     packed: bool = False
     """Concatenate the rows of a micro-batch into one row of the model, without padding."""
     shared: bool = False
@@ -441,6 +444,18 @@ class WeightAck(Answer):
     version: int
     digest: str
     seconds: float
+
+
+@dataclass(frozen=True)
+class WeightsSent:
+    """A version of the policy's weights that was sent from device to device."""
+
+    version: int
+    digest: str
+    """Of names, types, shapes and the checksums that the sender computed."""
+    nbytes: int
+    acks: tuple[WeightAck, ...]
+    """Of every engine."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from troupe.workers.contract.messages import (
     TrainSummary,
     UpdateMetrics,
     WeightAck,
+    WeightsSent,
     WeightUpdate,
     WorkerHealth,
 )
@@ -62,30 +63,30 @@ class Replica(Worker, Protocol):
 
 
 class EngineLink(Protocol):
-    """vLLM's weight-transfer client, which drives all engines at once from inside the trainer (device back-ends)."""
+    """Drives all engines at once from inside the trainer, for transfers from device to device.
 
-    version: int
-    """Served from the next `finish_weight_update` on."""
+    Every call raises if an engine fails or does not answer in time.
+    """
 
     @property
     def processes(self) -> int:
         """Number of engine processes in the transfer group."""
         ...
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Adds every engine to the transfer group."""
+    def join(self, info: dict[str, Any]) -> None:
+        """Adds every engine to the transfer group; `first_rank` is the rank of the first engine's first process."""
         ...
 
-    def start_weight_update(self) -> None:
+    def start(self) -> None:
         """Pauses every engine for an update."""
         ...
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def receive(self, info: dict[str, Any]) -> None:
         """Receives weights on every engine."""
         ...
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Serves the new version on every engine."""
+    def finish(self, version: int, digest: str) -> Sequence[WeightAck]:
+        """Serves the weights received on every engine as `version`, if they have this digest."""
         ...
 
 
@@ -176,8 +177,8 @@ class RolloutEngine(Replica, Protocol):
         """Receives weights."""
         ...
 
-    def transfer_finish(self, version: int) -> Reply[None]:
-        """Serves the weights received, as `version`."""
+    def transfer_finish(self, version: int, digest: str) -> Reply[WeightAck]:
+        """Serves the weights received as `version`, if they have this digest."""
         ...
 
 
@@ -231,6 +232,10 @@ class Trainer(Worker, Protocol):
 
     def save(self, directory: str) -> Reply[None]:
         """Writes this rank's part of a checkpoint."""
+        ...
+
+    def try_save(self, directory: str) -> Reply[None]:
+        """Writes what a checkpoint and an export consist of, with a small part of the weights. Not collective."""
         ...
 
     def load(self, directory: str) -> Reply[int]:
@@ -324,11 +329,11 @@ class Policy(Trainer, Protocol):
         ...
 
     def connect_engines(self, link: EngineLink) -> Reply[None]:
-        """Joins the rollout engines for transfers from GPU to GPU."""
+        """Joins the rollout engines for transfers from device to device."""
         ...
 
-    def send_weights(self, version: int) -> Reply[int]:
-        """Sends the weights to the connected engines as `version`; returns the number of bytes."""
+    def send_weights(self, version: int) -> Reply[WeightsSent | None]:
+        """Sends the weights to the connected engines as `version`; only rank 0 returns what was sent."""
         ...
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +21,9 @@ from troupe.workers.contract.messages import RankPlan, TrainRow, identities
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
 from troupe.workers.data.chat import PromptRefused, encode_prompt
-from troupe.workers.data.tokenizer import render, token_ids
+from troupe.workers.data.plain_text import MARK, as_text, restored, text_ids
+from troupe.workers.data.tokenizer import render, render_as_text, token_ids
+from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged
 
 if TYPE_CHECKING:
@@ -38,18 +42,12 @@ class ExampleRefused(ValueError):
 def encode_response(
     tokenizer: PreTrainedTokenizerBase, messages: str, prompt_ids: Sequence[int], response: str
 ) -> list[int]:
-    """Token ids of the assistant's response to `messages`, including the token that ends its turn.
-
-    Prompt and response together are the chat template's text of the whole conversation, and the prompt's ids are those
-    of a rollout. Where the tokenizer would merge across the boundary, the response is tokenized alone, as a policy that
-    samples it sees it. Text that a template adds after the end of the turn (such as a line break) is not part of the
-    response: sampling stops before it.
+    """Token ids of the assistant's response to `messages`, up to the token that ends its turn (see `encode_turns`).
 
     Raises:
-        ExampleRefused: neither template nor tokenizer defines how a turn ends, or the template fails.
+        ExampleRefused: see `encode_turns`.
     """
-    said = json.loads(messages)
-    return _encode_reply(tokenizer, said, prompt_ids, response, trim=False)[1]
+    return encode_turns(tokenizer, messages, prompt_ids, [{"role": "assistant", "content": response}])[0]
 
 
 def encode_turns(
@@ -57,53 +55,76 @@ def encode_turns(
 ) -> tuple[list[int], list[bool]]:
     """Token ids of the turns that follow `messages`, and a loss mask: True for the assistant's.
 
-    Each of the assistant's turns is encoded as a response to all before it (`encode_response`). What lies between two
-    of them, such as the user's turn and the opening of the next, is what the chat template renders there.
+    The prompt's ids are those of a rollout. Prompt and turns together are the chat template's rendering of the whole
+    conversation up to the end of the last turn: what the template writes into the assistant's turns (an empty thought)
+    is part of them, and what it writes between them is there without a loss. Where the template writes no end, the
+    last turn ends with the end-of-sequence token. Text behind the end of the last turn (such as a line break) is left
+    out: sampling stops before it.
+
+    A turn whose first tokens the tokenizer would merge with what is before them is tokenized alone, as a policy that
+    samples it sees it.
 
     Raises:
-        ExampleRefused: the chat template renders a turn differently once others follow it, or see `encode_response`.
+        ExampleRefused: the template's rendering of the whole conversation does not continue the prompt of a turn or
+            does not have the turn's text, the template fails, or nothing defines how a turn ends.
     """
     said = json.loads(messages)
+    whole = _render(tokenizer, [*said, *turns], open_turn=False)
     ids: list[int] = []
     mask: list[bool] = []
-    text = ""
-    for place, turn in enumerate(turns, start=1):
-        if turn["role"] == "assistant":
-            before = [*prompt_ids, *ids]
-            if ids:
-                opened = _render(tokenizer, said, open_turn=True)
-                if not opened.startswith(text):
-                    raise ExampleRefused(
-                        "the chat template renders earlier turns differently when others follow: no text of the whole "
-                        "conversation has the tokens that were sampled (sft, kto: loss_on: last trains the last turn)"
-                    )
-                between = _continuation(tokenizer, text, before, opened.removeprefix(text))
-                ids, mask = [*ids, *between], [*mask, *(False for _ in between)]
-                before += between
-            text, reply = _encode_reply(tokenizer, said, before, turn["content"], trim=place < len(turns))
-            ids, mask = [*ids, *reply], [*mask, *(True for _ in reply)]
-        said = [*said, turn]
+    end = 0
+    for place, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        opened = _render(tokenizer, [*said, *turns[:place]], open_turn=True)
+        behind = _behind(tokenizer, said, turns, place)
+        _check_shown(whole, opened, behind, turn["content"], last=place == len(turns) - 1)
+        if ids:
+            between = _continuation(tokenizer, whole[:end], [*prompt_ids, *ids], whole[end : len(opened)])
+            ids, mask = [*ids, *between], [*mask, *(False for _ in between)]
+        closing = _closing(tokenizer, behind)
+        end = len(whole) - len(behind) + len(closing)
+        reply = _continuation(tokenizer, opened, [*prompt_ids, *ids], whole[len(opened) : end])
+        if not closing and place == len(turns) - 1:
+            reply = [*reply, _own_end(tokenizer)]
+        ids, mask = [*ids, *reply], [*mask, *(True for _ in reply)]
+        if closing and ids[-1] not in turn_ends(tokenizer).ids:
+            mask[-1] = False  # the template closes an earlier turn with a token at which sampling does not stop
     return ids, mask
 
 
-def _encode_reply(
-    tokenizer: PreTrainedTokenizerBase, said: list[dict[str, str]], before: Sequence[int], response: str, *, trim: bool
-) -> tuple[str, list[int]]:
-    """Text of the conversation up to the end of the response's turn, and the response's tokens after `before`.
+def _behind(
+    tokenizer: PreTrainedTokenizerBase, said: list[dict[str, str]], turns: Sequence[dict[str, str]], place: int
+) -> str:
+    """What the template writes behind the text of a turn, to the end of the conversation."""
+    shown = as_text(tokenizer, [*said, *turns])
+    shown[len(said) + place]["content"] += MARK
+    return _rendered(partial(render_as_text, tokenizer, shown, open_turn=False)).rpartition(MARK)[2]
 
-    With `trim` the response loses the white space around it where the chat template removes it.
-    """
-    opened = _render(tokenizer, said, open_turn=True)
-    closed = _render(tokenizer, [*said, {"role": "assistant", "content": response}], open_turn=False)
-    if trim and response not in closed.removeprefix(opened):
-        response = response.strip()
-    text = response + _closing(tokenizer, opened, closed, response)
-    return opened + text, _continuation(tokenizer, opened, before, text)
+
+def _check_shown(whole: str, opened: str, behind: str, response: str, *, last: bool) -> None:
+    """Verify that a rendering continues the prompt of a turn with the turn's text. Raises ExampleRefused."""
+    text = whole.removesuffix(behind)
+    continued = whole.startswith(opened) and len(opened) <= len(text) == len(whole) - len(behind)
+    if continued and "".join(restored(text).split()).endswith("".join(response.split())):
+        return
+    if not last:
+        raise ExampleRefused(
+            "the chat template renders earlier turns differently when others follow: no text of the whole "
+            "conversation has the tokens that were sampled (sft, kto: loss_on: last trains the last turn)"
+        )
+    opens = f"opens the response with {opened[-24:]!r}, and does not have that in the whole conversation"
+    why = "changes the text of the response" if continued else opens
+    raise ExampleRefused(f"the chat template {why}: set model.chat_template to one that keeps responses as they are")
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, open_turn: bool) -> str:
+    return _rendered(partial(render, tokenizer, messages, open_turn=open_turn))
+
+
+def _rendered(rendering: Callable[[], str]) -> str:
     try:
-        return render(tokenizer, messages, open_turn=open_turn)
+        return rendering()
     except Exception as error:  # a chat template can raise anything
         raise ExampleRefused(f"{type(error).__name__}: {error}") from error
 
@@ -113,23 +134,22 @@ def _continuation(tokenizer: PreTrainedTokenizerBase, before: str, before_ids: S
     whole = token_ids(tokenizer, before + text)
     if whole[: len(before_ids)] == list(before_ids):
         return whole[len(before_ids) :]
-    alone: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return alone
+    return text_ids(tokenizer, text)
 
 
-def _closing(tokenizer: PreTrainedTokenizerBase, opened: str, closed: str, response: str) -> str:
-    """End of the assistant's turn: the text up to the first special token after the response."""
-    tail = closed.removeprefix(opened)
-    said = response.strip()
-    # The last occurrence: a template may add text (an empty thought) before the response.
-    rest = tail.rpartition(said)[2] if said in tail and len(tail) < len(closed) else ""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    ends = [rest.index(token) + len(token) for token in special if token in rest]
-    if ends:
-        return rest[: min(ends)].lstrip()
-    if isinstance(tokenizer.eos_token, str):
-        return tokenizer.eos_token
-    raise ExampleRefused("neither the chat template nor the tokenizer defines which token ends a turn")
+def _closing(tokenizer: PreTrainedTokenizerBase, behind: str) -> str:
+    """The beginning of the text behind a turn, up to the token that ends it; empty: the template writes none."""
+    ends = turn_ends(tokenizer)
+    texts = sorted({*ends.written, *ends.texts}, key=len, reverse=True)
+    found = re.search("|".join(map(re.escape, texts)), behind) if texts else None
+    return behind[: found.end()] if found else ""
+
+
+def _own_end(tokenizer: PreTrainedTokenizerBase) -> int:
+    end = turn_ends(tokenizer).own
+    if end is None:
+        raise ExampleRefused("neither the chat template nor the tokenizer defines which token ends a turn")
+    return end
 
 
 @dataclass

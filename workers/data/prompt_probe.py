@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.data.chat import PromptRefused, encode_prompt
+from troupe.workers.data.plain_text import as_text, special_tokens
 from troupe.workers.data.tokenizer import load_chat_tokenizer
+from troupe.workers.data.turn_ends import turn_ends
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
-    """Length of each prompt in tokens, or why it has none.
+    """Facts about the tokenizer and the prompts.
+
+    First comes the end of a turn that the model's folder does not name (empty: none), then the number of prompts with
+    special tokens that are read as text, then the length of each prompt in tokens, or why it has none.
 
     Args:
         request: `model`, a ModelConfig as a dictionary, `messages` of every prompt (JSON), `longest`, which no
@@ -27,6 +37,8 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
         # transformers then works without torch, whose import takes two thirds of the time. Run this in its own process.
         sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]: this is how an import is blocked
     tokenizer = load_chat_tokenizer(model)
+    yield turn_ends(tokenizer).unnamed
+    yield 0 if model.allow_special else sum(map(_has_special, repeat(tokenizer), request["messages"]))
     end = time.monotonic() + request["seconds"]
     for messages in request["messages"]:
         if time.monotonic() > end:
@@ -35,3 +47,8 @@ def measure(request: Mapping[str, Any]) -> Iterator[int | str]:
             yield len(encode_prompt(tokenizer, messages, request["longest"]))
         except PromptRefused as error:
             yield str(error)
+
+
+def _has_special(tokenizer: PreTrainedTokenizerBase, messages: str) -> bool:
+    found = special_tokens(tokenizer).search(messages)
+    return found is not None and as_text(tokenizer, text := json.loads(messages)) != text

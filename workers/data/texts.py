@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from troupe.workers.contract.messages import TEXTS, RankPlan, TextSummary
+from troupe.workers.data.plain_text import as_text, text_ids
+from troupe.workers.data.tokenizer import before_a_text
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
 if TYPE_CHECKING:
@@ -22,8 +24,7 @@ def cut_texts(tokenizer: PreTrainedTokenizerBase, texts: pa.Table, max_tokens: i
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows: list[dict[str, Any]] = []
     for text in texts.to_pylist():
-        encoded: Any = tokenizer(text["text"])["input_ids"]
-        ids = [*encoded, *end]
+        ids = [*before_a_text(tokenizer), *text_ids(tokenizer, as_text(tokenizer, text["text"])), *end]
         pieces = [ids[start : start + max_tokens] for start in range(0, len(ids), max_tokens)]
         rows += [
             {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import ModelConfig
+from troupe.workers.data.plain_text import ALLOW_SPECIAL, as_text, text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers raises many types
         reason = str(error).partition("\n")[0]
         raise ValueError(f"the tokenizer in {model.path} cannot be loaded: {type(error).__name__}: {reason}") from error
+    tokenizer.init_kwargs[ALLOW_SPECIAL] = model.allow_special
     if model.chat_template is not None:
         tokenizer.chat_template = PLAIN_TEMPLATE if model.plain else read_template(model.chat_template)
     return tokenizer
@@ -86,9 +88,24 @@ def render(
 ) -> str:
     """Text of a conversation, with the opening of the assistant's turn where `open_turn`, and the `tools` it offers.
 
+    The text is for `token_ids` and for comparisons with others: special tokens that stand in the messages are cut
+    (`troupe.workers.data.plain_text`).
+
     Raises:
         Exception: A chat template can raise anything.
     """
+    offered = as_text(tokenizer, tools)
+    return render_as_text(tokenizer, as_text(tokenizer, messages), open_turn=open_turn, tools=offered)
+
+
+def render_as_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    *,
+    open_turn: bool,
+    tools: list[Any] | None = None,
+) -> str:
+    """As `render`, of messages and tools in which text is text (`as_text`)."""
     offered: dict[str, Any] = {} if tools is None else {"tools": tools}
     return str(tokenizer.apply_chat_template(messages, add_generation_prompt=open_turn, tokenize=False, **offered))
 
@@ -99,11 +116,12 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     A chat template writes special tokens itself. Without one, those that the tokenizer puts before a text are added,
     and those that it puts after a text are not: the text continues.
     """
-    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*_before_a_text(tokenizer), *ids]
+    ids = text_ids(tokenizer, text)
+    return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*before_a_text(tokenizer), *ids]
 
 
-def _before_a_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def before_a_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before a text, such as a BOS token."""
     word: Any = tokenizer("a", add_special_tokens=False)["input_ids"]
     ids: Any = tokenizer("a")["input_ids"]
     return ids[: next(start for start in range(len(ids)) if ids[start : start + len(word)] == word)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from troupe.workers.contract.config import GPU_BATCH_TOKENS, RolloutConfig, StructuredConfig, TransferBackend
+from troupe.workers.contract.config import GPU_BATCH_TOKENS, RolloutConfig, StructuredConfig
 from troupe.workers.engine.owner_watch import FOLDER_VARIABLE, OWNER_VARIABLE, temporary_folder
 from troupe.workers.engine.process import import_ahead
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 SHM_BACKEND = "troupe_shm"
 """vLLM's name for the shared-memory transfer engine of `troupe.workers.weights.vllm_transfer`."""
 
-_TRANSFER_BACKENDS: dict[TransferBackend, str] = {"shm": SHM_BACKEND, "ipc": "ipc", "nccl": "nccl"}
+DEVICE_BACKEND = "troupe_device"
+"""vLLM's name for the engine there that receives from device to device."""
 _EXTENSION = "troupe.workers.weights.vllm_transfer.EngineExtension"
 _CPU_PREFILL_TOKENS = 4096
 _CPU_BLOCK_TOKENS = 32
@@ -75,7 +76,9 @@ def engine_args(config: RolloutConfig) -> AsyncEngineArgs:
         enable_prefix_caching=engine.enable_prefix_caching,
         hf_overrides={"head_dtype": "float32"} if config.model.computes_float32_logits else {},
         logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after temperature and top-p
-        weight_transfer_config=WeightTransferConfig(backend=_TRANSFER_BACKENDS[config.transfer_backend]),
+        weight_transfer_config=WeightTransferConfig(
+            backend=SHM_BACKEND if config.transfer_backend == "shm" else DEVICE_BACKEND
+        ),
         worker_extension_cls=_EXTENSION,
         # Without white space between the parts of JSON: a response could be nothing else.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),

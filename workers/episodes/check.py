@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
+from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.environments.processes import EnvironmentProcesses, SeatProcess
 from troupe.workers.episodes.episode import EpisodeRunner, Played, SampleTurn
 from troupe.workers.episodes.reader import ParseCalls, TurnReader
@@ -93,7 +94,8 @@ def _sampler(turns: Iterator[list[int]]) -> SampleTurn:
 
 
 def _scripted(tokenizer: PreTrainedTokenizerBase, said: Sequence[str]) -> Iterator[list[int]]:
-    end = _end(tokenizer)
+    own = turn_ends(tokenizer).own
+    end = [] if own is None else [own]
     number = 0
     while True:
         ids: Any = tokenizer(said[min(number, len(said) - 1)], add_special_tokens=False)["input_ids"]
@@ -102,15 +104,10 @@ def _scripted(tokenizer: PreTrainedTokenizerBase, said: Sequence[str]) -> Iterat
 
 
 def _random(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[list[int]]:
-    end = _end(tokenizer)
+    ends = sorted(turn_ends(tokenizer).ids)
     while True:
+        end = rng.sample(ends, min(1, len(ends)))
         yield [*(rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, _RANDOM_TOKENS))), *end]
-
-
-def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token that ends a turn, if there is one."""
-    end: Any = tokenizer.eos_token_id
-    return [] if end is None else [int(end)]
 
 
 def describe(played: Played, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.environments import Message
-from troupe.workers.data.tokenizer import render, token_ids
+from troupe.workers.data.plain_text import as_text, restored, text_ids
+from troupe.workers.data.tokenizer import render_as_text, token_ids
+from troupe.workers.data.turn_ends import turn_ends, without_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,14 +55,19 @@ class Conversation:
             ConversationError: the template raised.
         """
         self._tokenizer = tokenizer
-        self._tools = list(tools) if tools else None
-        self.messages: list[Message] = list(messages)
-        """The whole conversation."""
-        self._text = self._render(self.messages)
+        self._tools: list[Any] | None = as_text(tokenizer, list(tools)) if tools else None
+        self._shown: list[Message] = as_text(tokenizer, list(messages))
+        """The whole conversation, in which no text is a special token but those that were sampled."""
+        self._text = self._render(self._shown)
         """The template's rendering of the latest prompt."""
         self._response: list[int] = []
         self.prompt_ids: list[int] = token_ids(tokenizer, self._text)
         """The next prompt. Within a row, it only grows."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation."""
+        return restored(self._shown)
 
     def add_response(self, ids: Sequence[int], message: Message) -> None:
         """Append a turn of the policy.
@@ -68,11 +75,11 @@ class Conversation:
         Args:
             ids: The sampled tokens.
             message: The turn as the history shows it: `content` is the text of the tokens without the one that ends the
-                turn (`without_end`); `tool_calls` may be there as well.
+                turn (`without_end`, `sampled_text`); `tool_calls` may be there as well.
         """
         self._response = list(ids)
         self.prompt_ids = [*self.prompt_ids, *ids]
-        self.messages.append(message)
+        self._shown.append(message)
 
     def add_messages(self, messages: Sequence[Message]) -> Added:
         """Append what follows a turn of the policy, up to the opening of its next turn.
@@ -80,20 +87,21 @@ class Conversation:
         Raises:
             ConversationError: the template raised.
         """
-        *before, turn = self.messages
+        *before, turn = self._shown
+        new = as_text(self._tokenizer, list(messages))
         # What was sampled is the text of the turn. Templates that need the structure of its calls get that instead. The
         # turn stays in that form: in both, its calls would be there twice.
         shown = {name: value for name, value in turn.items() if name != "tool_calls"}
         try:
-            text = self._render([*before, shown, *messages])
-            behind = self._behind(text, shown["content"])
+            text = self._render([*before, shown, *new])
+            behind = self._behind(text, [*before, shown])
         except ConversationError:
             if "tool_calls" not in turn:
                 raise
             shown = {**turn, "content": ""}
-            text = self._render([*before, shown, *messages])
+            text = self._render([*before, shown, *new])
             behind = self._behind_calls(text, [*before, shown])
-        self.messages = [*before, shown, *messages]
+        self._shown = [*before, shown, *new]
         self._text = text
         if behind is None:
             self.prompt_ids = token_ids(self._tokenizer, text)
@@ -104,55 +112,68 @@ class Conversation:
 
     def _render(self, messages: Sequence[Message], *, open_turn: bool = True) -> str:
         try:
-            return render(self._tokenizer, list(messages), open_turn=open_turn, tools=self._tools)
+            return render_as_text(self._tokenizer, list(messages), open_turn=open_turn, tools=self._tools)
         except Exception as error:  # a chat template can raise anything
             raise ConversationError(f"{type(error).__name__}: {error}") from error
 
-    def _behind(self, text: str, content: str) -> str | None:
-        """The part of a rendering behind the policy's turn; None if the template has changed what is before it."""
+    def _behind(self, text: str, until_turn: Sequence[Message]) -> str | None:
+        """The part of a rendering behind the policy's turn, and behind its end where that was sampled.
+
+        None: the template has changed what is before it, or does not write the end of the turn there (it merges
+        messages of one role, or writes something in the place of an empty turn).
+        """
+        content = until_turn[-1]["content"]
         if not text.startswith(self._text):
             return None
         place = end_of(content, text, len(self._text))
-        return None if place is None else text[place:]
+        if place is None:
+            return None
+        behind, sampled, ends = text[place:], self._sampled_end(), turn_ends(self._tokenizer)
+        if not sampled:
+            return behind
+        stripped = behind.lstrip()
+        end = next((end for end in (sampled, *ends.written) if stripped.startswith(end)), None)
+        if end is None:
+            other = bool(ends.written) or stripped.startswith(ends.texts)
+            return None if other or not (content.strip() or self._leaves_empty(until_turn)) else behind
+        # Nothing tells white space before the end of an empty turn from the turn's own.
+        closed = bool(content.strip()) or behind.startswith(end)
+        return stripped[len(end) :] if closed else None
+
+    def _leaves_empty(self, until_turn: Sequence[Message]) -> bool:
+        """Whether the template writes nothing but the policy's own white space for an empty turn."""
+        closed = self._render(until_turn, open_turn=False)
+        return closed in (self._text, self._text + until_turn[-1]["content"])
 
     def _behind_calls(self, text: str, until_turn: Sequence[Message]) -> str | None:
         """The same where the template writes the calls of the turn in its own form."""
         closed = self._render(until_turn, open_turn=False)
-        end = self._end_text()
-        if not (closed.startswith(self._text) and text.startswith(closed) and end in closed[len(self._text) :]):
+        if not (closed.startswith(self._text) and text.startswith(closed)):
             return None
-        return text[closed.rindex(end) :]
+        sampled = self._sampled_end()
+        written = turn_ends(self._tokenizer).written or (str(self._tokenizer.eos_token or sampled),)
+        places = [(place, end) for end in written if end and (place := closed.rfind(end, len(self._text))) >= 0]
+        if not places:
+            return None
+        place, end = max(places)
+        return text[place + len(end) if sampled else place :]
 
-    def _end_text(self) -> str:
-        """Text of the token that ends a turn: the one sampled, or the tokenizer's."""
+    def _sampled_end(self) -> str:
+        """Text of the tokens that end the turn; empty: none were sampled."""
         own = without_end(self._tokenizer, self._response)
-        if len(own) < len(self._response):
-            return str(self._tokenizer.decode(self._response[-1:], skip_special_tokens=False))
-        return str(self._tokenizer.eos_token or "")
+        return str(self._tokenizer.decode(self._response[len(own) :], skip_special_tokens=False))
 
     def _tokenize_behind(self, text: str) -> list[int]:
-        """Tokens of the text behind a turn; where the turn's end was sampled, without it.
+        """Tokens of the text behind a turn.
 
-        The text is tokenized together with the end of the turn, because some tokenizers put a space before a text that
-        follows nothing.
+        Where the turn's end was sampled, the text is tokenized together with it, because some tokenizers put a space
+        before a text that follows nothing.
         """
-        own = without_end(self._tokenizer, self._response)
-        if len(own) == len(self._response):
-            return self._ids(text)
-        end = self._end_text()
-        stripped = text.lstrip()
-        rest = stripped[len(end) :] if stripped.startswith(end) else text
-        ids = self._ids(end + rest)
-        return ids[1:] if ids[:1] == self._response[-1:] else self._ids(rest)
-
-    def _ids(self, text: str) -> list[int]:
-        ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return list(ids)
-
-
-def without_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
-    """The tokens of a turn without the special token that ends it, if one was sampled."""
-    return list(ids[:-1]) if ids and ids[-1] in tokenizer.all_special_ids else list(ids)
+        last = self._response[-1:]
+        if not self._sampled_end():
+            return text_ids(self._tokenizer, text)
+        ids = text_ids(self._tokenizer, str(self._tokenizer.decode(last, skip_special_tokens=False)) + text)
+        return ids[1:] if ids[:1] == last else text_ids(self._tokenizer, text)
 
 
 def end_of(content: str, text: str, start: int) -> int | None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from troupe.workers.contract.environments import Message, Row
-from troupe.workers.episodes.conversation import Conversation, without_end
+from troupe.workers.data.plain_text import as_text, sampled_text
+from troupe.workers.data.turn_ends import without_end
+from troupe.workers.episodes.conversation import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +55,7 @@ class TurnReader:
         own = without_end(self.tokenizer, ids)
         raw = str(self.tokenizer.decode(own, skip_special_tokens=False))
         message: Message = {"role": "assistant", "content": text}
-        history: Message = {"role": "assistant", "content": raw}
+        history: Message = {"role": "assistant", "content": sampled_text(self.tokenizer, own)}
         if self.parse is not None and tools:
             unread: UnreadCall | None = None
             try:
@@ -64,7 +66,7 @@ class TurnReader:
                 calls, unread = [], "cut"
             if calls:
                 message |= {"content": rest, "tool_calls": calls}
-                history["tool_calls"] = calls
+                history["tool_calls"] = as_text(self.tokenizer, calls)
             if unread is not None:
                 message["unread_call"] = unread
         return message, history

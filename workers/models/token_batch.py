@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from troupe.workers.contract.messages import IDENTITY, SCHEMA_METADATA, SEGMENT, TRAIN, RankPlan
+from troupe.workers.contract.messages import IDENTITY, SCHEMA_METADATA, SEGMENT, TRAIN, RankPlan, identities
 
 FLOAT_COLUMNS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
@@ -164,6 +164,7 @@ class TokenTable:
             raise ValueError(f"{_name(table, int(self.prompts.lengths.argmin()))} has an empty prompt")
         _same_lengths(table, "loss_mask", self.loss_mask, self.responses)
         self._prompts: torch.Tensor | None = None
+        self._samples: tuple[torch.Tensor, torch.Tensor] | None = None
         self._floats: dict[str, Ragged] = {}
         for name in FLOAT_COLUMNS:
             if name in table.column_names and table.column(name).null_count < max(1, table.num_rows):
@@ -262,6 +263,30 @@ class TokenTable:
             numbers = prompt_numbers(self.table.column("prompt_uid").to_pylist(), self.prompts)
             self._prompts = torch.tensor(numbers, dtype=torch.int64)
         return self._prompts
+
+    def _sample_columns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(number, loss tokens) of each row's sample, int64, one per row."""
+        if self._samples is None:
+            keys = identities(self.table)
+            number = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+            samples = torch.tensor([number[key] for key in keys], dtype=torch.int64)
+            totals = torch.zeros(len(number), dtype=torch.int64)
+            totals.index_add_(0, samples[self.loss_mask.sequence()], self.loss_mask.values.long())
+            self._samples = samples, totals[samples]
+        return self._samples
+
+    def samples(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(number, loss tokens) of the sample of each response token of `batch`, int64 [T] on its device.
+
+        The rows of a sample have one number, counted in the batch. The loss tokens are those of all rows that it has in
+        the table.
+        """
+        samples, loss_tokens = self._sample_columns()
+        lengths = self.responses.lengths[batch.rows]
+        numbers = samples[batch.rows].unique(return_inverse=True)[1]
+        per_token = (torch.repeat_interleave(of_rows, lengths) for of_rows in (numbers, loss_tokens[batch.rows]))
+        number, tokens = (to_device(values, batch.targets.device) for values in per_token)
+        return number, tokens
 
     def floats(self, name: str, batch: TokenBatch) -> torch.Tensor | None:
         """float32 [T] of column `name` for the response tokens of `batch`, on its device; None if it is absent."""

@@ -12,6 +12,7 @@ import re
 from decimal import Decimal
 from typing import Any, Literal, overload
 
+from troupe.workers.rewards.answer_text import answer_part, plain
 from troupe.workers.rewards.steps import Steps
 
 # A minus directly after a digit is a subtraction ("7-5"), not a sign; commas count only between groups of three.
@@ -39,27 +40,31 @@ def exact_match(
 
 def find_last_number(text: str) -> Decimal | None:
     """The last integer or decimal of a text. Thousands separators are removed; a typographic minus is a minus."""
-    numbers = _NUMBER.findall(text.replace("\u2212", "-"))
+    numbers = _NUMBER.findall(plain(text))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def parse_number(text: str) -> Decimal | None:
     """The text as one number; None if it is anything else."""
-    text = text.strip().replace("\u2212", "-")
+    text = plain(text).strip()
     return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
 
 
-def last_number(response: str, answer: str, metadata: Metadata) -> float:
+def last_number(response: str, answer: str, metadata: Metadata, *, opens_thought: bool = False) -> float:
     """1 if the last number of the response equals a right answer as a number (5.0 is 5).
+
+    It is the last inside the last <answer> tags, where there are some. Thoughts do not count; a thought that does not
+    end, or with `opens_thought` (the chat template opens it) a response without the end of one, gives 0.
 
     Raises:
         ValueError: no answer is one number.
     """
-    expected = [parse_number(text) for text in right_answers(answer, metadata)]
+    expected = [parse_number(text.rpartition("####")[2]) for text in right_answers(answer, metadata)]
     numbers = [number for number in expected if number is not None]
     if not numbers:
         raise ValueError(f"the answer is not a number: {answer[:80]!r}")
-    return float(find_last_number(response) in numbers)
+    part, _ = answer_part(response, opens_thought=opens_thought)
+    return float(find_last_number(part) in numbers)
 
 
 def regex(response: str, answer: str, metadata: Metadata, *, pattern: str, full: bool = True) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 from reasoning_gym.factory import get_score_answer_fn
 
+from troupe.workers.rewards.answer_text import visible
 from troupe.workers.rewards.functions import find_last_number, parse_number
 
 Entry = dict[str, Any]
@@ -112,7 +113,7 @@ def is_credit_for_containing(score: float, given: str, expected: str) -> bool:
 
 
 def reasoning_gym(response: str, answer: str, metadata: dict[str, Any]) -> float:
-    """Score of the response's final answer by the scorer of the task's family.
+    """Score of the response's final answer, behind its thought, by the scorer of the task's family.
 
     `metadata["recipe"]` is the family, and `metadata["entry"]` the generated item: question, answer and metadata.
 
@@ -123,7 +124,7 @@ def reasoning_gym(response: str, answer: str, metadata: dict[str, Any]) -> float
     entry: Entry = metadata["entry"]
     family: str = metadata["recipe"]
     expected: str | None = entry["answer"]
-    given = final_answer(response, expected)
+    given = final_answer(visible(response), expected)
     kind = _EVALUATED.get(family)
     if kind and (expected is None or given != expected.strip()) and not is_formula(given, strings=kind == "python"):
         return 0.0

@@ -11,6 +11,9 @@ from troupe.workers.rewards.judge_http import HttpJudge
 from troupe.workers.rewards.judge_rubric import JudgeError, read_args
 from troupe.workers.rewards.runner import Outcome, Sample
 
+_SHOWN = 200
+"""Characters of an answer in a status."""
+
 
 class JudgeReward:
     """Scores of a judge, from 0 to 1. An outage, a spent budget and an answer without a score are statuses."""
@@ -68,12 +71,13 @@ class JudgeReward:
 
     def _outcome(self, answer: JudgeAnswer) -> Outcome:
         if answer.failure:
-            return _failed(answer.failure)
+            return _failed(answer.failure, answer.said[:_SHOWN])
         try:
             return Outcome(self._args.reward(answer.text))
         except JudgeError as error:
-            return Outcome(None, f"judge: {error}: {answer.text[-200:]!r}", cause=f"judge: {error}")
+            return _failed(str(error), answer.text[-_SHOWN:])
 
 
-def _failed(reason: str) -> Outcome:
-    return Outcome(None, f"judge: {reason}")
+def _failed(reason: str, said: str = "") -> Outcome:
+    """A failure for a reason; what the judge `said` differs between failures of the same cause."""
+    return Outcome(None, f"judge: {reason}" + (f": {said!r}" if said else ""), cause=f"judge: {reason}")

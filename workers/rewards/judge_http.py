@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer
+from troupe.workers.contract.valid_text import valid_text
+from troupe.workers.isolation.text import one_line
 from troupe.workers.rewards.judge_rubric import HttpJudgeConfig, JudgeError
+
+_SHOWN = 500
+"""Bytes of a body in a failure."""
 
 
 class HttpJudge:
@@ -38,15 +44,45 @@ class HttpJudge:
         async def one(question: list[Message]) -> JudgeAnswer:
             try:
                 async with asyncio.timeout(timeout_s), places:
-                    completion = await client.chat.completions.create(
+                    # What the endpoint sent, unread: the client accepts whatever is JSON, and text that is not.
+                    response = await client.chat.completions.with_raw_response.create(
                         model=config.model, messages=question, max_tokens=config.max_tokens, **options
                     )
             except TimeoutError:
                 return JudgeAnswer(failure=f"timeout after {timeout_s:g} s")
             except OpenAIError as error:
-                return JudgeAnswer(failure=f"{type(error).__name__}: {error}")
-            text = completion.choices[0].message.content if completion.choices else None
-            return JudgeAnswer(text) if text else JudgeAnswer(failure="an empty answer")
+                return JudgeAnswer(failure=one_line(f"{type(error).__name__}: {error}"))
+            return read_completion(response.content)
 
         async with client:
             return list(await asyncio.gather(*map(one, questions)))
+
+
+def read_completion(body: bytes) -> JudgeAnswer:
+    """The text of the first choice in the body of a response, or what the body is instead."""
+    said = body[:_SHOWN].decode("utf-8", "replace")
+    try:
+        completion = json.loads(body)
+    except (ValueError, RecursionError):
+        return JudgeAnswer(failure="the endpoint's answer is not JSON", said=said)
+    match completion:
+        case {"choices": [{"message": {"content": str() as text}}, *_]}:
+            pass
+        case {"choices": [{"message": {"content": list() as parts}}, *_]}:
+            text = "".join(_text_of(part) for part in parts)
+        case {"choices": []} | {"choices": [{"message": {"content": None}}, *_]}:
+            text = ""
+        case _:
+            return JudgeAnswer(failure="the endpoint's answer is not a chat completion", said=said)
+    if valid_text(text) != text:
+        return JudgeAnswer(failure="an answer that is not valid text", said=text)
+    return JudgeAnswer(text) if text.strip() else JudgeAnswer(failure="an empty answer", said=said)
+
+
+def _text_of(part: Any) -> str:
+    """The text of a part of a message; empty for a part of another type."""
+    match part:
+        case {"type": "text", "text": str() as text}:
+            return text
+        case _:
+            return ""

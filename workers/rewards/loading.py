@@ -9,6 +9,7 @@ from typing import Any
 from troupe.workers.contract import naming
 from troupe.workers.contract.config import ENVIRONMENT_REWARD, JUDGE_REWARD
 from troupe.workers.rewards.judge_rubric import JudgeError, read_args
+from troupe.workers.rewards.signatures import SignatureProblem, adapted
 
 SHIPPED = {
     "equations": "troupe.workers.rewards.equations:equations",
@@ -52,7 +53,9 @@ def locate(name: str) -> tuple[str, str]:
 
 
 def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[..., Any]:
-    """Import a reward function and check that it takes (response, answer, metadata, **args).
+    """Import a reward function, to be called with (response, answer, metadata, **args).
+
+    One with verl's parameters is called with them by name.
 
     Args:
         name: A built-in name, or `package.module:function`.
@@ -72,13 +75,9 @@ def load(name: str, args: Mapping[str, Any], batched: bool = False) -> Callable[
     if inspect.isclass(function):  # a call would return an object, not a number
         raise RewardFunctionError(f"{name}: is a class; name a function, or an object of the class in its module")
     try:
-        inspect.signature(function).bind("", "", {}, **args)
-    except TypeError as error:
-        wanted = "f(responses, answers, metadata, **args)" if batched else "f(response, answer, metadata, **args)"
-        raise RewardArgumentsError(f"{name}: cannot be called as {wanted}: {error}") from error
-    except ValueError:
-        pass  # some callables implemented in C have no signature
-    return function
+        return adapted(function, args, batched)
+    except SignatureProblem as error:
+        raise RewardArgumentsError(f"{name}: {error}") from error
 
 
 def check_machine(name: str) -> None:

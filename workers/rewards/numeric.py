@@ -3,29 +3,70 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from math_verify import parse, verify
 
+from troupe.workers.rewards.answer_text import answer_part, last_box, plain
 from troupe.workers.rewards.functions import right_answers
 
 # math-verify warns that its own timeout is disabled. It is disabled because a timeout must give a failed sample, as the
 # timeout of the process does, whereas math-verify would return a wrong answer.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+_NAMES = re.compile("答案|答え|정답")
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_BORDERS = re.compile(rf"(?<=[{_CJK}])(?=[-+$\\(]?[0-9])|(?<=[0-9])(?=[{_CJK}])")
+_EMPHASIS = re.compile(r"(?<![\w*`])([*`]{1,3})(?=\S)([^*`\n]+)(?<=\S)\1(?![\w*`])")
+_COLON = re.compile(r"(?<=[^\W\d])(\s*:\**)(?=[^\s/*])")
+_BRACKETS = re.compile(r"(?<![\w\\)])[(\[]\s*(-?[0-9][0-9.,/]*)\s*[)\]](?!\s*[\w(])")
 
-def numeric(response: str, answer: str, metadata: dict[str, Any]) -> float:
-    """1 if the response's final expression (the last boxed one, else the last named or found) equals a right answer.
 
-    Both may be plain numbers, fractions, percentages or LaTeX: 1/2, 0.5 and \\frac{1}{2} are equal.
+def numeric(response: str, answer: str, metadata: dict[str, Any], *, opens_thought: bool = False) -> float:
+    r"""1 if the response's final expression equals a right answer.
+
+    Final is what the last <answer> tags hold, else the last \boxed{}, else the last expression that is named the
+    answer, else the last one found. Thoughts do not count; a thought that does not end, or with `opens_thought` (the
+    chat template opens it) a response without the end of one, gives 0. Answer and response may have plain numbers,
+    fractions, percentages or LaTeX: 1/2, 0.5 and \frac{1}{2} are equal.
 
     Raises:
         ValueError: no answer is a mathematical expression.
     """
-    answers = right_answers(answer, metadata)
-    expected = [parse(f"${text}$", parsing_timeout=0, fallback_mode="no_fallback") for text in answers]
+    expected = [_parsed_answer(text) for text in right_answers(answer, metadata)]
     if not any(expected):
         raise ValueError(f"the answer is not a mathematical expression: {answer[:80]!r}")
-    # math-verify combines all boxes into one set; only the last box is the answer.
-    found = parse(response[max(0, response.rfind("\\boxed")) :], parsing_timeout=0)
-    return float(any(right and verify(right, found, timeout_seconds=0) for right in expected))
+    part, tagged = answer_part(response, opens_thought=opens_thought)
+    return float(any(_equal(expected, found) for found in _expressions(plain(part), tagged)))
+
+
+def _equal(expected: list[Any], found: Any) -> bool:
+    return any(right and verify(right, found, timeout_seconds=0) for right in expected)
+
+
+def _parsed_answer(text: str) -> Any:
+    """A right answer; of a solution that ends with `#### 7`, as in GSM8K, or with a box, that end."""
+    text = plain(text).rpartition("####")[2].strip()
+    box, _ = last_box(text)
+    inner = (text if box is None else box).strip().strip("$").strip()
+    return parse(f"${inner}$", parsing_timeout=0, fallback_mode="no_fallback")
+
+
+def _expressions(text: str, tagged: bool) -> Iterator[Any]:
+    """What the text may mean: the box alone, or the text as formula (inside of tags) and as prose."""
+    box, before = last_box(text)
+    if box is not None:
+        # math-verify combines all boxes into one set; only the last box is the answer.
+        yield parse(f"\\boxed{{{box.strip().rstrip('.')}}}", parsing_timeout=0)
+        return
+    prose = _EMPHASIS.sub(r"\2", _NAMES.sub(" answer ", before).replace("\\$", "$"))
+    prose = _COLON.sub(r"\1 ", _BORDERS.sub(" ", prose))
+    if tagged and "$" not in text and "\n" not in text.strip():
+        yield parse(f"${text.strip()}$", parsing_timeout=0)
+    # A number in brackets is a reference more often than an answer: it counts where nothing else does.
+    found = parse(prose, parsing_timeout=0)
+    yield found
+    if all(isinstance(one, str) for one in found):
+        yield parse(_BRACKETS.sub(r" \1 ", prose), parsing_timeout=0)

@@ -21,7 +21,12 @@ Reply = dict[str, Any]
 no number, and what failures of the same cause have in common."""
 
 _SHIPPED = str(Path(__file__).parents[1])
-_MACHINERY = (f"{_SHIPPED}/rewards/child.py", f"{_SHIPPED}/environments/child.py", __file__)
+_MACHINERY = (
+    f"{_SHIPPED}/rewards/child.py",
+    f"{_SHIPPED}/rewards/signatures.py",
+    f"{_SHIPPED}/environments/child.py",
+    __file__,
+)
 """Files whose frames precede those of user code in a traceback."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from troupe.workers.contract.config import Device, ModelConfig, TrainerConfig
-from troupe.workers.data.tokenizer import copy_tokenizer
+from troupe.workers.data.tokenizer import copy_tokenizer, load_tokenizer
+from troupe.workers.data.turn_ends import name_end
 from troupe.workers.models.capabilities import check_deterministic
 from troupe.workers.models.cpu import return_freed
 from troupe.workers.models.modeling import ModelModule
@@ -40,7 +42,21 @@ _TAG = "state"
 _ADAM = ("betas", "eps", "weight_decay")
 """Settings of a parameter group of AdamW that the configuration decides; the learning rate is set at every update."""
 
+_GENERATION = "generation_config.json"
+
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def _default_generation(model: PreTrainedModel) -> Iterator[None]:
+    """Gives a model the default settings of generation inside the block."""
+    from transformers import GenerationConfig
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 @dataclass(frozen=True)
@@ -304,10 +320,42 @@ class TrainEngine:
         for name, tensor in self.named_weights():
             if dist.get_rank() == 0:
                 weights[name] = tensor.to("cpu", copy=True)
-        if dist.get_rank() == 0:
-            self._model.save_pretrained(directory, state_dict=weights)
-            copy_tokenizer(source, Path(directory))
-        dist.barrier()
+        try:
+            if dist.get_rank() == 0:
+                self._write_model(Path(directory), source, weights)
+        finally:
+            dist.barrier()  # after a failure too: the other ranks wait here, and train on
+
+    def try_save(self, directory: str, source: ModelConfig) -> None:
+        """Write what `save` and `export` write, with one small tensor in place of the weights. Not collective.
+
+        What rank 0 exports is read again.
+
+        Raises:
+            OSError: a file cannot be written.
+            ValueError: the model, its configuration or its tokenizer cannot be exported.
+        """
+        folder = Path(directory) / "export"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"updates": torch.tensor([self._updates])}, rank_file(directory, self.rank, dist.get_world_size()))
+        if self.rank == 0:
+            name, dtype, shape = min(self.weight_shapes(), key=lambda weight: math.prod(weight[2]))
+            self._write_model(folder, source, {name: torch.zeros(shape, dtype=dtype)})
+            load_tokenizer(source.model_copy(update={"path": str(folder), "chat_template": None}))
+
+    def _write_model(self, folder: Path, source: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
+        """Write these weights with the configuration of the model, and what stands beside it in the model `source`.
+
+        A `generation_config.json` is copied: transformers loads one that it then refuses to write.
+        """
+        given = Path(source.path) / _GENERATION
+        carried = self._model.can_generate() and given.is_file()
+        with _default_generation(self._model) if carried else contextlib.nullcontext():
+            self._model.save_pretrained(folder, state_dict=weights)
+        if carried:
+            shutil.copyfile(given, folder / _GENERATION)
+        copy_tokenizer(source, folder)
+        name_end(source, folder)
 
     def export_average(self, directory: str, source: ModelConfig) -> None:
         """Like `export`, with the moving average of the weights. Raises RuntimeError if `ema_decay` is 0."""

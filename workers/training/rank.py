@@ -73,6 +73,10 @@ class TrainingRank:
         """Write this rank's part of a resumable checkpoint."""
         self.engine.save(directory)
 
+    def try_save(self, directory: str) -> None:
+        """Write what a checkpoint and an export consist of, with a small part of the weights."""
+        self.engine.try_save(directory, self._source)
+
     def load(self, directory: str) -> int:
         """Resume from a checkpoint; returns the number of ranks that wrote it. It is unpickled: verify it first."""
         return self.engine.load(directory)

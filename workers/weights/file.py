@@ -21,7 +21,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,7 @@ from troupe.workers.weights.shared_memory import (
 ALIGNMENT = 64
 _PIECE = 1 << 20  # hashed and written while it is in the core's cache
 _STRETCH = 16 * _PIECE  # work of one thread at a time: submitting a single piece costs as much as hashing it
-_DTYPES = {
+DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -191,7 +191,7 @@ class MappedWeights:
             yield self.payload[end : end + -end % ALIGNMENT]
 
     def _dtype(self, spec: TensorSpec) -> torch.dtype:
-        dtype = _DTYPES.get(spec.dtype)
+        dtype = DTYPES.get(spec.dtype)
         fits = 0 <= spec.offset <= spec.offset + spec.nbytes <= self.payload.nbytes and spec.offset % ALIGNMENT == 0
         if dtype is None or not fits or spec.nbytes != math.prod(spec.shape) * dtype.itemsize:
             raise WeightFileRefused(f"{self.update.path}: invalid description {spec}")
@@ -208,11 +208,14 @@ def open_weights(update: WeightUpdate, mapping: FileMapping | None = None) -> It
 
     Raises:
         WeightFileRefused: the file is a link or belongs to another user.
-        WeightDigestMismatch: the file is too short.
-        FileNotFoundError: the file does not exist.
+        WeightDigestMismatch: the file is too short, or is not there any more.
         BlockingIOError: the publisher is writing the file.
     """
-    with open_for_reading(update.path) as (fd, size):
+    with ExitStack() as stack:
+        try:
+            fd, size = stack.enter_context(open_for_reading(update.path))
+        except FileNotFoundError:  # its publisher is dead, or someone has removed it
+            raise WeightDigestMismatch(update.path, update.digest, "none: the file is not there") from None
         if size < update.nbytes:
             raise WeightDigestMismatch(update.path, update.digest, f"none: {size} of {update.nbytes} bytes")
         yield MappedWeights(update, (mapping or FileMapping(mmap.PROT_READ)).of(fd, update.nbytes))

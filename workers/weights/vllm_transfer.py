@@ -1,54 +1,37 @@
-"""Weights into vLLM: a shared-memory engine for vLLM's weight-transfer interface, and senders for its GPU backends.
+"""Weights into vLLM: engines for its weight-transfer interface that load a file or receive from device to device.
 
 vLLM imports this module in each of its worker processes before it loads the model, because `EngineExtension` is the
-`worker_extension_cls`. The import registers the engine, makes a child of a rollout worker exit with that worker, and
+`worker_extension_cls`. The import registers the engines, makes a child of a rollout worker exit with that worker, and
 lets it write its stacks on SIGUSR1.
 """
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
-from vllm.distributed.weight_transfer import (
-    ParamMeta,
-    TrainerWeightTransferEngine,
-    VLLMWeightSyncClient,
-    WeightSource,
-    WeightTransferEngine,
-    WeightTransferEngineFactory,
-    WeightTransferTrainerFactory,
-)
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from troupe.workers.contract.config import TransferBackend
 from troupe.workers.contract.messages import TensorSpec, WeightUpdate
 from troupe.workers.engine.owner_watch import OWNER_VARIABLE, die_with_owner
-from troupe.workers.engine.settings import SHM_BACKEND
+from troupe.workers.engine.settings import DEVICE_BACKEND, SHM_BACKEND
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 from troupe.workers.telemetry.start_activity import Activity, announce
-from troupe.workers.weights.file import WeightDigestMismatch, open_weights
+from troupe.workers.weights.buckets import Bucket, buckets_of, checksums, unpack, weights_digest
+from troupe.workers.weights.file import DTYPES, WeightDigestMismatch, open_weights
+from troupe.workers.weights.gpu_handles import gpu_id, open_handle
+from troupe.workers.weights.reload import ModelReload
 from troupe.workers.weights.shared_memory import FileMapping
+from troupe.workers.weights.transfer_group import TransferGroup, connect_store
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
-
-
-class IncompleteUpdate(RuntimeError):
-    """The update did not contain every weight of the model."""
 
 
 class LoadedWeights(TypedDict):
@@ -97,7 +80,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._tied_heads = _tied_heads(model)
+        self._reload = ModelReload(model, self.model_config)
         self._mapping = FileMapping(mmap.PROT_READ)
         self.loaded = LoadedWeights(version=None, digest="", mismatch="")
 
@@ -124,7 +107,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             with open_weights(update, self._mapping) as weights:
                 weights.verify()
                 self.loaded = LoadedWeights(version=None, digest="", mismatch="")
-                self._load(weights.tensors())
+                self._reload.begin()
+                try:
+                    self._reload.load(weights.tensors())
+                except BaseException:
+                    self._reload.abandon()
+                    raise
+                self._reload.end()
         except WeightDigestMismatch as error:
             self.loaded["mismatch"] = error.got
             raise
@@ -134,61 +123,123 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Release the file."""
         self._mapping.drop()
 
-    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        initialize_layerwise_reload(self.model)
+
+@dataclass
+class DeviceInitInfo(WeightTransferInitInfo):
+    """What a `DeviceSender` tells the engines when they join."""
+
+    backend: TransferBackend
+    tensors: list[tuple[str, str, list[int]]]
+    """Name, type and whole shape of every tensor, in the order in which they are sent."""
+    bucket_bytes: int
+    address: str = ""
+    """Host of the transfer group's store (nccl, gloo)."""
+    port: int = 0
+    first_rank: int = 0
+    """Rank of this engine's first process in the transfer group."""
+    world_size: int = 0
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The layout of the buckets."""
+        shapes = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in self.tensors]
+        return buckets_of(shapes, self.bucket_bytes)
+
+
+@dataclass
+class DeviceUpdateInfo(WeightTransferUpdateInfo):
+    """All buckets of a version that are broadcast, or one bucket that lies in a buffer on this GPU."""
+
+    version: int
+    bucket: int = 0
+    handles: dict[str, list[Any]] | None = None
+    """Handle of the buffer on each GPU, by the GPU's id; None: the buckets are broadcast."""
+
+
+class DeviceWeightTransferEngine(WeightTransferEngine[DeviceInitInfo, DeviceUpdateInfo]):
+    """Loads weights that a `DeviceSender` sends from device to device, and computes their checksums.
+
+    After a failure the model is a mixture of versions: the rollout worker stays closed until an update succeeds.
+    """
+
+    init_info_cls = DeviceInitInfo
+    update_info_cls = DeviceUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._reload = ModelReload(model, self.model_config)
+        self._buckets: tuple[Bucket, ...] = ()
+        self._group: TransferGroup | None = None
+        self._version: int | None = None
+        self._sums: list[torch.Tensor] = []
+        self.loaded = LoadedWeights(version=None, digest="", mismatch="")
+
+    def init_transfer_engine(self, init_info: DeviceInitInfo) -> None:
+        """Join the sender, and leave the one before."""
+        self.shutdown()
+        self._buckets = init_info.buckets()
+        if init_info.backend in ("nccl", "gloo"):
+            store = connect_store(init_info.address, init_info.port)
+            rank = init_info.first_rank + self.parallel_config.rank
+            self._group = TransferGroup(init_info.backend, store, rank, init_info.world_size, self.device)
+
+    def start_weight_update(self) -> None:
+        """Begin an update."""
+        self.loaded = LoadedWeights(version=None, digest="", mismatch="")
+        self._version, self._sums = None, []
+        self._reload.begin()
+
+    def receive_weights(self, update_info: DeviceUpdateInfo) -> None:
+        """Receive all buckets, or copy one, and load them.
+
+        Raises:
+            TransferFailed: The sender is gone, failed, or does not answer.
+        """
         try:
-            self.model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
-            missing = _missing_layers(self.model, self._tied_heads)
-        finally:
-            # After a failure too: it restores the modules that a later update loads into.
-            finalize_layerwise_reload(self.model, self.model_config)
-            _repack_heads(self.model)
-        if missing:
-            raise IncompleteUpdate(f"the update lacks weights of {', '.join(missing)}")
+            self._version = update_info.version
+            if update_info.handles is None:
+                self._receive_all()
+            else:
+                self._copy(update_info.bucket, update_info.handles)
+        except BaseException:
+            self.shutdown()  # the sender, which waits for this process, fails as well
+            self._reload.abandon()
+            raise
 
+    def finish_weight_update(self) -> None:
+        """End the update. Raises IncompleteUpdate if weights of the model are missing."""
+        self._reload.end()
+        digest = weights_digest(self._buckets, self._sums)
+        self.loaded = LoadedWeights(version=self._version, digest=digest, mismatch="")
 
-def _heads(model: torch.nn.Module) -> Iterator[tuple[str, ParallelLMHead]]:
-    for name, module in model.named_modules():
-        if isinstance(module, ParallelLMHead):
-            yield name, module
+    def shutdown(self) -> None:
+        """Leave the transfer group."""
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
 
+    def _receive_all(self) -> None:
+        if self._group is None:
+            raise RuntimeError("this engine has not joined a transfer group")
+        for bucket in self._buckets:
+            # A new buffer for each: tensors are read until their layer is complete.
+            packed = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
+            self._group.broadcast(packed)()
+            self._load(bucket, packed)
 
-def _tied_heads(model: torch.nn.Module) -> frozenset[str]:
-    """Names of the output heads whose weight is the embedding's."""
-    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding | torch.nn.Embedding)]
-    return frozenset(
-        name for name, head in _heads(model) if any(m is not head and m.weight is head.weight for m in embeddings)
-    )
+    def _copy(self, number: int, handles: dict[str, list[Any]]) -> None:
+        own = gpu_id(self.device)
+        if own not in handles:
+            raise RuntimeError(f"no trainer has a buffer on this engine's GPU {own}, only on {', '.join(handles)}")
+        packed = open_handle(handles[own], self.device).clone()
+        torch.cuda.current_stream().synchronize()  # the sender writes the next bucket to the same buffer
+        self._load(self._buckets[number], packed)
 
-
-def _repack_heads(model: torch.nn.Module) -> None:
-    """Repack every output head from its weight.
-
-    On the CPU a head multiplies by a packed copy. A tied head gets its new weight through the embedding, which the
-    reload does not notice: without this, the copy would silently keep the last layer of the old policy.
-    """
-    for _, head in _heads(model):
-        if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
-            head.quant_method.process_weights_after_loading(head)
-
-
-def _missing_layers(model: torch.nn.Module, tied_heads: frozenset[str]) -> list[str]:
-    """Modules that the reload still waits for. vLLM only logs a warning and keeps their old weights.
-
-    Attention layers are processed at the end by design, a tied head has no separate weights, and the rows that pad a
-    vocabulary are not part of an update.
-    """
-    missing = []
-    for name, module in model.named_modules():
-        info = get_layerwise_info(module)
-        if name in tied_heads or not info.can_load() or is_deferred_attention_layer(module):
-            continue
-        if all(parameter is None for parameter in module._parameters.values()):
-            continue
-        if isinstance(module, VocabParallelEmbedding) and info.load_numel > 0:
-            continue
-        missing.append(name)
-    return missing
+    def _load(self, bucket: Bucket, packed: torch.Tensor) -> None:
+        self._sums.append(checksums(bucket, packed))
+        self._reload.load(unpack(bucket, packed))
 
 
 class EngineExtension:
@@ -202,67 +253,14 @@ class EngineExtension:
         self._weight_update_active = False
 
     def troupe_loaded_weights(self) -> LoadedWeights:
-        """Weights that this process holds (shared-memory backend)."""
-        if not isinstance(self.weight_transfer_engine, ShmWeightTransferEngine):
-            raise RuntimeError(f"only the {SHM_BACKEND} backend reports the weights it loaded")
+        """Weights that this process holds."""
+        if not isinstance(self.weight_transfer_engine, ShmWeightTransferEngine | DeviceWeightTransferEngine):
+            raise RuntimeError("this engine has no back-end that reports the weights it loaded")
         return self.weight_transfer_engine.loaded
 
     def troupe_gpu_peak(self) -> int:
         """Peak bytes that torch has allocated on this process's GPU."""
         return torch.cuda.max_memory_allocated()
-
-
-class IterableSource(WeightSource):
-    """A vLLM WeightSource of weights whose names, types and shapes are known in advance."""
-
-    def __init__(
-        self,
-        tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]],
-        shapes: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
-    ) -> None:
-        """`tensors` starts a new pass. `shapes` must match it in order; vLLM's senders check this."""
-        self._tensors = tensors
-        self._metadata = [ParamMeta(name, dtype, shape) for name, dtype, shape in shapes]
-
-    def metadata(self) -> list[ParamMeta]:
-        """Names, types and full shapes, without gathering anything."""
-        return self._metadata
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._tensors())
-
-
-def nccl_sender(
-    source: WeightSource, client: VLLMWeightSyncClient, rank: int, address: str, port: int, world_size: int
-) -> TrainerWeightTransferEngine[Any]:
-    """Sender that broadcasts over NCCL from rank 0 to every engine process. Untested on GPU.
-
-    Call it, and `send_weights()` on the result, on every trainer rank.
-
-    Args:
-        source: The weights.
-        client: The engines; only rank 0 uses it.
-        rank: Rank of this trainer process.
-        address: Host of the transfer group's store.
-        port: Port of the store.
-        world_size: Number of processes in the transfer group: the sender and all engine processes.
-    """
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-    info = NCCLTrainerInitInfo(rank=rank, master_address=address, master_port=port, world_size=world_size)
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
-
-
-def ipc_sender(source: WeightSource, client: VLLMWeightSyncClient, rank: int) -> TrainerWeightTransferEngine[Any]:
-    """Sender that shares CUDA memory of this GPU with an engine process on the same GPU. Untested on GPU.
-
-    Called like :func:`nccl_sender`. Packed: one handle at a time, for a staging buffer of bounded size. The handles are
-    tuples of plain values and types; if vLLM's msgpack refuses one of them, the engine raises and the old weights stay.
-    """
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-    info = IPCTrainerInitInfo(rank=rank, packed=True)
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
 
 def _announce_activities() -> None:
@@ -281,9 +279,8 @@ def _announce_activities() -> None:
     WeightTransferEngineFactory.create_engine = create_engine
 
 
-# vLLM warns of every module that is tied or has only buffers. Weights that are really missing raise IncompleteUpdate.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 WeightTransferEngineFactory.register_engine(SHM_BACKEND, ShmWeightTransferEngine)
+WeightTransferEngineFactory.register_engine(DEVICE_BACKEND, DeviceWeightTransferEngine)
 die_with_owner()
 write_stacks_on_signal()
 _announce_activities()

@@ -12,6 +12,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from troupe.workers.contract.valid_text import valid_text
+
 SCRIPTS = (
     *("dom.js", "colors.js", "chart.js", "verdicts.js", "curves.js", "timeline.js", "tokens.js", "list.js"),
     *("samples.js", "tables.js", "main.js"),
@@ -54,8 +56,7 @@ def render(data: dict[str, Any], live: bool = False) -> str:
 def as_json(data: Any) -> str:
     """JSON that may stand inside an HTML document."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A lone surrogate is no text: UTF-8 cannot write it.
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    text = valid_text(text)
     for character, escape in _ESCAPES.items():
         text = text.replace(character, escape)
     return text

@@ -70,7 +70,9 @@ def test_bare_loop_has_the_products_gradient(tiny_model: Path) -> None:
         )
         rollout_logprobs = table.floats("rollout_logprobs", micro_batch)
         assert rollout_logprobs is not None
-        weights = token_weights(micro_batch.loss_mask, micro_batch.sequence, "token_mean", 12, 4, 3)
+        weights = token_weights(
+            micro_batch.loss_mask, micro_batch.lengths[micro_batch.sequence], "token_mean", 12, 4, 3
+        )
         tokens = PolicyTokens(
             logprobs=logprobs,
             entropy=entropy,

@@ -26,6 +26,7 @@ from tests.benchmarks.settings import SETTINGS
 from troupe.orchestrator.data.prompts import load_pools
 from troupe.orchestrator.rollouts.scheduler import sampling_seed
 from troupe.orchestrator.spec.errors import SpecError
+from troupe.workers.data.turn_ends import turn_ends
 
 
 def test_every_turn_has_prompts_of_its_own() -> None:
@@ -55,6 +56,7 @@ def test_model_without_end_cannot_end_but_reads_the_same(tiny_model: Path, tmp_p
     plain, endless = (AutoTokenizer.from_pretrained(path) for path in (tiny_model, folder))
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     assert endless.eos_token_id >= vocabulary > plain.eos_token_id
+    assert turn_ends(endless).ids == {endless.eos_token_id}
     assert "eos_token_id" not in json.loads((folder / "generation_config.json").read_text())
     pool, _ = load_pools(grpo_spec(SETTINGS, folder, 1, 4).data)
     assert encode_prompts(folder, pool.table, [0, 3], 200) == encode_prompts(tiny_model, pool.table, [0, 3], 200)

@@ -50,6 +50,32 @@ no_gradient = CustomAlgorithm(loss=lambda tokens: TokenLoss(tokens.advantages))
 needs_reference = CustomAlgorithm(
     loss=lambda tokens: TokenLoss(tokens.logprobs - tokens.ref_logprobs)  # pyright: ignore[reportOperatorIssue]
 )
+corrected_twice = CustomAlgorithm(
+    loss=lambda tokens: TokenLoss(-tokens.advantages * (tokens.logprobs - tokens.rollout_logprobs).exp())
+)
+corrected_alone = CustomAlgorithm(base="raft", loss=corrected_twice.loss)
+drops_far_tokens = CustomAlgorithm(
+    loss=lambda tokens: TokenLoss(
+        -tokens.advantages * _ratio(tokens) * ((tokens.old_logprobs - tokens.rollout_logprobs).abs() < 0.5)
+    )
+)
+reshapes = CustomAlgorithm(
+    advantage=lambda batch: (batch.rewards.view(2, -1) - batch.rewards.view(2, -1).mean(1, keepdim=True)).flatten()[
+        batch.sequence
+    ]
+)
+alone_is_nan = CustomAlgorithm(
+    advantage=lambda batch: torch.cat(
+        [
+            (own - own.mean()) / (own.std() + 1e-4)
+            for group in batch.groups.unique()
+            if len(own := batch.rewards[batch.groups == group])
+        ]
+    )[batch.groups.argsort(stable=True).argsort()][batch.sequence]
+)
+by_length = CustomAlgorithm(
+    advantage=lambda batch: (batch.rewards / batch.lengths - (batch.rewards / batch.lengths).mean())[batch.sequence]
+)
 vague_filter = CustomAlgorithm(keep_group=lambda group: len(group.rewards))  # pyright: ignore[reportArgumentType]
 ordered_filter = CustomAlgorithm(keep_group=lambda group: group.rewards[0] > 0)
 nothing = CustomAlgorithm()

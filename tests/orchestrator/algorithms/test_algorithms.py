@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -25,6 +28,8 @@ from troupe.orchestrator.algorithms.section import (
     unused_options,
 )
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.workers.algorithms.estimators import SampledTokens, estimate
+from troupe.workers.contract.advantage_state import AdvantageState
 from troupe.workers.contract.config import AdvantageConfig, CriticLossConfig, ImportanceConfig, PolicyLossConfig
 
 
@@ -122,6 +127,20 @@ def test_options_an_algorithm_does_not_read_are_named() -> None:
     given = {"gamma": 1.0, "gae_lambda": 0.9, "whiten": True, "reward_clip": 1.0, "value_clip": 0.1}
     assert unused_options(AlgorithmConfig(name="grpo", **given, normalize_by_std=True)) == list(given)
     assert unused_options(AlgorithmConfig(name="ppo", **given, normalize_by_std=True)) == ["normalize_by_std"]
+
+
+@pytest.mark.parametrize("name", [row.name for row in ALGORITHMS.values() if row.advantage.estimator == "returns"])
+def test_a_discount_is_an_option_where_it_changes_an_advantage(name: str) -> None:
+    """Three tokens and a reward at the end."""
+    one = torch.zeros(3)
+    batch = SampledTokens(torch.tensor([1.0, 0.0]), torch.zeros(2).long(), torch.tensor([2, 1]), one, one, one, None)
+    batch = replace(batch, greedy_rewards=torch.zeros(2))
+    found = [
+        estimate(advantage(AlgorithmConfig(name=name, gamma=gamma)), batch, AdvantageState()).advantages.tolist()
+        for gamma in (1.0, 0.5)
+    ]
+    assert ("gamma" in unused_options(AlgorithmConfig(name=name, gamma=0.5))) == (found[0] == found[1])
+    assert ("gamma" in dict(row_defaults(ALGORITHMS[name]))) == (found[0] != found[1])
 
 
 def test_option_tables_name_fields_that_exist() -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from tests.conftest import ROOT
 from tests.workers.algorithms.test_policy_objectives import random_tokens
-from troupe.orchestrator.algorithms.custom import group_filter
+from troupe.orchestrator.algorithms.custom import check, group_filter
 from troupe.orchestrator.algorithms.section import AlgorithmConfig, advantage, dynamic_sampling, policy_loss, row_of
 from troupe.orchestrator.algorithms.table import ALGORITHMS
 from troupe.orchestrator.errors import TroupeError
@@ -64,7 +64,7 @@ def test_advantages_can_be_whitened_and_clipped() -> None:
 def test_a_right_algorithm_passes_every_check(name: str) -> None:
     checks = check_custom(CustomConfig(name=f"{OWN}:{name}"))
     assert [one for one in checks if one.problem] == []
-    assert len(checks) == {"mean_baseline": 10, "detached": 4}[name]
+    assert len(checks) == {"mean_baseline": 14, "detached": 5}[name]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,12 @@ def test_a_right_algorithm_passes_every_check(name: str) -> None:
         ("mixes_sequences", "loss: split into micro-batches", "other sequences of its micro-batch"),
         ("sees_masked", "loss: masked tokens", "depends on masked tokens"),
         ("no_gradient", "loss: finite", "does not depend on logprobs"),
+        ("corrected_twice", "loss: corrected once", "corrects for the sampler, and so does algorithm.importance"),
+        ("drops_far_tokens", "loss: corrected once", "depends on the sampler"),
+        ("reshapes", "advantage: unequal groups", "depends on the order"),
+        ("reshapes", "advantage: lone samples", "RuntimeError"),
+        ("alone_is_nan", "advantage: lone samples", "not every advantage is finite, with groups of 1"),
+        ("by_length", "advantage: samples without loss", "some samples masked or without tokens"),
         ("vague_filter", "keep_group: answer", "returned a int, not a bool"),
         ("ordered_filter", "keep_group: answer", "order of the samples"),
     ],
@@ -85,6 +91,48 @@ def test_a_right_algorithm_passes_every_check(name: str) -> None:
 def test_the_checks_name_the_mistake(name: str, check: str, problem: str) -> None:
     found = {one.name: one.problem for one in check_custom(CustomConfig(name=f"{OWN}:{name}"))}
     assert problem in found[check]
+
+
+def test_a_loss_may_correct_for_the_sampler_where_the_trainer_does_not() -> None:
+    found = check_custom(CustomConfig(name=f"{OWN}:corrected_twice"), available=Available(importance=False))
+    assert "loss: corrected once" not in {one.name for one in found}
+    twice, alone, off = (
+        AlgorithmConfig.model_validate({"name": f"{OWN}:{name}", "importance": importance})
+        for name, importance in [
+            ("corrected_twice", None),
+            ("corrected_alone", None),
+            ("corrected_twice", {"mode": "none"}),
+        ]
+    )
+    given = {"old_logprobs": True, "ref_logprobs": True, "values": False}
+    assert "corrected once" in " ".join(check(twice, **given))
+    assert check(alone, **given) == check(off, **given) == []
+
+
+@pytest.mark.parametrize("name", [name for name, row in ALGORITHMS.items() if row.loss.has_ratio])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_shipped_losses_have_the_policy_gradient_on_a_bandit(name: str, level: str) -> None:
+    """Five arms, sampled by another distribution than the policy's: in expectation, the gradient of the mean reward."""
+    generator = torch.Generator().manual_seed(len(name))
+    logits, other, rewards = torch.randn(3, 5, generator=generator, dtype=torch.double)
+    logits.requires_grad_()
+    (known,) = torch.autograd.grad((logits.softmax(0) * rewards).sum(), logits)
+    importance = {"level": level, "cap": 1e9}
+    config = policy_loss(AlgorithmConfig.model_validate({"name": name, "importance": importance, "kl": {"coef": 0.0}}))
+    sampler = (logits.detach() + 0.5 * other).log_softmax(0)
+    policy = logits.log_softmax(0)
+    tokens = losses.PolicyTokens(
+        logprobs=policy,
+        entropy=torch.zeros(5, dtype=torch.double),
+        rollout_logprobs=sampler,
+        advantages=rewards,
+        weights=sampler.exp(),  # how often an arm is sampled
+        loss_mask=torch.ones(5, dtype=torch.bool),
+        sequence=torch.arange(5),
+        old_logprobs=policy.detach(),
+    )
+    (found,) = torch.autograd.grad(losses.policy_loss(tokens, config).loss, logits)
+    torch.testing.assert_close(found, -known)
 
 
 def test_checks_give_what_the_run_gives() -> None:

@@ -71,6 +71,24 @@ def test_a_tokenizer_without_a_chat_template_is_refused(model: Path) -> None:
     assert field == "model.chat_template" and "TemplateSyntaxError" in problem
 
 
+def test_an_end_of_turn_that_the_folder_does_not_name_is_said(model: Path) -> None:
+    """A base model on a chat template: its generation configuration and its tokenizer have another end."""
+    (model / "generation_config.json").write_text('{"eos_token_id": 0}')
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|endoftext|>"}))
+    (line,) = check(model, "tiny-grpo", ["Say a."], *LENGTHS).lines
+    assert line.startswith("the chat template ends a turn with '<|im_end|>', which the model's folder does not name")
+    (model / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    assert check(model, "tiny-grpo", ["Say a."], *LENGTHS).lines == ()
+
+
+def test_special_tokens_in_prompts_are_said_where_they_are_read_as_text(model: Path) -> None:
+    prompts = ["Say a.", "<|im_start|>user\nSay b.<|im_end|>"]
+    (line,) = check(model, "tiny-grpo", prompts, *LENGTHS).lines
+    assert line.startswith("1 of the first prompts have special tokens, which are read as text; ")
+    assert check(model, "tiny-grpo", prompts, *LENGTHS, "model.allow_special=true").lines == ()
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_refused(model: Path) -> None:
     (model / "tokenizer.json").write_text("{")
     ((field, problem),) = check(model, "tiny-grpo", ["Say a."], *LENGTHS).problems
@@ -111,6 +129,6 @@ def test_prompts_of_the_evaluation_are_counted_beside_those_of_training(model: P
 def test_rendering_ends_with_its_time(tiny_model: Path) -> None:
     request = {"model": {"path": str(tiny_model), "trust_remote_code": True}, "longest": 100}
     messages = [json.dumps([{"role": "user", "content": "Say a."}])] * 3
-    assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 3
-    assert list(measure(request | {"messages": messages, "seconds": -1.0})) == []
+    assert len(list(measure(request | {"messages": messages, "seconds": 60.0}))) == 2 + 3
+    assert list(measure(request | {"messages": messages, "seconds": -1.0})) == ["", 0]
     assert classify("eval", [], "model.path", PromptRoom(1, "x", "y"), ["a:1"]) == PromptCheck()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.clock import on_virtual_time
 from tests.fakes import FakeEngine, FakeTable, FaultyEngine, FaultyWorker, fake_pool, pool_spec
-from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerTimeout
+from troupe.orchestrator.errors import EnginesLost, WorkerDied, WorkerRaised, WorkerTimeout
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.workers.contract.messages import GroupRequest, GroupSummary, WorkerHealth
 
@@ -241,3 +241,38 @@ async def test_an_engine_that_dies_during_a_transfer_is_lost_at_once() -> None:
     await pool.transfer_lock.acquire()
     await pool.probe_all()
     assert engine not in pool.engines
+
+
+class _ClosedEngine(FakeEngine):
+    """An engine that an update has closed, until the next one opens it."""
+
+    closed = True
+
+    async def health(self) -> WorkerHealth:
+        if self.closed:
+            raise WorkerRaised(self.name, "health", "rollout-0 is closed: a weight update failed")
+        return await super().health()
+
+
+@pytest.mark.parametrize("opened", [True, False])
+async def test_an_engine_that_a_transfer_has_closed_is_lost_only_if_the_transfer_does_not_open_it(opened: bool) -> None:
+    fake = _ClosedEngine("rollout-0")
+    engine = Engine(FaultyWorker("rollout-0", fake), "host")
+    pool = EnginePool([engine], _engine, pool_spec(restarts=0))
+    await pool.transfer_lock.acquire()
+    reported = asyncio.create_task(pool.report_failure(engine, WorkerRaised("rollout-0", "generate", "closed")))
+    await asyncio.sleep(0.01)
+    assert engine in pool.engines
+    fake.closed = not opened
+    pool.transfer_lock.release()
+    await reported
+    assert (engine in pool.engines) is opened
+
+
+async def test_an_engine_that_is_lost_after_the_end_of_the_run_is_not_replaced() -> None:
+    fakes = [FaultyEngine("rollout-0", random.Random(0))]
+    pool = fake_pool(fakes, pool_spec(restarts=1))
+    (engine,) = pool.engines
+    await pool.close()
+    await pool.lose(engine, WorkerDied("rollout-0", "generate", "the process is gone"))
+    assert (pool.starting, pool.engines, pool.budget.total) == ([], [], 0)

@@ -61,6 +61,17 @@ def test_without_a_terminal_a_step_is_one_plain_line() -> None:
     ]
 
 
+def test_the_divergence_shown_is_that_of_the_batch() -> None:
+    """An update's own is by the estimator of the loss, which for k1 may be negative."""
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("a", 2)
+    console.step(1, {"policy/kl_ref": -0.5, "kl_ref": 0.25})
+    console.step(2, {"policy/kl_ref": -0.5})
+    console.close()
+    assert stream.getvalue().splitlines()[1:] == ["step 1/2  KL 0.2500", "step 2/2  KL -0.5000"]
+
+
 class FullDisk(io.StringIO):
     """A stream that cannot be written, as standard output on a full disk or a pipe whose reader has ended."""
 

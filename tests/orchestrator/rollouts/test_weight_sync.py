@@ -11,11 +11,18 @@ import pytest
 
 from tests.fakes import FakePolicy, FaultyEngine, FaultyWorker, fake_pool, policy_group, pool_spec
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
-from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WeightsNotVerified, WorkerError, WorkerTimeout
+from troupe.orchestrator.errors import (
+    EnginesLost,
+    UpdateDamaged,
+    WeightsNotVerified,
+    WorkerError,
+    WorkerRaised,
+    WorkerTimeout,
+)
 from troupe.orchestrator.pools.engines import Engine, EnginePool
 from troupe.orchestrator.rollouts.weight_sync import DeviceSync, FileSync
 from troupe.workers.contract import roles
-from troupe.workers.contract.messages import WeightAck, WeightUpdate
+from troupe.workers.contract.messages import WeightAck, WeightsSent, WeightUpdate
 
 
 def test_two_engines_receive_the_same_version() -> None:
@@ -140,38 +147,38 @@ class _Link:
     def __init__(self, engines: list[FaultyEngine]) -> None:
         self.engines = engines
         self.processes = len(engines)
-        self.version = 0
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+    def join(self, info: dict[str, Any]) -> None:
         """Do nothing."""
 
-    def start_weight_update(self) -> None:
+    def start(self) -> None:
         """Do nothing."""
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def receive(self, info: dict[str, Any]) -> None:
         """Do nothing."""
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Set the version of all engines except those with `lie_about_digest`."""
+    def finish(self, version: int, digest: str) -> list[WeightAck]:
+        """Set the version of all engines; those with `lie_about_digest` acknowledge another digest."""
         for engine in self.engines:
-            if not engine.lie_about_digest:
-                engine.version = int(weight_version or "0")
+            engine.version = version
+        return [WeightAck(e.name, version, "other" if e.lie_about_digest else digest, 0.0) for e in self.engines]
 
 
 class _Sender(FakePolicy):
     def __init__(self) -> None:
         super().__init__()
         self.links: list[roles.EngineLink] = []
-        self.fails = False
+        self.failures: list[WorkerError] = []
+        self.trained = ""
 
     async def connect_engines(self, link: roles.EngineLink) -> None:
         self.links.append(link)
 
-    async def send_weights(self, version: int) -> int:
-        if self.fails:
-            raise WorkerTimeout("policy-0", "send_weights", "no answer in time")
-        self.links[-1].finish_weight_update(str(version))
-        return 100
+    async def send_weights(self, version: int) -> WeightsSent:
+        if self.failures:
+            raise self.failures.pop(0)
+        digest = f"d{version}{self.trained}"
+        return WeightsSent(version, digest, 100, tuple(self.links[-1].finish(version, digest)))
 
 
 def _device_sync(engines: list[FaultyEngine]) -> tuple[_Sender, EnginePool, DeviceSync]:
@@ -183,46 +190,96 @@ def _device_sync(engines: list[FaultyEngine]) -> tuple[_Sender, EnginePool, Devi
     return sender, pool, DeviceSync(policy_group(sender), pool, link, 1.0)
 
 
+def _engine_failed() -> WorkerError:
+    return WorkerRaised("policy-0", "send_weights", "rollout-0: a broadcast failed")
+
+
 def test_device_transfer_connects_once_and_again_when_engines_change() -> None:
-    """Two pushes use one link. A new engine is connected and has the current version before it serves."""
+    """Two pushes use one link. A new engine alone receives the current version before it serves."""
     engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
 
-    async def run() -> tuple[int, list[int]]:
+    async def run() -> tuple[list[int], list[int]]:
         sender, pool, sync = _device_sync(engines)
         await sync.push(1)
-        await sync.push(2)
+        report = await sync.push(2)
+        assert (report.digest, report.engines) == ("d2", {"rollout-0": "d2", "rollout-1": "d2"})
         assert len(sender.links) == 1
         new = Engine(FaultyWorker("rollout-2", FaultyEngine("rollout-2", random.Random(2))), "host")
         await sync.bring_up(new)
         pool.engines.append(new)
         await sync.push(3)
-        return len(sender.links), [engine.version for engine in pool.engines]
+        return [link.processes for link in sender.links], [engine.version for engine in pool.engines]
 
-    assert asyncio.run(run()) == (2, [3, 3, 3])
+    assert asyncio.run(run()) == ([2, 1, 3], [3, 3, 3])
 
 
-def test_an_engine_with_another_version_after_a_device_transfer_stops_the_run() -> None:
-    """The check uses the acknowledgement of the engine, not that of the sender."""
+def test_another_digest_after_a_device_transfer_stops_the_run() -> None:
     engines = [FaultyEngine("rollout-0", random.Random(0), lie_about_digest=True)]
 
     async def run() -> None:
         await _device_sync(engines)[2].push(1)
 
-    with pytest.raises(WeightsNotVerified, match="rollout-0 serves version 0, sent was 1"):
+    with pytest.raises(WeightsNotVerified, match=r"rollout-0 acknowledged version 1 digest other; .* digest d1"):
         asyncio.run(run())
 
 
-def test_a_failed_device_transfer_connects_the_engines_again() -> None:
+def test_a_failed_device_transfer_is_repeated_over_new_connections() -> None:
     """The link of a transfer that failed is not used again: its communicator may be half way through a broadcast."""
 
     async def run() -> int:
         sender, _, sync = _device_sync([FaultyEngine("rollout-0", random.Random(0))])
         await sync.push(1)
-        sender.fails = True
-        with pytest.raises(WorkerError):
-            await sync.push(2)
-        sender.fails = False
-        assert (await sync.push(3)).version == 3
+        sender.failures = [_engine_failed()]
+        assert (await sync.push(2)).version == 2
+        sender.failures = [_engine_failed(), _engine_failed()]
+        with pytest.raises(WorkerRaised):
+            await sync.push(3)
         return len(sender.links)
 
-    assert asyncio.run(run()) == 2
+    assert asyncio.run(run()) == 3
+
+
+def test_an_engine_that_dies_in_a_device_transfer_is_replaced_and_the_others_receive_the_version() -> None:
+    engines = [FaultyEngine(f"rollout-{i}", random.Random(i)) for i in range(2)]
+
+    async def run() -> list[int]:
+        sender, pool, sync = _device_sync(engines)
+        pool.engines[0].kill()
+        sender.failures = [_engine_failed()]
+        assert set((await sync.push(1)).engines) == {"rollout-1"}
+        await asyncio.sleep(0.05)
+        return [engine.version for engine in pool.engines]
+
+    assert asyncio.run(run()) == [1, 1]
+
+
+def test_a_lost_trainer_is_for_the_trainers_recovery_to_repeat() -> None:
+    async def run() -> int:
+        sender, _, sync = _device_sync([FaultyEngine("rollout-0", random.Random(0))])
+        sender.failures = [WorkerTimeout("policy-0", "send_weights", "no answer in time")]
+        with pytest.raises(WorkerTimeout):
+            await sync.push(1)
+        return len(sender.links)
+
+    assert asyncio.run(run()) == 1
+
+
+def test_a_new_engine_does_not_serve_weights_that_have_trained_since_under_the_version_before() -> None:
+    """The trainer has only its current weights: in the middle of a step, the engine waits for the next version."""
+
+    async def run() -> None:
+        sender, _, sync = _device_sync([FaultyEngine("rollout-0", random.Random(0))])
+        await sync.push(1)
+        sender.trained = ", after an update"
+        new = Engine(FaultyWorker("rollout-1", FaultyEngine("rollout-1", random.Random(1))), "host")
+        with pytest.raises(UpdateDamaged, match=r"rollout-1\.bring_up: the policy has trained since version 1"):
+            await sync.bring_up(new)
+        waiting = asyncio.create_task(sync.renew())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await sync.push(2)
+        await waiting
+        await sync.bring_up(new)
+        assert new.version == 2
+
+    asyncio.run(run())

@@ -97,6 +97,17 @@ def test_ppo_has_a_critic_and_a_reference_of_their_own(tmp_path: Path) -> None:
     assert spec.policy_config().advantage.kl_coef == 0.05
 
 
+def test_the_advice_on_a_clip_of_rewards_turns_it_off(tmp_path: Path) -> None:
+    """Null takes the default of ppo_max, which is a clip."""
+    steps = ["algorithm.name=ppo_max", "algorithm.reward_scale=none", "roles.reward.model=null"]
+    steps.append("roles.reward.functions=[{name: equations, process: true}]")
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, PPO, *steps)
+    (advice,) = re.findall(r"algorithm\.reward_clip: .*; set (\w+)", str(caught.value))
+    spec = load(tmp_path, PPO, *steps, f"algorithm.reward_clip={advice}")
+    assert spec.algorithm.reward_clip == 0.0
+
+
 def test_a_reference_can_run_inside_the_policy(tmp_path: Path) -> None:
     spec = load(tmp_path, PPO, "roles.reference={colocate_with: policy, model: {path: models/ref}}")
     reference = spec.policy_config().reference_model

@@ -355,3 +355,15 @@ def test_export_refuses_missing_and_damaged_checkpoints(store: CheckpointStore, 
     with pytest.raises(CheckpointError, match=r"model/config\.json has changed"):
         export_model(store.directory, tmp_path / "x", step=2)
     assert not (tmp_path / "x").exists()
+
+
+def test_the_last_checkpoint_with_a_model_is_kept_until_there_is_a_newer_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    store.prepare()
+    save_with_model(store, 1)
+    save_with_model(store, 2)
+    for step in (3, 4, 5):
+        save(store, step)
+    assert store.steps() == [2, 4, 5]
+    save_with_model(store, 6)
+    assert store.steps() == [5, 6]

@@ -247,3 +247,17 @@ def test_a_worker_that_starts_again_is_not_taken_for_the_one_that_died() -> None
 def test_a_full_disk_explains_an_error_that_does_not_mention_it() -> None:
     failed = replace(facts(node=replace(NODE, shm_free=0)), error="policy-0.publish_weights: its process has died")
     assert diagnose(failed).blocked_by == "/dev/shm on n1"
+
+
+def test_a_dead_policy_is_named_while_the_run_waits_for_engines() -> None:
+    """No call is open that would tell; an engine that starts is not the cause."""
+    waiting = Queues((), starting=("rollout-0",), waiting=3)
+    start = Call("rollout-0", "start", 9.0, 600.0)
+    dead = replace(
+        facts(process("policy-0", state="Z"), process("policy-1", MAIN_LOOP), calls=(start,)), queues=waiting
+    )
+    found = diagnose(dead)
+    assert (found.cause, found.blocked_by) == ("worker_gone", "policy-0")
+    assert found.summary == "step 7: policy-0 is dead: its process 10 has ended; the next probe restarts it"
+    restarted = replace(dead, calls=(start, Call("policy-0", "start", 1.0, 600.0)))
+    assert diagnose(restarted).cause == "no_engine"

@@ -71,9 +71,8 @@ def by_product(name: str, batch: Batch) -> tuple[float, torch.Tensor]:
     given = sampled_tokens(batch.samples)
     new = torch.stack([x.detach() for s in batch.samples for x in s.new]).requires_grad_()
     mask = torch.ones(len(new), dtype=torch.bool)
-    weights = losses.token_weights(
-        mask, given.sequence, loss.aggregation, len(new), len(batch.samples), batch.max_tokens
-    )
+    own, totals = given.lengths[given.sequence], (len(new), len(batch.samples))
+    weights = losses.token_weights(mask, own, loss.aggregation, *totals, batch.max_tokens)
     tokens = losses.PolicyTokens(
         logprobs=new,
         entropy=torch.zeros_like(new),

@@ -16,6 +16,7 @@ from troupe.workers.algorithms.policy_loss import (
     importance_weights,
     kl_penalty,
     policy_loss,
+    sequence_sums,
     token_weights,
     value_loss,
 )
@@ -51,14 +52,15 @@ def gradient(loss: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 def test_token_weights_by_hand() -> None:
     mask = torch.tensor([True, True, False, True, True, True])
     sequence = torch.tensor([0, 0, 0, 1, 1, 1])
-    token_mean = token_weights(mask, sequence, "token_mean", total_loss_tokens=10, total_sequences=4, max_tokens=8)
+    own = sequence_sums(mask.float(), sequence)[sequence]
+    token_mean = token_weights(mask, own, "token_mean", total_loss_tokens=10, total_sequences=4, max_tokens=8)
     assert token_mean.tolist() == pytest.approx([0.1, 0.1, 0, 0.1, 0.1, 0.1])
-    sequence_mean = token_weights(mask, sequence, "sequence_mean", 10, 4, 8)
+    sequence_mean = token_weights(mask, own, "sequence_mean", 10, 4, 8)
     assert sequence_mean.tolist() == pytest.approx([1 / 8, 1 / 8, 0, 1 / 12, 1 / 12, 1 / 12])
-    constant = token_weights(mask, sequence, "constant", 10, 4, 8)
+    constant = token_weights(mask, own, "constant", 10, 4, 8)
     assert constant.tolist() == pytest.approx([1 / 32, 1 / 32, 0, 1 / 32, 1 / 32, 1 / 32])
     with pytest.raises(ValueError, match="aggregation"):
-        token_weights(mask, sequence, "median", 10, 4, 8)
+        token_weights(mask, own, "median", 10, 4, 8)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
@@ -154,7 +156,9 @@ def test_against_a_plain_loop(mode: str, estimator: str, dual_clip: float | None
         entropy=noise(1.0).abs(),
         rollout_logprobs=base + noise(0.5),
         advantages=noise(1.0),
-        weights=token_weights(mask, sequence, "sequence_mean", 500, 40, 30).double(),
+        weights=token_weights(
+            mask, sequence_sums(mask.float(), sequence)[sequence], "sequence_mean", 500, 40, 30
+        ).double(),
         loss_mask=mask,
         sequence=sequence,
         old_logprobs=None if on_policy else base,
@@ -206,7 +210,7 @@ def test_matches_trl_on_a_padded_batch() -> None:
     flat = new.detach()[mask].clone().requires_grad_()
     sequence = torch.repeat_interleave(torch.arange(4), lengths)
     for aggregation, expected in theirs.items():
-        weights = token_weights(torch.ones(16, dtype=torch.bool), sequence, aggregation, 16, 4, 7).double()
+        weights = token_weights(torch.ones(16).bool(), lengths[sequence], aggregation, 16, 4, 7).double()
         tokens = PolicyTokens(
             flat, torch.zeros(16), old[mask], advantages[mask], weights, mask[mask], sequence, old[mask], ref[mask]
         )
@@ -338,7 +342,8 @@ def test_split_and_order_do_not_matter(lengths: list[int], aggregation: str, see
     def run(rows: list[int]) -> tuple[torch.Tensor, dict[str, float]]:
         index = torch.cat([(sequence == row).nonzero().flatten() for row in rows])
         local = torch.repeat_interleave(torch.arange(len(rows)), counts[torch.tensor(rows)])
-        weights = token_weights(mask[index], local, aggregation, int(mask.sum()), len(lengths), 9).double()
+        own = sequence_sums(mask[index].float(), local)[local]
+        weights = token_weights(mask[index], own, aggregation, int(mask.sum()), len(lengths), 9).double()
         tokens = PolicyTokens(
             logprobs=weights_leaf[index],
             entropy=fields[1][index],

@@ -29,6 +29,7 @@ from troupe.workers.algorithms.policy_loss import (
     kl_penalty,
     policy_log_ratio,
     policy_loss,
+    sequence_sums,
     token_weights,
 )
 from troupe.workers.contract.config import ImportanceConfig, PolicyLossConfig
@@ -68,6 +69,11 @@ def tokens_of(
     return PolicyTokens(**{**fields, **changes})
 
 
+def own_tokens(mask: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
+    """Loss tokens of each token's sequence."""
+    return sequence_sums(mask.float(), sequence)[sequence]
+
+
 def random_tokens(
     seed: int,
     aggregation: str,
@@ -88,7 +94,7 @@ def random_tokens(
     old = -noise(1.5).abs()
     mask = torch.rand(total, generator=generator) >= holes
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.double).to(dtype)[sequence]
-    weights = token_weights(mask, sequence, aggregation, int(mask.sum()), len(lengths), MAX_TOKENS)
+    weights = token_weights(mask, own_tokens(mask, sequence), aggregation, int(mask.sum()), len(lengths), MAX_TOKENS)
     return PolicyTokens(
         logprobs=(old + noise(drift)).requires_grad_(),
         entropy=noise(1.0).abs(),
@@ -354,7 +360,7 @@ def test_dcpo_lets_improbable_tokens_move_further() -> None:
 def test_only_token_mean_is_the_sum_of_the_sequences_means() -> None:
     mask = torch.tensor([True, True, False, True, False, True, True, True])
     sequence = torch.tensor([0, 0, 0, 1, 2, 3, 3, 3])
-    weights = token_weights(mask, sequence, "only_token_mean", total_loss_tokens=99, total_sequences=50, max_tokens=8)
+    weights = token_weights(mask, own_tokens(mask, sequence), "only_token_mean", 99, 50, 8)
     third = 1 / 3
     assert weights.tolist() == pytest.approx([0.5, 0.5, 0, 1, 0, third, third, third])
     tokens = random_tokens(7, "only_token_mean")
@@ -736,7 +742,8 @@ def test_micro_batches_add_up(
         local = torch.repeat_interleave(torch.arange(len(part)), torch.tensor([lengths[row] for row in part]).long())
         mask = tokens.loss_mask[index]
         total = int(tokens.loss_mask.sum())
-        weights = token_weights(mask, local, config.aggregation, total, len(lengths), MAX_TOKENS).double()
+        own = own_tokens(mask, local)
+        weights = token_weights(mask, own, config.aggregation, total, len(lengths), MAX_TOKENS).double()
         parts.append(policy_loss(select(tokens, index, sequence=local, weights=weights), config, beta))
     loss = torch.stack([part.loss for part in parts]).sum()
     torch.testing.assert_close(loss, whole.loss, rtol=1e-6, atol=1e-9)
@@ -792,7 +799,8 @@ def test_padding_changes_nothing(name: str) -> None:
     for column, value in vars(tokens).items():
         pad = torch.tensor([0, rows - 1, rows]) if column == "sequence" else torch.zeros(3, dtype=value.dtype)
         columns[column] = torch.cat([value, pad])[order]
-    weights = token_weights(columns["loss_mask"], columns["sequence"], config.aggregation, count, rows, MAX_TOKENS)
+    own = own_tokens(columns["loss_mask"], columns["sequence"])
+    weights = token_weights(columns["loss_mask"], own, config.aggregation, count, rows, MAX_TOKENS)
     output = policy_loss(replace(tokens, **{**columns, "weights": weights.double()}), config, beta)
     assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     torch.testing.assert_close(
@@ -813,7 +821,7 @@ def test_wild_log_ratios_stay_finite(name: str) -> None:
             entropy=torch.zeros(8),
             rollout_logprobs=wild.roll(1),
             advantages=torch.full((8,), advantage),
-            weights=token_weights(mask, sequence, config.aggregation, 8, 4, MAX_TOKENS),
+            weights=token_weights(mask, own_tokens(mask, sequence), config.aggregation, 8, 4, MAX_TOKENS),
             loss_mask=mask,
             sequence=sequence,
             old_logprobs=wild.flip(0),

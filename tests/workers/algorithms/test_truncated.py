@@ -21,7 +21,8 @@ from tests.workers.algorithms.test_train_batch import Key, reward_table, rollout
 from tests.workers.models.test_modeling import SIZES
 from troupe.orchestrator.training.micro_batches import minibatches, plan_update
 from troupe.workers.algorithms.advantages import STD_EPS
-from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
+from troupe.workers.algorithms.policy_batch import policy_tokens
+from troupe.workers.algorithms.policy_loss import policy_loss
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig, ImportanceConfig, PolicyLossConfig
 from troupe.workers.contract.messages import TRAIN, PrepareRequest, RankPlan, TrainSummary
@@ -131,13 +132,7 @@ def loss_of(model: PreTrainedModel, table: pa.Table, plans: list[RankPlan], conf
             batch = tokens.cut(rows, plan)
             inputs = (batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids)
             logprobs, entropy = module(*inputs)
-            rollout, advantages = tokens.floats("rollout_logprobs", batch), tokens.floats("advantages", batch)
-            assert rollout is not None and advantages is not None
-            old = tokens.floats("old_logprobs", batch)
-            totals = (plan.total_loss_tokens, plan.total_sequences, 6)
-            weights = token_weights(batch.loss_mask, batch.sequence, config.aggregation, *totals)
-            numbers = (logprobs, entropy, rollout, advantages, weights)
-            flat = PolicyTokens(*numbers, batch.loss_mask, batch.sequence, old_logprobs=old)
+            flat = policy_tokens(tokens, batch, plan, config, 6, logprobs, entropy)
             total = total + policy_loss(flat, config).loss
     return total
 

@@ -32,7 +32,7 @@ from troupe.workers.contract.messages import RankPlan
 from troupe.workers.contract.offline_config import ExampleConfig, OfflineLossConfig, RewardLossConfig, RrhfLossConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES
 from troupe.workers.data.chat import encode_prompt
-from troupe.workers.data.examples import ExampleTable, assemble, attach, encode_response, tokenize
+from troupe.workers.data.examples import ExampleTable, assemble, attach, tokenize
 from troupe.workers.models.capabilities import adapt
 from troupe.workers.models.modeling import CausalLogprobs
 from troupe.workers.models.token_batch import score_table
@@ -148,14 +148,6 @@ def test_prompt_ids_are_a_rollouts_and_the_response_ends_its_turn(tokenizer: Any
     said = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
     whole = tokenizer.apply_chat_template(said, tokenize=True, return_dict=True)["input_ids"]
     assert whole[: len(row["prompt_ids"]) + len(row["response_ids"])] == row["prompt_ids"] + row["response_ids"]
-
-
-def test_a_template_that_rewrites_the_answer_leaves_the_end_of_turn_to_the_tokenizer(tiny_model: Path) -> None:
-    other: Any = AutoTokenizer.from_pretrained(tiny_model)
-    other.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content | upper }} {% endfor %}"
-    messages = json.dumps([{"role": "user", "content": "hi"}])
-    ids = encode_response(other, messages, encode_prompt(other, messages, 64), "yes")
-    assert other.decode(ids) == "yes<|im_end|>"
 
 
 def test_examples_that_do_not_fit_are_named(tokenizer: Any, tmp_path: Path) -> None:

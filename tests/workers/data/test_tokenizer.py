@@ -67,11 +67,11 @@ def test_none_tokenizes_the_text_as_it_stands_after_what_the_tokenizer_puts_befo
     base: Path, tiny_model: Path, text: str
 ) -> None:
     own: Any = AutoTokenizer.from_pretrained(base)
-    tokenizer = load_chat_tokenizer(ModelConfig(path=str(base), chat_template="none"))
+    tokenizer = load_chat_tokenizer(ModelConfig(path=str(base), chat_template="none", allow_special=True))
     ids = encode_prompt(tokenizer, prompt(text), 100)
     assert ids == own(text)["input_ids"][:-1]  # the text goes on, so nothing ends it
     assert ids[0] == own.bos_token_id and tokenizer.decode(ids) == f"<|im_start|>{text}"
-    instruct = load_chat_tokenizer(ModelConfig(path=str(tiny_model), chat_template="none"))
+    instruct = load_chat_tokenizer(ModelConfig(path=str(tiny_model), chat_template="none", allow_special=True))
     assert encode_prompt(instruct, prompt(text), 100) == ids[1:]  # this one puts nothing before a text
 
 

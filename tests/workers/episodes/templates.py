@@ -149,6 +149,8 @@ class Family:
     strips: str = ""
     """A response with this text is rewritten once a message of the user follows; empty: none is."""
     any_role_strips: bool = False
+    fills: bool = False
+    """Whether the template writes white space for an empty turn."""
 
 
 CHAT = ("<|im_start|>", "<|im_end|>")
@@ -158,7 +160,9 @@ FAMILIES = {
     "llama3": Family(
         LLAMA3, "<|eot_id|>", ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), llama3
     ),
-    "mistral": Family(MISTRAL, "</s>", ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"), mistral, ("user",)),
+    "mistral": Family(
+        MISTRAL, "</s>", ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"), mistral, ("user",), fills=True
+    ),
     "gemma": Family(GEMMA, "<end_of_turn>", ("<bos>", "<start_of_turn>", "<end_of_turn>"), gemma, ("user",)),
     "phi3": Family(PHI3, "<|end|>", ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"), phi3),
     "deepseek_r1": Family(

@@ -13,7 +13,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.workers.episodes.templates import FAMILIES, Family
 from troupe.workers.data.tokenizer import PLAIN_TEMPLATE
-from troupe.workers.episodes.conversation import Conversation, ConversationError, end_of, without_end
+from troupe.workers.data.turn_ends import without_end
+from troupe.workers.episodes.conversation import Conversation, ConversationError, end_of
 
 SMOLLM2 = ROOT / ".cache" / "models" / "smollm2-135m-instruct"
 TURNS = 1200
@@ -39,7 +40,7 @@ PIECES = (
         "<",
         ">",
     ),
-    *("user", "assistant", "system", "</s", "im_end", "```python\nprint(1)\n```", "٣", "\u200b", "e\u0301"),
+    *("user", "assistant", "system", "<|eot", "im_end", "```python\nprint(1)\n```", "٣", "\u200b", "e\u0301"),
 )
 
 
@@ -115,7 +116,7 @@ def test_sampled_tokens_stay_and_added_ones_are_the_templates(name: str) -> None
             expected = ("" if ended else family.eos) + family.behind(new)
             assert tokenizer.decode(added.ids, skip_special_tokens=False) == expected
             assert added.ids == ids_of(tokenizer, expected), "tokenized as the template's own text is"
-    assert (forks > 0) == bool(family.strips or family.behind is None)
+    assert (forks > 0) == bool(family.strips or family.fills or family.behind is None)
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
@@ -125,6 +126,8 @@ def render(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
 def rewritten(family: Family, said: list[Any], response: dict[str, Any], new: list[Any]) -> bool:
     """Whether the template shows earlier turns in another way than they were."""
     if family.behind is None:
+        return True
+    if family.fills and not response["content"].strip():
         return True
     if not family.strips:
         return False
@@ -274,12 +277,12 @@ def test_a_rendering_that_tokenizes_responses_again_would_fail_here(monkeypatch:
     find: Callable[[str], None] = test_sampled_tokens_stay_and_added_ones_are_the_templates
 
     def again(self: Conversation, messages: Any) -> Any:
-        self.messages += messages
+        self._shown += messages
         self.prompt_ids = ids_of(self._tokenizer, render(self._tokenizer, self.messages))
         return type("Added", (), {"forked": False, "ids": []})()
 
     def no_separator(self: Conversation, text: str) -> list[int]:
-        return self._ids(text.removeprefix(str(self._tokenizer.eos_token)).lstrip())
+        return ids_of(self._tokenizer, text.removeprefix(str(self._tokenizer.eos_token)).lstrip())
 
     with monkeypatch.context() as patch:
         patch.setattr(Conversation, "add_messages", again)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.contract.environments import Message
 from troupe.workers.contract.judges import JudgeAnswer
 from troupe.workers.rewards.judge import JudgeReward
+from troupe.workers.rewards.judge_http import read_completion
 from troupe.workers.rewards.judge_rubric import JudgeArgs, JudgeError, read_args
 from troupe.workers.rewards.loading import find_problems
 from troupe.workers.rewards.runner import Outcome, Sample
@@ -187,6 +189,68 @@ def test_an_outage_and_a_silent_endpoint_are_statuses() -> None:
         assert statuses(judge(0.5, endpoint=asked).score([sample("a")])) == ["judge: timeout after 0.5 s"]
     gone = judge(endpoint=asked).score([sample("a"), sample("b")])
     assert statuses(gone) == ["judge: APIConnectionError: Connection error."] * 2
+
+
+def completion(message: Any) -> bytes:
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    return json.dumps({"id": "c", "object": "chat.completion", "choices": [choice]}).encode()
+
+
+NO_COMPLETION = "judge: the endpoint's answer is not a chat completion: "
+NO_JSON = "judge: the endpoint's answer is not JSON"
+EMPTY = "judge: an empty answer"
+NONSENSE = {
+    "html": (b"<html><body>Bad gateway</body></html>", NO_JSON + ": '<html>"),
+    "cut JSON": (b'{"choices": [', NO_JSON + ": '{"),
+    "nothing": (b"", NO_JSON),
+    "not UTF-8": (b"\xff\xfe{", NO_JSON),
+    "deep JSON": (b"[" * 100_000, NO_JSON + ": '[["),
+    "null": (b"null", NO_COMPLETION + "'null'"),
+    "a list": (b"[1]", NO_COMPLETION),
+    "a text": (b'"Score: 5"', NO_COMPLETION),
+    "no choices": (b"{}", NO_COMPLETION),
+    "choices are null": (b'{"choices": null}', NO_COMPLETION),
+    "choices are a text": (b'{"choices": "Score: 5"}', NO_COMPLETION),
+    "an empty list": (b'{"choices": []}', EMPTY),
+    "a choice is null": (b'{"choices": [null]}', NO_COMPLETION),
+    "a message is null": (completion(None), NO_COMPLETION),
+    "a message is a text": (completion("Score: 5"), NO_COMPLETION),
+    "no content": (completion({"role": "assistant"}), NO_COMPLETION),
+    "content is null": (completion({"content": None, "refusal": "no"}), EMPTY),
+    "content is a number": (completion({"content": 5}), NO_COMPLETION),
+    "no text parts": (completion({"content": [None, 5, {"type": "image_url"}, {"type": "text", "text": 5}]}), EMPTY),
+    "half a character": (completion({"content": "Score: 5 \ud83d"}), "judge: an answer that is not valid text: "),
+}
+
+
+@pytest.mark.parametrize("media_type", ["application/json", "text/html"])
+def test_whatever_an_endpoint_answers_is_a_status(media_type: str) -> None:
+    def script(number: int, body: dict[str, Any]) -> Any:
+        name = body["messages"][1]["content"].split("<response>\n")[1].split("\n")[0]
+        answer, _ = NONSENSE.get(name, (completion({"content": "Score: 5"}), ""))
+        return web.Response(body=answer, content_type=media_type)
+
+    with endpoint(script) as served:
+        asked = judge(endpoint={"url": served.url, "model": "m", "retries": 0, "concurrency": 1})
+        *failed, sound = asked.score([sample(name) for name in (*NONSENSE, "sound")])
+    assert sound == Outcome(0.5), "the others lose nothing"
+    for outcome, (name, (_, status)) in zip(failed, NONSENSE.items(), strict=True):
+        assert outcome.value is None and outcome.status.startswith(status), (name, outcome)
+        outcome.status.encode()  # a column of the table holds it
+        assert "<html>" not in outcome.cause and len(outcome.status) < 400
+
+
+def test_parts_of_a_content_are_read() -> None:
+    parts = [{"type": "thinking", "thinking": "Hm."}, *({"type": "text", "text": text} for text in ("Sco", "re: 5"))]
+    assert read_completion(completion({"content": parts})) == JudgeAnswer("Score: 5")
+
+
+def test_the_error_of_an_endpoint_is_one_line_of_a_status() -> None:
+    body = {"error": {"message": "bad\n" + "\ud83d gateway\n" * 1000}}
+    with endpoint(lambda number, asked: web.json_response(body, status=502)) as served:
+        (status,) = statuses(judge(endpoint={"url": served.url, "model": "m", "retries": 0}).score([sample("a")]))
+    assert status.startswith("judge: InternalServerError: Error code: 502 - ") and len(status) < 320
+    status.encode()
 
 
 def test_a_missing_key_and_a_cache_that_cannot_be_opened_are_found_at_the_start(tmp_path: Path) -> None:

@@ -140,10 +140,8 @@ def test_a_folder_without_its_language_head_is_refused(tmp_path: Path) -> None:
 def test_the_padding_token_ends_no_turn() -> None:
     def chosen(pad: int | None, eos: int | list[int], tokenizer_pad: int | None, unk: int | None) -> int:
         config = SimpleNamespace(pad_token_id=pad, eos_token_id=eos, vocab_size=100)
-        tokenizer: Any = SimpleNamespace(
-            eos_token_id=2, pad_token_id=tokenizer_pad, unk_token_id=unk, bos_token_id=None
-        )
-        _keep_last_token(config, tokenizer)
+        tokenizer: Any = SimpleNamespace(pad_token_id=tokenizer_pad, unk_token_id=unk, bos_token_id=None)
+        _keep_last_token(config, tokenizer, {2})
         return config.pad_token_id
 
     assert chosen(7, 2, 2, None) == 7

@@ -396,3 +396,16 @@ def test_the_error_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(WeightDigestMismatch("rollout-0", "aa", "bb")))
     assert (error.name, error.expected, error.got) == ("rollout-0", "aa", "bb")
     assert "rollout-0" in str(error)
+
+
+def test_a_file_that_was_removed_is_damaged(publisher: WeightPublisher) -> None:
+    """It is published again, as weights that have changed are."""
+    update = published(publisher, 1)
+    Path(update.path).unlink()
+    with pytest.raises(WeightDigestMismatch, match="none: the file is not there"):
+        weight_file.verify(update)
+    with pytest.raises(WeightDigestMismatch):
+        weight_file.read_payload(update)
+    again = published(publisher, 1)
+    assert (again.path, again.digest) == (update.path, update.digest)
+    weight_file.verify(again)

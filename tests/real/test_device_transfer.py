@@ -1,0 +1,264 @@
+"""Weights from device to device over gloo, into two real engines: what NCCL does on GPUs, but for the wire.
+
+Sender, receivers, checksums and the order of calls are those of nccl. A fault in each phase leaves both engines closed
+and able to join the next transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import PreTrainedModel
+
+from tests.real.rollout_helpers import (
+    chat,
+    load_model,
+    named_weights,
+    perturb,
+    prompt_table,
+    reference_logprobs,
+    rollout_config,
+    sampling_config,
+)
+from troupe.workers.contract.messages import GroupRequest, WeightAck
+from troupe.workers.engine.errors import EngineClosed
+from troupe.workers.rollout import RolloutWorker, _State
+from troupe.workers.weights import device_sender as sending
+from troupe.workers.weights.buckets import Shape
+from troupe.workers.weights.device_sender import DeviceSender, device_sender
+from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPTS = prompt_table(*(chat(text) for text in ("Name a colour.", "What is 2 + 3?")))
+BUCKET = 64 * 1024
+"""Many buckets, and tensors above the limit."""
+CPU = torch.device("cpu")
+versions = itertools.count(1)
+
+
+class LoopLink:
+    """The sender's link to workers in this process, as `ActorLink` is to actors. The sender runs in a thread."""
+
+    def __init__(self, workers: Sequence[RolloutWorker]) -> None:
+        self.workers = workers
+        self.processes = len(workers)
+        self.loop = asyncio.get_running_loop()
+
+    def join(self, info: dict[str, Any]) -> None:
+        """Every worker behind the ranks of those before it."""
+        infos = [info | {"first_rank": info["first_rank"] + number} for number in range(len(self.workers))]
+        self._all([worker.transfer_init(own) for worker, own in zip(self.workers, infos, strict=True)])
+
+    def start(self) -> None:
+        """Pause."""
+        self._all([worker.transfer_start() for worker in self.workers])
+
+    def receive(self, info: dict[str, Any]) -> None:
+        """Receive."""
+        self._all([worker.transfer_receive(info) for worker in self.workers])
+
+    def finish(self, version: int, digest: str) -> list[WeightAck]:
+        """Serve."""
+        return self._all([worker.transfer_finish(version, digest) for worker in self.workers])
+
+    def _all(self, calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+        async def gathered() -> list[Any]:
+            return await asyncio.gather(*calls)
+
+        return asyncio.run_coroutine_threadsafe(gathered(), self.loop).result(60)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers(tiny_model: Path) -> AsyncIterator[list[RolloutWorker]]:
+    """Two engines that receive over gloo."""
+    config = rollout_config(tiny_model).model_copy(update={"transfer_backend": "gloo"})
+    started = [RolloutWorker(config, f"rollout-{number}") for number in range(2)]
+    for worker in started:
+        await worker.start()
+    yield started
+    for worker in started:
+        await worker.close()
+
+
+@pytest.fixture
+def model(tiny_model: Path) -> PreTrainedModel:
+    """The trainer's model."""
+    return load_model(tiny_model)
+
+
+def shapes(model: PreTrainedModel) -> list[Shape]:
+    """The description of its weights."""
+    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_weights(model)]
+
+
+async def connect(workers: Sequence[RolloutWorker], described: Sequence[Shape]) -> DeviceSender:
+    """A new sender to these workers."""
+    return await asyncio.to_thread(device_sender, "gloo", LoopLink(workers), described, 0, CPU, BUCKET)
+
+
+async def send(sender: DeviceSender, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
+    """Send the next version; returns it."""
+    version = next(versions)
+    detached = ((name, tensor.detach()) for name, tensor in tensors)
+    sent = await asyncio.to_thread(sender.send, version, detached)
+    assert sent is not None
+    assert {(ack.version, ack.digest) for ack in sent.acks} == {(version, sent.digest)}
+    return version
+
+
+async def rows(worker: RolloutWorker) -> list[dict[str, Any]]:
+    """Two samples."""
+    _, table = await worker.generate(GroupRequest("p", 0, 0, 2, seed=4), PROMPTS)
+    return table.to_pylist()
+
+
+def versions_of(rows: Sequence[dict[str, Any]]) -> set[int]:
+    """Versions that the tokens of these rows were sampled from."""
+    return {span["version"] for row in rows for span in row["weight_versions"]}
+
+
+async def assert_serves(workers: Sequence[RolloutWorker], model: PreTrainedModel, version: int) -> None:
+    """Every worker samples from the model, under this version."""
+    for worker in workers:
+        assert (await worker.health()).version == version
+        for row in await rows(worker):
+            assert versions_of([row]) == {version}
+            got = torch.tensor(row["rollout_logprobs"])
+            assert torch.allclose(got, reference_logprobs(model, row, 0.7), atol=1e-4)
+
+
+async def test_two_engines_serve_what_was_sent_and_one_alone_receives_while_the_other_serves(
+    workers: list[RolloutWorker], model: PreTrainedModel
+) -> None:
+    sender = await connect(workers, shapes(model))
+    for kind in ("self_attn", "embed_tokens"):
+        perturb(model, kind)
+        version = await send(sender, named_weights(model))
+        await assert_serves(workers, model, version)
+    sender.close()
+    running = asyncio.create_task(rows(workers[0]))
+    late = await connect(workers[1:], shapes(model))
+    newest = await send(late, named_weights(model))
+    late.close()
+    assert versions_of(await running) == {version}
+    await assert_serves(workers[1:], model, newest)
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """Wait for it, 20 s at most."""
+    async with asyncio.timeout(20):
+        while not reached():
+            await asyncio.sleep(0.05)
+
+
+def _dies(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from itertools.islice(named_weights(model), 3)
+    raise ConnectionError("the trainer's other rank is gone")
+
+
+def _corrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte of one bucket changes on the wire: as bad as a communicator that delivers nothing."""
+    broadcast, count = TransferGroup.broadcast, itertools.count()
+
+    def flipped(self: TransferGroup, tensor: torch.Tensor) -> Callable[[], None]:
+        if tensor.dtype == torch.uint8 and next(count) == 2:
+            tensor = tensor.clone()
+            tensor[tensor.numel() // 2] ^= 1
+        return broadcast(self, tensor)
+
+    monkeypatch.setattr(TransferGroup, "broadcast", flipped)
+
+
+def _stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender is there and sends nothing, until it gives up."""
+
+    def nothing(*_: object) -> str:
+        time.sleep(0.5)
+        raise TransferFailed("stalled")
+
+    monkeypatch.setattr(sending.GroupSender, "_broadcast", nothing)
+
+
+@pytest.mark.parametrize("phase", ["started", "middle", "corrupted", "stalled", "incomplete"])
+async def test_after_a_fault_in_any_phase_both_engines_refuse_requests_and_join_the_next_transfer(
+    workers: list[RolloutWorker], model: PreTrainedModel, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described, tensors = shapes(model), named_weights(model)
+    if phase == "incomplete":
+        described = [shape for shape in described if "layers.1.mlp.down_proj" not in shape[0]]
+        tensors = ((n, t) for n, t in named_weights(model) if "layers.1.mlp.down_proj" not in n)
+    sender = await connect(workers, described)
+    match phase:
+        case "started":
+            await asyncio.to_thread(LoopLink(workers).start)
+        case "middle":
+            with pytest.raises(ConnectionError):
+                await send(sender, _dies(model))
+        case "corrupted":
+            with monkeypatch.context() as changed:
+                _corrupted(changed)
+                with pytest.raises(Exception, match=r"rollout-\d: weights have digest"):
+                    await send(sender, tensors)
+        case "stalled":
+            with monkeypatch.context() as changed:
+                _stalls(changed)
+                with pytest.raises(TransferFailed, match="stalled"):
+                    await send(sender, tensors)
+        case "incomplete":
+            with pytest.raises(Exception, match=r"the update lacks weights of .*down_proj"):
+                await send(sender, tensors)
+    sender.close()
+    if phase != "started":
+        await until(lambda: all(worker._state is _State.CLOSED for worker in workers))
+        for worker in workers:
+            with pytest.raises(EngineClosed):
+                await rows(worker)
+    perturb(model, "mlp")
+    again = await connect(workers, shapes(model))
+    version = await send(again, named_weights(model))
+    again.close()
+    await assert_serves(workers, model, version)
+
+
+async def test_requests_under_way_continue_on_the_new_weights(
+    workers: list[RolloutWorker], model: PreTrainedModel
+) -> None:
+    sender = await connect(workers, shapes(model))
+    before = await send(sender, named_weights(model))
+    with sampling_config(workers[0], max_tokens=256):
+        running = asyncio.create_task(rows(workers[0]))
+        await asyncio.sleep(0.3)
+        perturb(model, "mlp")
+        after = await send(sender, named_weights(model))
+        sender.close()
+        found = versions_of(await running)
+    assert after in found and found <= {before, after}
+
+
+async def test_a_dead_engine_ends_the_transfer_and_the_other_one_goes_on(
+    workers: list[RolloutWorker], model: PreTrainedModel
+) -> None:
+    """Last: it costs an engine."""
+    import psutil
+
+    sender = await connect(workers, shapes(model))
+    engine = workers[1]._engine
+    assert engine is not None
+    await send(sender, named_weights(model))
+    (core,) = cast("Any", engine.engine_core).resources.engine_manager.processes
+    psutil.Process(core.pid).kill()
+    with pytest.raises(Exception, match=r"rollout-1|broadcast"):
+        await send(sender, named_weights(model))
+    sender.close()
+    alone = await connect(workers[:1], shapes(model))
+    await assert_serves(workers[:1], model, await send(alone, named_weights(model)))
+    alone.close()

@@ -1,0 +1,66 @@
+"""Exports of a real trainer: of models whose files transformers loads but refuses to write."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from troupe.workers.contract.config import (
+    AdvantageConfig,
+    ModelConfig,
+    PolicyConfig,
+    PolicyLossConfig,
+    Rendezvous,
+    SamplingConfig,
+    TrainerConfig,
+)
+from troupe.workers.policy import PolicyWorker
+
+pytestmark = pytest.mark.real
+
+INVALID = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
+"""transformers loads these settings of generation with a warning, and raises ValueError where it writes them."""
+
+
+def _try_and_export(model: str, out: str) -> None:
+    config = PolicyConfig(
+        model=ModelConfig(path=model, dtype="float32"),
+        trainer=TrainerConfig(learning_rate=1e-3, micro_batch_tokens=64, threads=1),
+        loss=PolicyLossConfig(),
+        advantage=AdvantageConfig(estimator="group"),
+        sampling=SamplingConfig(max_tokens=8),
+        run_id="export-test",
+        reference_model=None,
+        total_updates=1,
+        seed=1,
+        device="cpu",
+    )
+    worker = PolicyWorker(config, "policy-0")
+    address, port = worker.rendezvous()
+    worker.start(Rendezvous(address=address, port=port, rank=0, world_size=1))
+    worker.try_save(f"{out}/trial")
+    worker.export(f"{out}/export")
+    worker.close()
+
+
+@pytest.mark.parametrize("text", [json.dumps(INVALID), "{not json"], ids=["refused", "unreadable"])
+def test_generation_settings_are_carried_as_they_are(tmp_path: Path, tiny_model: Path, text: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / "generation_config.json").write_text(text)
+    process = multiprocessing.get_context("spawn").Process(target=_try_and_export, args=(str(model), str(tmp_path)))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
+    names = {file.name for file in (tmp_path / "export").iterdir()}
+    assert names == {file.name for file in (tmp_path / "trial" / "export").iterdir()}
+    for folder in (tmp_path / "export", tmp_path / "trial" / "export"):
+        assert (folder / "generation_config.json").read_text() == text
+    assert load_file(tmp_path / "export" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
+    (trial,) = load_file(tmp_path / "trial" / "export" / "model.safetensors").values()
+    assert trial.numel() < 1000

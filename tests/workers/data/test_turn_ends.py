@@ -1,0 +1,106 @@
+"""Base models on a chat template: the end that the template writes is known to the engine and to exports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.data.tokenizer import copy_tokenizer, load_chat_tokenizer
+from troupe.workers.data.turn_ends import name_end, turn_ends
+from troupe.workers.rollout import RolloutWorker
+
+END, TEXT_END = "<|im_end|>", "<|endoftext|>"
+
+
+@pytest.fixture
+def base(tmp_path: Path, tiny_model: Path) -> Path:
+    """The folder of a base model whose configurations name the end of a text, and no end of a turn."""
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_model, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": TEXT_END}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0, "max_length": 77}')
+    return folder
+
+
+def test_the_end_that_the_template_writes_is_one(base: Path) -> None:
+    tokenizer: Any = load_chat_tokenizer(ModelConfig(path=str(base)))
+    end = tokenizer.convert_tokens_to_ids(END)
+    ends = turn_ends(tokenizer)
+    assert (ends.ids, ends.own, ends.unnamed) == ({tokenizer.eos_token_id, end}, end, END)
+
+
+def test_an_end_in_the_configuration_of_the_model_counts_where_there_is_no_other(base: Path) -> None:
+    (base / "generation_config.json").unlink()
+    (base / "config.json").write_text('{"text_config": {"eos_token_id": [2, 5]}}')
+    ends = turn_ends(load_chat_tokenizer(ModelConfig(path=str(base))))
+    assert (ends.ids, ends.unnamed) == ({0, 2, 5}, "")
+
+
+def test_an_export_names_the_end_that_its_model_was_trained_to_write(base: Path, tmp_path: Path) -> None:
+    (export := tmp_path / "export").mkdir()
+    model = ModelConfig(path=str(base))
+    shutil.copy(base / "generation_config.json", export)
+    copy_tokenizer(model, export)
+    name_end(model, export)
+    tokenizer: Any = AutoTokenizer.from_pretrained(export)
+    assert tokenizer.eos_token == END
+    named = GenerationConfig.from_pretrained(export)
+    assert (named.eos_token_id, named.max_length) == ([0, 2], 77)
+    assert turn_ends(tokenizer).unnamed == ""
+
+
+@pytest.mark.parametrize("chosen", [None, "none"])
+def test_an_export_of_a_model_that_names_its_end_is_left_as_it_is(
+    tiny_model: Path, base: Path, tmp_path: Path, chosen: str | None
+) -> None:
+    """So is that of a base model without a template."""
+    source = tiny_model if chosen is None else base
+    (export := tmp_path / "export").mkdir()
+    model = ModelConfig(path=str(source), chat_template=chosen)
+    shutil.copy(source / "generation_config.json", export)
+    copy_tokenizer(model, export)
+    before = {file.name: file.read_bytes() for file in export.iterdir()}
+    name_end(model, export)
+    assert {file.name: file.read_bytes() for file in export.iterdir()} == before
+
+
+def params(model: Path, *stop: str) -> Any:
+    """What a rollout worker asks of vLLM."""
+    config = RolloutConfig(
+        model=ModelConfig(path=str(model)),
+        engine=EngineConfig(),
+        sampling=SamplingConfig(stop=stop),
+        seed=0,
+        transfer_backend="shm",
+        device="cpu",
+    )
+    worker = RolloutWorker(config, "rollout-0")
+    worker._tokenizer = load_chat_tokenizer(config.model)
+    return worker._sampling_params(GroupRequest("u", 0, 0, 1, seed=0), 0)
+
+
+def test_the_engine_stops_at_every_end(base: Path, tiny_model: Path) -> None:
+    assert params(base).stop_token_ids == [0, 2]
+    assert params(tiny_model).stop_token_ids == [2]
+
+
+@pytest.mark.parametrize("stop", ["<|im_start|>", "x<|im_start|>", "<|im_start|>user"])
+def test_a_stop_string_with_a_special_token_matches(tiny_model: Path, stop: str) -> None:
+    """As vLLM's own detokenizer finds stop strings."""
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    fields: dict[str, Any] = dict.fromkeys(EngineCoreRequest.__struct_fields__)
+    ids = tokenizer("some x<|im_start|>user text", add_special_tokens=False)["input_ids"]
+    fields |= {"prompt_token_ids": ids[:1], "sampling_params": params(tiny_model, stop)}
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, EngineCoreRequest(**fields))
+    assert [detokenizer.update([token], False) for token in ids[1:]].count(stop) >= 1

@@ -1,0 +1,113 @@
+"""Texts of prompts, environments and tools stay text: what reads like a special token in them does not become one.
+
+A chat template writes special tokens as text, and the rendering is tokenized as a whole. A `CUT` inside every special
+token that stands in a message keeps it apart from those of the template: the rendering is tokenized in pieces, which
+end there. Jinja, the tokenizer and the comparisons of renderings see the same text otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ALLOW_SPECIAL = "allow_special"
+"""The setting of a tokenizer (`init_kwargs`) with which special tokens in texts become their ids."""
+CUT = "\ufdd0"
+"""Stands inside the text of a special token that is none: a noncharacter of Unicode, which no text has."""
+MARK = "\ufdd1"
+"""Stands for a text, or behind one, to see what a template writes behind it; templates do not trim it."""
+_ANCHORS = ("\n", "x", "0")
+"""Texts before which a text is tokenized that follows another: some tokenizers put a space before a first text."""
+
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, re.Pattern[str]]] = WeakKeyDictionary()
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Finds the texts of special tokens, the longest first; without any, nothing."""
+    known = _known.get(tokenizer)
+    if known is None or known[0] != len(tokenizer):
+        added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        texts = sorted({*added, *tokenizer.all_special_tokens} - {""}, key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        known = _known[tokenizer] = (len(tokenizer), pattern)
+    return known[1]
+
+
+def as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
+    """A message, or a part of one, in which no text is a special token; the spec can allow them.
+
+    The noncharacters that this module uses become U+FFFD.
+    """
+    if isinstance(value, str):
+        text = _clean(value)
+        return text if tokenizer.init_kwargs.get(ALLOW_SPECIAL) is True else _cut(special_tokens(tokenizer), text)
+    if isinstance(value, dict):
+        return {as_text(tokenizer, name): as_text(tokenizer, part) for name, part in value.items()}
+    return [as_text(tokenizer, part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def restored(value: Any) -> Any:
+    """The message as it was."""
+    if isinstance(value, dict):
+        return {restored(name): restored(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [restored(part) for part in value]
+    return value.replace(CUT, "") if isinstance(value, str) else value
+
+
+def sampled_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Text of sampled tokens, as a message: special tokens that were sampled are some, and text is text."""
+    special = special_tokens(tokenizer)
+    whole = _decoded(tokenizer, ids)
+    if not special.search(whole) or tokenizer.init_kwargs.get(ALLOW_SPECIAL) is True:
+        return whole
+    parts, text = list[str](), list[int]()
+    for token in ids:
+        if special.fullmatch(own := _decoded(tokenizer, [token])):
+            parts += [_cut(special, _decoded(tokenizer, text)), own]
+            text = []
+        else:
+            text.append(token)
+    parts.append(_cut(special, _decoded(tokenizer, text)))
+    found = "".join(parts)
+    return found if restored(found) == whole else _cut(special, whole)
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of rendered text, without what a tokenizer puts around a text."""
+    first, *others = text.split(CUT)
+    ids: Any = tokenizer(first, add_special_tokens=False)["input_ids"]
+    return [*ids, *(token for part in others for token in _following(tokenizer, part))]
+
+
+def _cut(special: re.Pattern[str], text: str) -> str:
+    """The text with a cut behind the first character of every special token, also of those that overlap."""
+    place = 0
+    while found := special.search(text, place):
+        place = found.start() + 2
+        text = f"{text[: place - 1]}{CUT}{text[place - 1 :]}"
+    return text
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return _clean(str(tokenizer.decode(list(ids), skip_special_tokens=False)))
+
+
+def _clean(text: str) -> str:
+    return text.replace(CUT, "\ufffd").replace(MARK, "\ufffd")
+
+
+def _following(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Tokens of a text that follows another text."""
+    for anchor in _ANCHORS:
+        before: Any = tokenizer(anchor, add_special_tokens=False)["input_ids"]
+        ids: Any = tokenizer(anchor + text, add_special_tokens=False)["input_ids"]
+        if ids[: len(before)] == before:
+            return ids[len(before) :]
+    alone: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return alone

@@ -1,0 +1,149 @@
+"""What ends a turn of the assistant: one answer for the engine, conversations, offline training and exports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from troupe.workers.contract.config import ModelConfig
+from troupe.workers.data.plain_text import MARK, special_tokens
+from troupe.workers.data.tokenizer import PLAIN_TEMPLATE, load_tokenizer, render_as_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CONFIGS = ("generation_config.json", "config.json")
+"""Files of a model's folder that may name tokens at which sampling stops; the first one that exists, as in vLLM."""
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_ASKED = {"role": "user", "content": "x"}
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """The tokens that end a turn."""
+
+    ids: frozenset[int]
+    """Sampling stops at each of them."""
+    texts: tuple[str, ...]
+    """Their texts."""
+    own: int | None
+    """The one that ends a turn that was written, not sampled."""
+    closing: tuple[int, ...]
+    """What the chat template writes behind the last turn of a conversation, up to the end; empty: no special token."""
+    written: tuple[str, ...]
+    """The texts of what it writes behind a turn, the last one or one before others, up to the end."""
+    unnamed: str
+    """The end that the chat template writes and that the model's folder does not name; empty: it names it."""
+
+
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[Any, TurnEnds]] = WeakKeyDictionary()
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
+    """What ends a turn of the assistant.
+
+    These are the ends that the model's folder names (the end-of-sequence token of the tokenizer, and `eos_token_id` of
+    its generation configuration, or of its configuration where it has none), and the special token that the chat
+    template writes behind a turn.
+
+    Args:
+        tokenizer: Tokenizer that was loaded from the folder of its model.
+    """
+    state = (tokenizer.chat_template, tokenizer.eos_token_id, len(tokenizer))
+    known = _known.get(tokenizer)
+    if known is None or known[0] != state:
+        known = _known[tokenizer] = (state, _find(tokenizer))
+    return known[1]
+
+
+def without_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """The tokens of a turn without those that end it, if they were sampled."""
+    ends = turn_ends(tokenizer)
+    if not ids or ids[-1] not in ends.ids:
+        return list(ids)
+    closed = ends.closing and tuple(ids[-len(ends.closing) :]) == ends.closing
+    return list(ids[: -len(ends.closing)] if closed else ids[:-1])
+
+
+def name_end(model: ModelConfig, folder: Path) -> None:
+    """Name the chat template's end of a turn in an exported model, where the folder of `model` does not.
+
+    Without it, other tools do not know the end that the model was trained to write, and never stop.
+    """
+    ends = turn_ends(load_tokenizer(model))
+    if not ends.unnamed:
+        return
+    generation = folder / _CONFIGS[0]
+    if generation.is_file():
+        _change(generation, {"eos_token_id": sorted(ends.ids)})
+    for name in _TOKENIZER_SETTINGS:
+        if (folder / name).is_file():
+            _change(folder / name, {"eos_token": ends.unnamed})
+
+
+def _change(file: Path, fields: dict[str, Any]) -> None:
+    content = json.loads(file.read_bytes()) | fields
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _find(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
+    eos: Any = tokenizer.eos_token_id
+    named = {*_configured(Path(tokenizer.name_or_path)), *([] if eos is None else [int(eos)])}
+    last = _behind_a_turn(tokenizer, [], named)
+    closing: Any = tokenizer.convert_tokens_to_ids(last)
+    ids = frozenset({*named, *closing[-1:]})
+    written = {"".join(run) for run in (last, _behind_a_turn(tokenizer, [_ASKED], named)) if run and last}
+    return TurnEnds(
+        ids=ids,
+        texts=tuple(text for text in map(tokenizer.convert_ids_to_tokens, ids) if isinstance(text, str)),
+        own=closing[-1] if closing else eos,
+        closing=tuple(closing),
+        written=tuple(sorted(written, key=len, reverse=True)),
+        unnamed="".join(last[-1:]) if named.isdisjoint(closing) else "",
+    )
+
+
+def _configured(folder: Path) -> list[int]:
+    """The ids that a model's folder names as ends of a sequence."""
+    for name in _CONFIGS:
+        if (folder / name).is_file():
+            try:
+                found: Any = json.loads((folder / name).read_bytes())
+            except ValueError:
+                return []  # vLLM refuses such a folder
+            return _ids(found) if isinstance(found, Mapping) else []
+    return []
+
+
+def _ids(config: Mapping[str, Any]) -> list[int]:
+    text = config.get("text_config")
+    found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, Mapping) else None)
+    return [one for one in (found if isinstance(found, list) else [found]) if type(one) is int]
+
+
+def _behind_a_turn(
+    tokenizer: PreTrainedTokenizerBase, following: list[dict[str, Any]], named: Collection[int]
+) -> list[str]:
+    """The special tokens that the template writes behind a turn of the assistant: one, or all up to the first end.
+
+    Some templates close a part of the turn before the turn (Cohere's Command R7B). Empty: the template writes none.
+    """
+    if tokenizer.chat_template in (None, PLAIN_TEMPLATE):
+        return []
+    try:
+        text = render_as_text(tokenizer, [_ASKED, {"role": "assistant", "content": MARK}, *following], open_turn=False)
+    except Exception:  # a chat template can raise anything, and then it does not tell
+        return []
+    _, mark, behind = text.partition(MARK)
+    special, behind = special_tokens(tokenizer), behind.lstrip()
+    run = list[str]()
+    while mark and (found := special.match(behind)):
+        run.append(found[0])
+        if tokenizer.convert_tokens_to_ids(found[0]) in named:
+            return run
+        behind = behind[found.end() :]
+    return run[:1]

@@ -1,0 +1,69 @@
+"""Where the answer stands in a response: behind the thought, inside <answer> tags, in the last box."""
+
+from __future__ import annotations
+
+import re
+
+_THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning)>|\[/THINK\]")
+_THOUGHT_START = re.compile(r"<(?:think|thinking|thought|reasoning)>|\[THINK\]")
+_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s+(-?[0-9][0-9.,]*[0-9]|-?[0-9])(?![0-9])")
+_GROUPING = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|\{,\}|\u202f|\u00a0|\u2009)(?=[0-9]{3}(?![0-9]))")
+
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_PLAIN = str.maketrans({**_FULL_WIDTH, "\u2212": "-", "\u3002": ". ", "\u3001": ", ", "\u3000": " "})
+
+
+def visible(response: str, *, opens_thought: bool = False) -> str:
+    """The response behind its thought; empty where the thought does not end.
+
+    With `opens_thought` the chat template opens the thought, so that a response without the end of one was cut inside.
+    """
+    ends = list(_THOUGHT_END.finditer(response))
+    text = response[ends[-1].end() :] if ends else response
+    cut = _THOUGHT_START.search(text)
+    if cut is not None:
+        return text[: cut.start()]
+    return "" if opens_thought and not ends else text
+
+
+def answer_part(response: str, *, opens_thought: bool = False) -> tuple[str, bool]:
+    """(text, tagged): what the last <answer> tags of the visible response hold; without any, all of it."""
+    text = visible(response, opens_thought=opens_thought)
+    tagged = _TAGGED.findall(text)
+    return (tagged[-1] if tagged else text), bool(tagged)
+
+
+def plain(text: str) -> str:
+    """The text with ASCII in place of full-width forms and other minus signs, and without digit grouping of LaTeX."""
+    return _GROUPING.sub("", text.translate(_PLAIN))
+
+
+def last_box(text: str) -> tuple[str | None, str]:
+    r"""(content, text before): of the last \boxed{}, \fbox{} or \framebox{} that is closed; None if there is none.
+
+    A box that is not closed, cut at the longest response, is left out of the text before.
+    """
+    before, closings = text, _closings(text)
+    for opened in reversed(list(_BOX.finditer(text))):
+        end = closings.get(opened.end() - 1)
+        if end is not None:
+            percent = re.match(r"\s*\\?%", text[end + 1 :])
+            return text[opened.end() : end] + (percent.group() if percent else ""), text[: opened.start()]
+        before = text[: opened.start()]
+    bare = _BARE_BOX.findall(before)
+    return (bare[-1] if bare else None), before
+
+
+def _closings(text: str) -> dict[int, int]:
+    """Position of the brace that closes each opening one that is closed; escaped braces are text."""
+    found: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACES.finditer(text):
+        if brace.group() == "{":
+            opened.append(brace.start())
+        elif brace.group() == "}" and opened:
+            found[opened.pop()] = brace.start()
+    return found

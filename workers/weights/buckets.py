@@ -1,0 +1,158 @@
+"""Weights cut into buckets for transfers from device to device, and their checksums.
+
+A bucket is a uint8 buffer that holds consecutive tensors, each aligned to 64 bytes, with zeros in the gaps, so that
+tensors of different types share it. A tensor above the limit has its own bucket. Sender and receivers compute the same
+buckets from names, types and shapes alone, and the same checksums on their own device from the bytes that they hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from troupe.workers.contract.messages import TensorSpec
+from troupe.workers.weights.file import ALIGNMENT, DTYPES
+
+BUCKET_BYTES = 256 * 2**20
+"""Limit of a bucket; with 256 MiB, the time of a transfer no longer depends on the number of buckets."""
+Shape = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, type and whole shape of a tensor."""
+_ROW_WORDS = 4096
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The layout of one bucket."""
+
+    tensors: tuple[TensorSpec, ...]
+    """Their offsets are within the bucket."""
+    nbytes: int
+
+
+def buckets_of(shapes: Sequence[Shape], limit: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+    """The tensors in order, in buckets of at most `limit` bytes each.
+
+    Raises:
+        ValueError: A type cannot be sent.
+    """
+    buckets: list[Bucket] = []
+    held: list[TensorSpec] = []
+    size = 0
+    for name, dtype, shape in shapes:
+        kind = str(dtype).removeprefix("torch.")
+        if kind not in DTYPES:
+            raise ValueError(f"{name} has type {kind}, which cannot be sent")
+        nbytes = math.prod(shape) * dtype.itemsize
+        padded = nbytes + -nbytes % ALIGNMENT
+        if held and size + padded > limit:
+            buckets.append(Bucket(tuple(held), size))
+            held, size = [], 0
+        held.append(TensorSpec(name, kind, tuple(shape), size, nbytes))
+        size += padded
+    return (*buckets, Bucket(tuple(held), size)) if held else tuple(buckets)
+
+
+def largest_bucket(shapes: Sequence[Shape], limit: int = BUCKET_BYTES) -> int:
+    """Bytes of the largest bucket."""
+    return max((bucket.nbytes for bucket in buckets_of(shapes, limit)), default=0)
+
+
+def pack(bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
+    """Copy the bucket's tensors, the next ones of `tensors`, into the buffer.
+
+    Args:
+        bucket: The layout.
+        tensors: Names and tensors in the order of the layout.
+        buffer: uint8 [at least bucket.nbytes].
+
+    Returns:
+        uint8 [bucket.nbytes], a view of the buffer.
+
+    Raises:
+        ValueError: A tensor is not the one of the layout.
+    """
+    packed = buffer[: bucket.nbytes]
+    for spec in bucket.tensors:
+        name, tensor = next(tensors, ("", None))
+        if tensor is None or (name, _kind(tensor), tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
+            found = "nothing" if tensor is None else f"{name} {_kind(tensor)} {tuple(tensor.shape)}"
+            raise ValueError(f"the weights do not match their layout: {spec.name} is to be sent, the next is {found}")
+        end = spec.offset + spec.nbytes
+        packed[spec.offset : end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        packed[end : end + -end % ALIGNMENT].zero_()
+    return packed
+
+
+def unpack(bucket: Bucket, packed: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Names and tensors of a bucket, as views of its bytes.
+
+    Args:
+        bucket: The layout.
+        packed: uint8 [bucket.nbytes].
+    """
+    return [
+        (spec.name, packed[spec.offset : spec.offset + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape))
+        for spec in bucket.tensors
+    ]
+
+
+def checksums(bucket: Bucket, packed: torch.Tensor) -> torch.Tensor:
+    """Two checksums of each tensor: the sum of its 32-bit words, and the sum weighted by their positions.
+
+    They are computed modulo 2^64 on the device of the bytes, which are read twice. Any change of one word changes the
+    first, words that change places change the second. They detect faults of the transfer, not an attack.
+
+    Args:
+        bucket: The layout.
+        packed: uint8 [bucket.nbytes].
+
+    Returns:
+        int64 [tensors, 2].
+    """
+    words = packed.view(torch.int32)
+    bounds = [*(spec.offset // 4 for spec in bucket.tensors), bucket.nbytes // 4]
+    sums = [_checksum(words[start:end]) for start, end in itertools.pairwise(bounds)]
+    return torch.stack(sums)
+
+
+def weights_digest(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor]) -> str:
+    """Digest of names, types, shapes and checksums.
+
+    Args:
+        buckets: The layout of all weights.
+        sums: `checksums` of each bucket.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps([[s.name, s.dtype, s.shape] for bucket in buckets for s in bucket.tensors]).encode())
+    digest.update(torch.cat([part.cpu() for part in sums]).numpy().tobytes() if sums else b"")
+    return digest.hexdigest()
+
+
+def _checksum(words: torch.Tensor) -> torch.Tensor:
+    """int64 [2] of int32 [n]. Sums of rows and columns give the weighted sum without a weighted copy."""
+    rows, rest = divmod(words.numel(), _ROW_WORDS)
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
+    if rows:
+        table = words[: rows * _ROW_WORDS].view(rows, _ROW_WORDS)
+        by_row, by_column = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)
+        total[0] = by_row.sum()
+        total[1] = _ROW_WORDS * _weighted(by_row) + _weighted(by_column)
+    if rest:
+        tail = words[rows * _ROW_WORDS :].to(torch.int64)
+        total[0] += tail.sum()
+        total[1] += _weighted(tail) + rows * _ROW_WORDS * tail.sum()
+    return total
+
+
+def _weighted(values: torch.Tensor) -> torch.Tensor:
+    return (values * torch.arange(values.numel(), device=values.device)).sum()
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

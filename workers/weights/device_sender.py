@@ -1,0 +1,236 @@
+"""The trainer's side of weight transfers from device to device: packs buckets and drives the engines' side.
+
+Over a process group (nccl, gloo), rank 0 of the trainers broadcasts every bucket to all engine processes while they
+receive. Between processes on one GPU (ipc), every rank packs the bucket into a buffer on its own GPU, and the engine
+processes copy it from there. In both cases every trainer rank iterates over the weights, because ZeRO-3 gathers them
+together; a rank that fails to send goes on iterating, so that the others do not wait for it in a gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from troupe.workers.contract.config import TransferBackend
+from troupe.workers.contract.messages import WeightsSent
+from troupe.workers.contract.roles import EngineLink
+from troupe.workers.training.group import own_address
+from troupe.workers.weights.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    Shape,
+    buckets_of,
+    checksums,
+    pack,
+    weights_digest,
+)
+from troupe.workers.weights.gpu_handles import export_handle, gpu_id
+from troupe.workers.weights.transfer_group import GroupBackend, TransferFailed, TransferGroup, open_store
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+class DeviceSender(Protocol):
+    """Sends versions of the weights to the engines of one link."""
+
+    def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
+        """Send these weights as `version`. Collective; only rank 0 returns what was sent.
+
+        Raises:
+            TransferFailed: An engine failed or did not answer; the sender is of no more use.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the engines."""
+        ...
+
+
+def device_sender(
+    backend: TransferBackend,
+    link: EngineLink,
+    shapes: Sequence[Shape],
+    rank: int,
+    device: torch.device,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> DeviceSender:
+    """The sender of a back-end, connected to the engines. Collective.
+
+    Args:
+        backend: nccl, gloo or ipc.
+        link: The engines; only rank 0 calls them.
+        shapes: Names, types and whole shapes, in the order of the weights.
+        rank: Rank of this trainer.
+        device: Device of the weights.
+        bucket_bytes: Limit of a bucket.
+
+    Raises:
+        TransferFailed: An engine did not join.
+        ValueError: The back-end does not send from device to device, or a type cannot be sent.
+    """
+    buckets = buckets_of(shapes, bucket_bytes)
+    described = {
+        "backend": backend,
+        "bucket_bytes": bucket_bytes,
+        "tensors": [[spec.name, spec.dtype, list(spec.shape)] for bucket in buckets for spec in bucket.tensors],
+    }
+    match backend:
+        case "nccl" | "gloo":
+            return GroupSender(backend, link, buckets, described, rank, device)
+        case "ipc":
+            return SharedGpuSender(link, buckets, described, rank, device)
+        case "shm":
+            raise ValueError("shm writes a file and has no sender")
+
+
+class GroupSender:
+    """Broadcasts from rank 0 of the trainers to every engine process."""
+
+    def __init__(
+        self,
+        backend: GroupBackend,
+        link: EngineLink,
+        buckets: Sequence[Bucket],
+        described: dict[str, Any],
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._link = link
+        self._buckets = buckets
+        self._device = device
+        self._group: TransferGroup | None = None
+        self._calls = ThreadPoolExecutor(1, thread_name_prefix="engines")
+        if rank == 0:
+            address = own_address()
+            store = open_store(address)
+            size = 1 + link.processes
+            joined = self._calls.submit(
+                link.join, described | {"address": address, "port": store.port, "first_rank": 1, "world_size": size}
+            )
+            self._group = TransferGroup(backend, store, 0, size, device, check=lambda: _raise_failure(joined))
+            joined.result()
+
+    def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
+        """See `DeviceSender`."""
+        if self._group is None:
+            for _ in tensors:
+                pass
+            return None
+        try:
+            self._link.start()
+            received = self._calls.submit(self._link.receive, {"version": version})
+            digest = self._broadcast(self._group, tensors, received)
+            received.result()
+            acks = self._link.finish(version, digest)
+        except BaseException:
+            self.close()
+            for _ in tensors:
+                pass
+            raise
+        return WeightsSent(version, digest, sum(bucket.nbytes for bucket in self._buckets), tuple(acks))
+
+    def close(self) -> None:
+        """See `DeviceSender`."""
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+        self._calls.shutdown(wait=False, cancel_futures=True)
+
+    def _broadcast(self, group: TransferGroup, tensors: NamedTensors, received: Future[None]) -> str:
+        """Send all buckets, the next one packed while one is under way; returns the digest of what was packed."""
+        group.check = lambda: _raise_failure(received)
+        sums: list[torch.Tensor] = []
+        size = max((bucket.nbytes for bucket in self._buckets), default=0)
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, len(self._buckets)))]
+        wait: Callable[[], None] | None = None
+        for number, bucket in enumerate(self._buckets):
+            packed = pack(bucket, tensors, buffers[number % 2])
+            sums.append(checksums(bucket, packed))
+            if wait is not None:
+                wait()
+            wait = group.broadcast(packed)
+        _expect_end(tensors)
+        if wait is not None:
+            wait()
+        return weights_digest(self._buckets, sums)
+
+
+class SharedGpuSender:
+    """Has the engine processes copy every bucket from a buffer on the GPU that they share with a trainer rank."""
+
+    def __init__(
+        self,
+        link: EngineLink,
+        buckets: Sequence[Bucket],
+        described: dict[str, Any],
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._link = link
+        self._buckets = buckets
+        self._device = device
+        self._rank = rank
+        if rank == 0:
+            link.join(described)
+
+    def send(self, version: int, tensors: NamedTensors) -> WeightsSent | None:
+        """See `DeviceSender`."""
+        size = max((bucket.nbytes for bucket in self._buckets), default=0)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        sums: list[torch.Tensor] = []
+        self._on_rank_0(self._link.start)
+        for number, bucket in enumerate(self._buckets):
+            packed = pack(bucket, tensors, buffer)
+            sums.append(checksums(bucket, packed))
+            handles = self._handles(packed)
+            self._on_rank_0(lambda: self._link.receive({"version": version, "bucket": number, "handles": handles}))  # noqa: B023
+        _expect_end(tensors)
+        if self._rank != 0:
+            return None
+        digest = weights_digest(self._buckets, sums)
+        acks = self._link.finish(version, digest)
+        return WeightsSent(version, digest, sum(bucket.nbytes for bucket in self._buckets), tuple(acks))
+
+    def close(self) -> None:
+        """See `DeviceSender`."""
+
+    def _handles(self, packed: torch.Tensor) -> dict[str, Any]:
+        """The handle of every rank's buffer, by the GPU's id."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        own = {gpu_id(self._device): export_handle(packed)}
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return own
+        gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, own)
+        return {gpu: handle for part in gathered for gpu, handle in part.items()}
+
+    def _on_rank_0(self, call: Callable[[], None]) -> None:
+        """Run a call on rank 0 while the others wait; its failure is raised on every rank."""
+        outcome = [""]
+        failure: BaseException | None = None
+        if self._rank == 0:
+            try:
+                call()
+            except Exception as error:
+                failure, outcome = error, [str(error) or type(error).__name__]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(outcome, src=0)
+        if outcome[0]:
+            raise TransferFailed(outcome[0]) from failure
+
+
+def _raise_failure(call: Future[None]) -> None:
+    """Raise what the engines' side has raised, if it ended with an error."""
+    if call.done():
+        call.result()
+
+
+def _expect_end(tensors: NamedTensors) -> None:
+    extra = next(tensors, None)
+    if extra is not None:
+        raise ValueError(f"the weights do not match their layout: {extra[0]} is not to be sent")

@@ -1,0 +1,111 @@
+"""Loads new weights into a running vLLM model layer by layer, and says which layers got none.
+
+vLLM only logs a warning for a layer without new weights, and keeps its old ones. Here the update is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+class IncompleteUpdate(RuntimeError):
+    """The update did not contain every weight of the model."""
+
+
+class ModelReload:
+    """One update of a model's weights after another, each in any number of parts."""
+
+    def __init__(self, model: torch.nn.Module, config: ModelConfig) -> None:
+        self._model = model
+        self._config = config
+        self._tied_heads = _tied_heads(model)
+        self._active = False
+
+    def begin(self) -> None:
+        """Begin an update. One that has not ended, because its sender is gone, is abandoned."""
+        if self._active:
+            self.abandon()
+        initialize_layerwise_reload(self._model)
+        self._active = True
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load a part. A tensor may be read until `end`: nothing else may be written to its memory before."""
+        with disable_mtp_completeness_check():
+            self._model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
+
+    def end(self) -> None:
+        """End the update. Raises IncompleteUpdate if layers got no weights; the model is a mixture then."""
+        missing = _missing_layers(self._model, self._tied_heads)
+        self.abandon()
+        if missing:
+            raise IncompleteUpdate(f"the update lacks weights of {', '.join(missing)}")
+
+    def abandon(self) -> None:
+        """Restore the modules that a later update loads into, with whatever they have."""
+        self._active = False
+        finalize_layerwise_reload(self._model, self._config)
+        _repack_heads(self._model)
+
+
+def _heads(model: torch.nn.Module) -> Iterator[tuple[str, ParallelLMHead]]:
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLMHead):
+            yield name, module
+
+
+def _tied_heads(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the output heads whose weight is the embedding's."""
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding | torch.nn.Embedding)]
+    return frozenset(
+        name for name, head in _heads(model) if any(m is not head and m.weight is head.weight for m in embeddings)
+    )
+
+
+def _repack_heads(model: torch.nn.Module) -> None:
+    """Repack every output head from its weight.
+
+    On the CPU a head multiplies by a packed copy. A tied head gets its new weight through the embedding, which the
+    reload does not notice: without this, the copy would silently keep the last layer of the old policy.
+    """
+    for _, head in _heads(model):
+        if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _missing_layers(model: torch.nn.Module, tied_heads: frozenset[str]) -> list[str]:
+    """Modules that the reload still waits for. vLLM only logs a warning and keeps their old weights.
+
+    Attention layers are processed at the end by design, a tied head has no separate weights, and the rows that pad a
+    vocabulary are not part of an update.
+    """
+    missing = []
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if name in tied_heads or not info.can_load() or is_deferred_attention_layer(module):
+            continue
+        if all(parameter is None for parameter in module._parameters.values()):
+            continue
+        if isinstance(module, VocabParallelEmbedding) and info.load_numel > 0:
+            continue
+        missing.append(name)
+    return missing
+
+
+# vLLM warns of every module that is tied or has only buffers. Weights that are really missing raise IncompleteUpdate.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)

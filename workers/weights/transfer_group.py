@@ -1,0 +1,143 @@
+"""The process group of a transfer: the sender has rank 0, every engine process has one of the others.
+
+It is separate from the trainers' and the engines' own groups. NCCL connects GPUs; gloo connects hosts, and runs the
+same code where there is no GPU. Every wait is bounded and ends as soon as the caller sees that another member failed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
+
+T = TypeVar("T")
+
+GroupBackend = Literal["gloo", "nccl"]
+BOUND_S = 120.0
+"""Longest wait for all members to join, and for the broadcast of one bucket."""
+_GREETING = 4711
+_POLL_S = 0.0005
+_PATIENCE = timedelta(minutes=30)
+"""Timeout of the library, beyond ours."""
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class TransferFailed(RuntimeError):
+    """A member of a transfer group is gone, failed, or does not answer."""
+
+
+def open_store(address: str) -> TCPStore:
+    """The store of a new group on a free port of this host (`store.port`)."""
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=BOUND_S))
+
+
+def connect_store(address: str, port: int) -> TCPStore:
+    """The store that the sender has opened."""
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=BOUND_S))
+
+
+def _nothing() -> None:
+    """No member reports failures."""
+
+
+class TransferGroup:
+    """This process's membership in a transfer group."""
+
+    def __init__(
+        self,
+        backend: GroupBackend,
+        store: TCPStore,
+        rank: int,
+        size: int,
+        device: torch.device,
+        check: Callable[[], None] = _nothing,
+        bound_s: float = BOUND_S,
+    ) -> None:
+        """Join. Every member does so at the same time.
+
+        Args:
+            backend: The library.
+            store: Store of the group.
+            rank: Rank of this process; the sender has 0.
+            size: Number of members.
+            device: Device of the tensors.
+            check: Raises if another member has failed; called while this one waits.
+            bound_s: Longest wait for the others, in seconds, here and in `broadcast`.
+
+        Raises:
+            TransferFailed: A member did not join.
+        """
+        self.check = check
+        """Raises if another member has failed; called while this one waits."""
+        self._bound_s = bound_s
+        self._rank = rank
+        store.set(f"here/{rank}", "1")
+        self._until(lambda: store.check([f"here/{other}" for other in range(size)]), "not every member has joined")
+        self._group = _group(backend, store, rank, size)
+        greeting = torch.full((1,), _GREETING if rank == 0 else 0, dtype=torch.int64, device=device)
+        self.broadcast(greeting)()
+        if int(greeting.item()) != _GREETING:
+            raise TransferFailed("the first broadcast of the transfer group did not arrive")
+
+    def broadcast(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to send the tensor (rank 0) or to receive it (the others); returns the wait for its end.
+
+        The wait raises TransferFailed if a member fails or the bound passes; the group is then of no more use.
+        """
+        work = self._group.broadcast(tensor, 0)
+
+        def wait() -> None:
+            self._until(work.is_completed, "a broadcast did not end")
+            self._step(work.wait, "a broadcast failed")
+            if tensor.is_cuda:
+                torch.cuda.current_stream().synchronize()
+
+        return wait
+
+    def leave(self) -> None:
+        """Leave the group and free its connections. Members that still wait for this one fail."""
+        self._group.abort()
+
+    def _until(self, done: Callable[[], bool], failure: str) -> None:
+        deadline = time.monotonic() + self._bound_s
+        while not self._step(done, failure):
+            self.check()
+            if time.monotonic() > deadline:
+                raise TransferFailed(f"rank {self._rank}: {failure} in {self._bound_s:g} s")
+            time.sleep(_POLL_S)
+
+    def _step(self, step: Callable[[], T], failure: str) -> T:
+        try:
+            return step()
+        except RuntimeError as error:
+            raise TransferFailed(f"rank {self._rank}: {failure}: {error}") from error
+
+
+def _group(backend: GroupBackend, store: TCPStore, rank: int, size: int) -> Any:
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, _PATIENCE)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _PATIENCE
+    with _errors_are_ours():
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _errors_are_ours() -> Iterator[None]:
+    """NCCL groups made here report errors instead of ending the process, which serves or trains on."""
+    before = os.environ.get(_NCCL_ERRORS)
+    os.environ[_NCCL_ERRORS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NCCL_ERRORS]
+        else:
+            os.environ[_NCCL_ERRORS] = before
