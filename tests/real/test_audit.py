@@ -203,6 +203,7 @@ HIDDEN = {
     "the engine's head is in bfloat16": "less than the rounding of the layers",
     "the engine's head is in float16": "less than the rounding of the layers",
     "the trainer's head is in bfloat16": "less than the rounding of the layers",
+    "the engine samples with a repetition penalty": "less than the rounding: short responses repeat few tokens",
 }
 """Faults that do not show in bfloat16 with a float32 head, on this model with its small logits, and why."""
 
