@@ -46,7 +46,6 @@ def save_experts(folder: Path, tokenizer: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,
         num_experts=4,
         num_experts_per_tok=2,
         max_position_embeddings=2048,

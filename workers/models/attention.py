@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from troupe.workers.contract.config import Device
 from troupe.workers.models.small_copy import VOCABULARY, small_copies
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ def choose_attention(path: str, trust_remote_code: bool) -> str | None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    for small in small_copies(config.get_text_config()):
+    text = config.get_text_config()
+    if not hasattr(text, "num_attention_heads"):
+        return None
+    for small in small_copies(text):
         try:
             model, distance = _compare(small, trust_remote_code)
         except Exception as error:  # an architecture may refuse the sizes in any way
@@ -78,7 +82,7 @@ def _compare(small: PreTrainedConfig, trust_remote_code: bool) -> tuple[PreTrain
 
     The distance is a fraction of the length of the states.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)  # all ranks must come to the same result
         model = _build(small, trust_remote_code)
@@ -87,7 +91,7 @@ def _compare(small: PreTrainedConfig, trust_remote_code: bool) -> tuple[PreTrain
         _randomize(model)
         eager = _build(small, trust_remote_code, attn_implementation=EAGER)
         eager.load_state_dict(model.state_dict())
-        found, expected = (_states(one.to(device)) for one in (model, eager))
+        found, expected = (_states(one, device) for one in (model, eager))
     return model, float((found - expected).norm() / expected.norm())
 
 
@@ -109,10 +113,10 @@ def _randomize(model: PreTrainedModel) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
 
-def _states(model: PreTrainedModel) -> torch.Tensor:
+def _states(model: PreTrainedModel, device: Device) -> torch.Tensor:
     """float32 [tokens, hidden size], of the tokens of two texts, one of them padded on the right."""
-    places = torch.arange(max(_LENGTHS), device=model.device)
-    mask = (places < torch.tensor(_LENGTHS, device=model.device)[:, None]).long()
-    ids = (7 * torch.arange(mask.numel(), device=model.device).view_as(mask) + 2) % VOCABULARY
+    torch.nn.Module.to(model, device)
+    mask = (torch.arange(max(_LENGTHS)) < torch.tensor(_LENGTHS)[:, None]).long().to(device)
+    ids = (7 * torch.arange(mask.numel(), device=device).view_as(mask) + 2) % VOCABULARY
     output: Any = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     return output[0][mask.bool()].float()

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 VOCABULARY = 64
 _SPAN = 6
 """Tokens of a window or chunk of attention in a copy, so that a short text exceeds it."""
+_SCANNED = 16
+"""Tokens of a chunk that a recurrent layer computes at once; the result does not depend on it."""
 _LEAST_LAYERS = 2
 _MOST_LAYERS = 6
 _KINDS = 4
@@ -34,6 +36,8 @@ def small_copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     for name, value in list(vars(small).items()):
         if isinstance(value, int | float) and not isinstance(value, bool):
             _cut_number(small, name, value)
+        elif isinstance(value, list) and "intermediate" in name:
+            setattr(small, name, [min(width, _FEED_FORWARD) for width in value])
     narrow = copy.deepcopy(small)
     _cut_heads(narrow)
     yield narrow
@@ -67,6 +71,8 @@ def _cut_number(config: Any, name: str, value: float) -> None:
         setattr(config, name, VOCABULARY)
     elif "window" in name or "attention_chunk" in name:
         setattr(config, name, min(value, _SPAN))
+    elif "chunk_size" in name:
+        setattr(config, name, min(value, _SCANNED))
     elif "softcap" in name:
         setattr(config, name, min(value, _CAP))
     elif "intermediate" in name or name in ("ffn_dim", "n_inner"):

@@ -11,12 +11,15 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     FalconConfig,
+    FalconH1Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     Olmo2Config,
     Phi3Config,
@@ -112,6 +115,8 @@ LARGE: dict[str, tuple[PreTrainedConfig, str | None]] = {
     "gpt-oss": (GptOssConfig(), None),
     "gemma3": (Gemma3TextConfig(), None),
     "llama4": (Llama4TextConfig(), None),
+    "gemma3n": (Gemma3nTextConfig(), None),
+    "falcon-h1": (FalconH1Config(), None),
     "mistral": (MistralConfig(), None),
     "qwen3-moe": (Qwen3MoeConfig(), None),
     "llama-70b": (
@@ -139,9 +144,15 @@ def test_the_trial_of_a_large_model_is_small_and_has_a_layer_of_every_kind(famil
     small = next(small_copies(config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small)
-    assert sum(parameter.numel() for parameter in model.parameters()) < 20e6
+    assert sum(parameter.numel() for parameter in model.parameters()) < 50e6
     kinds = getattr(config, "layer_types", None) or []
     assert set(getattr(small, "layer_types", None) or []) == set(kinds)
+
+
+def test_a_model_without_attention_is_not_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Mamba2Config().save_pretrained(tmp_path)
+    assert choose_attention(str(tmp_path), trust_remote_code=False) is None
+    assert not caplog.text
 
 
 def test_a_model_without_a_small_copy_keeps_the_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
