@@ -51,6 +51,7 @@ from troupe.workers.contract.messages import (
     TrainSummary,
     UpdateMetrics,
     WeightAck,
+    WeightsSent,
     WeightUpdate,
     WorkerGone,
     WorkerHealth,
@@ -292,9 +293,10 @@ class FakeEngine:
     async def transfer_receive(self, update_info: dict[str, Any]) -> None:
         """Receives nothing."""
 
-    async def transfer_finish(self, version: int) -> None:
+    async def transfer_finish(self, version: int, digest: str) -> WeightAck:
         """Serves the version."""
         self.version = version
+        return WeightAck(self.name, version, digest, 0.0)
 
     def _sampled(self, count: int, oldest: int) -> tuple[SampleSummary, ...]:
         return _samples(count, oldest, self.version)
@@ -578,9 +580,9 @@ class FakePolicy(FakeTrainer):
     async def connect_engines(self, link: EngineLink) -> None:
         """Connects to nothing."""
 
-    async def send_weights(self, version: int) -> int:
+    async def send_weights(self, version: int) -> WeightsSent | None:
         """Sends nothing."""
-        return 0
+        return None
 
     def _rows(self, request: PrepareRequest) -> tuple[TrainRow, ...]:
         """Every row but the first has an advantage."""

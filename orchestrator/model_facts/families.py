@@ -133,6 +133,12 @@ def count_of(config: Mapping[str, Any]) -> Count | None:
     )
 
 
+def has_own_head(config: Mapping[str, Any]) -> bool:
+    """Whether a model of a known family has an output head of its own: it does not share the embedding's weight."""
+    config = with_defaults(config)
+    return str(config.get("model_type")) in _FEED_FORWARD and not config.get("tie_word_embeddings")
+
+
 def fused_experts(config: Mapping[str, Any]) -> int:
     """Numbers in the tensor that transformers makes of the first matrices of a layer's experts; 0 without experts."""
     experts = _experts(config)

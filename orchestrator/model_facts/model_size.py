@@ -20,6 +20,7 @@ from troupe.orchestrator.model_facts.families import (
     ModelShape,
     count_of,
     fused_experts,
+    has_own_head,
     shape_of,
     with_defaults,
 )
@@ -126,6 +127,18 @@ def check_weights(folder: Path) -> None:
         size, stored = path.stat().st_size, header + max((tensor.end for tensor in tensors), default=0)
         if size < stored:
             raise SizeUnknown(f"{path} is incomplete: it has {size} of {stored} bytes; download or copy it again")
+
+
+def lacks_head(folder: Path) -> bool:
+    """Whether the files of a folder hold a model with an output head of its own, but not that head.
+
+    Raises:
+        SizeUnknown: The folder cannot be read.
+    """
+    if not has_own_head(read_config(folder)):
+        return False
+    names = {tensor.name for tensor in _tensors(folder)}
+    return any(name.endswith("embed_tokens.weight") for name in names) and names.isdisjoint(_HEADS)
 
 
 def quantization(config: Mapping[str, Any]) -> str:

@@ -183,6 +183,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             *preflight.missing_models(self.models()),
             *preflight.missing_templates(self.models()),
             *preflight.broken_weights(self.models()),
+            *preflight.headless(self.models(), self.trains),
             *self.model_problems(self.models()),
             *preflight.missing_data(self.data_sources()),
             *preflight.missing_libraries(self.data_sources(), self.output.sinks),
@@ -197,6 +198,7 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return [
             *preflight.wrong_kinds(models, self.trains),
             *preflight.quantized(models),
+            *preflight.smaller_vocabularies(models),
             *preflight.too_long(models, self.sequence_lengths()),
         ]
 

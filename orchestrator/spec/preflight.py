@@ -20,6 +20,7 @@ from troupe.orchestrator.model_facts.model_size import (
     SizeUnknown,
     check_weights,
     config_or_empty,
+    lacks_head,
     quantization,
     read_config,
 )
@@ -203,6 +204,43 @@ def broken_weights(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
                 check_weights(folder)
             except SizeUnknown as error:
                 yield f"{section}.path", str(error)
+
+
+def headless(models: Mapping[str, ModelConfig], trains: Trains) -> Iterator[Finding]:
+    """Language models whose files hold no output head, by the path of their field.
+
+    Critics and reward models need none, nor does the model that a reward model is trained from.
+    """
+    for section, model in models.items():
+        if section in (_REWARD_MODEL, _EITHER_KIND) or (section == "model" and trains == "reward_model"):
+            continue
+        folder = Path(model.path)
+        try:
+            lacking = not model_folder(folder) and lacks_head(folder)
+        except SizeUnknown:  # `broken_weights` says why
+            continue
+        if lacking and not _architecture(config_or_empty(folder)).endswith(_CLASSIFIERS):
+            yield (
+                f"{section}.path",
+                "its files hold no output head (lm_head.weight), and tie_word_embeddings is false: it would be random",
+            )
+
+
+def smaller_vocabularies(models: Mapping[str, ModelConfig]) -> Iterator[Finding]:
+    """Models that read the trained model's tokens and have no embedding for some, by the path of their field."""
+    if "model" not in models:
+        return
+    own = _text_config(Path(models["model"].path)).get("vocab_size")
+    for section in (_EITHER_KIND, "roles.reference.model"):
+        found = _text_config(Path(models[section].path)).get("vocab_size") if section in models else None
+        if isinstance(own, int) and isinstance(found, int) and found < own:
+            yield (
+                f"{section}.path",
+                (
+                    f"its vocabulary has {found} tokens and the trained model's {own}: it reads the trained model's "
+                    "tokens, and has no embedding for some"
+                ),
+            )
 
 
 def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tuple[str, int]]) -> Iterator[Finding]:

@@ -251,6 +251,10 @@ def test_a_sample_the_model_cannot_take_fails_alone(tmp_path: Path) -> None:
     short, long = model.score(rollouts(["a", "b"], ids=[[4], [5] * 40]))
     assert short.status == "ok"
     assert long == Outcome(None, "error: 43 tokens; the reward model takes 1 to 32")
+    rows = model.vocab_size
+    short, unknown = model.score(rollouts(["a", "b"], ids=[[4], [rows]]))
+    assert short.status == "ok"
+    assert unknown == Outcome(None, f"error: token {rows}; the reward model's embedding has {rows} rows")
 
 
 def test_a_score_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:

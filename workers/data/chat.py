@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from troupe.workers.data.tokenizer import render, token_ids
+from troupe.workers.data.tokenizer import outside_embedding, render, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: str, longest: in
         longest: Maximum number of tokens.
 
     Raises:
-        PromptRefused: the messages are invalid, empty, or do not become 1 to `longest` tokens.
+        PromptRefused: the messages are invalid, empty, do not become 1 to `longest` tokens, or the model has no
+            embedding for one of these.
     """
     try:
         turns = json.loads(messages)
@@ -46,6 +47,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: str, longest: in
         ids = token_ids(tokenizer, render(tokenizer, turns, open_turn=True))
     except Exception as error:  # a chat template can raise anything
         raise PromptRefused(f"{type(error).__name__}: {error}") from error
+    if why := outside_embedding(tokenizer, ids):
+        raise PromptRefused(why)
     if not 1 <= len(ids) <= longest:
         raise PromptRefused(f"the prompt has {len(ids)} tokens; 1 to {longest} fit besides the longest response")
     return ids

@@ -22,7 +22,7 @@ from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_BATCH, EXAMPLES, ExampleBatchSummary, ExampleSummary
 from troupe.workers.data.chat import PromptRefused, encode_prompt
 from troupe.workers.data.plain_text import MARK, as_text, restored, text_ids
-from troupe.workers.data.tokenizer import render, render_as_text, token_ids
+from troupe.workers.data.tokenizer import outside_embedding, render, render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, ragged
 
@@ -66,7 +66,8 @@ def encode_turns(
 
     Raises:
         ExampleRefused: the template's rendering of the whole conversation does not continue the prompt of a turn or
-            does not have the turn's text, the template fails, or nothing defines how a turn ends.
+            does not have the turn's text, the template fails, nothing defines how a turn ends, or the model has no
+            embedding for a token.
     """
     said = json.loads(messages)
     whole = _render(tokenizer, [*said, *turns], open_turn=False)
@@ -90,6 +91,8 @@ def encode_turns(
         ids, mask = [*ids, *reply], [*mask, *(True for _ in reply)]
         if closing and ids[-1] not in turn_ends(tokenizer).ids:
             mask[-1] = False  # the template closes an earlier turn with a token at which sampling does not stop
+    if why := outside_embedding(tokenizer, ids):
+        raise ExampleRefused(why)
     return ids, mask
 
 

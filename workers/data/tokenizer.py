@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +120,28 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """
     ids = text_ids(tokenizer, text)
     return ids if tokenizer.chat_template != PLAIN_TEMPLATE else [*before_a_text(tokenizer), *ids]
+
+
+def outside_embedding(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The first token that the model of the tokenizer's folder has no embedding for, in words; empty: there is none."""
+    rows = _embedding_rows(str(tokenizer.name_or_path))
+    found = next((token for token in ids if rows is not None and token >= rows), None)
+    if found is None:
+        return ""
+    text = str(tokenizer.decode([found]))
+    return f"the token {found} ({text!r}) is outside the model's embedding, which has {rows} rows"
+
+
+@cache
+def _embedding_rows(folder: str) -> int | None:
+    """Rows of the embedding, by the configuration of a model; None: it does not say."""
+    try:
+        config: Any = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    sizes = [part.get("vocab_size") for part in parts if isinstance(part, dict)]
+    return next((size for size in sizes if type(size) is int), None)
 
 
 def before_a_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:

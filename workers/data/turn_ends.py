@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _CONFIGS = ("generation_config.json", "config.json")
 """Files of a model's folder that may name tokens at which sampling stops; the first one that exists, as in vLLM."""
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_MOST = 1 << 31
+"""Ids of tokens are below. Some configurations have -1 for no token."""
 _ASKED = {"role": "user", "content": "x"}
 
 
@@ -74,7 +76,10 @@ def name_end(model: ModelConfig, folder: Path) -> None:
 
     Without it, other tools do not know the end that the model was trained to write, and never stop.
     """
-    ends = turn_ends(load_tokenizer(model))
+    try:
+        ends = turn_ends(load_tokenizer(model))
+    except ValueError:  # a critic's model may have no tokenizer
+        return
     if not ends.unnamed:
         return
     generation = folder / _CONFIGS[0]
@@ -122,7 +127,7 @@ def _configured(folder: Path) -> list[int]:
 def _ids(config: Mapping[str, Any]) -> list[int]:
     text = config.get("text_config")
     found = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, Mapping) else None)
-    return [one for one in (found if isinstance(found, list) else [found]) if type(one) is int]
+    return [one for one in (found if isinstance(found, list) else [found]) if type(one) is int and 0 <= one < _MOST]
 
 
 def _behind_a_turn(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from troupe.workers.contract.environments import Message
 from troupe.workers.data.plain_text import as_text, restored, text_ids
-from troupe.workers.data.tokenizer import render_as_text, token_ids
+from troupe.workers.data.tokenizer import outside_embedding, render_as_text, token_ids
 from troupe.workers.data.turn_ends import turn_ends, without_end
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Conversation:
             tools: Tools that the template offers, as JSON schemas of functions.
 
         Raises:
-            ConversationError: the template raised.
+            ConversationError: the template raised, or wrote a token that the model has no embedding for.
         """
         self._tokenizer = tokenizer
         self._tools: list[Any] | None = as_text(tokenizer, list(tools)) if tools else None
@@ -61,7 +61,7 @@ class Conversation:
         self._text = self._render(self._shown)
         """The template's rendering of the latest prompt."""
         self._response: list[int] = []
-        self.prompt_ids: list[int] = token_ids(tokenizer, self._text)
+        self.prompt_ids: list[int] = self._known(token_ids(tokenizer, self._text))
         """The next prompt. Within a row, it only grows."""
 
     @property
@@ -85,7 +85,7 @@ class Conversation:
         """Append what follows a turn of the policy, up to the opening of its next turn.
 
         Raises:
-            ConversationError: the template raised.
+            ConversationError: the template raised, or wrote a token that the model has no embedding for.
         """
         *before, turn = self._shown
         new = as_text(self._tokenizer, list(messages))
@@ -104,9 +104,9 @@ class Conversation:
         self._shown = [*before, shown, *new]
         self._text = text
         if behind is None:
-            self.prompt_ids = token_ids(self._tokenizer, text)
+            self.prompt_ids = self._known(token_ids(self._tokenizer, text))
             return Added([], forked=True)
-        added = self._tokenize_behind(behind)
+        added = self._known(self._tokenize_behind(behind))
         self.prompt_ids = [*self.prompt_ids, *added]
         return Added(added)
 
@@ -115,6 +115,12 @@ class Conversation:
             return render_as_text(self._tokenizer, list(messages), open_turn=open_turn, tools=self._tools)
         except Exception as error:  # a chat template can raise anything
             raise ConversationError(f"{type(error).__name__}: {error}") from error
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """The tokens, for all of which the model has an embedding. Raises ConversationError."""
+        if why := outside_embedding(self._tokenizer, ids):
+            raise ConversationError(why)
+        return ids
 
     def _behind(self, text: str, until_turn: Sequence[Message]) -> str | None:
         """The part of a rendering behind the policy's turn, and behind its end where that was sampled.

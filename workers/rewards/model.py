@@ -59,14 +59,12 @@ class RewardModel:
     def score(self, rollouts: pa.Table) -> list[Outcome]:
         """Score of every row of a ROLLOUTS table.
 
-        A row that is too long for the model, or with a score that is not finite, has a failed outcome.
+        A row that is too long for the model, has a token outside its embedding, or gets a score that is not finite, has
+        a failed outcome.
         """
         sequences = self.encode(rollouts)
-        outcomes: list[Outcome] = [
-            Outcome(None, f"error: {len(ids)} tokens; the reward model takes 1 to {self.max_tokens}")
-            for ids in sequences
-        ]
-        fitting = [row for row, ids in enumerate(sequences) if 0 < len(ids) <= self.max_tokens]
+        outcomes = [Outcome(None, self._unusable(ids)) for ids in sequences]
+        fitting = [row for row, outcome in enumerate(outcomes) if not outcome.status]
         lengths, forward = {row: len(sequences[row]) for row in fitting}, self._packed if self.packs else self._padded
         for batch in budget_batches(lengths, self.micro_batch_tokens, packed=self.packs):
             scores = forward([sequences[row] for row in batch])
@@ -74,6 +72,13 @@ class RewardModel:
                 finite = math.isfinite(score)
                 outcomes[row] = Outcome(score) if finite else Outcome(None, f"not a finite number: {score}")
         return outcomes
+
+    def _unusable(self, ids: Sequence[int]) -> str:
+        """Why the model cannot read a sequence; empty: it can."""
+        if not 0 < len(ids) <= self.max_tokens:
+            return f"error: {len(ids)} tokens; the reward model takes 1 to {self.max_tokens}"
+        outside = max(ids) >= self.vocab_size
+        return f"error: token {max(ids)}; the reward model's embedding has {self.vocab_size} rows" if outside else ""
 
     def encode(self, rollouts: pa.Table) -> list[list[int]]:
         """Token ids of prompt plus response for this model.

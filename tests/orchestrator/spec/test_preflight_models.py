@@ -16,7 +16,9 @@ from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.preflight import (
     CPU_HEAD_SIZES,
     broken_weights,
+    headless,
     quantized,
+    smaller_vocabularies,
     undivided_models,
     unsupported_head_size,
     wrong_kinds,
@@ -189,6 +191,57 @@ def test_a_file_of_the_index_that_is_missing_is_named(tmp_path: Path) -> None:
     assert field == "model.path" and why.endswith("model-2.safetensors: No such file or directory")
 
 
+def tensors(*names: str) -> bytes:
+    offsets = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    header = json.dumps(dict.fromkeys(names, offsets)).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(16)
+
+
+BODY = ("model.embed_tokens.weight", "model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("section", "trains", "config", "names", "refused"),
+    [
+        ("model", "policy", {"model_type": "llama"}, BODY, True),
+        ("roles.reference.model", "policy", {"model_type": "qwen3", "tie_word_embeddings": False}, BODY, True),
+        ("roles.judge.model", "policy", {"model_type": "mixtral"}, BODY, True),
+        ("model", "reward_model", {"model_type": "llama"}, BODY, False),
+        ("roles.critic.model", "policy", {"model_type": "llama"}, BODY, False),
+        ("roles.reward.model", "policy", {"model_type": "llama"}, BODY, False),
+        ("model", "policy", {"model_type": "llama"}, (*BODY, "lm_head.weight"), False),
+        ("model", "policy", {"model_type": "llama", "tie_word_embeddings": True}, BODY, False),
+        ("model", "policy", {"model_type": "gemma2"}, BODY, False),
+        ("model", "policy", {"model_type": "unknown"}, BODY, False),
+        ("model", "policy", {"model_type": "llama"}, ("embedding",), False),
+    ],
+)
+def test_a_language_model_without_its_head_is_refused(
+    tmp_path: Path, section: str, trains: Any, config: dict[str, Any], names: tuple[str, ...], refused: bool
+) -> None:
+    (model,) = whole_model(tmp_path, tensors(*names)).values()
+    folder(tmp_path, CAUSAL | config)
+    found = list(headless({section: model}, trains))
+    assert [field for field, _ in found] == ([f"{section}.path"] if refused else [])
+    assert all("no output head (lm_head.weight), and tie_word_embeddings is false" in why for _, why in found)
+
+
+@pytest.mark.parametrize("section", ["roles.reference.model", "roles.critic.model", "roles.reward.model"])
+@pytest.mark.parametrize(("size", "refused"), [(99, True), (100, False), (101, False)])
+def test_a_model_that_reads_the_policys_tokens_knows_all_of_them(
+    tmp_path: Path, section: str, size: int, refused: bool
+) -> None:
+    """A reward model may have its own tokenizer."""
+    paths = {"model": tmp_path / "policy", section: tmp_path / "other"}
+    for path, config in zip(paths.values(), ({"text_config": {"vocab_size": 100}}, {"vocab_size": size}), strict=True):
+        path.mkdir()
+        folder(path, config)
+    found = list(smaller_vocabularies({name: ModelConfig(path=str(path)) for name, path in paths.items()}))
+    refused = refused and section != "roles.reward.model"
+    assert [field for field, _ in found] == ([f"{section}.path"] if refused else [])
+    assert all(why.startswith("its vocabulary has 99 tokens and the trained model's 100") for _, why in found)
+
+
 def planned(name: str, *overrides: str) -> RunSpec:
     return plan_runs(read_document(ROOT / "deploy" / "specs" / f"{name}.yaml", overrides))[0].spec
 
@@ -208,6 +261,18 @@ def test_a_spec_checks_its_models_before_anything_starts(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(REWARD | {"head_dim": 16}))
     on_gpus = planned("tiny-grpo", f"model.path={path}", "roles.policy.gpus=1", "roles.rollout.gpus=1")
     assert not any("size 16" in message for _, message in on_gpus.missing())
+
+
+def test_validate_says_both_before_anything_starts(tmp_path: Path) -> None:
+    for name, size in (("policy", 100), ("teacher", 99)):
+        (tmp_path / name).mkdir()
+        whole_model(tmp_path / name, tensors(*BODY))
+        folder(tmp_path / name, CAUSAL | {"model_type": "llama", "vocab_size": size})
+    overrides = (f"model.path={tmp_path / 'policy'}", f"roles.reference={{model: {{path: {tmp_path / 'teacher'}}}}}")
+    found = [f"{field}: {why}" for field, why in planned("tiny-grpo", *overrides, "algorithm.kl.coef=0.1").missing()]
+    for field in ("model.path", "roles.reference.model.path"):
+        assert any(line.startswith(f"{field}: its files hold no output head") for line in found)
+    assert any(line.startswith("roles.reference.model.path: its vocabulary has 99 tokens") for line in found)
 
 
 @pytest.mark.parametrize(

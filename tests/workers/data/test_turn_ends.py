@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
 from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.data.chat import encode_prompt
+from troupe.workers.data.examples import encode_response
 from troupe.workers.data.tokenizer import copy_tokenizer, load_chat_tokenizer
 from troupe.workers.data.turn_ends import name_end, turn_ends
+from troupe.workers.episodes.check import _random, _scripted
 from troupe.workers.rollout import RolloutWorker
 
 END, TEXT_END = "<|im_end|>", "<|endoftext|>"
@@ -37,9 +41,19 @@ def test_the_end_that_the_template_writes_is_one(base: Path) -> None:
     assert (ends.ids, ends.own, ends.unnamed) == ({tokenizer.eos_token_id, end}, end, END)
 
 
+def test_offline_data_and_env_check_end_a_turn_with_it(base: Path) -> None:
+    tokenizer: Any = load_chat_tokenizer(ModelConfig(path=str(base)))
+    asked = json.dumps([{"role": "user", "content": "1 + 1?"}])
+    ids = encode_response(tokenizer, asked, encode_prompt(tokenizer, asked, 100), "2")
+    assert tokenizer.decode(ids) == f"2{END}"
+    assert tokenizer.decode(next(_scripted(tokenizer, ["2"]))) == f"2{END}"
+    turns = _random(tokenizer, random.Random(0))
+    assert {tokenizer.decode(next(turns)[-1:]) for _ in range(20)} == {END, TEXT_END}
+
+
 def test_an_end_in_the_configuration_of_the_model_counts_where_there_is_no_other(base: Path) -> None:
     (base / "generation_config.json").unlink()
-    (base / "config.json").write_text('{"text_config": {"eos_token_id": [2, 5]}}')
+    (base / "config.json").write_text('{"text_config": {"eos_token_id": [2, 5, -1, null]}}')
     ends = turn_ends(load_chat_tokenizer(ModelConfig(path=str(base))))
     assert (ends.ids, ends.unnamed) == ({0, 2, 5}, "")
 
@@ -70,6 +84,13 @@ def test_an_export_of_a_model_that_names_its_end_is_left_as_it_is(
     before = {file.name: file.read_bytes() for file in export.iterdir()}
     name_end(model, export)
     assert {file.name: file.read_bytes() for file in export.iterdir()} == before
+
+
+def test_an_export_without_a_tokenizer_is_left_as_it_is(tmp_path: Path) -> None:
+    """A critic's model may have none."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    name_end(ModelConfig(path=str(tmp_path)), tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 
 def params(model: Path, *stop: str) -> Any:
