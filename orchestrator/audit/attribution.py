@@ -4,7 +4,8 @@ Two tests, on the same hypotheses:
 
 - The numbers. A hypothesis predicts the log-prob of every token. It explains a side's gap as far as it brings the
   scorer nearer to the side's numbers: share = 1 - mean|side - hypothesis| / mean|side - scorer|. Rounding is not
-  correlated with what a wrong temperature, head, layer or position does, so that a wrong hypothesis has no share.
+  correlated with what a wrong temperature, head, layer or position does. Another error may be: many make a distribution
+  flatter, as a temperature does. So a cause is named only where it explains nearly all of the gap, or all but rounding.
 - The samples. Where the sampler's numbers are right, its tokens may still be drawn from something else (top-p that the
   log-probs do not show). The likelihood ratio of a hypothesis to the scorer, over all sampled tokens, exceeds e^x with
   a probability of at most e^-x where the scorer is right (Markov's inequality), whatever the hypothesis.
@@ -14,6 +15,7 @@ How large a gap rounding explains is measured, not assumed: the scorer itself ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -28,8 +30,17 @@ ROUNDING_RATIO = 3.0
 """Largest ratio of a gap to the scorer's own rounding that rounding explains: kernels round in different places."""
 NEGLIGIBLE = 1e-4
 """Mean gap in nats that needs no explanation: it changes an importance weight by 0.01%."""
-_NAMED = 0.25
-"""Least share of the gap that names a cause."""
+_NAMED = 0.85
+"""Least share of the gap that names a cause whose residual rounding does not explain: many errors make a distribution
+flatter, and the best temperature takes a good part of their gap."""
+_NEAR_ROUNDING = 1.5
+"""Largest ratio of a residual to the scorer's own rounding that leaves nothing to explain."""
+_LEAST_SHARE = 0.25
+"""Least share of a gap that names a cause whose residual is near rounding."""
+_CANDIDATE = 0.05
+"""Share of the gap below which a cause is no candidate."""
+_CANDIDATES = 3
+"""Causes that are listed where none is named."""
 _AS_GOOD = 0.02
 """Causes whose shares differ by less cannot be told apart."""
 _LOG_RATIO = 12.0
@@ -39,6 +50,8 @@ _MOST = 20.0
 _STRAY = 0.01
 """Share of tokens that may be drawn as the scorer says although a hypothesis holds: rounding moves a token across the
 border of a truncated distribution."""
+_TRIED_BY_SAMPLES = 65
+"""Temperatures under which the samples are tried."""
 _TEMPERATURE_STEP = 0.02
 """Relative difference of temperatures that counts as one."""
 _PRESENT = 0.5
@@ -96,9 +109,9 @@ def attribute(side: Side, found: TokenScores, fresh: TokenScores | None = None) 
     if side == "sampler" and fresh is not None and _cache_explains(found, fresh):
         return _gap(side, found, (Cause("prefix cache", "", 1.0 - _sampler_gap(fresh) / gap),))
     if gap > NEGLIGIBLE:
-        causes = tuple(_likeliest(numbers, found, gap))
+        causes = tuple(_likeliest(numbers, found, gap, rounding))
     if not causes and not explained_by_rounding(gap, rounding):
-        causes = (Cause("unexplained", _nearest(numbers, found, gap), 0.0),)
+        causes = (Cause("unexplained", _nearest(numbers, found), 0.0),)
     if not causes and side == "sampler":
         causes = tuple(_of_samples(found))
     return _gap(side, found, causes)
@@ -132,21 +145,22 @@ def explained_by_rounding(gap: float, rounding: float) -> bool:
 def fit_temperature(numbers: Floats, found: TokenScores) -> tuple[float, Floats]:
     """The temperature at which the scorer is nearest to the numbers, and its log-probs there."""
     errors = [distance(numbers, column) for column in found.tempered.T]
-    logs = np.log(found.temperatures)
     best = min(max(int(np.argmin(errors)), 1), len(errors) - 2)
-    fine = np.linspace(logs[best - 1], logs[best + 1], 81)
-    columns = [_between(logs, found.tempered, best, place) for place in fine]
+    fine = np.geomspace(found.temperatures[best - 1], found.temperatures[best + 1], 321)
+    columns = [_at_temperature(found, float(temperature)) for temperature in fine]
     nearest = int(np.argmin([distance(numbers, column) for column in columns]))
-    return float(np.exp(fine[nearest])), columns[nearest]
+    return float(fine[nearest]), columns[nearest]
 
 
-def _between(logs: Floats, tempered: Floats, best: int, place: float) -> Floats:
-    """The log-probs at log-temperature `place`, from a parabola through three temperatures."""
-    total = np.zeros(len(tempered))
-    points = (best - 1, best, best + 1)
+def _at_temperature(found: TokenScores, temperature: float) -> Floats:
+    """The scorer's log-probs at a temperature, from a cubic through the four nearest temperatures that it tried."""
+    logs, place = np.log(found.temperatures), np.log(temperature)
+    first = min(max(int(np.searchsorted(logs, place)) - 2, 0), len(logs) - 4)
+    points = range(first, first + 4)
+    total = np.zeros(len(found.tempered))
     for point in points:
-        weight = np.prod([(place - logs[o]) / (logs[point] - logs[o]) for o in points if o != point])
-        total += weight * tempered[:, point]
+        weight = np.prod([(place - logs[other]) / (logs[point] - logs[other]) for other in points if other != point])
+        total += weight * found.tempered[:, point]
     return total
 
 
@@ -216,37 +230,50 @@ def _combined_weights(numbers: Floats, found: TokenScores) -> tuple[Cause, Float
     return Cause("weights", about, 0.0), found.scorer + effects[:, present].sum(-1)
 
 
-def _likeliest(numbers: Floats, found: TokenScores, gap: float) -> list[Cause]:
-    """The causes that explain a good part of the gap, as far as they cannot be told apart."""
-    causes = _shares(numbers, found, gap)
+def _likeliest(numbers: Floats, found: TokenScores, gap: float, rounding: float) -> list[Cause]:
+    """The causes that explain the gap, as far as they cannot be told apart."""
+    causes = _shares(numbers, found)
     best = causes[0].share if causes else 0.0
-    if best < _NAMED:
-        return []
-    return [cause for cause in causes if cause.share > best - _AS_GOOD]
+    enough = (gap - _NEAR_ROUNDING * rounding - NEGLIGIBLE) / gap
+    least = min(_NAMED, max(enough, _LEAST_SHARE))
+    return [cause for cause in causes if cause.share >= least and cause.share > best - _AS_GOOD]
 
 
-def _shares(numbers: Floats, found: TokenScores, gap: float) -> list[Cause]:
+def _shares(numbers: Floats, found: TokenScores) -> list[Cause]:
     """All hypotheses, the one that explains most of the gap first."""
     causes = [
-        Cause(cause.kind, cause.about, 1.0 - distance(numbers, column) / gap)
+        Cause(cause.kind, cause.about, _share(numbers, column, found.scorer))
         for cause, column in _candidates(numbers, found)
     ]
     return sorted(causes, key=lambda cause: -cause.share)
 
 
-def _nearest(numbers: Floats, found: TokenScores, gap: float) -> str:
-    causes = _shares(numbers, found, gap)
-    if not causes or causes[0].share <= 0.0:
+def _share(numbers: Floats, hypothesis: Floats, scorer: Floats) -> float:
+    """Share of the gap that a hypothesis explains, without the few tokens that rounding makes impossible under it."""
+    residual = np.minimum(np.abs(numbers - hypothesis), _MOST)
+    kept = np.argsort(residual, kind="stable")[: math.ceil((1.0 - _STRAY) * len(residual))]
+    gap = distance(numbers[kept], scorer[kept])
+    return 1.0 - float(residual[kept].mean()) / gap if gap else 0.0
+
+
+def _nearest(numbers: Floats, found: TokenScores) -> str:
+    """The causes that explain most of the gap, though none explains enough of it; one of each kind."""
+    first: dict[str, Cause] = {}
+    for cause in _shares(numbers, found):
+        first.setdefault(cause.kind, cause)
+    best = [cause for cause in first.values() if cause.share > _CANDIDATE][:_CANDIDATES]
+    if not best:
         return "no hypothesis explains any of it"
-    return f"{causes[0].kind} {causes[0].about} explains {causes[0].share:.0%}"
+    return "the best candidates: " + ", ".join(f"{cause.kind} {cause.about} {cause.share:.0%}" for cause in best)
 
 
 def _of_samples(found: TokenScores) -> list[Cause]:
     """Causes that only the choice of the tokens shows, the likeliest first."""
     ratios = {key: _log_ratio(column, found.scorer) for key, column in found.hypotheses.items()}
     own = _own_temperature(found)
-    for temperature, column in zip(found.temperatures, found.tempered.T, strict=True):
+    for temperature in np.geomspace(found.temperatures[0], found.temperatures[-1], _TRIED_BY_SAMPLES):
         if abs(temperature / own - 1.0) > _TEMPERATURE_STEP:
+            column = _at_temperature(found, float(temperature))
             ratios[f"temperature:{temperature:.2g}"] = _log_ratio(column, found.scorer)
     if not ratios:
         return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,8 @@ class FaultyRollout(RolloutWorker):
 
     keeps_cache = False
     """Keep the prefix cache over an update."""
-    truncated: float | None = None
-    """Sample with this top-p."""
+    sampling: Mapping[str, float] = {}
+    """Sample with these parameters of vLLM."""
 
     async def plant(self, fault: str, about: str = "") -> None:
         """Plants a fault in the engine's process."""
@@ -66,7 +67,7 @@ class FaultyRollout(RolloutWorker):
 
     async def cure(self) -> None:
         """Removes every fault."""
-        self.keeps_cache, self.truncated = False, None
+        self.keeps_cache, self.sampling = False, {}
         await self._live_engine().collective_rpc("cure")
 
     async def _pause(self) -> Any:
@@ -78,7 +79,8 @@ class FaultyRollout(RolloutWorker):
 
     def _sampling_params(self, request: GroupRequest, index: int, limits: Any = None) -> Any:
         params = super()._sampling_params(request, index, limits)
-        params.top_p = self.truncated or params.top_p
+        for name, value in self.sampling.items():
+            setattr(params, name, value)
         return params
 
 
@@ -87,6 +89,10 @@ class FaultyPolicy(PolicyWorker):
 
     late = False
     """Responses are one position late."""
+    scaled = False
+    """Positions are twice what they should be."""
+    no_norm = False
+    """The last norm does nothing."""
     head: torch.dtype | None = None
     """The output head computes in this type."""
 
@@ -112,6 +118,18 @@ class FaultyPolicy(PolicyWorker):
                 return args, kwargs | {"position_ids": places + (places >= start)}
 
             hooks.append(module.model.base_model.register_forward_pre_hook(shift, with_kwargs=True))
+        if self.scaled:
+
+            def stretch(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+                places = kwargs.get("position_ids")
+                if places is None:
+                    places = torch.arange(kwargs["input_ids"].shape[1])[None]
+                return args, kwargs | {"position_ids": 2 * places}
+
+            hooks.append(module.model.base_model.register_forward_pre_hook(stretch, with_kwargs=True))
+        if self.no_norm:
+            norm = module.model.base_model.get_submodule("norm")
+            hooks.append(norm.register_forward_hook(lambda norm, args, output: args[0]))
         if self.head is not None:
             dtype = self.head
 
@@ -129,7 +147,7 @@ class FaultyPolicy(PolicyWorker):
 
     def cure(self) -> None:
         """Removes every fault."""
-        self.late, self.head = False, None
+        self.late, self.scaled, self.no_norm, self.head = False, False, False, None
         self.logprobs_module.temperature = self._config.sampling.temperature
 
 

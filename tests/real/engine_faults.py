@@ -60,16 +60,18 @@ def _no_update(runner: Any, about: str) -> None:
     _replace(reload, "_missing_layers", lambda model, tied: [])
 
 
+def _hook_positions(runner: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def changed(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | {"positions": change(kwargs["positions"])}
+
+    for layer in runner.model.model.layers:
+        _CURES.append(layer.self_attn.register_forward_pre_hook(changed, with_kwargs=True).remove)
+
+
 def _positions(runner: Any, about: str) -> None:
     """Tokens from position `about` on are one position late."""
     start = int(about)
-
-    def late(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        positions = kwargs["positions"]
-        return args, kwargs | {"positions": positions + (positions >= start)}
-
-    for layer in runner.model.model.layers:
-        _CURES.append(layer.self_attn.register_forward_pre_hook(late, with_kwargs=True).remove)
+    _hook_positions(runner, lambda positions: positions + (positions >= start))
 
 
 def _head(runner: Any, about: str) -> None:
@@ -80,6 +82,39 @@ def _head(runner: Any, about: str) -> None:
         return functional.linear(states.to(dtype), weight.to(dtype)).float()
 
     _replace(runner.model, "compute_logits", short)
+
+
+def _rope_scaling(runner: Any, about: str) -> None:
+    """Angles are twice what they should be, as where a linear scaling by 2 is ignored."""
+    _hook_positions(runner, lambda positions: 2 * positions)
+
+
+def _final_norm(runner: Any, about: str) -> None:
+    """The last norm only adds the residual."""
+    _replace(runner.model.model.norm, "forward", lambda states, residual: (states + residual, residual))
+
+
+def _attention_scale(runner: Any, about: str) -> None:
+    for layer in runner.model.model.layers:
+        attention = layer.self_attn.attn.impl
+        _replace(attention, "scale", 0.25 * attention.scale)
+
+
+def _skipped_mlp(runner: Any, about: str) -> None:
+    mlp = runner.model.model.layers[1].mlp
+    _CURES.append(mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output)).remove)
+
+
+def _logits(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, str], None]:
+    def plant(runner: Any, about: str) -> None:
+        compute = runner.model.compute_logits
+        _replace(runner.model, "compute_logits", lambda *args, **kwargs: change(compute(*args, **kwargs)))
+
+    return plant
+
+
+def _biased(logits: torch.Tensor) -> torch.Tensor:
+    return logits + torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(1))
 
 
 def _raw_logprobs(runner: Any, about: str) -> None:
@@ -94,4 +129,11 @@ _ENGINE_FAULTS: dict[str, Callable[[Any, str], None]] = {
     "positions": _positions,
     "head": _head,
     "raw logprobs": _raw_logprobs,
+    "rope scaling": _rope_scaling,
+    "final norm": _final_norm,
+    "attention scale": _attention_scale,
+    "skipped mlp": _skipped_mlp,
+    "shifted head": _logits(lambda logits: logits.roll(1, -1)),
+    "capped logits": _logits(lambda logits: torch.tanh(logits)),
+    "biased logits": _logits(_biased),
 }

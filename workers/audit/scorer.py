@@ -1,7 +1,8 @@
 """Scores sampled tokens in plain float32 transformers, and under every hypothesis that may explain a gap.
 
 The scorer uses none of the code with which sampler and trainer compute log-probs. It loads the model with transformers
-as it is, runs one row at a time without padding, and computes in float32. Each hypothesis changes one thing.
+as it is, with eager attention, runs one row at a time without padding, and computes in float32. Each hypothesis changes
+one thing.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from troupe.workers.audit.older_weights import OlderWeights
 from troupe.workers.contract.audit import Floats, PromptDifference, ScoreRequest, TokenScores
 from troupe.workers.data.plain_text import as_text
 from troupe.workers.data.tokenizer import load_chat_tokenizer, render, token_ids
+from troupe.workers.models.attention import choose_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_TEMPERATURES = {False: 17, True: 65}
-"""Number of temperatures that are tried, without and with `thorough`: odd, so that the run's own is among them."""
+_TEMPERATURES = 17
+"""Number of temperatures that are tried: odd, so that the run's own is among them. Others are interpolated."""
 _RANGE = 4.0
 """Largest ratio of a temperature that is tried to the run's own, either way."""
 _TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -117,7 +119,8 @@ def _masked(values: list[list[float]], masks: list[list[bool]]) -> Floats:
     return np.array(kept, np.float64)
 
 
-def _load(request: ScoreRequest, folder: str, dtype: torch.dtype) -> PreTrainedModel:
+def _load(request: ScoreRequest, folder: str, dtype: torch.dtype, attention: str | None = "eager") -> PreTrainedModel:
+    """The model in a folder. Eager attention is its own code: another implementation may leave a part of it out."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -128,6 +131,8 @@ def _load(request: ScoreRequest, folder: str, dtype: torch.dtype) -> PreTrainedM
         trust_remote_code=request.model.trust_remote_code,
         local_files_only=True,
         use_safetensors=True,
+        attn_implementation=attention,
+        experts_implementation="eager",  # others refuse float64
     )
     return loaded.eval()
 
@@ -174,7 +179,7 @@ def _joined(parts: list[torch.Tensor]) -> Floats:
 
 def _temperatures(request: ScoreRequest) -> Floats:
     """Temperatures to try, evenly spaced in their logarithm around the run's own."""
-    return request.temperature * np.exp(np.linspace(-np.log(_RANGE), np.log(_RANGE), _TEMPERATURES[request.thorough]))
+    return request.temperature * np.exp(np.linspace(-np.log(_RANGE), np.log(_RANGE), _TEMPERATURES))
 
 
 def _truncated(
@@ -218,8 +223,11 @@ def _heads(
 def _score_rounded(request: ScoreRequest, rows: list[_RolloutRow]) -> Floats:
     """Log-probs that differ from the scorer's by the rounding of the run's data type and head."""
     temperature = request.temperature
-    dtype = torch.float64 if request.model.dtype == "float32" else torch.bfloat16
-    other = _load(request, request.weights, dtype)
+    if request.model.dtype == "float32":
+        other = _load(request, request.weights, torch.float64)
+    else:  # eager attention would round its weights to bfloat16, which no engine does
+        attention = choose_attention(request.weights, request.model.trust_remote_code)
+        other = _load(request, request.weights, torch.bfloat16, attention)
     head = other.get_output_embeddings()
     parts = []
     for row in rows:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelConfig
 from troupe.workers.contract.messages import RankPlan
+from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.heads import Float32Head, Float32Logits
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, is_table, score_table
@@ -100,6 +101,7 @@ def _load_arguments(config: ModelConfig) -> dict[str, Any]:
         "trust_remote_code": config.trust_remote_code,
         "local_files_only": True,
         "use_safetensors": True,
+        "attn_implementation": choose_attention(config.path, config.trust_remote_code),
     }
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -36,12 +38,18 @@ class ModelReload:
         self._config = config
         self._tied_heads = _tied_heads(model)
         self._active = False
+        self._kernels: list[tuple[UnquantizedFusedMoEMethod, Any]] = []
 
     def begin(self) -> None:
         """Begin an update. One that has not ended, because its sender is gone, is abandoned."""
         if self._active:
             self.abandon()
         initialize_layerwise_reload(self._model)
+        # On the CPU experts are multiplied in a packed layout, and vLLM packs them only if a layer has no kernel yet:
+        # an update would leave unpacked weights behind, which the kernel reads as packed ones.
+        self._kernels = [(method, method.moe_kernel) for method in _packed_experts(self._model)]
+        for method, _ in self._kernels:
+            method.moe_kernel = None
         self._active = True
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -60,7 +68,18 @@ class ModelReload:
         """Restore the modules that a later update loads into, with whatever they have."""
         self._active = False
         finalize_layerwise_reload(self._model, self._config)
+        for method, kernel in self._kernels:
+            if method.moe_kernel is None:  # no weights came for its layer
+                method.moe_kernel = kernel
+        self._kernels = []
         _repack_heads(self._model)
+
+
+def _packed_experts(model: torch.nn.Module) -> Iterator[UnquantizedFusedMoEMethod]:
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend == UnquantizedMoeBackend.CPU:
+            yield method
 
 
 def _heads(model: torch.nn.Module) -> Iterator[tuple[str, ParallelLMHead]]:

@@ -19,7 +19,7 @@ from troupe.workers.contract.audit import WHOLE_MODEL, Floats, TokenScores
 
 TOKENS, VOCABULARY = 300, 200
 OWN = 0.7
-GRID = OWN * np.exp(np.linspace(-np.log(4.0), np.log(4.0), 65))
+GRID = OWN * np.exp(np.linspace(-np.log(4.0), np.log(4.0), 17))
 
 
 def logprobs(logits: Floats, targets: np.ndarray, temperature: float = OWN) -> Floats:
@@ -162,6 +162,26 @@ def test_a_gap_without_a_hypothesis_is_unexplained() -> None:
     strange = world.scores.scorer + world.generator.normal(0.0, 0.5, TOKENS)
     (cause,) = attribute("sampler", world.sampled_as(strange)).causes
     assert cause.kind == "unexplained"
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.02])
+@pytest.mark.parametrize("mixed", [0.3, 0.5, 0.8])
+def test_a_temperature_that_explains_a_part_of_the_gap_is_a_candidate_only(noise: float, mixed: float) -> None:
+    """Logits that are partly others, as with a missing norm, make a distribution flatter."""
+    world = World(6, noise)
+    other = world.generator.normal(0.0, 2.0, world.logits.shape)
+    found = world.sampled_as(logprobs((1.0 - mixed) * world.logits + mixed * other, world.targets))
+    (cause,) = attribute("sampler", found).causes
+    assert cause.kind == "unexplained"
+    assert cause.about.startswith("the best candidates: temperature ")
+
+
+def test_a_cause_that_leaves_rounding_is_named_though_rounding_is_much_of_the_gap() -> None:
+    world = World(6, 0.02)
+    found = world.sampled_as(world.scores.hypotheses["head:bfloat16"])
+    gap = attribute("sampler", found)
+    assert [cause.kind for cause in gap.causes] == ["head"]
+    assert gap.causes[0].share < 0.7
 
 
 def test_the_prefix_cache_is_the_cause_where_an_empty_one_closes_the_gap() -> None:

@@ -12,7 +12,16 @@ import pyarrow as pa
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from troupe.workers.audit.scorer import _truncated, score_tokens
 from troupe.workers.contract.audit import TIED_EMBEDDING, WHOLE_MODEL, ScoreRequest
@@ -125,6 +134,38 @@ def test_the_tokens_of_sampler_trainer_and_scorer_are_the_same(folders: tuple[Pa
     assert found.engine == ("rollout-0",) * 3 + ("rollout-1",) + ("rollout-0",) * 2
     np.testing.assert_allclose(found.scorer, expected(load(folders[0])), atol=1e-5)
     np.testing.assert_allclose(found.rounded, found.scorer, atol=1e-5)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "initializer_range": 0.5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SCORED: dict[str, PreTrainedConfig] = {
+    "gemma2-cap": Gemma2Config(**SMALL, attn_logit_softcapping=0.5, query_pre_attn_scalar=16),
+    "qwen3-moe": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+}
+
+
+@pytest.mark.parametrize("family", SCORED)
+def test_the_scorer_runs_the_models_own_code(family: str, tmp_path: Path) -> None:
+    """Caps that other implementations of attention ignore, and experts in float64, which others refuse."""
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(SCORED[family]).save_pretrained(tmp_path)
+    asked = request((tmp_path, tmp_path), previous=None, thorough=False)
+    found = score_tokens(asked, rollouts(), scores())
+    implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **implementations).eval()
+    np.testing.assert_allclose(found.scorer, expected(plain), atol=1e-5)
+    np.testing.assert_allclose(found.rounded, expected(plain), atol=1e-5)
 
 
 def test_temperatures_are_around_the_own_one(folders: tuple[Path, Path]) -> None:

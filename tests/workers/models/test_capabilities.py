@@ -210,7 +210,7 @@ PACKS: dict[str, tuple[PreTrainedConfig, bool]] = {
     ),
     "phi3-window": (Phi3Config(**NO_HEAD_DIM, sliding_window=6), False),
     "phi3-window-beyond-all-positions": (Phi3Config(**NO_HEAD_DIM, sliding_window=262144), True),
-    "falcon-alibi": (FalconConfig(**{**FALCON, "alibi": True}), False),
+    "falcon-rotary": (FalconConfig(**FALCON), False),
     "opt-learned-positions": (
         OPTConfig(**GPT, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16),
         True,

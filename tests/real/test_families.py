@@ -1,0 +1,100 @@
+"""Families on the real stack that transformers and vLLM compute in different ways.
+
+transformers holds the experts of a layer in two tensors, which vLLM splits and packs. vLLM caps attention logits, and
+transformers only in eager attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, PreTrainedConfig, Qwen3MoeConfig
+
+from tests.real.audit_faults import EXTENSION, Stack, audit_spec
+from troupe.workers.engine import settings
+
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
+
+TIGHT = 1e-4
+"""Nats between sampler, trainer and scorer in float32; an expert or cap that is missing gives a hundred times that."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def faulty_extension() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "_EXTENSION", EXTENSION)
+        yield
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[Executor]:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        yield process
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2),
+    "gemma2-cap": Gemma2Config(**SIZES, head_dim=32, query_pre_attn_scalar=32, attn_logit_softcapping=0.5),
+}
+
+
+def save_model(config: PreTrainedConfig, folder: Path, tokenizer: Path) -> Path:
+    """Write a model of two layers with the vocabulary of another one."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=FAMILIES)
+async def stack(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, scorer: Executor
+) -> AsyncIterator[Stack]:
+    folder = tmp_path_factory.mktemp("families")
+    model = save_model(FAMILIES[request.param], folder / "model", tiny_model)
+    stack = Stack(audit_spec(folder, model, "float32"), folder, scorer)
+    await stack.start()
+    yield stack
+    await stack.close()
+
+
+async def test_log_probs_are_the_same_on_both_sides_after_every_update(stack: Stack) -> None:
+    for number in range(3):
+        if number:
+            await stack.update(number)
+        report = await stack.audit()
+        assert report.passed, "\n".join(report.lines())
+        assert report.between < TIGHT
+        assert all(gap.mean < TIGHT for gap in report.gaps)
+
+
+async def test_an_update_that_is_not_loaded_is_named(stack: Stack) -> None:
+    """So the comparison sees experts and attention at all."""
+    await stack.engine.plant("no update")
+    await stack.update(7)
+    try:
+        report = await stack.audit()
+    finally:
+        await stack.push()
+    assert "older weights in the whole model" in report.findings()[0]

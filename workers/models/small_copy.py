@@ -1,0 +1,91 @@
+"""A small copy of a model's configuration: the same kinds of layers, few of them, and narrow."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+VOCABULARY = 64
+_SPAN = 6
+"""Tokens of a window or chunk of attention in a copy, so that a short text exceeds it."""
+_SCANNED = 16
+"""Tokens of a chunk that a recurrent layer computes at once; the result does not depend on it."""
+_LEAST_LAYERS = 2
+_MOST_LAYERS = 6
+_KINDS = 4
+"""Most values of a list with an entry for every layer that names kinds of layers; others hold numbers of layers."""
+_FEED_FORWARD = 32
+_WIDEST = 1024
+_CAP = 1.0
+"""Of logits, in a copy, so that random weights exceed it."""
+
+
+def small_copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Small copies of a text model's configuration, the smallest first: an architecture may refuse its widths.
+
+    A copy has a layer of every kind. Heads keep their size, and groups of them remain groups. Windows and chunks of
+    attention are `_SPAN` tokens long. The last copy keeps the width of the states and the number of heads, unless that
+    takes seconds.
+    """
+    small = copy.deepcopy(config)
+    _cut_layers(small)
+    for name, value in list(vars(small).items()):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _cut_number(small, name, value)
+        elif isinstance(value, list) and "intermediate" in name:
+            setattr(small, name, [min(width, _FEED_FORWARD) for width in value])
+    narrow = copy.deepcopy(small)
+    _cut_heads(narrow)
+    yield narrow
+    if small.hidden_size <= _WIDEST:
+        yield small
+
+
+def _cut_layers(config: Any) -> None:
+    """Keep the first layer of every kind, and at least two."""
+    count = config.num_hidden_layers
+    by_layer = {
+        name: list(value)
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == count
+    }
+    kinds = [values for values in by_layer.values() if len({str(value) for value in values}) <= _KINDS]
+    first: dict[tuple[str, ...], int] = {}
+    for layer in range(count):
+        first.setdefault(tuple(str(values[layer]) for values in kinds), layer)
+    kept = sorted(first.values())[:_MOST_LAYERS]
+    kept = sorted({*kept, *range(min(count, _LEAST_LAYERS))}) if len(kept) < _LEAST_LAYERS else kept
+    for name, values in by_layer.items():
+        setattr(config, name, [values[layer] for layer in kept])
+    config.num_hidden_layers = len(kept)
+
+
+def _cut_number(config: Any, name: str, value: float) -> None:
+    if name.endswith("_token_id") or name == "num_kv_shared_layers":
+        setattr(config, name, 0)
+    elif "vocab_size" in name:
+        setattr(config, name, VOCABULARY)
+    elif "window" in name or "attention_chunk" in name:
+        setattr(config, name, min(value, _SPAN))
+    elif "chunk_size" in name:
+        setattr(config, name, min(value, _SCANNED))
+    elif "softcap" in name:
+        setattr(config, name, min(value, _CAP))
+    elif "intermediate" in name or name in ("ffn_dim", "n_inner"):
+        setattr(config, name, min(value, _FEED_FORWARD))
+
+
+def _cut_heads(config: Any) -> None:
+    """Keep at most two heads of keys and at most two of queries to each of them."""
+    heads = config.num_attention_heads
+    of_keys = getattr(config, "num_key_value_heads", None) or heads
+    size, groups = config.hidden_size // heads, heads // of_keys
+    of_keys = min(of_keys, 2)
+    config.num_attention_heads = of_keys * min(groups, 2)
+    config.hidden_size = size * config.num_attention_heads
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = of_keys
