@@ -375,7 +375,7 @@ def test_groups_lost_with_a_node_are_sampled_again(tmp_path: Path) -> None:
             return await super().prepare(request, *tables)
 
     harness.reward = Reward(fail={("e0-r1", 0): "timeout"})
-    harness.policies[0] = Policy()
+    harness.policies = [Policy()]
     outcome = harness.run()
     assert outcome.ledger == {"dispatched": 80, "trained": 79, "dropped": 1, "in_flight": 0, "retries": 6}
     assert outcome.drop_reasons == {"reward: timeout": 1}
