@@ -33,7 +33,7 @@ from tests.faults.stalls import may_mount, own_disk
 from tests.orchestrator.test_cli import troupe
 from tests.orchestrator.test_controller import RolloutRun
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
-from troupe.orchestrator.controller import RunOutcome
+from troupe.orchestrator.controller import Controller, RunOutcome
 from troupe.orchestrator.errors import DataLost, DoesNotFit, TroupeError, UsageError, WorkerDied
 from troupe.orchestrator.live import control
 from troupe.orchestrator.live.autoscale import autoscale_step
@@ -124,15 +124,21 @@ class Scaled(RolloutRun):
         return self.worker_scaler
 
     def run(self) -> RunOutcome:
-        self.policies[0] = _Paced(self)
+        self.policies = [_Paced(self), *self.policies[1:]]
+
+        async def change_first(controller: Controller) -> None:
+            while not controller.components.ledger.counts()["dispatched"]:
+                await asyncio.sleep(0)
+            self.worker_scaler.change(self.script[0])
 
         async def go() -> RunOutcome:
             controller = self.build()
-            if 0 in self.script:
-                self.worker_scaler.change(self.script[0])
+            first = asyncio.create_task(change_first(controller)) if 0 in self.script else None
             try:
                 return await controller.run()
             finally:
+                if first is not None:
+                    first.cancel()
                 await self.worker_scaler.close()
 
         return asyncio.run(go())
@@ -369,7 +375,7 @@ def test_groups_lost_with_a_node_are_sampled_again(tmp_path: Path) -> None:
             return await super().prepare(request, *tables)
 
     harness.reward = Reward(fail={("e0-r1", 0): "timeout"})
-    harness.policies[0] = Policy()
+    harness.policies = [Policy()]
     outcome = harness.run()
     assert outcome.ledger == {"dispatched": 80, "trained": 79, "dropped": 1, "in_flight": 0, "retries": 6}
     assert outcome.drop_reasons == {"reward: timeout": 1}
