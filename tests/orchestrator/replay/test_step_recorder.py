@@ -167,7 +167,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
                 raise WorkerRaised("policy-0", "keep_batch", "[Errno 28] No space left on device")
             return await super().keep_batch(folder, batch, texts, rows)
 
-    run.policies[:] = [FullDisk(0), FullDisk(1)]
+    run.policies = [FullDisk(0), FullDisk(1)]
     with caplog.at_level(logging.WARNING, "troupe.orchestrator.replay.step_recorder"):
         assert run.run().steps_done == 4
     assert kept_steps(run.root) == [3, 4]
