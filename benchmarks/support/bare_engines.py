@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.support.workload import Group
 from troupe.workers.contract.config import RolloutConfig
 from troupe.workers.contract.messages import GroupRequest
+from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.engine.process import engine_processes
 from troupe.workers.engine.settings import engine_args, set_environment
 from troupe.workers.rollout import RolloutWorker
@@ -50,6 +51,8 @@ def engine_arguments(config: RolloutConfig) -> dict[str, Any]:
 
 def sampling_params(worker: RolloutWorker, group: Group, greedy: bool = False) -> list[SamplingParams]:
     """The product's sampling parameters for each sample of a group; `worker` does not need to be started."""
+    if worker._tokenizer is None:  # it says which tokens end a response
+        worker._tokenizer = load_chat_tokenizer(worker._config.model)
     request = GroupRequest(group.uid, group.row, 0, group.samples, group.seed, greedy=greedy)
     return [worker._sampling_params(request, index) for index in range(group.samples)]
 

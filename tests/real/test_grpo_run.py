@@ -212,6 +212,7 @@ def test_two_engines_and_two_policy_workers_give_the_same_updates(
     grpo: Run, resumed: Run, folder: Path, tiny_model: Path
 ) -> None:
     overrides = ("roles.rollout.workers=2", "roles.policy.workers=2", "schedule.steps=2", "checkpoint.every_steps=1")
+    overrides += ("roles.policy.zero_stage=3", "weight_sync.backend=gloo")
     with running(Run(folder, GRPO, *overrides, name="two-workers")) as run:
         assert run.wait() == 0, run.output
         assert len({row["engine"] for row in trajectories(run.out, 1).to_pylist()}) == 2

@@ -316,7 +316,7 @@ CPU_CASES = [
     ),
     case(
         "backend",
-        ("3: weight_sync.backend: expected 'auto', 'shm', 'ipc' or 'nccl', got 'ncl' (did you mean 'nccl'?)"),
+        ("3: weight_sync.backend: expected 'auto', 'shm', 'ipc', 'nccl' or 'gloo', got 'ncl' (did you mean 'nccl'?)"),
         ("seed: 3", "seed: 3\nweight_sync: {backend: ncl}"),
     ),
     case(
