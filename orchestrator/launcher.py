@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
@@ -19,6 +19,7 @@ from troupe.orchestrator.pools.engines import Engine
 from troupe.orchestrator.pools.workers import Started, Workers
 from troupe.orchestrator.roles.table import resolve, row_of, settings_of, worker_env
 from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.sections import RoleName
 from troupe.orchestrator.start_progress import Progress, StartProgress
 from troupe.workers.contract import roles
 from troupe.workers.contract.audit import ScoreRequest, TokenScores
@@ -81,8 +82,19 @@ class WorkerLauncher:
             self._progress = None
 
     async def _start(self) -> Workers:
+        """Starts all roles; one on the GPUs of another after that one, as an engine takes what is free at its start."""
+        sections, started = self._spec.roles.present(), dict[str, asyncio.Task[Started]]()
+
+        async def start(role: str) -> Started:
+            section = sections[cast(RoleName, role)]
+            host = started.get(section.colocate_with or "")
+            if host is not None and section.device == "cuda":
+                await asyncio.wait({host})
+            return await self._role(role)
+
         async with asyncio.TaskGroup() as tasks:
-            started = {role: tasks.create_task(self._role(role)) for role in self._seats.roles()}
+            for role in self._seats.roles():
+                started[role] = tasks.create_task(start(role))
         return Workers({role: task.result() for role, task in started.items()})
 
     async def _role(self, role: str) -> Started:

@@ -76,6 +76,8 @@ class PolicyWorker(TrainingRank):
             # Both score the same micro-batches.
             self._packs = adapt(reference, frozen, config.device, self._packs) and self._packs
             self._reference = reference.requires_grad_(False).to(self._engine.device)
+        if config.device == "cuda":
+            torch.cuda.empty_cache()  # an engine on the same GPU sizes its KV cache by what is free
         return self.health()
 
     def compute_logprobs(self, plan: RankPlan, *rollouts: pa.Table) -> tuple[int, pa.Table]:

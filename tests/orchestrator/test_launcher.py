@@ -8,11 +8,14 @@ from typing import Any, cast
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.fakes import FakePolicy, fake_spec, fakes_of, policy_group, restart_fakes
+from tests.orchestrator.roles.test_worker_memory import spec_of
 from tests.orchestrator.training.test_recovery import RecoveringRun
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.errors import WorkerDied, WorkerRaised
 from troupe.orchestrator.launcher import WorkerLauncher
+from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.training.checkpoint import load_checkpoint
 
 
@@ -76,3 +79,31 @@ def test_a_trainer_that_dies_while_a_resume_loads_is_restarted_and_loads(tmp_pat
         assert controller.components.recovery.budget.total == 1
 
     asyncio.run(load())
+
+
+class _Ordered(WorkerLauncher):
+    """Records when roles begin and end to start."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec, cast(Cluster, None))
+        self.events: list[str] = []
+        self._seats.roles = lambda: {"rollout", "policy", "reward"}
+
+    async def _role(self, role: str) -> Any:
+        self.events.append(f"{role} begins")
+        await asyncio.sleep(0.02)
+        self.events.append(f"{role} has started")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_engine_starts_after_the_trainer_on_its_gpu(shared: bool) -> None:
+    """vLLM sizes its KV cache by the memory that is free while it starts."""
+    changes = ["roles.policy.gpus=0.5", "schedule.max_staleness=0", "weight_sync.backend=auto"]
+    where = "colocate_with: policy, gpus: 0.5" if shared else "gpus: 1"
+    changes.append(f"roles.rollout={{workers: 8, {where}, gpu_memory_utilization: 0.3, max_model_len: 4096}}")
+    spec = spec_of(ROOT / "deploy" / "specs" / "node-8gpu-grpo.yaml", *changes, "roles.policy.workers=8")
+    launcher = _Ordered(spec)
+    asyncio.run(launcher._start())
+    begins, ended = launcher.events.index("rollout begins"), launcher.events.index("policy has started")
+    assert (begins > ended) is shared
+    assert launcher.events.index("reward begins") < ended
