@@ -25,7 +25,7 @@ def address_problem(address: str) -> str:
             f"`unset {ADDRESS_VARIABLE}`, to join one, give HOST:PORT of its head (port 6379)"
         )
     if "//" in address or (colon and not port.isdecimal()):
-        return "is no address: expected HOST:PORT of a Ray head, or auto"
+        return "is not the address of a Ray head: expected HOST:PORT, or auto"
     return ""
 
 

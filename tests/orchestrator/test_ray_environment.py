@@ -17,7 +17,9 @@ def test_an_address_of_a_job_server_in_the_environment_is_named(monkeypatch: pyt
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
     with pytest.raises(ClusterUnreachable, match=r"^RAY_ADDRESS http://head:8265 is .*unset RAY_ADDRESS"):
         ray_nodes.join("http://head:8265")
-    with pytest.raises(ClusterUnreachable, match=r"^--address head:x is no address: expected HOST:PORT"):
+    with pytest.raises(
+        ClusterUnreachable, match=r"^--address head:x is not the address of a Ray head: expected HOST:PORT"
+    ):
         ray_nodes.join("head:x")
 
 

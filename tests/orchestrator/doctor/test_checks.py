@@ -166,7 +166,7 @@ BROKEN: list[tuple[Callable[[Machine], Machine], str, str, str, str]] = [
     (around(loopback="Connection refused"), "network", "problem", "Connection refused", "ip link set lo up"),
     (around(temporary="/tmp/" + "x" * 80), "ray", "problem", "TMPDIR has 85 bytes", "TMPDIR=/tmp"),
     (around(ray_address="http://head:8265"), "ray", "problem", "http://head:8265 is the", "unset RAY_ADDRESS"),
-    (around(ray_address="head:port"), "ray", "problem", "is no address", "HOST:PORT"),
+    (around(ray_address="head:port"), "ray", "problem", "is not the address of a Ray head", "HOST:PORT"),
     (around(proxy="http_proxy"), "network", "note", "http_proxy also applies", "no_proxy=localhost,127.0.0.1"),
 ]
 
