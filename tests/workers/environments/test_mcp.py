@@ -48,8 +48,15 @@ def play(test: Callable[[EnvironmentWorker], Awaitable[None]], **args: Any) -> N
 
 def servers() -> list[psutil.Process]:
     """The servers that run."""
-    found = psutil.Process().children(recursive=True)
-    return [one for one in found if one.is_running() and SERVER[-1] in one.cmdline()]
+    return [one for one in psutil.Process().children(recursive=True) if SERVER[-1] in _arguments(one)]
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    """Of its command line; none if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # also a zombie
+        return []
 
 
 def test_a_servers_tools_are_offered_and_called() -> None:
