@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP before a run handles them itself: code 130 and one line, in the first second of a command too.
+"""SIGINT, SIGTERM and SIGHUP before a run handles them itself: code 130 and one line, in the first second too.
 
 Imports next to nothing: the command line sets the first handlers before it loads anything else.
 """
