@@ -39,7 +39,6 @@ def main() -> NoReturn:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know a character
-    interrupt_on_signals()
     try:
         code = app(prog_name="troupe", standalone_mode=False)
         if code == STOPPED:  # typer has caught a KeyboardInterrupt
@@ -86,6 +85,7 @@ def troupe(
     ] = False,
 ) -> None:
     """Train language models with reinforcement learning."""
+    interrupt_on_signals()  # a command begins, which may have to be ended in order
 
 
 COMMANDS = {

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 STOPPED = 130
@@ -23,6 +26,25 @@ def exit_on_signals() -> None:
 def interrupt_on_signals() -> None:
     """A signal raises KeyboardInterrupt in the main thread, so that what has begun is ended in order."""
     _handle(_interrupt)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """A signal during the block raises KeyboardInterrupt at its end, and later ones at once.
+
+    Raised in the middle of an import, it can be swallowed, and the import's lock is then kept for good.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    _handle(lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        interrupt_on_signals()
+    if received:
+        raise KeyboardInterrupt
 
 
 def ignored(number: int) -> bool:

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from troupe.orchestrator.capacity.placement import GPU_GIB, Node
 from troupe.orchestrator.errors import ClusterUnreachable
 from troupe.orchestrator.ray_environment import ADDRESS_VARIABLE, address_problem, sockets_problem, temporary_folder
+from troupe.orchestrator.signals import held_back
 from troupe.workers.contract.arrow import pickle_tables
 from troupe.workers.contract.atomic_file import PRIVATE, write_atomic
 
@@ -94,7 +95,8 @@ def join(address: str) -> Path:
     try:
         if colon:  # ray.init would retry for many minutes
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-        context: Any = ray.init(address=address, **_INIT)
+        with held_back():
+            context: Any = ray.init(address=address, **_INIT)
     except (OSError, ValueError, RuntimeError, RayError) as error:
         raise ClusterUnreachable(f"{given} {address}: no Ray cluster to join: {one_line(error)}") from error
     return Path(context.address_info["session_dir"])
@@ -128,7 +130,7 @@ def _configure(settings: Mapping[str, str]) -> None:
 def _start(cpus: int, tries: int = 3) -> Any:
     """Starts Ray, again if one of its processes was too slow to start, up to `tries` times."""
     try:
-        with _own_process_groups():
+        with _own_process_groups(), held_back():
             return ray.init(num_cpus=cpus, include_dashboard=False, **_INIT)
     except Exception as error:  # Ray raises a bare Exception if one of its processes does not start
         if _SLOW_START in str(error) and tries > 1:

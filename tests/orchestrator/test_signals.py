@@ -35,11 +35,11 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("seconds", [0.25, 0.5])
+@pytest.mark.parametrize("seconds", [0.25, 0.5, 1.0, 2.0])
 def test_a_signal_in_the_first_seconds(
     tmp_path: Path, tiny_model: Path, number: signal.Signals, seconds: float
 ) -> None:
-    """Python starts, and modules are imported."""
+    """Python starts, modules are imported, the spec is checked, Ray starts."""
     command = started("run", str(GRPO), "--out", str(tmp_path / "run"))
     time.sleep(seconds)
     command.send_signal(number)
