@@ -20,7 +20,7 @@ from troupe.orchestrator.commands.trace import trace
 from troupe.orchestrator.commands.watch import watch
 from troupe.orchestrator.commands.why import why
 from troupe.orchestrator.errors import StopRequested, TroupeError, UsageError
-from troupe.orchestrator.signals import STOPPED_LINE, interrupt_on_signals
+from troupe.orchestrator.signals import STOPPED_LINE, interrupt_on_signals, taken
 from troupe.orchestrator.spec.errors import SpecError
 
 app = typer.Typer(
@@ -85,7 +85,8 @@ def troupe(
     ] = False,
 ) -> None:
     """Train language models with reinforcement learning."""
-    interrupt_on_signals()  # a command begins, which may have to be ended in order
+    if taken():
+        interrupt_on_signals()  # a command begins, which may have to be ended in order
 
 
 COMMANDS = {

@@ -28,13 +28,19 @@ def interrupt_on_signals() -> None:
     _handle(_interrupt)
 
 
+def taken() -> bool:
+    """Whether these signals are this module's: not within another program, or in a thread that receives none."""
+    ours = signal.getsignal(signal.SIGTERM) in (_exit, _interrupt)
+    return ours and threading.current_thread() is threading.main_thread()
+
+
 @contextmanager
 def held_back() -> Iterator[None]:
     """A signal during the block raises KeyboardInterrupt at its end, and later ones at once.
 
     Raised in the middle of an import, it can be swallowed, and the import's lock is then kept for good.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not taken():
         yield
         return
     received: list[int] = []

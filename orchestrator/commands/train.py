@@ -21,7 +21,7 @@ from troupe.orchestrator.commands.options import (
     exit_with,
 )
 from troupe.orchestrator.commands.runs import read_data, ready
-from troupe.orchestrator.signals import exit_on_signals
+from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def run(
     address: AddressOption = None,
 ) -> None:
     """Train: start or join Ray, place the workers and run every step."""
-    exit_on_signals()  # until Ray starts, nothing has to be ended in order
+    if taken():
+        exit_on_signals()  # until Ray starts, nothing has to be ended in order
     runs = ready(spec, set_, out, resume=resume)
     if supervise:
         sys.exit(_supervise(runs))

@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.conftest import ROOT
 from tests.real.commands import GRPO
+from troupe.orchestrator.cli import app
+from troupe.orchestrator.signals import held_back
 from troupe.workers.isolation.death_watch import exit_with
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -80,3 +83,11 @@ def test_a_process_ends_with_one_that_nobody_reaps() -> None:
     late = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
     assert late.wait(20) == 1
     owner.wait()
+
+
+def test_a_command_within_another_program_leaves_its_signals() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    assert CliRunner().invoke(app, ["algorithms"]).exit_code == 0
+    with held_back():
+        pass
+    assert [signal.getsignal(number) for number in SIGNALS] == before

@@ -87,7 +87,22 @@ def device_sender(
             raise ValueError("shm writes a file and has no sender")
 
 
-class GroupSender:
+class _Sender:
+    """What both kinds of sender have."""
+
+    def __init__(self, link: EngineLink, buckets: Sequence[Bucket], device: torch.device) -> None:
+        self._link = link
+        self._buckets = buckets
+        self._device = device
+
+    def _finish(self, version: int, sums: Sequence[torch.Tensor]) -> WeightsSent:
+        """Have the engines serve what was sent, if they have received these checksums."""
+        digest = weights_digest(self._buckets, sums)
+        acks = self._link.finish(version, digest)
+        return WeightsSent(version, digest, sum(bucket.nbytes for bucket in self._buckets), tuple(acks))
+
+
+class GroupSender(_Sender):
     """Broadcasts from rank 0 of the trainers to every engine process."""
 
     def __init__(
@@ -99,9 +114,7 @@ class GroupSender:
         rank: int,
         device: torch.device,
     ) -> None:
-        self._link = link
-        self._buckets = buckets
-        self._device = device
+        super().__init__(link, buckets, device)
         self._group: TransferGroup | None = None
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="engines")
         if rank == 0:
@@ -123,15 +136,14 @@ class GroupSender:
         try:
             self._link.start()
             received = self._calls.submit(self._link.receive, {"version": version})
-            digest = self._broadcast(self._group, tensors, received)
+            sums = self._broadcast(self._group, tensors, received)
             received.result()
-            acks = self._link.finish(version, digest)
+            return self._finish(version, sums)
         except BaseException:
             self.close()
             for _ in tensors:
                 pass
             raise
-        return WeightsSent(version, digest, sum(bucket.nbytes for bucket in self._buckets), tuple(acks))
 
     def close(self) -> None:
         """See `DeviceSender`."""
@@ -140,8 +152,8 @@ class GroupSender:
             self._group = None
         self._calls.shutdown(wait=False, cancel_futures=True)
 
-    def _broadcast(self, group: TransferGroup, tensors: NamedTensors, received: Future[None]) -> str:
-        """Send all buckets, the next one packed while one is under way; returns the digest of what was packed."""
+    def _broadcast(self, group: TransferGroup, tensors: NamedTensors, received: Future[None]) -> list[torch.Tensor]:
+        """Send all buckets, the next one packed while one is under way; returns the checksums of what was packed."""
         group.check = lambda: _raise_failure(received)
         sums: list[torch.Tensor] = []
         size = max((bucket.nbytes for bucket in self._buckets), default=0)
@@ -156,10 +168,10 @@ class GroupSender:
         _expect_end(tensors)
         if wait is not None:
             wait()
-        return weights_digest(self._buckets, sums)
+        return sums
 
 
-class SharedGpuSender:
+class SharedGpuSender(_Sender):
     """Has the engine processes copy every bucket from a buffer on the GPU that they share with a trainer rank."""
 
     def __init__(
@@ -170,9 +182,7 @@ class SharedGpuSender:
         rank: int,
         device: torch.device,
     ) -> None:
-        self._link = link
-        self._buckets = buckets
-        self._device = device
+        super().__init__(link, buckets, device)
         self._rank = rank
         if rank == 0:
             link.join(described)
@@ -189,11 +199,7 @@ class SharedGpuSender:
             handles = self._handles(packed)
             self._on_rank_0(lambda: self._link.receive({"version": version, "bucket": number, "handles": handles}))  # noqa: B023
         _expect_end(tensors)
-        if self._rank != 0:
-            return None
-        digest = weights_digest(self._buckets, sums)
-        acks = self._link.finish(version, digest)
-        return WeightsSent(version, digest, sum(bucket.nbytes for bucket in self._buckets), tuple(acks))
+        return self._finish(version, sums) if self._rank == 0 else None
 
     def close(self) -> None:
         """See `DeviceSender`."""

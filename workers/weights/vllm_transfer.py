@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -32,6 +32,10 @@ from troupe.workers.weights.transfer_group import TransferGroup, connect_store
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
+
+
+InitT = TypeVar("InitT", bound=WeightTransferInitInfo)
+UpdateT = TypeVar("UpdateT", bound=WeightTransferUpdateInfo)
 
 
 class LoadedWeights(TypedDict):
@@ -66,14 +70,9 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
         return WeightUpdate(self.version, self.digest, self.path, self.host, specs, self.nbytes)
 
 
-class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Loads a verified weight file into the running model.
+class LoadingEngine(WeightTransferEngine[InitT, UpdateT]):
+    """Loads updates into the model and reports which weights it holds."""
 
-    The model changes only after the digest has been verified: a corrupted update leaves the old weights in place.
-    """
-
-    init_info_cls = ShmInitInfo
-    update_info_cls = ShmUpdateInfo
     supports_draft_weight_update = False
 
     def __init__(
@@ -81,8 +80,23 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._reload = ModelReload(model, self.model_config)
-        self._mapping = FileMapping(mmap.PROT_READ)
         self.loaded = LoadedWeights(version=None, digest="", mismatch="")
+
+
+class ShmWeightTransferEngine(LoadingEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Loads a verified weight file into the running model.
+
+    The model changes only after the digest has been verified: a corrupted update leaves the old weights in place.
+    """
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._mapping = FileMapping(mmap.PROT_READ)
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Nothing to prepare."""
@@ -155,7 +169,7 @@ class DeviceUpdateInfo(WeightTransferUpdateInfo):
     """Handle of the buffer on each GPU, by the GPU's id; None: the buckets are broadcast."""
 
 
-class DeviceWeightTransferEngine(WeightTransferEngine[DeviceInitInfo, DeviceUpdateInfo]):
+class DeviceWeightTransferEngine(LoadingEngine[DeviceInitInfo, DeviceUpdateInfo]):
     """Loads weights that a `DeviceSender` sends from device to device, and computes their checksums.
 
     After a failure the model is a mixture of versions: the rollout worker stays closed until an update succeeds.
@@ -163,18 +177,15 @@ class DeviceWeightTransferEngine(WeightTransferEngine[DeviceInitInfo, DeviceUpda
 
     init_info_cls = DeviceInitInfo
     update_info_cls = DeviceUpdateInfo
-    supports_draft_weight_update = False
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._reload = ModelReload(model, self.model_config)
         self._buckets: tuple[Bucket, ...] = ()
         self._group: TransferGroup | None = None
         self._version: int | None = None
         self._sums: list[torch.Tensor] = []
-        self.loaded = LoadedWeights(version=None, digest="", mismatch="")
 
     def init_transfer_engine(self, init_info: DeviceInitInfo) -> None:
         """Join the sender, and leave the one before."""
@@ -254,7 +265,7 @@ class EngineExtension:
 
     def troupe_loaded_weights(self) -> LoadedWeights:
         """Weights that this process holds."""
-        if not isinstance(self.weight_transfer_engine, ShmWeightTransferEngine | DeviceWeightTransferEngine):
+        if not isinstance(self.weight_transfer_engine, LoadingEngine):
             raise RuntimeError("this engine has no back-end that reports the weights it loaded")
         return self.weight_transfer_engine.loaded
 
