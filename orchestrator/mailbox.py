@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -136,6 +137,7 @@ def run_in_child(action: Callable[[], object], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > deadline:
+            threading.Thread(target=os.waitpid, args=(child, 0), daemon=True).start()  # it leaves no zombie
             raise TimeoutError
         time.sleep(_POLL_S / 10)
     if code := os.waitstatus_to_exitcode(ended[1]):

@@ -20,6 +20,7 @@ import pytest
 from tests.faults.injected import Outcome, Signalled, left_behind, seconds_until, stop_group
 from tests.faults.stalls import planted_environment
 from tests.faults.table import record
+from tests.processes import command_line, descendants
 from tests.real.commands import ENDLESS, GRPO, PPO, Run, kill, ledger_balances, running
 from troupe.orchestrator.training.checkpoint import CheckpointStore
 
@@ -118,9 +119,7 @@ def test_the_driver_is_killed_and_the_run_resumes(tmp_path: Path) -> None:
 def test_the_supervisor_resumes_after_the_driver_is_killed(tmp_path: Path) -> None:
     with running(Run(tmp_path, GRPO, *ENDLESS, "checkpoint.every_steps=1", name="supervised", supervise=True)) as run:
         run.wait_for_step(2)
-        (driver,) = [
-            child for child in psutil.Process(run.process.pid).children() if child.cmdline()[1:3] == ["-m", "troupe"]
-        ]
+        (driver,) = [child for child in psutil.Process(run.process.pid).children() if _is_driver(child)]
         last = run.steps()[-1]
         driver.kill()
         began = time.monotonic()
@@ -350,7 +349,7 @@ def test_nothing_is_left_of_a_killed_driver_where_nobody_reaps(tmp_path: Path) -
     with running(Run(tmp_path, GRPO, *ENDLESS, name="unreaped", within=within)) as run:
         run.wait_for_step(1)
         (init,) = psutil.Process(run.process.pid).children()
-        (driver,) = [child for child in init.children() if child.cmdline()[1:3] == ["-m", "troupe"]]
+        (driver,) = [child for child in init.children() if _is_driver(child)]
         driver.kill()
         began = time.monotonic()
         while (left := _alive_below(init)) and time.monotonic() - began < 90:
@@ -365,7 +364,11 @@ def test_nothing_is_left_of_a_killed_driver_where_nobody_reaps(tmp_path: Path) -
 
 def _alive_below(init: psutil.Process) -> list[str]:
     """Processes below this one that are not dead."""
-    return [" ".join(p.cmdline())[:80] for p in init.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return [line[:80] for process in descendants(init.pid) if (line := command_line(process))]
+
+
+def _is_driver(process: psutil.Process) -> bool:
+    return " -m troupe" in command_line(process)
 
 
 def test_a_signal_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT
+from tests.processes import command_line
 
 MARKER_VARIABLE = "TROUPE_TEST_RUN"
 GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
@@ -131,7 +132,7 @@ class Command:
         deadline = time.monotonic() + EXIT_TIMEOUT_S
         while (running := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return [f"{process.pid} {' '.join(process.cmdline())[:80]}" for process in running]
+        return [f"{process.pid} {command_line(process)[:80]}" for process in running]
 
     def kill(self) -> None:
         """Kill all processes of the command that still run."""
@@ -215,7 +216,7 @@ def interrupt(command: Command) -> None:
 def kill(run: Run, title: str) -> None:
     """Send SIGKILL to the only process of the run whose title contains `title`."""
     found = run.processes(title)
-    assert len(found) == 1, [process.cmdline() for process in found]
+    assert len(found) == 1, [command_line(process) for process in found]
     found[0].kill()
 
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import descendants
 from tests.real.commands import Run, interrupt, ledger_balances, running, trajectories
 
 TINY = ROOT / "deploy" / "specs" / "tiny-judge.yaml"
@@ -41,9 +42,5 @@ def test_a_judge_scores_every_sample_and_is_replaced_when_it_is_killed(tmp_path:
 def engine_of(run: Run) -> psutil.Process:
     """The engine process of the judge."""
     (judge,) = run.processes("JudgeWorker")
-    (engine,) = [
-        child
-        for child in psutil.Process(judge.pid).children(recursive=True)
-        if "EngineCore" in child.name() + " ".join(child.cmdline())
-    ]
+    (engine,) = descendants(judge.pid, "EngineCore")
     return engine

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pytest
 import pytest_asyncio
 import torch
 from transformers import AutoTokenizer
 
+from tests.processes import descendants
 from tests.real.rollout_helpers import (
     MAX_TOKENS,
     chat,
@@ -341,13 +341,13 @@ async def test_a_cancelled_group_is_removed_from_the_engine(worker: RolloutWorke
 
 async def test_a_dead_engine_process_is_a_clear_error(tiny_model: Path) -> None:
     """A running request, a new request and a health probe raise `EngineDead`."""
+    others = descendants(title="EngineCore")
     worker = RolloutWorker(rollout_config(tiny_model, max_tokens=900), "rollout-7")
     await worker.start()
     running = asyncio.create_task(worker.generate(replace(REQUEST, samples=8), PROMPTS))
     await asyncio.sleep(0.5)
-    for child in psutil.Process().children(recursive=True):
-        if "EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()):
-            child.kill()
+    (engine,) = set(descendants(title="EngineCore")).difference(others)
+    engine.kill()
     with pytest.raises(EngineDead, match="rollout-7"):
         await asyncio.wait_for(running, 30)
     with pytest.raises(EngineDead):

@@ -18,18 +18,14 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import descendants
 
 pytestmark = pytest.mark.long
 
 
 def engines(pid: int) -> list[psutil.Process]:
     """Engine processes that descend from this one. vLLM sets their title when they begin to load."""
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
-        with suppress(psutil.Error):
-            if "EngineCore" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+    return descendants(pid, "EngineCore")
 
 
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -95,7 +91,7 @@ async def test_no_process_and_no_file_remains_of_a_killed_worker(tiny_model: Pat
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     temporary = tempfile.mkdtemp()  # a socket's path is limited to some hundred characters
-    descendants: list[psutil.Process] = []
+    below: list[psutil.Process] = []
     parent = subprocess.Popen(
         [sys.executable, str(script), str(tiny_model), phase],
         stdout=subprocess.PIPE,
@@ -114,15 +110,15 @@ async def test_no_process_and_no_file_remains_of_a_killed_worker(tiny_model: Pat
             while not engines(parent.pid):
                 await asyncio.sleep(0.2)
                 assert parent.poll() is None
-        descendants = psutil.Process(parent.pid).children(recursive=True)
-        assert len(descendants) >= 2
-        held = shared_memory_files([psutil.Process(parent.pid), *descendants])
+        below = descendants(parent.pid)
+        assert len(below) >= 2
+        held = shared_memory_files([psutil.Process(parent.pid), *below])
         assert held or phase != "generating"  # an engine that is loading may not have created any
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         # A process notices in its next moment with the interpreter's lock, which loading a model holds for seconds.
         deadline = time.monotonic() + (10 if phase == "generating" else 30)
-        while (alive := running(descendants)) and time.monotonic() < deadline:
+        while (alive := running(below)) and time.monotonic() < deadline:
             held |= shared_memory_files(alive)
             await asyncio.sleep(0.02)
         assert alive == []
@@ -132,7 +128,7 @@ async def test_no_process_and_no_file_remains_of_a_killed_worker(tiny_model: Pat
         assert not left
     finally:
         parent.kill()
-        for process in descendants:
+        for process in below:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(temporary)

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 import ray
 
+from tests.processes import command_line, descendants
 from troupe.orchestrator.capacity.placement import Placement, Seat
 from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.ray_cluster import ActorSpec, ActorWorker, Cluster
@@ -126,7 +127,7 @@ async def test_a_table_is_passed_between_workers_by_reference(cluster: Cluster) 
 
 
 async def test_a_started_cluster_runs_no_dashboard_and_no_monitors(cluster: Cluster) -> None:
-    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    commands = [command_line(process) for process in descendants()]
     assert any("raylet" in command for command in commands)
     unneeded = ("log_monitor.py", "/dashboard.py", "/monitor.py")
     assert not [command for command in commands if any(name in command for name in unneeded)]

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.conftest import ROOT
 from tests.faults.stalls import planted_environment
+from tests.processes import descendants
 from troupe.orchestrator.processes.inspection import InspectRequest, inspect_node
 from troupe.orchestrator.why.diagnosis import diagnose
 from troupe.orchestrator.why.facts import Call, Diagnosis, DriverFacts, Facts, RunFacts
@@ -39,7 +39,7 @@ def worker(folder: Path, what: str, bug: str) -> Iterator[int]:
             time.sleep(0.5)
             yield process.pid
         finally:
-            for child in psutil.Process(process.pid).children(recursive=True):
+            for child in descendants(process.pid):
                 child.kill()
             process.kill()
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.processes import descendants
 from tests.workers.environments.started import started
 from troupe.workers.contract.config import EnvironmentConfig
 from troupe.workers.contract.environments import EpisodeReply, Message, Row
@@ -48,15 +49,7 @@ def play(test: Callable[[EnvironmentWorker], Awaitable[None]], **args: Any) -> N
 
 def servers() -> list[psutil.Process]:
     """The servers that run."""
-    return [one for one in psutil.Process().children(recursive=True) if SERVER[-1] in _arguments(one)]
-
-
-def _arguments(process: psutil.Process) -> list[str]:
-    """Of its command line; none if it has ended."""
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:  # also a zombie
-        return []
+    return descendants(title=SERVER[-1])
 
 
 def test_a_servers_tools_are_offered_and_called() -> None:
