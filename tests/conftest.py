@@ -104,6 +104,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let Python release these objects at its end, which libraries check."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let the processor represent the smallest floats again: libraries of vLLM flush them to zero in their process."""
     if "torch" in sys.modules and item.get_closest_marker("real") is None:

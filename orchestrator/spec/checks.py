@@ -17,7 +17,8 @@ from troupe.orchestrator.spec.sections import (
     RoleName,
     TrainerRole,
 )
-from troupe.workers.contract.config import ENVIRONMENT_REWARD, ENVIRONMENTS, Frozen, ModelConfig
+from troupe.workers.contract.config import ENVIRONMENTS, Frozen, ModelConfig
+from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD
 
 IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Custom code: `package.module:attribute`."""

@@ -18,13 +18,8 @@ from troupe.orchestrator.spec.checks import (
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import JudgeRole, ReasoningGymSource, RolloutRole
-from troupe.workers.contract.config import (
-    JUDGE_REWARD,
-    REWARD_FUNCTIONS,
-    STEP_ESTIMATORS,
-    STEP_FUNCTIONS,
-    RewardFunctionConfig,
-)
+from troupe.workers.contract.config import STEP_ESTIMATORS, RewardFunctionConfig
+from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
 COLOCATIONS = {"reference": "policy", "rollout": "policy"}
 """Which role can be colocated with which."""

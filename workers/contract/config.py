@@ -221,35 +221,6 @@ class TrainerConfig(OptimizerConfig):
         return 0 if alone and self.zero_stage < 3 else self.zero_stage
 
 
-ENVIRONMENT_REWARD = "environment"
-"""Name of the reward component that the environment gives, the sum over an episode's turns."""
-
-JUDGE_REWARD = "judge"
-"""Name of the reward component that a language model gives."""
-
-REWARD_FUNCTIONS = (
-    ENVIRONMENT_REWARD,
-    JUDGE_REWARD,
-    "exact_match",
-    "last_number",
-    "numeric",
-    "regex",
-    "length",
-    "overlong",
-    "reasoning_gym",
-    "letter_share",
-    "equations",
-    "python_tests",
-)
-"""Names of the built-in reward functions; each but `environment` is implemented in `workers/rewards/`."""
-
-STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
-"""Built-in reward functions that can return process rewards."""
-
-RIGHT_OR_WRONG = ("exact_match", "last_number", "numeric", "regex", "reasoning_gym", "python_tests")
-"""Built-in reward functions whose value is 1 where the response is right, and less where it is not."""
-
-
 class RewardFunctionConfig(Frozen):
     """One reward component."""
 
