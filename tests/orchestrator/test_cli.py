@@ -226,9 +226,8 @@ def test_the_schema_accepts_the_shipped_spec() -> None:
     assert (answer.code, answer.heavy) == (0, [])
     # The spec as Troupe reads it: YAML 1.1 parses 2e-3 as text, Troupe as a number.
     spec = load_rollout_spec(GRPO).model_dump(mode="json", exclude_unset=True)
-    jsonschema.validate(spec, json.loads(answer.stdout))
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(spec | {"seed": "x"}, json.loads(answer.stdout))
+    schema = jsonschema.Draft202012Validator(json.loads(answer.stdout))
+    assert schema.is_valid(spec) and not schema.is_valid(spec | {"seed": "x"})
 
 
 def test_exporting_from_a_folder_without_a_run_gives_one_line(tmp_path: Path) -> None:
