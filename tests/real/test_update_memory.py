@@ -154,6 +154,7 @@ def peaks_by_length(model: str, traces: Path) -> dict[str, Any]:
 
 def rank_main(model: str, out: Path) -> None:
     """Entry of the measured process."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
     try:
         worker = PolicyWorker(config(model, BUDGET), "policy-0")
         address, port = worker.rendezvous()
@@ -178,7 +179,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def found(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("memory")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
     process = rank_context().Process(target=rank_main, args=(model, out), daemon=True)
     process.start()
     process.join(TIMEOUT_S)
