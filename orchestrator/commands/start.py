@@ -18,8 +18,6 @@ from troupe.orchestrator.starter.demo import (
     demo_folder,
     demo_spec,
     list_examples,
-    next_steps,
-    write_demo_report,
 )
 
 
@@ -53,8 +51,7 @@ def demo(
     example, overrides = demo_spec(spec, steps)
     runs = ready(example, [*overrides, *set_], out or demo_folder(spec))
     resume = any(any((planned.out / "checkpoints").glob("step-*")) for planned in runs)
-    train(runs, resume, None)
-    typer.echo(next_steps(example, runs, write_demo_report(runs)))
+    train(example, runs, resume, None)
 
 
 def init(
