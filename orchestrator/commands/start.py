@@ -56,7 +56,10 @@ def demo(
 
 def init(
     model: Annotated[str | None, typer.Option(help="Model folder in Hugging Face format.")] = None,
-    data: Annotated[str | None, typer.Option(help="JSON Lines file, or reasoning_gym:TASK.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="File or pattern of files, `datasets` folder, dataset on the hub, or reasoning_gym:TASK."),
+    ] = None,
     algorithm: Annotated[str | None, typer.Option(help="Algorithm (default: grpo).")] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine (default: those it has).")] = None,
     gpu_type: Annotated[str | None, typer.Option(help="Their type, such as H100 (default: as detected).")] = None,
