@@ -329,7 +329,16 @@ def test_doctor_reports_an_invalid_spec_before_it_checks_anything(spec: Path) ->
 
 def test_init_writes_a_spec_that_validate_and_plan_accept(tiny_model: Path, tmp_path: Path) -> None:
     output = tmp_path / "run.yaml"
-    arguments = ("init", "--model", str(tiny_model), "--data", "reasoning_gym:chain_sum", "-o", str(output))
+    arguments = (
+        "init",
+        "--model",
+        str(tiny_model),
+        "--data",
+        "reasoning_gym:chain_sum",
+        "-o",
+        str(output),
+        "--no-trial",
+    )
     answer = troupe(*arguments)
     assert (answer.code, answer.errors, answer.heavy) == (0, [], [])
     assert answer.stdout == f"wrote {output}; next: troupe validate {output}\n"
