@@ -60,11 +60,7 @@ def process(folder: Path, code: str) -> subprocess.Popen[str]:
     start = f"from troupe.orchestrator.mailbox import Mailbox\nmailbox = Mailbox(Path({str(folder)!r}))\n"
     command = [sys.executable, "-c", f"import os, sys, time\nfrom pathlib import Path\n{start}{code}"]
 
-    def interruptible() -> None:
-        """Also where the tests run in the background of a shell, which ignores Ctrl-C there."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=interruptible)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def test_every_command_gets_the_answer_to_its_own_request(tmp_path: Path) -> None:
