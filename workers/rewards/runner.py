@@ -81,6 +81,8 @@ class RewardProcess:
         self.config = config
         self.memory_limit_mib = memory_limit_mib
         self._child: Child | None = None
+        self._pid = 0
+        """Process id of the function's process, once the function is loaded."""
         self._resident = 0
         """Memory of the process once the function is loaded, in bytes."""
         self._requests = 0
@@ -89,8 +91,8 @@ class RewardProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None if there is none."""
-        return self._child.pid if self._child else None
+        """Process id of the function's process; None if there is none."""
+        return self._pid if self._child else None
 
     def start(self) -> None:
         """Start the child and load the function in it; does nothing if a child is ready.
@@ -120,6 +122,7 @@ class RewardProcess:
         if "ready" not in reply:
             self.close()
             raise RewardFunctionError(str(reply.get("failure")))
+        self._pid = int(reply["pid"])
         self._concurrent = reply.get("concurrent") is True
         self._resident, _ = resident_bytes(child.mark)
 

@@ -49,3 +49,12 @@ def reads(response: str, answer: str, metadata: dict[str, Any]) -> float:
 def says(response: str, answer: str, metadata: dict[str, Any]) -> float:
     """Raise with hostile text."""
     raise ValueError("\x1b[2J\x1b]0;title\x07red\r\n\x00" + "long " * 1000)
+
+
+def kills(response: str, answer: str, metadata: dict[str, Any]) -> float:
+    """Send a signal to the parent, or to its process group, and go on."""
+    target, number = response.split()
+    kill = os.kill if target == "parent" else os.killpg
+    kill(os.getppid() if target == "parent" else os.getpgid(os.getppid()), int(number))
+    time.sleep(0.2)
+    return 1.0
