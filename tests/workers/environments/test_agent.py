@@ -58,6 +58,8 @@ def play(
                 )
                 if said is not None:
                     message["content"] = next(said)
+                if not asked[0].logprobs:
+                    message.pop("logprobs", None)
                 if also:
                     message["also"] = also
                 if call is not None and number == 0:
@@ -118,6 +120,13 @@ def test_several_choices_and_branches_are_rows_of_their_own() -> None:
 def test_a_response_says_how_it_ended_and_what_it_cost() -> None:
     limits = {"finish_reason": "length", "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
     assert play(extra=limits, function=f"{HERE}:counted").last.observation.reward == 1.0
+
+
+def test_a_response_has_the_log_probs_of_its_tokens_where_they_are_asked_for() -> None:
+    logprobs = {"logprobs": [["an", -0.5], ["swer", -1.5]]}
+    played = play(extra=logprobs, function=f"{HERE}:scored")
+    assert (played.last.status, played.last.observation.reward) == ("ok", -2.0)
+    assert [asked.logprobs for asked in played.asked] == [True, True, False]
 
 
 def test_requests_can_force_calls_and_the_form_of_a_response() -> None:
