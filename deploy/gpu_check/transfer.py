@@ -145,6 +145,7 @@ class TransferCheck:
     async def run(self) -> None:
         """Send, fail, and send again. Raises NotRight."""
         self._engines = [await self.start(number) for number in range(ENGINES)]
+        self._note_graphs()
         await self._send_and_check("first transfer, s")
         await self._fails("trainer", self._raising)
         await self._send_and_check("after the trainer's failure, s")
@@ -160,6 +161,14 @@ class TransferCheck:
         """End the engines."""
         for worker in self._engines:
             await worker.close()
+
+    def _note_graphs(self) -> None:
+        """Record how the engines capture CUDA graphs. Raises NotRight where they should and do not."""
+        engine: Any = self._engines[0]._engine
+        mode = engine.vllm_config.compilation_config.cudagraph_mode.name
+        self.figures["CUDA graphs"] = mode
+        if mode == "NONE" and self._device.type == "cuda" and not self._eager:
+            raise NotRight("vLLM captures no CUDA graphs on this GPU")
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, weight.detach()) for name, weight in self._model.named_parameters())
