@@ -36,13 +36,15 @@ def play(
     extra: Message | None = None,
     pause_s: float = 0.0,
     said: Iterator[str] | None = None,
+    longest: int = 100,
+    timeout_s: float = 5.0,
     **args: Any,
 ) -> Played:
     """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given.
 
-    Requests of more than 100 characters are refused.
+    Requests of more than `longest` characters are refused.
     """
-    config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=5.0, episodes=1, memory_limit_mib=1024)
+    config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=timeout_s, episodes=1, memory_limit_mib=1024)
 
     async def run() -> Played:
         async with started(config) as worker:
@@ -64,7 +66,7 @@ def play(
                     message["also"] = also
                 if call is not None and number == 0:
                     message |= {"content": "", "tool_calls": [call]}
-                if len(json.dumps(contents(asked[0]))) > 100:
+                if len(json.dumps(contents(asked[0]))) > longest:
                     message["refused"] = {"code": "context_length_exceeded", "message": "too long"}
                 await asyncio.sleep(pause_s)
                 played.last = await worker.step("a", message)
