@@ -105,7 +105,6 @@ class TransferCheck:
     """The trainer's model and the engines."""
 
     def __init__(self, model: Path, backend: TransferBackend, *, eager: bool) -> None:
-        self._path = model
         self._backend: TransferBackend = backend
         self._eager = eager
         self._device = torch.device("cpu" if backend == "gloo" else "cuda:0")
