@@ -18,7 +18,7 @@ WIDTHS = {
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
 }
-NARROW = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+NARROW = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def write(folder: Path, tokenizer: Path, *, narrow: bool) -> int:
