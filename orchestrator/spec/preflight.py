@@ -5,6 +5,7 @@ Reads small files and headers and imports nothing heavy; the user's code is load
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -293,7 +294,10 @@ def missing_data(sources: Mapping[str, DataSource]) -> Iterator[Finding]:
         if source.kind == "datasets" and not path.is_dir():
             yield f"data.{name}.path", f"no such folder: {path}"
         if source.kind != "datasets" and not path.is_file():
-            yield f"data.{name}.path", f"no such file: {path}"
+            if not glob.has_magic(source.path):
+                yield f"data.{name}.path", f"no such file: {path}"
+            elif not any(Path(found).is_file() for found in glob.iglob(source.path, recursive=True)):
+                yield f"data.{name}.path", f"no file matches: {path}"
 
 
 def missing_libraries(sources: Mapping[str, DataSource], sinks: Sequence[str]) -> Iterator[Finding]:
