@@ -100,6 +100,11 @@ class RolloutRole(EngineConfig, ScaledRole):
 class TrainerRole(TrainerConfig, RoleResources):
     """Workers that train a model: one DeepSpeed rank each."""
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of shares that the rows of a batch are divided into."""
+        return max(1, self.workers // self.sequence_parallel_size)
+
 
 class PolicyRole(TrainerRole):
     """Workers that train the policy: one DeepSpeed rank each."""

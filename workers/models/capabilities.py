@@ -16,8 +16,8 @@ import pyarrow as pa
 import torch
 
 from troupe.workers.contract.config import Device
-from troupe.workers.models.modeling import ModelModule, evaluating
 from troupe.workers.models import sequence_parallel
+from troupe.workers.models.modeling import ModelModule, evaluating
 from troupe.workers.models.packed_attention import install, kernel_is_exact, uninstall
 from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
