@@ -116,9 +116,14 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     if rank.reference is not None:
         parts[device].append(Part("reference", rank.reference[0].parameters * WIDTHS[rank.reference[1]]))
     if rank.kept_states:
-        parts[device].append(Part("kept", 4 * size.vocabulary * math.ceil(rank.kept_states / rank.ranks)))
-    tokens = trainer.micro_batch_tokens
+        # Ranks that share their rows keep the same states.
+        shares = rank.ranks // trainer.sequence_parallel_size
+        parts[device].append(Part("kept", 4 * size.vocabulary * math.ceil(rank.kept_states / shares)))
+    tokens = trainer.worker_tokens
     layers = activations(size, width, tokens, rank.longest, trainer.gradient_checkpointing)
+    if trainer.sequence_parallel_size > 1:
+        # What a rank sends and receives of the queries; those that attention keeps are counted as activations.
+        layers += 2 * width * tokens * size.heads * size.head_dim
     parts[device].append(Part("activations", layers, "pass"))
     if rank.values:
         parts[device].append(Part("head", tokens * size.hidden * (width + 4), "pass"))

@@ -588,7 +588,8 @@ class ProfileConfig(Frozen):
     steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
     """Steps whose first update of each trained model is recorded."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
-    """Ranks that record it."""
+    """Ranks that record it. Where ranks share their micro-batches (`sequence_parallel_size`), groups of ranks, of which
+    the first one records it."""
 
 
 class BaseOutput(Frozen):

@@ -182,6 +182,22 @@ def test_average_reference_and_kept_distributions() -> None:
     assert {p.name: p.bytes for p in sharded.parts}["average"] == WHOLE
 
 
+def test_ranks_that_share_their_rows_have_a_part_of_the_activations_and_all_kept_states() -> None:
+    """What is sent and received of the queries comes on top, twice."""
+    alone = replace(told(SEVEN_B, ranks=8, micro_batch_tokens=131_072), kept_states=16)
+    (gpu, _), (quarter, _) = (
+        training("policy-0", replace(alone, trainer=t))
+        for t in (
+            alone.trainer.model_copy(update={"sequence_parallel_size": 4}),
+            alone.trainer.model_copy(update={"micro_batch_tokens": 32_768}),
+        )
+    )
+    shared, plain = ({part.name: part.bytes for part in memory.parts} for memory in (gpu, quarter))
+    assert shared.pop("activations") - plain.pop("activations") == 2 * 2 * 32_768 * 28 * 128
+    assert shared.pop("kept") == 4 * plain.pop("kept")
+    assert shared == plain
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("gpu", [False, True])
