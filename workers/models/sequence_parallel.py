@@ -42,33 +42,31 @@ class SequenceGroup:
 
 @dataclass(frozen=True)
 class Places:
-    """Which of some tokens of a micro-batch this worker runs the model on."""
+    """Where the worker's own tokens have some tokens of the micro-batch, which its caller asks for."""
 
     chosen: torch.Tensor | slice
-    """Indices into the tokens that were asked for."""
+    """Which of them the worker has: indices into the tokens asked for."""
     local: torch.Tensor
-    """int64: where the chosen ones are among the worker's tokens."""
+    """int64: the index of each chosen one among the worker's own tokens."""
     count: int
-    """Number of tokens that were asked for."""
+    """Number of tokens asked for."""
     sequence: SequenceGroup | None = None
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """[count, ...]: the values of all tokens that were asked for, of `values`, those of the chosen ones.
+        """The values of all tokens asked for, [count, ...], from those of the chosen ones. Collective over the group.
 
-        Every worker of the group calls it. The gradient of a worker's values is that of its own loss: all workers have
-        the same loss.
+        All workers of the group compute the same loss of the result, and so the gradient of a worker's values is that
+        of its own loss.
         """
         if self.sequence is None:
             return values
-        places = values.new_zeros(self.count, *values.shape[1:])
-        places[self.chosen] = values
-        gathered: torch.Tensor = _Gather.apply(self.sequence.group, places)
+        gathered: torch.Tensor = _Gather.apply(self.sequence.group, self.count, self.chosen, values)
         return gathered
 
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """The tokens of a micro-batch that this worker runs the model on: all of them, or its part of a packed row."""
+    """The tokens of a micro-batch that a worker runs the model on: all of them, or its part of a packed row."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None
@@ -79,7 +77,7 @@ class OwnTokens:
     sequence: SequenceGroup | None = None
 
     def find(self, positions: torch.Tensor) -> Places:
-        """The places of these tokens of the micro-batch, int64 indices into its flattened tokens."""
+        """Where the tokens at `positions`, int64 indices into the flattened tokens of the micro-batch, are here."""
         if self.sequence is None:
             return Places(slice(None), positions, len(positions))
         local = positions - self.first
@@ -182,20 +180,25 @@ def _all_to_all(group: dist.ProcessGroup, parts: torch.Tensor) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """The sum over a group whose members have a different part each; the gradient is that of the own part."""
+    """All values, of which each rank of a group has some; the gradient of these is that of the rank's own loss."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, count: int, chosen: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(chosen)
+        places = values.new_zeros(count, *values.shape[1:])
+        places[chosen] = values
+        dist.all_reduce(places, group=group)
+        return places
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]: the decorator hides the name `ctx`
         ctx: Any, *grads: torch.Tensor
-    ) -> tuple[None, torch.Tensor]:
-        return None, grads[0]
+    ) -> tuple[None, None, None, torch.Tensor]:
+        (chosen,) = ctx.saved_tensors
+        return None, None, None, grads[0][chosen]
 
 
 def install(model: PreTrainedModel, sequence: SequenceGroup) -> None:
