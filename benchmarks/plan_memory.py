@@ -75,6 +75,7 @@ class Case:
             gradient_checkpointing=self.checkpointing,
             threads=1,
             sequence_parallel_size=self.sharing,
+            packing=self.sharing > 1,
             ema_decay=0.9 if self.ema else 0.0,
         )
 

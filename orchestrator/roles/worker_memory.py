@@ -120,7 +120,8 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         shares = rank.ranks // trainer.sequence_parallel_size
         parts[device].append(Part("kept", 4 * size.vocabulary * math.ceil(rank.kept_states / shares)))
     tokens = trainer.worker_tokens
-    layers = activations(size, width, tokens, rank.longest, trainer.gradient_checkpointing)
+    masked = _mask_row(size, rank.longest, trainer.packing)
+    layers = activations(size, width, tokens, masked, trainer.gradient_checkpointing)
     if trainer.sequence_parallel_size > 1:
         # What a rank sends and receives of the queries; those that attention keeps are counted as activations.
         layers += 2 * width * tokens * size.heads * size.head_dim
@@ -218,8 +219,13 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
     yield "host", Part("optimizer", pinned + 8 * share + _power_of_two(width * share))
 
 
-def layer_bytes(size: ModelSize, width: int, longest: int) -> int:
-    """Bytes that one layer keeps of one token for the backward pass.
+def _mask_row(size: ModelSize, longest: int, packing: bool) -> int:
+    """Length of a row of the attention mask; packed rows have none, and a model with windows is padded."""
+    return 0 if packing and not size.windowed else longest
+
+
+def layer_bytes(size: ModelSize, width: int, masked: int) -> int:
+    """Bytes that one layer keeps of one token for the backward pass. `masked`: length of a row of the mask.
 
     Norms: float32 input, normed, output. Attention: query, key and value of all heads (padding keeps PyTorch from
     sharing those of a group), output, its log-sum, a row of the mask. Feed-forward: gate, its activation, up, product.
@@ -227,13 +233,13 @@ def layer_bytes(size: ModelSize, width: int, longest: int) -> int:
     """
     queries = size.heads * size.head_dim
     norms = (2 * size.hidden + size.extra_norms) * (4 + 2 * width)
-    attention = width * 4 * queries + 4 * size.heads + width * longest
+    attention = width * 4 * queries + 4 * size.heads + width * masked
     return norms + attention + width * (4 * size.intermediate + 2 * size.experts * size.hidden)
 
 
-def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpointing: bool) -> int:
+def activations(size: ModelSize, width: int, tokens: int, masked: int, checkpointing: bool) -> int:
     """Bytes that the layers keep of `tokens` tokens, and that the backward pass through one layer adds."""
-    layer = layer_bytes(size, width, longest)
+    layer = layer_bytes(size, width, masked)
     kept = size.layers * width * size.hidden + layer if checkpointing else size.layers * layer
     ends = size.hidden * (4 + 3 * width)
     at_work = width * (3 * size.intermediate + 4 * size.hidden)
@@ -287,7 +293,7 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
     parts["gpu" if model.gpu else "host"] += [
         Part("weights", width * size.parameters),
-        Part("activations", forward(size, width, tokens, model.longest), "pass"),
+        Part("activations", forward(size, width, tokens, _mask_row(size, model.longest, packing=True)), "pass"),
         Part("logits", logits, "pass"),
     ]
     if model.gpu:
@@ -297,9 +303,9 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     return _workers(worker, parts)
 
 
-def forward(size: ModelSize, width: int, tokens: int, longest: int) -> int:
+def forward(size: ModelSize, width: int, tokens: int, masked: int) -> int:
     """Bytes of one layer on `tokens` tokens without gradients: the residual, plus attention or feed-forward."""
-    attention = width * (4 * size.heads * size.head_dim + longest)
+    attention = width * (4 * size.heads * size.head_dim + masked)
     return tokens * (2 * width * size.hidden + max(8 * size.hidden, attention, 3 * width * size.intermediate))
 
 
