@@ -283,7 +283,7 @@ class Scenarios:
             table = examples(mismatched)
             metrics = [worker.update(plan, table) for _ in range(2)]
             part = worker.evaluate(plan, table)
-            results.append({"metrics": metrics, "after": dict(part.terms), "weights": weights_of(worker)})
+            results.append({"metrics": metrics, "terms": dict(part.terms), "weights": weights_of(worker)})
         self.found[name] = results
 
     def run(self) -> None:
@@ -383,12 +383,15 @@ def equal_updates(ranks: Sequence[dict[str, Any]], scenario: str) -> None:
 
 
 def same_results(divided: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> None:
-    """Scores by sample, divergence and weights."""
+    """Scores by sample, terms of an evaluation, divergence and weights."""
     for name in whole[0].keys() & {"before", "reference", "after"}:
         one, other = ({key: value for rank in part for key, value in rank[name].items()} for part in (divided, whole))
         assert one.keys() == other.keys()
         for key, values in other.items():
             assert one[key] == pytest.approx(values, rel=1e-4, abs=1e-6)
+    for name in whole[0].get("terms", ()):
+        one, other = (sum(rank["terms"][name] for rank in part) for part in (divided, whole))
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
     if "divergence" in whole[0]:
         (one, states), (other, expected) = (
             [sum(rank["divergence"][number] for rank in part) for number in range(2)] for part in (divided, whole)
