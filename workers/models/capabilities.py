@@ -101,12 +101,12 @@ def takes_segments(model: PreTrainedModel, device: Device) -> bool:
 
 def _share_rows(module: ModelModule, model: PreTrainedModel, device: Device, sequence: SequenceGroup) -> None:
     """Divide packed rows among the workers of a group; tested by running the model, if it is on its device."""
-    row = _samples().packed_batch(range(3), shared=True).to(model.device)
-    expected = _states(model, row, row.attention_mask)
     sequence_parallel.install(model, sequence)
     module.sequence = sequence
     if model.device.type != device:
         return
+    apart, row = (batch.to(model.device) for batch in (_samples().batch(range(3)), _samples().packed_batch(range(3))))
+    expected = _states(model, apart, apart.attention_mask)
     with evaluating(module), torch.no_grad():
         own, states = module.states(row.input_ids, row.attention_mask, row.position_ids)
         at = own.find(row.positions)
