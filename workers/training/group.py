@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from types import ModuleType
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ def sequence_group(size: int) -> SequenceGroup | None:
     if ranks % size:
         raise ValueError(f"sequence_parallel_size {size} does not divide the {ranks} workers")
     group, _ = dist.new_subgroups(group_size=size, timeout=COLLECTIVE_TIMEOUT)
-    return SequenceGroup(group, size, dist.get_rank() % size)
+    return SequenceGroup(cast(dist.ProcessGroup, group), size, dist.get_rank() % size)
 
 
 def leave_group() -> None:
