@@ -147,8 +147,9 @@ def _undivided_trainers(spec: RunSpec, sizes: Sizes) -> Iterator[Misfit]:
         if size.heads % ranks:
             problem = f"{field}: {ranks} does not divide the model's {size.heads} attention heads"
             yield Misfit("parallel", role, (role,), problem)
-        elif size.windowed:
-            yield Misfit("parallel", role, (role,), f"{field}: {ranks} needs a model without sliding windows")
+        elif size.windowed or size.eager:
+            what = "sliding windows" if size.windowed else "caps or sinks in its attention"
+            yield Misfit("parallel", role, (role,), f"{field}: {ranks} needs a model without {what}")
 
 
 def _engines_without_cache(
