@@ -182,7 +182,7 @@ class RolloutSource:
             self._console.phase("old log-probs", 0, 1)
             lengths = [length for group in groups for length in row_lengths(group.summary)]
             plans = plan_ranks(
-                lengths, range(len(lengths)), policy.ranks, policy.micro_batch_tokens, packed=policy.packs
+                lengths, range(len(lengths)), policy.data_parallel_size, policy.micro_batch_tokens, packed=policy.packs
             )
             scored = await policy.compute_logprobs(plans, *rollouts, timeout_s=timeout_s)
             tables += [table for _, table in scored]
