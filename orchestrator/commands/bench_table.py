@@ -52,28 +52,67 @@ def show(results: Sequence[Result], cores: int | None) -> None:
     """Print everything to standard output."""
     terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Console(highlight=False, markup=False, width=None if terminal else _UNBOUNDED)
-    console.print(render(results))
+    for table in render(results, console.width):
+        console.print(table)
     for line in advice(results, cores):
         console.print(line, soft_wrap=True)
 
 
-def render(results: Sequence[Result]) -> Table:
-    """The table of all points."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    fields = list(results[0].point.settings)
-    for field in fields:
-        table.add_column(field.rpartition(".")[2], justify="right")
+def render(results: Sequence[Result], width: int = _UNBOUNDED) -> Iterator[Table]:
+    """The table of all points. One that is wider than `width` has a column for each point instead of a row.
+
+    Where that is too wide as well, it is continued in further tables.
+    """
+    heads, rows = _cells(results)
+    wide = _table(heads, rows)
+    if _width(wide) <= width:
+        yield wide
+        return
+    first = 0
+    while first < len(rows):
+        count = len(rows) - first
+        while count > 1 and _width(_turned(heads, rows[first : first + count])) > width:
+            count -= 1
+        yield _turned(heads, rows[first : first + count])
+        first += count
+
+
+def _cells(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """The heads of the columns, and a row for each point."""
+    fields = [field.rpartition(".")[2] for field in results[0].point.settings]
     shown = [column for column in COLUMNS if any(column.text(m) for r in results if (m := r.measures) is not None)]
-    for column in shown:
-        table.add_column(column.title, justify="right")
+    rows: list[list[str]] = []
     for result in results:
-        cells = [str(value) for value in result.point.settings.values()]
-        if result.measures is not None:
-            cells += [column.text(result.measures) for column in shown]
-        elif shown:
-            cells.append("failed")
-        table.add_row(*cells)
+        measures = result.measures
+        numbers = ["-" for _ in shown] if measures is None else [column.text(measures) for column in shown]
+        rows.append([*map(str, result.point.settings.values()), *numbers])
+    return [*fields, *(column.title for column in shown)], rows
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A row for each point."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _turned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A column for each point."""
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    for _ in rows:
+        table.add_column(justify="right", no_wrap=True)
+    for head, cells in zip(heads, zip(*rows, strict=True), strict=True):
+        table.add_row(head, *cells)
+    return table
+
+
+def _width(table: Table) -> int:
+    """Columns that the table takes where there is room enough."""
+    return Console(width=_UNBOUNDED).measure(table).maximum
 
 
 def advice(results: Sequence[Result], cores: int | None) -> Iterator[str]:

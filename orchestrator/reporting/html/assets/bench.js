@@ -4,6 +4,9 @@ const record = JSON.parse(document.getElementById('data').textContent);
 const measured = record.points.map((point, number) => ({ ...point, number })).filter((point) => point.measures);
 
 const name = (point) => point.label || record.name;
+// The values alone: in a row of bars there is no room for the fields, which the caption names.
+const values = (point) => record.fields.map((field) => String(point.settings[field])).join(' · ') || record.name;
+const fields = record.fields.map((field) => field.split('.').pop()).join(' · ');
 const speed = (value) => `${short(value)} tok/s`;
 
 function section(id, title, ...parts) {
@@ -19,7 +22,7 @@ function table(heads, rows) {
   return el('div', { class: 'scroll' }, el('table', {}, el('thead', {}, line('th', heads)), el('tbody', {}, rows.map((cells) => line('td', cells)))));
 }
 
-// Rows of bars: rows: [{label, bars: [{value, kind, text}]}].
+// rows: [{label, parts: [{value, color}], text}].
 function bars(rows, most) {
   return el('div', { class: 'bars' }, rows.map(({ label, parts, text }) => el(
     'div', { class: 'bar-row wide' },
@@ -74,8 +77,8 @@ function curves() {
       return { name: others || 'tokens/s', color: runColor(i), steps: sorted.map((point) => point.settings[field]), values: sorted.map((point) => point.measures.tokens_per_s) };
     });
     if (!series.some((one) => one.steps.length > 1)) return null;
-    const values = [...new Set(measured.map((point) => point.settings[field]))].sort((a, b) => a - b);
-    return card(field, 'tokens/s', lineChart({ series, height: 220, axis: field.split('.').pop(), at: values }), series.length > 1 ? legend(...series.map((one) => [one.name, one.color])) : null);
+      const labelled = [...new Set(measured.map((point) => point.settings[field]))].sort((a, b) => a - b);
+    return card(field, 'tokens/s', lineChart({ series, height: 220, axis: field.split('.').pop(), at: labelled }), series.length > 1 ? legend(...series.map((one) => [one.name, one.color])) : null);
   }).filter(Boolean);
 }
 
@@ -83,46 +86,46 @@ function throughputSection() {
   const withBare = measured.some((point) => point.measures.bare_tokens_per_s !== null);
   const most = Math.max(...measured.map((point) => Math.max(point.measures.tokens_per_s, point.measures.bare_tokens_per_s ?? 0)));
   const rows = measured.map(({ measures, ...point }) => ({
-    label: name(point),
+    label: values(point),
     parts: [{ value: measures.tokens_per_s, color: runColor(0) }, ...(withBare ? [{ value: measures.bare_tokens_per_s ?? 0, color: 'var(--quiet)' }] : [])],
     text: measures.against_bare === null ? short(measures.tokens_per_s) : `${short(measures.tokens_per_s)} (${measures.against_bare.toFixed(3)})`,
   }));
   const keys = withBare ? legend(['Troupe', runColor(0)], ['bare AsyncLLM', 'var(--quiet)']) : null;
-  return section('throughput', 'Throughput', el('div', { class: 'split' }, card('Sampled tokens per second', '', bars(rows, most), keys), ...curves()));
+  return section('throughput', 'Throughput', el('div', { class: 'split' }, card('Sampled tokens per second', fields, bars(rows, most), keys), ...curves()));
 }
 
 function spreadCard(title, key) {
   const most = Math.max(...measured.map((point) => point.measures[key].p99));
   const rows = measured.map((point) => {
     const { p50, p99 } = point.measures[key];
-    return { label: name(point), parts: [{ value: p50, color: runColor(0) }, { value: p99, color: runColor(1) }], text: `${seconds(p50)} / ${seconds(p99)}` };
+    return { label: values(point), parts: [{ value: p50, color: runColor(0) }, { value: p99, color: runColor(1) }], text: `${seconds(p50)} / ${seconds(p99)}` };
   });
-  return card(title, '', bars(rows, most), legend(['median', runColor(0)], ['99th percentile', runColor(1)]));
+  return card(title, fields, bars(rows, most), legend(['median', runColor(0)], ['99th percentile', runColor(1)]));
 }
 
 function timeCard() {
   const rows = measured.map((point) => {
     const { busy, prefill_share: prefill } = point.measures;
     return el(
-      'div', { class: 'bar-row wide' }, el('span', { class: 'who', text: name(point), title: name(point) }),
+      'div', { class: 'bar-row wide' }, el('span', { class: 'who', text: values(point), title: name(point) }),
       el('div', { class: 'bar' }, [[busy * prefill, runColor(1)], [busy * (1 - prefill), runColor(0)]].map(([share, color]) => el('i', { style: { width: `${100 * share}%`, background: color } }))),
       el('span', { class: 'much', text: `${percent(busy)} busy` }),
     );
   });
-  return card("The engines' time", '', el('div', { class: 'bars' }, rows), legend(['prefill', runColor(1)], ['decode', runColor(0)], ['idle', 'var(--sunk)']));
+  return card("The engines' time", fields, el('div', { class: 'bars' }, rows), legend(['prefill', runColor(1)], ['decode', runColor(0)], ['idle', 'var(--sunk)']));
 }
 
 function sharesCard() {
   const rows = measured.map((point) => {
     const { most_kv_use: kv, cached } = point.measures;
-    return { label: name(point), parts: [{ value: kv, color: runColor(3) }, { value: cached, color: runColor(2) }], text: `${percent(kv)} / ${percent(cached)}` };
+    return { label: values(point), parts: [{ value: kv, color: runColor(3) }, { value: cached, color: runColor(2) }], text: `${percent(kv)} / ${percent(cached)}` };
   });
-  return card('Caches', '', bars(rows, 1), legend(['KV cache in use, at most', runColor(3)], ['prompt tokens in the prefix cache', runColor(2)]));
+  return card('Caches', fields, bars(rows, 1), legend(['KV cache in use, at most', runColor(3)], ['prompt tokens in the prefix cache', runColor(2)]));
 }
 
 function engineCard() {
   const rows = measured.flatMap((point) => point.measures.engines.map((engine) => ({
-    label: point.label ? `${engine.engine}: ${point.label}` : engine.engine, parts: [{ value: engine.tokens_per_s, color: runColor(4) }], text: `${short(engine.tokens_per_s)} (${percent(engine.busy)})`,
+    label: point.label ? `${values(point)}: ${engine.engine}` : engine.engine, parts: [{ value: engine.tokens_per_s, color: runColor(4) }], text: `${short(engine.tokens_per_s)} (${percent(engine.busy)})`,
   })));
   return card('Engines', 'tokens/s (busy)', bars(rows, Math.max(...measured.flatMap((point) => point.measures.engines.map((engine) => engine.tokens_per_s)))));
 }
