@@ -38,6 +38,7 @@ ROOTS = tuple(
         "controller",
         "run",
         "bench_run",
+        "library",
         "run_context",
         "rollout_run",
         "run_pools",

@@ -78,7 +78,7 @@ def _points(path: Path, sweeps: list[Sweep], overrides: list[str], prompts: int 
     def load(own: list[str]) -> RunSpec:
         runs = plan_runs(read_document(path, [*overrides, *own]))
         if any(planned.stage for planned in runs):
-            raise UsageError(f"{path}: has stages; use the spec.yaml in a stage's run folder")
+            raise UsageError(f"{path}: a file with stages is several runs; use the spec.yaml in a stage's run folder")
         create_models(runs)
         return checked(runs)[0].spec
 

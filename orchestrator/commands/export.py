@@ -28,15 +28,14 @@ def export(
     yes: Annotated[bool, typer.Option("--yes", help="With --push: do not ask before uploading.")] = False,
 ) -> None:
     """Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."""
-    from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model, write_model
+    from troupe.orchestrator import library
 
     if target is None and push is None:
         exit_with("error: export where? Name a FOLDER, or --push ORG/NAME", USER_ERROR)
-    source = exported_model(run_folder / "checkpoints", step, AVERAGE if average else MODEL)
     if target is not None:
-        typer.echo(f"wrote {write_model(source, target)}")
+        typer.echo(f"wrote {library.export(run_folder, target, step=step, average=average)}")
     if push is not None:
-        _push(source, push, private=not public, ask=not yes)
+        _push(library.model_of(run_folder, step=step, average=average), push, private=not public, ask=not yes)
 
 
 def _push(folder: Path, name: str, *, private: bool, ask: bool) -> None:

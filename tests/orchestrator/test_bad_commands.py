@@ -93,7 +93,7 @@ COMMANDS = [
     ("eval good.yaml --model none", USAGE, "no such folder: none"),
     ("eval good.yaml --model file", USAGE, "no such folder: file"),
     ("eval good.yaml", USAGE, "there is nothing to evaluate on"),
-    ("eval two.yaml", USAGE, "cannot evaluate a file with stages"),
+    ("eval two.yaml", USAGE, "a file with stages is several runs"),
     # Run folders.
     ("run good.yaml --out file", FAILED, "file: File exists; use another path"),
     ("run good.yaml --out file/x", FAILED, "file/x: Not a directory; use another path"),
