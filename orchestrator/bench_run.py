@@ -15,7 +15,7 @@ from troupe.orchestrator.cluster.actor_class import actor_class
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import TableRef, WorkerHandle
 from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_pool
-from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError
+from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
 from troupe.orchestrator.hub.resolve import fetch
 from troupe.orchestrator.pools.workers import Workers
 from troupe.orchestrator.reporting.console import Console
@@ -63,10 +63,8 @@ async def _bench(request: BenchRequest, console: Console) -> list[Result]:
         points = waiting.pop(0)
         measured = await _launch(request, points, console)
         found |= {_key(result.point): result for result in measured}
-        left = [point for point in points if _key(point) not in found]
-        if left and not measured:
-            raise TroupeError(f"{left[0].label or 'the spec'}: nothing was measured")
-        waiting = ([left] if left else []) + waiting
+        if left := [point for point in points if _key(point) not in found]:
+            waiting.insert(0, left)
     return with_efficiency([found[_key(point)] for point in request.points])
 
 
@@ -92,6 +90,10 @@ async def _launch(request: BenchRequest, points: Sequence[Point], console: Conso
     except DoesNotFit as error:
         most = [point for point in points if point.workers == spec.roles.rollout.workers]
         results += [Result(point, None, str(error)) for point in most]
+    except WorkerError as error:  # an engine does not start, as with too little memory
+        measured = {_key(result.point) for result in results}
+        why = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        results += [Result(point, None, why) for point in points if _key(point) not in measured]
     return results
 
 
