@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -34,7 +33,9 @@ class MeasuredRollout(RolloutWorker):
 
     def _engine_args(self) -> AsyncEngineArgs:
         """As in a run; the engine also reports the details of its iterations."""
-        return replace(super()._engine_args(), enable_logging_iteration_details=True)
+        arguments = super()._engine_args()
+        arguments.enable_logging_iteration_details = True
+        return arguments
 
     async def use_sampling(self, sampling: SamplingConfig) -> None:
         """Sample with these settings from now on. Raises ValueError where vLLM cannot read their form."""
