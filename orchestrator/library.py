@@ -93,7 +93,7 @@ def train(request: RunRequest, console: Console) -> Outcome:
     """Train as a request says, shown on a console, which is closed. Raises TroupeError."""
     from troupe.orchestrator.run import run as run_spec
 
-    console.start(request.spec.name, request.spec.schedule.steps)
+    console.start(request.spec.name, request.spec.schedule.steps, request.out)
     try:
         ended = run_spec(request, console)
         console.finish(ended.summary(request.out))

@@ -18,6 +18,7 @@ from troupe.orchestrator.commands.options import (
     SetOption,
     SpecArgument,
 )
+from troupe.orchestrator.commands.results import next_steps, write_run_report
 from troupe.orchestrator.commands.runs import read_data, ready
 from troupe.orchestrator.signals import exit_on_signals, taken
 from troupe.orchestrator.spec.stages import PlannedRun
@@ -42,7 +43,7 @@ def run(
     runs = ready(spec, set_, out, resume=resume)
     if supervise:
         sys.exit(_supervise(runs))
-    train(runs, resume, address)
+    train(spec, runs, resume, address)
 
 
 def evaluate(
@@ -63,8 +64,8 @@ def evaluate(
     typer.echo(json.dumps(metrics, indent=2))
 
 
-def train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
-    """Train every run of a file that is not complete yet."""
+def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
+    """Train every run of a file that is not complete yet; then say where the results are and what can be done next."""
     from troupe.orchestrator.library import train as train_run
     from troupe.orchestrator.reporting.console import Console
 
@@ -77,6 +78,7 @@ def train(runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None
             continue
         if train_run(request, Console()).stopped:
             sys.exit(STOPPED)
+    typer.echo(next_steps(spec, runs, write_run_report(runs)))
 
 
 def _supervise(runs: Sequence[PlannedRun]) -> int:
