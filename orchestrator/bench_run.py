@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -57,28 +57,43 @@ def bench(request: BenchRequest, console: Console) -> list[Result]:
 
 
 async def _bench(request: BenchRequest, console: Console) -> list[Result]:
+    pools = _prompt_pools(request.points, console)
     found: dict[str, Result] = {}
     waiting = launches(request.points)
     while waiting:
         points = waiting.pop(0)
-        measured = await _launch(request, points, console)
+        measured = await _launch(request, points, pools, console)
         found |= {_key(result.point): result for result in measured}
         if left := [point for point in points if _key(point) not in found]:
             waiting.insert(0, left)
     return with_efficiency([found[_key(point)] for point in request.points])
 
 
-async def _launch(request: BenchRequest, points: Sequence[Point], console: Console) -> list[Result]:
+def _prompt_pools(points: Sequence[Point], console: Console) -> dict[str, PromptPool]:
+    """The training prompts by `_data_key`; sources that points share are read once. Raises DataError."""
+    pools: dict[str, PromptPool] = {}
+    for point in points:
+        if (key := _data_key(point)) not in pools:
+            spec = fetch(point.spec, console).spec
+            pools[key] = load_pool(spec.data.train, spec.failures.on_bad_row, plain=spec.model.plain)
+    return pools
+
+
+async def _launch(
+    request: BenchRequest, points: Sequence[Point], pools: Mapping[str, PromptPool], console: Console
+) -> list[Result]:
     """Results of the points until one fails; at least one result. The others need other engines."""
     spec = launch_spec(points)
     local = fetch(spec, console)
     engine_class = actor_class(_WORKER, MeasuredEngine, concurrent=True)
     run = RunRequest(spec, Path(), False, request.address, {"rollout": engine_class})
     results: list[Result] = []
+    warm = 0  # engines that have sampled: the first batch of an engine is slower
     try:
         async with open_run(run, local, console, _ROLES) as context:
             for point in points:
-                bench = _PointBench(request, point, context, warm_up=not results)
+                prompts, warm_up = pools[_data_key(point)], point.workers > warm
+                bench = _PointBench(request, point, prompts, context, warm_up=warm_up)
                 console.message(f"measuring {point.label or point.spec.name}")
                 try:
                     results.append(await unless_stopped(context.stop, bench.run()))
@@ -87,6 +102,7 @@ async def _launch(request: BenchRequest, points: Sequence[Point], console: Conso
                 except TroupeError as error:
                     results.append(Result(point, None, str(error)))
                     break
+                warm = max(warm, point.workers)
     except DoesNotFit as error:
         most = [point for point in points if point.workers == spec.roles.rollout.workers]
         results += [Result(point, None, str(error)) for point in most]
@@ -100,8 +116,11 @@ async def _launch(request: BenchRequest, points: Sequence[Point], console: Conso
 class _PointBench:
     """Measures one point on engines that run."""
 
-    def __init__(self, request: BenchRequest, point: Point, context: RunContext, *, warm_up: bool) -> None:
+    def __init__(
+        self, request: BenchRequest, point: Point, prompts: PromptPool, context: RunContext, *, warm_up: bool
+    ) -> None:
         self._request = request
+        self._prompts = prompts
         self._point = point
         self._spec = point.spec
         engines = context.workers.engines[: point.workers]
@@ -116,10 +135,9 @@ class _PointBench:
         """The result of all turns. Raises TroupeError."""
         turns = self._unmeasured + self._request.turns
         spec = measured_spec(self._spec, turns)
-        pool = self._prompts()
-        picks = TurnPrompts(pool, spec.seed, turns, spec.schedule.prompts_per_step)
+        picks = TurnPrompts(self._prompts, spec.seed, turns, spec.schedule.prompts_per_step)
         pools = RunPools(spec, self._context)
-        table = self._context.cluster.put(pool.table)
+        table = self._context.cluster.put(self._prompts.table)
         use = MeasuredEngine.use_sampling
         await gather_all(meter.call(use, _METER_TIMEOUT_S, spec.sampling) for meter in self._meters)
         sampling = SamplingTurns(spec, pools.engines, picks.next, table)
@@ -140,11 +158,6 @@ class _PointBench:
             await pools.close()
         skip = self._unmeasured
         return Result(self._point, measures_of(self._point, product[skip:], bare[skip:]))
-
-    def _prompts(self) -> PromptPool:
-        """The training prompts. Raises DataError."""
-        spec = fetch(self._spec, self._context.console).spec
-        return load_pool(spec.data.train, spec.failures.on_bad_row, plain=spec.model.plain)
 
     async def _product(self, sampling: SamplingTurns) -> Turn:
         await self._prepare()
@@ -179,3 +192,8 @@ class _PointBench:
 
 def _key(point: Point) -> str:
     return repr(sorted(point.settings.items()))
+
+
+def _data_key(point: Point) -> str:
+    """Equal for points with the same prompts."""
+    return repr((point.spec.data.train, point.spec.failures.on_bad_row, point.spec.model.plain))

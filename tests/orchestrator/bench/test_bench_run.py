@@ -44,7 +44,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield SimpleNamespace(stop=asyncio.Event())
 
     class PointBench:
-        def __init__(self, request: Any, own: Point, context: Any, *, warm_up: bool) -> None:
+        def __init__(self, request: Any, own: Point, prompts: Any, context: Any, *, warm_up: bool) -> None:
             self._point = own
 
         async def run(self) -> Result:
