@@ -334,20 +334,22 @@ def _outside_of_loops(start: Callable[[], T], request: RunRequest) -> T:
         return start()
     results: list[T] = []
     errors: list[BaseException] = []
+    done = threading.Event()
 
     def work() -> None:
         try:
             results.append(start())
         except BaseException as error:
             errors.append(error)
+        finally:
+            done.set()
 
-    thread = threading.Thread(target=work, name="troupe-run")
-    thread.start()
     try:
-        thread.join()
+        threading.Thread(target=work, name="troupe-run").start()
+        done.wait()
     except KeyboardInterrupt:
         request.switch.stop()
-        thread.join()
+        done.wait()
         raise
     if errors:
         raise errors[0]

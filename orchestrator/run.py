@@ -55,13 +55,17 @@ class StopSwitch:
 
     def __init__(self) -> None:
         self._stop: Callable[[], object] | None = None
+        self._asked = False
 
     def connect(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-        """The run's event, and the loop that it belongs to."""
+        """The run's event, and the loop that it belongs to. A run that was asked to stop before stops at once."""
         self._stop = partial(loop.call_soon_threadsafe, stop.set)
+        if self._asked:
+            stop.set()
 
     def stop(self) -> None:
-        """Asks the run to stop, if it has begun."""
+        """Asks the run to stop."""
+        self._asked = True
         if self._stop is not None:
             self._stop()
 

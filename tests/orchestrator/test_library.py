@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import troupe
 from tests.conftest import ROOT
 from troupe.orchestrator import library
+from troupe.orchestrator import run as run_module
+from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.run import RunRequest
 from troupe.orchestrator.spec.load import load_rollout_spec
 
@@ -103,3 +106,43 @@ def test_within_a_running_loop_a_run_has_a_thread_and_its_errors_arrive(tmp_path
 
     assert asyncio.run(cell()) == "troupe-run"
     assert library._outside_of_loops(start, request(tmp_path)) == "MainThread"
+
+
+def test_interrupting_a_cell_stops_the_run_in_order(tmp_path: Path) -> None:
+    asked = request(tmp_path)
+    stopped: list[bool] = []
+
+    async def training() -> None:
+        stop = asyncio.Event()
+        asked.switch.connect(asyncio.get_running_loop(), stop)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        stopped.append(await asyncio.wait_for(stop.wait(), 30))
+
+    async def cell() -> None:
+        library._outside_of_loops(lambda: asyncio.run(training()), asked)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        loop = asyncio.new_event_loop()  # `asyncio.run` would take the signal for itself; a notebook's loop does not
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell())
+        loop.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped == [True], "the run has ended before the interrupt is raised"
+
+
+def test_the_signal_handlers_of_a_program_are_back_after_a_run() -> None:
+    def own(number: int, frame: object) -> None:
+        """A handler of the program."""
+
+    async def training() -> None:
+        with run_module._interrupts(cast("Cluster", None), asyncio.Event(), run_module.StopSwitch()):
+            assert signal.getsignal(signal.SIGTERM) is not own
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        asyncio.run(training())
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
