@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from troupe.orchestrator.bench.points import Point, Sweep, grid, parse_sweep
-from troupe.orchestrator.commands.options import FAILURE, AddressOption, SetOption, SpecArgument
+from troupe.orchestrator.commands.options import FAILURE, AddressOption, JsonOption, SetOption, SpecArgument, echo_json
 from troupe.orchestrator.commands.runs import checked, create_models
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.signals import exit_on_signals, taken
@@ -40,7 +39,7 @@ def bench(
         Path | None, typer.Option("--output", "-o", help="Page to write (default: runs/NAME/bench.html).")
     ] = None,
     address: AddressOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure rollouts without training: tokens/s, latencies, caches and what bounds them, for every point of a sweep.
 
@@ -64,7 +63,7 @@ def bench(
     record = record_of(results, cores)
     page = write_page(record, output or points[0].spec.run_folder / PAGE)
     if as_json:
-        typer.echo(json.dumps(record, indent=2))
+        echo_json(record)
     else:
         show(results, cores)
         typer.echo(f"wrote {page}")
