@@ -24,6 +24,8 @@ _DRAINS = 0.6
 """Share of the most sequences that run together below which their mean shows a long end of the batch."""
 _GAIN = 1.03
 """Least gain in throughput that counts as one."""
+_AS_FAST = 0.95
+"""Share of the throughput of bare `AsyncLLM` from which Troupe is as fast."""
 _MOST_GPU_MEMORY = 0.92
 
 
@@ -85,12 +87,12 @@ def kind_of(point: Point, measures: Measures) -> Kind:
     role = point.spec.roles.rollout
     if measures.preemptions or (measures.most_kv_use >= _FULL and measures.waiting >= _WAITS):
         return Kind.KV_CACHE
+    if measures.waiting >= _WAITS and measures.most_running >= _FULL * role.max_num_seqs:
+        return Kind.SLOTS
     if measures.busy < _IDLE:
         return Kind.ENVIRONMENT if point.spec.roles.environment is not None else Kind.DRIVER
     if measures.least_busy < _UNEVEN * measures.busy:
         return Kind.UNEVEN
-    if measures.waiting >= _WAITS and measures.most_running >= _FULL * role.max_num_seqs:
-        return Kind.SLOTS
     if measures.running < _DRAINS * measures.most_running:
         return Kind.TAIL
     if measures.prefill_share > 0.5:
@@ -143,7 +145,10 @@ def _driver(point: Point, measures: Measures) -> Bound:
     why = f"the engines compute {measures.busy:.0%} of the time"
     if point.workers > 1 and measures.most_running < point.spec.roles.rollout.max_num_seqs:
         return Bound(Kind.DRIVER, why, (f"{WORKERS}: {max(1, point.workers // 2)}",), "they have too little to do")
-    note = "batches this short are dominated by what happens around them: measure with more --prompts"
+    if measures.against_bare is not None and measures.against_bare >= _AS_FAST:
+        note = "bare AsyncLLM is as fast: vLLM itself takes the rest, between its iterations"
+    else:
+        note = "batches this short are dominated by what happens around them: measure with more --prompts"
     return Bound(Kind.DRIVER, why, (), note)
 
 

@@ -28,6 +28,12 @@ def bound(one: Result, others: tuple[Result, ...] = (), cores: int | None = CORE
         ({}, {"preemptions": 3, "most_kv_use": 1.0}, Kind.KV_CACHE, ("roles.rollout.kv_cache_gib: 0.2",)),
         ({}, {"most_kv_use": 0.95, "waiting": 60.0}, Kind.KV_CACHE, ("roles.rollout.kv_cache_gib: 0.3",)),
         ({}, {"waiting": 32.0}, Kind.SLOTS, ("roles.rollout.max_num_seqs: 64",)),
+        (
+            {},
+            {"waiting": 16.0, "prefill_s": 0.1, "decode_s": 0.5},
+            Kind.SLOTS,
+            ("roles.rollout.max_num_seqs: 64",),
+        ),
         ({}, {"running": 8.0}, Kind.TAIL, ("schedule.max_staleness: 1",)),
         ({"schedule.max_staleness": 1}, {"running": 8.0}, Kind.TAIL, ("schedule.prompts_per_step: 8",)),
         ({}, {"running": 4.0, "most_running": 4}, Kind.LOAD, ("schedule.prompts_per_step: 32",)),
@@ -69,6 +75,13 @@ def test_what_another_point_has_tried_without_gain_is_not_advised() -> None:
     field = "roles.rollout.workers"
     one, two = result({field: 1}), result({field: 2}, seconds=2.0)
     assert bound(one, (two,)).lines == () and "the machine's limit" in bound(one, (two,)).note
+
+
+def test_time_that_bare_vllm_needs_too_is_not_around_the_engines() -> None:
+    one = result({}, prefill_s=0.1, decode_s=0.2)
+    assert one.measures is not None and "--prompts" in bound(one).note
+    same = replace(one, measures=replace(one.measures, against_bare=0.98))
+    assert "vLLM itself" in bound(same).note
 
 
 def test_uneven_engines_have_too_few_groups() -> None:
