@@ -13,7 +13,7 @@ from troupe.orchestrator.spec.stages import PlannedRun, plan_runs
 from troupe.orchestrator.spec.yaml_reader import Document
 from troupe.orchestrator.starter.demo import named_models
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 """Is told what takes long."""
 
 

@@ -29,7 +29,7 @@ def test_every_public_name_exists_and_is_listed() -> None:
     for name in troupe.__all__:
         assert getattr(troupe, name) is not None and name in dir(troupe)
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
-        _ = troupe.trian  # pyright: ignore[reportAttributeAccessIssue]
+        _ = troupe.trian
 
 
 def test_importing_troupe_and_loading_a_spec_import_no_heavy_library(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ def test_two_points_are_measured_on_one_engine_beside_bare_vllm(tiny_model: Path
         assert measures["sequences"] == 5 * 16 and 1 <= measures["response_tokens"] <= longest
         assert measures["most_running"] == 32 and measures["waiting"] > 0, "max_num_seqs is 32"
         assert measures["cached"] > 0.5, "the samples of a group share their prompt"
-        assert 0 < measures["most_kv_use"] <= 1 and 0 < measures["busy"] <= 1
+        assert 0 < measures["most_kv_use"] <= 1 and 0.5 < measures["busy"] <= 1
         assert 0 < measures["first_token_s"]["p50"] <= measures["latency_s"]["p50"] <= measures["latency_s"]["p99"]
-        assert measures["prefill_per_s"] > 0 and measures["decode_per_s"] >= measures["tokens_per_s"]
+        assert measures["prefill_per_s"] > 0 and measures["decode_per_s"] > 0
         assert measures["bare_tokens_per_s"] > 0 and 0.3 < measures["against_bare"] < 3
         assert point["bound"]["why"]
     assert record["points"][1]["measures"]["response_tokens"] > record["points"][0]["measures"]["response_tokens"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from troupe.workers.contract.measurements import EngineReading, FinishedSequence
@@ -10,10 +12,12 @@ from troupe.workers.contract.measurements import EngineReading, FinishedSequence
 class EngineMeter:
     """A stat logger of vLLM (`StatLoggerBase`), which does not have to be imported for it.
 
-    It reads the details of iterations, so the engine needs `enable_logging_iteration_details`.
+    It reads the details of iterations, so the engine needs `enable_logging_iteration_details`. An iteration takes the
+    time since the one before it: vLLM's own figure leaves out what overlaps with the scheduler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._reset()
 
     def _reset(self) -> None:
@@ -24,6 +28,11 @@ class EngineMeter:
         """Sums over iterations, each weighted with its time."""
         self._most_running = self._most_waiting = 0
         self._most_kv_use = 0.0
+        self._iterations = 0
+        self._last = self._clock()
+        """End of the last iteration, or the last reading: work follows it at once."""
+        self._idle = False
+        """Whether the engine had nothing to do after its last iteration."""
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -74,7 +83,9 @@ class EngineMeter:
         details = stats.iteration_details
         if details.is_dummy:
             return
-        seconds = details.elapsed_ms / 1000
+        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        seconds = self._iteration_s()
+        self._idle = stats.num_running_reqs + waiting == 0
         if details.num_ctx_tokens:
             self._prefill_s += seconds
             self._prefill_tokens += details.num_ctx_tokens
@@ -82,13 +93,21 @@ class EngineMeter:
             self._decode_s += seconds
             self._decode_tokens += details.num_generation_tokens
         running = details.num_ctx_requests + details.num_generation_requests
-        waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
         self._running += running * seconds
         self._waiting += waiting * seconds
         self._kv_use += stats.kv_cache_usage * seconds
         self._most_running = max(self._most_running, running)
         self._most_waiting = max(self._most_waiting, waiting)
         self._most_kv_use = max(self._most_kv_use, stats.kv_cache_usage)
+
+    def _iteration_s(self) -> float:
+        """Time of the iteration that ends now; after a pause, that of a mean one at most."""
+        now = self._clock()
+        seconds, self._last = now - self._last, now
+        if self._idle and self._iterations:
+            seconds = min(seconds, (self._prefill_s + self._decode_s) / self._iterations)
+        self._iterations += 1
+        return seconds
 
 
 def _finished(request: Any) -> FinishedSequence:
