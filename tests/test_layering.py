@@ -23,6 +23,7 @@ PURE = (
     *("workers.contract", "workers.algorithms", "workers.models.token_batch"),
     *("workers.telemetry", "workers.isolation"),
     *("orchestrator.spec", "orchestrator.algorithms", "orchestrator.errors"),
+    *("orchestrator.bench.points", "orchestrator.bench.results", "orchestrator.bench.bounds"),
     *("orchestrator.roles", "orchestrator.capacity", "orchestrator.model_facts", "orchestrator.live.diff"),
     *("orchestrator.telemetry", "orchestrator.ray_environment"),
     *("orchestrator.doctor.machine", "orchestrator.doctor.checks", "orchestrator.doctor.needs"),
@@ -36,6 +37,8 @@ ROOTS = tuple(
     for name in (
         "controller",
         "run",
+        "bench_run",
+        "library",
         "run_context",
         "rollout_run",
         "run_pools",
@@ -65,7 +68,13 @@ OWNERS = {
     "deepspeed": ("workers.training",),
     "duckdb": ("orchestrator.reporting.samples",),
     "huggingface_hub": ("orchestrator.hub.client",),
-    "vllm": ("workers.rollout", "workers.engine", "workers.weights.vllm_transfer", "workers.weights.reload"),
+    "vllm": (
+        "workers.rollout",
+        "workers.measured_rollout",
+        "workers.engine",
+        "workers.weights.vllm_transfer",
+        "workers.weights.reload",
+    ),
 }
 HEAVY = {"torch", "ray", "vllm", "deepspeed", "transformers", "datasets", "pandas"}
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

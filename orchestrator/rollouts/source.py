@@ -121,6 +121,7 @@ class RolloutSource:
         """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
         metrics |= episode_metrics(self._groups)
+        metrics["rollout/tokens_per_s"] = self._components.pool.meter.read()
         if self._spec.algorithm.mask_truncated:
             metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))
         curriculum = self._components.curriculum
