@@ -17,6 +17,7 @@ from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
+from troupe.workers.training.zero3 import partitioner_for
 
 
 class CriticWorker(TrainingRank):
@@ -35,7 +36,7 @@ class CriticWorker(TrainingRank):
         """Load the model into DeepSpeed; the process must have joined its group."""
         config = self._config
         announce(Activity.MODEL)
-        model = load_value(config.model)
+        model = load_value(config.model, partitioner_for(config.model, config.trainer))
         dtype = torch_dtype(config.model.dtype)
         module = TokenValues(model)
         self._packs = adapt(module, model, config.device, config.trainer.packing)

@@ -1,7 +1,7 @@
 """What a model can do, tried out by running it on a few tokens before it is trained.
 
-Every function takes a whole model, as it is loaded: under ZeRO-3 a model that raises halfway through a
-pass would leave DeepSpeed's hooks in an undefined state.
+Every function takes a model as it is loaded, before DeepSpeed: under ZeRO-3 a model that raises halfway through a pass
+would leave DeepSpeed's hooks in an undefined state. A model that is partitioned by then is tried out as a small copy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from troupe.workers.contract.config import Device
 from troupe.workers.models.modeling import ModelModule, evaluating
 from troupe.workers.models.packed_attention import install, kernel_is_exact, uninstall
+from troupe.workers.models.partitioned import runnable
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
 if TYPE_CHECKING:
@@ -71,12 +72,13 @@ def takes_segments(model: PreTrainedModel, device: Device) -> bool:
         return False
     if device == "cuda" and not kernel_is_exact(_head_size(model), model.dtype):
         return False
-    if not install(model):
+    tried = runnable(model)
+    if tried is None or not install(tried):
         return False
-    isolates = _isolates(model)
-    if not isolates:
-        uninstall(model)
-    return isolates
+    if not _isolates(tried):
+        uninstall(tried)
+        return False
+    return tried is model or install(model)
 
 
 def _head_size(model: PreTrainedModel) -> int:
@@ -108,9 +110,12 @@ def _isolates(model: PreTrainedModel) -> bool:
 
 def _ignores_padding(model: PreTrainedModel) -> bool:
     """Whether padding on the right changes nothing without a mask: the model is causal. Tested by running it."""
+    tried = runnable(model)
+    if tried is None:
+        return False
     batch = _samples().batch(range(3)).to(model.device)
     try:
-        return _near(model, _states(model, batch, None), _states(model, batch, batch.attention_mask))
+        return _near(tried, _states(tried, batch, None), _states(tried, batch, batch.attention_mask))
     except Exception as error:  # a model may need a mask in any way
         logger.info("%s needs a mask of the padding: %s", type(model).__name__, error)
         return False
@@ -170,14 +175,28 @@ def check_deterministic(module: ModelModule, model: PreTrainedModel) -> None:
     Raises:
         ValueError: names the configuration fields that make the model random.
     """
-    noise, kind = _noise(module, model), type(model).__name__
+    tried = runnable(model)
+    if tried is None:
+        return
+    if tried is not model:
+        module = _trained_as(model, tried)
+    noise, kind = _noise(module, tried), type(model).__name__
     if noise:
-        fields = " and ".join(_noisy_fields(module, model))
+        fields = " and ".join(_noisy_fields(module, tried))
         remedy = f"set {fields} to 0 in its config.json" if fields else "no field of its config.json explains it"
         raise ValueError(
             f"{kind} is not deterministic in training mode: the states of the same tokens differ by up to {noise:.2g}; "
             f"{remedy}, or train without gradient_checkpointing"
         )
+
+
+def _trained_as(model: PreTrainedModel, tried: PreTrainedModel) -> ModelModule:
+    """A module in training mode around a copy of `model`, whose layers are in the same modes."""
+    if model.is_gradient_checkpointing:
+        tried.gradient_checkpointing_enable()
+    module = ModelModule()
+    module.model = tried
+    return module.train()
 
 
 @torch.no_grad()
