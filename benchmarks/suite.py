@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.recording_cost import SHARE as RECORDING
 from benchmarks.support.harness import Spread, Turn, command_parser, ratios, where
+from benchmarks.zero3_loading import PARTITIONED, PEAK
 
 RECORDED = Path(__file__).parent / "recorded"
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "benchmarks.md"
@@ -165,6 +166,11 @@ SUITE = (
         "recovery",
         (*_FLOAT, "--turns", "5"),
         (Goal("engine killed until all it held is sampled again, of a bare engine's start", _TROUPE, "ratio", 0.91),),
+    ),
+    Benchmark(
+        "zero3_loading",
+        (),
+        (Goal("peak host memory of each of 2 ranks, of the model", PARTITIONED, PEAK, 0.7, most=True, digits=2),),
     ),
     Benchmark(
         "time_to_reward",

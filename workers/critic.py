@@ -18,6 +18,7 @@ from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
 from troupe.workers.training.group import sequence_group
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
+from troupe.workers.training.zero3 import partitioner_for
 
 
 class CriticWorker(TrainingRank):
@@ -36,7 +37,7 @@ class CriticWorker(TrainingRank):
         """Load the model into DeepSpeed; the process must have joined its group."""
         config = self._config
         announce(Activity.MODEL)
-        model = load_value(config.model)
+        model = load_value(config.model, partitioner_for(config.model, config.trainer))
         dtype = torch_dtype(config.model.dtype)
         module = TokenValues(model)
         sequence = sequence_group(config.trainer.sequence_parallel_size)

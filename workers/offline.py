@@ -46,6 +46,7 @@ from troupe.workers.training.group import all_reduce, sequence_group
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, own_peak
 from troupe.workers.training.throughput import UpdateMeter
+from troupe.workers.training.zero3 import FrozenModule, partitioner_for, place_frozen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,7 @@ class OfflineRank(TrainingRank):
         self._config = config
         self._objective = OBJECTIVES[type(config.loss)]
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._reference: CausalLogprobs | None = None
+        self._reference: FrozenModule | None = None
 
     def start(self, rendezvous: Rendezvous) -> WorkerHealth:
         """Join the group and load the models. Raises OSError for a missing model, ValueError for an unsuitable one."""
@@ -90,7 +91,7 @@ class OfflineRank(TrainingRank):
         """
         if self._reference is None:
             raise RuntimeError(f"{self._name} has no colocated reference")
-        return score_plan(self._reference, plan, tables, "ref_logprobs", self.engine.device)
+        return score_plan(self._reference.module, plan, tables, "ref_logprobs", self.engine.device)
 
     def update(self, plan: RankPlan, batch: pa.Table) -> UpdateMetrics:
         """One optimizer step on the plan's rows of an EXAMPLE_BATCH table. Collective."""
@@ -174,18 +175,18 @@ class ExamplePolicyWorker(OfflineRank):
         """Load the policy and, where it is colocated, the reference."""
         config = self._config
         announce(Activity.MODEL)
-        model = load_causal(config.model)
+        model = load_causal(config.model, partitioner_for(config.model, config.trainer))
         module = CausalLogprobs(model, temperature=1.0, chunks=self._chunks(model))
         sequence = sequence_group(config.trainer.sequence_parallel_size)
         self._packs = adapt(module, model, config.device, config.trainer.packing, sequence)
         announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
-            reference = load_causal(config.reference_model)
+            reference = load_causal(config.reference_model, partitioner_for(config.reference_model, config.trainer))
             scorer = CausalLogprobs(reference, temperature=1.0, chunks=self._chunks(reference))
             # Both score the same micro-batches.
             self._packs = adapt(scorer, reference, config.device, self._packs, sequence) and self._packs
-            self._reference = scorer.requires_grad_(False).to(self._engine.device)
+            self._reference = place_frozen(scorer, config.trainer, self._engine.device)
         return self.health()
 
     def _scored(self, forward: Forward, batch: ExampleMicroBatch, point: float) -> Scored:
@@ -203,10 +204,11 @@ class RewardTrainer(OfflineRank):
         """Load the backbone with a head that starts at zero, or with the head it was saved with."""
         config = self._config
         announce(Activity.MODEL)
-        model = load_value(config.model)
+        partitioner = partitioner_for(config.model, config.trainer)
+        model = load_value(config.model, partitioner)
         _keep_last_token(model.config.get_text_config(), self._tokens(), turn_ends(self._tokens()).ids)
         keeps_language = isinstance(config.loss, RewardLossConfig) and config.loss.lm_coef > 0
-        language = share_backbone(model, config.model, self._chunks(model)) if keeps_language else None
+        language = share_backbone(model, config.model, self._chunks(model), partitioner) if keeps_language else None
         dtype = torch_dtype(config.model.dtype)
         module = RewardScores(model, language)
         sequence = sequence_group(config.trainer.sequence_parallel_size)

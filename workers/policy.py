@@ -39,6 +39,7 @@ from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 from troupe.workers.training.step_length import HeldStep
 from troupe.workers.training.token_records import TokenRecorder
+from troupe.workers.training.zero3 import FrozenModule, partitioner_for, place_frozen
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
 from troupe.workers.weights.file import WeightPublisher, read_payload, weight_bytes
 from troupe.workers.weights.shared_memory import shared_directory
@@ -50,7 +51,7 @@ class PolicyWorker(TrainingRank):
     def __init__(self, config: PolicyConfig, name: str) -> None:
         super().__init__(name, config.device, config.model, config.seed, config.trainer.threads)
         self._config = config
-        self._reference: CausalLogprobs | None = None
+        self._reference: FrozenModule | None = None
         self._publisher: WeightPublisher | None = None
         self._sender: DeviceSender | None = None
         self._held: list[tuple[TokenBatch, torch.Tensor]] = []
@@ -66,18 +67,18 @@ class PolicyWorker(TrainingRank):
         """Load the models, the policy into DeepSpeed; the process must have joined its group."""
         config = self._config
         announce(Activity.MODEL)
-        model = load_causal(config.model)
+        model = load_causal(config.model, partitioner_for(config.model, config.trainer))
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
         sequence = sequence_group(config.trainer.sequence_parallel_size)
         self._packs = adapt(module, model, config.device, config.trainer.packing, sequence)
         announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
-            frozen = load_causal(config.reference_model)
+            frozen = load_causal(config.reference_model, partitioner_for(config.reference_model, config.trainer))
             reference = self._logprobs(frozen, entropy_grad=False)
             # Both score the same micro-batches.
             self._packs = adapt(reference, frozen, config.device, self._packs, sequence) and self._packs
-            self._reference = reference.requires_grad_(False).to(self._engine.device)
+            self._reference = place_frozen(reference, config.trainer, self._engine.device)
         if config.device == "cuda":
             torch.cuda.empty_cache()  # an engine on the same GPU sizes its KV cache by what is free
         return self.health()
@@ -94,7 +95,7 @@ class PolicyWorker(TrainingRank):
         """
         if self._reference is None:
             raise RuntimeError(f"{self._name} has no colocated reference")
-        return score_plan(self._reference, plan, rollouts, "ref_logprobs", self.engine.device)
+        return score_plan(self._reference.module, plan, rollouts, "ref_logprobs", self.engine.device)
 
     def shares_prompts(self) -> bool:
         """Whether samples of a group train behind one copy of their prompt.

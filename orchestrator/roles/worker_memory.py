@@ -114,7 +114,9 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
         held = math.ceil(size.parameters / rank.ranks) if stage == 3 else size.parameters
         parts[device].append(Part("average", 4 * held))
     if rank.reference is not None:
-        parts[device].append(Part("reference", rank.reference[0].parameters * WIDTHS[rank.reference[1]]))
+        frozen, dtype = rank.reference
+        held = math.ceil(frozen.parameters / rank.ranks) if stage == 3 else frozen.parameters
+        parts[device].append(Part("reference", WIDTHS[dtype] * held))
     if rank.kept_states:
         # Ranks that share their rows keep the same states.
         shares = rank.ranks // trainer.sequence_parallel_size
@@ -135,10 +137,21 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     parts[device].append(Part("transfer", rank.transfer))
     if rank.gpu:
         parts["gpu"].append(Part("process", CUDA_CONTEXT))
-        # Every rank builds the whole model in host memory before it moves to the GPU.
-        parts["host"].append(Part("loading", width * size.parameters, "step"))
+        parts["host"].append(Part("loading", _loading(size, width, rank.ranks, stage), "step"))
     parts["host"].append(Part("process", rank.process))
     return _workers(worker, parts)
+
+
+def _loading(size: ModelSize, width: int, ranks: int, stage: int) -> int:
+    """Host memory of a rank with a GPU until its weights are on the GPU.
+
+    Below ZeRO-3 every rank builds the whole model. Under ZeRO-3 it reads its share tensor by tensor, of which two can
+    be whole at once (embedding and output head, converted to another type); then DeepSpeed copies the share once
+    through host memory.
+    """
+    if stage < 3:
+        return width * size.parameters
+    return width * max(math.ceil(size.parameters / ranks), 2 * size.largest)
 
 
 def zero_states(

@@ -9,9 +9,10 @@ import torch
 
 
 def save_llama(folder: Path, **sizes: Any) -> str:
-    """Write a two-layer Llama of these sizes, always with the same weights, and return its folder."""
+    """Write a Llama of these sizes, by default of two layers, always with the same weights, and return its folder."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=2, pad_token_id=2, **sizes)).save_pretrained(folder)
+    config = LlamaConfig(**({"num_hidden_layers": 2, "pad_token_id": 2} | sizes))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)

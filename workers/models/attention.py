@@ -16,7 +16,7 @@ import torch
 
 from troupe.workers.contract.config import Device
 from troupe.workers.isolation.text import one_line
-from troupe.workers.models.small_copy import VOCABULARY, small_copies
+from troupe.workers.models.small_copy import VOCABULARY, randomize, small_copies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -29,8 +29,6 @@ _ROUNDING = 5e-5
 length. It gives 1e-6; a cap of 50 on attention logits 1e-3."""
 _LENGTHS = (24, 17)
 """Of the texts that are tried, in tokens: one is padded, and both are longer than every window of a small copy."""
-_GAIN = 2.0
-"""Standard deviation of a layer's outputs where its inputs have 1: large enough that tokens attend to few others."""
 
 
 def choose_attention(path: str, trust_remote_code: bool) -> str | None:
@@ -94,7 +92,7 @@ def _compare(small: PreTrainedConfig, trust_remote_code: bool) -> tuple[PreTrain
         model = _build(small, trust_remote_code)
         if model.config._attn_implementation == EAGER:
             return model, 0.0
-        _randomize(model)
+        randomize(model)
         eager = _build(small, trust_remote_code, attn_implementation=EAGER)
         eager.load_state_dict(model.state_dict())
         found, expected = (_states(one, device) for one in (model, eager))
@@ -108,15 +106,6 @@ def _build(small: PreTrainedConfig, trust_remote_code: bool, **arguments: str) -
         copy.deepcopy(small), dtype=torch.float32, trust_remote_code=trust_remote_code, **arguments
     )
     return model.eval()
-
-
-def _randomize(model: PreTrainedModel) -> None:
-    """The usual initialization is so small that every token attends to all others equally, and sinks are 0."""
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(std=_GAIN * parameter.shape[-1] ** -0.5)
-        else:
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
 
 def _states(model: PreTrainedModel, device: Device) -> torch.Tensor:

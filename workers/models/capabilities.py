@@ -1,7 +1,7 @@
 """What a model can do, tried out by running it on a few tokens before it is trained.
 
-Every function takes a whole model, as it is loaded: under ZeRO-3 a model that raises halfway through a
-pass would leave DeepSpeed's hooks in an undefined state.
+Every function takes a model as it is loaded, before DeepSpeed: under ZeRO-3 a model that raises halfway through a pass
+would leave DeepSpeed's hooks in an undefined state. A model that is partitioned by then is tried out as a small copy.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from troupe.workers.contract.config import Device
 from troupe.workers.models import sequence_parallel
 from troupe.workers.models.modeling import ModelModule, evaluating
 from troupe.workers.models.packed_attention import install, kernel_is_exact, uninstall
+from troupe.workers.models.partitioned import is_partitioned, runnable
 from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
@@ -91,19 +92,20 @@ def takes_segments(model: PreTrainedModel, device: Device) -> bool:
         return False
     if device == "cuda" and not kernel_is_exact(_head_size(model), model.dtype):
         return False
-    if not install(model):
+    tried = runnable(model)
+    if tried is None or not install(tried):
         return False
-    isolates = _isolates(model)
-    if not isolates:
-        uninstall(model)
-    return isolates
+    if not _isolates(tried):
+        uninstall(tried)
+        return False
+    return tried is model or install(model)
 
 
 def _share_rows(module: ModelModule, model: PreTrainedModel, device: Device, sequence: SequenceGroup) -> None:
-    """Divide packed rows among the workers of a group; tested by running the model, if it is on its device."""
+    """Divide packed rows among the workers of a group; tested by running the model, if it is whole and on its device."""
     sequence_parallel.install(model, sequence)
     module.sequence = sequence
-    if model.device.type != device:
+    if model.device.type != device or any(map(is_partitioned, model.parameters())):
         return
     apart, row = (batch.to(model.device) for batch in (_samples().batch(range(3)), _samples().packed_batch(range(3))))
     expected = _states(model, apart, apart.attention_mask)
@@ -147,9 +149,12 @@ def _isolates(model: PreTrainedModel) -> bool:
 
 def _ignores_padding(model: PreTrainedModel) -> bool:
     """Whether padding on the right changes nothing without a mask: the model is causal. Tested by running it."""
+    tried = runnable(model)
+    if tried is None:
+        return False
     batch = _samples().batch(range(3)).to(model.device)
     try:
-        return _near(model, _states(model, batch, None), _states(model, batch, batch.attention_mask))
+        return _near(tried, _states(tried, batch, None), _states(tried, batch, batch.attention_mask))
     except Exception as error:  # a model may need a mask in any way
         logger.info("%s needs a mask of the padding: %s", type(model).__name__, error)
         return False
@@ -209,14 +214,28 @@ def check_deterministic(module: ModelModule, model: PreTrainedModel) -> None:
     Raises:
         ValueError: names the configuration fields that make the model random.
     """
-    noise, kind = _noise(module, model), type(model).__name__
+    tried = runnable(model)
+    if tried is None:
+        return
+    if tried is not model:
+        module = _trained_as(model, tried)
+    noise, kind = _noise(module, tried), type(model).__name__
     if noise:
-        fields = " and ".join(_noisy_fields(module, model))
+        fields = " and ".join(_noisy_fields(module, tried))
         remedy = f"set {fields} to 0 in its config.json" if fields else "no field of its config.json explains it"
         raise ValueError(
             f"{kind} is not deterministic in training mode: the states of the same tokens differ by up to {noise:.2g}; "
             f"{remedy}, or train without gradient_checkpointing"
         )
+
+
+def _trained_as(model: PreTrainedModel, tried: PreTrainedModel) -> ModelModule:
+    """A module in training mode around a copy of `model`, whose layers are in the same modes."""
+    if model.is_gradient_checkpointing:
+        tried.gradient_checkpointing_enable()
+    module = ModelModule()
+    module.model = tried
+    return module.train()
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -21,7 +21,9 @@ from troupe.workers.contract.config import CHUNK_LOGITS, Device, Dtype, ModelCon
 from troupe.workers.contract.messages import RankPlan
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import use_onednn
+from troupe.workers.models.dropout import disable_dropout
 from troupe.workers.models.heads import Float32Head, Float32Logits
+from troupe.workers.models.partitioned import Partitioner, runnable
 from troupe.workers.models.sequence_parallel import OwnTokens, SequenceGroup, divide
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, is_table, score_table
 
@@ -47,8 +49,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
         module.train(training)
 
 
-def load_causal(config: ModelConfig) -> PreTrainedModel:
+def load_causal(config: ModelConfig, partitioner: Partitioner | None = None) -> PreTrainedModel:
     """A causal language model from a local folder: safetensors only, no dropout, no remote code unless configured.
+
+    Args:
+        config: The model.
+        partitioner: Partitions the model over the ranks while it is loaded; every rank loads it then.
 
     Raises:
         OSError: the folder or its weights are missing.
@@ -57,21 +63,26 @@ def load_causal(config: ModelConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     arguments = _load_arguments(config)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(config.path, output_loading_info=True, **arguments)
+    with _reading(config, partitioner):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(config.path, output_loading_info=True, **arguments)
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{config.path}: not a language model: no weights for {', '.join(missing[:5])}")
-    _prepared(model)
+    _prepared(model, partitioner)
     if config.computes_float32_logits:
         _multiply_in_float32(model)
     return model
 
 
-def load_value(config: ModelConfig) -> PreTrainedModel:
+def load_value(config: ModelConfig, partitioner: Partitioner | None = None) -> PreTrainedModel:
     """A one-label sequence classifier (critic or reward model) from a local folder.
 
     From the folder of a causal language model only the backbone is loaded. The head starts at zero, so that every value
     is 0 until the first update. From a saved critic or reward model the head is loaded too.
+
+    Args:
+        config: The model.
+        partitioner: As in `load_causal`.
 
     Raises:
         OSError: the folder or its weights are missing.
@@ -79,16 +90,18 @@ def load_value(config: ModelConfig) -> PreTrainedModel:
     """
     from transformers import AutoModelForSequenceClassification
 
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        config.path, num_labels=1, output_loading_info=True, **_load_arguments(config)
-    )
+    arguments = _load_arguments(config)
+    with _reading(config, partitioner):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            config.path, num_labels=1, output_loading_info=True, **arguments
+        )
     score = model.get_submodule("score") if hasattr(model, "score") else None
     if not isinstance(score, nn.Linear):
         raise ValueError(f"{config.path}: {type(model).__name__} has no linear head named score")
     if any(name.startswith("score.") for name in info["missing_keys"]):
         nn.init.zeros_(score.weight)
     score.__class__ = Float32Head
-    return _prepared(model)
+    return _prepared(model, partitioner)
 
 
 def _load_arguments(config: ModelConfig) -> dict[str, Any]:
@@ -106,15 +119,20 @@ def _load_arguments(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _prepared(model: PreTrainedModel) -> PreTrainedModel:
-    # For layers that recompute activations, which stay in training mode. The configuration is not changed.
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+def _reading(config: ModelConfig, partitioner: Partitioner | None) -> AbstractContextManager[None]:
+    if partitioner is None:
+        return nullcontext()
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, local_files_only=True)
+    return partitioner.reading(config.path, found.get_text_config().vocab_size)
+
+
+def _prepared(model: PreTrainedModel, partitioner: Partitioner | None) -> PreTrainedModel:
+    disable_dropout(model)
     use_onednn(model)
+    if partitioner is not None:
+        partitioner.finish(model)
     return model
 
 
@@ -316,6 +334,9 @@ def _head_is_linear(wrapper: CausalLogprobs) -> bool:
     model = wrapper.model
     if model.get_output_embeddings() is None or model.base_model is model:
         return False
+    tried = runnable(model)
+    if tried is not model:
+        return tried is not None and CausalLogprobs(tried, temperature=1.0).split_head
     ids = torch.arange(4, device=model.device)[None, :]
     with evaluating(model), torch.no_grad():
         own = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
@@ -381,16 +402,24 @@ class RewardScores(ModelModule):
         return scores, token_scores, at.gather(logprobs)
 
 
-def share_backbone(model: PreTrainedModel, config: ModelConfig, chunks: int) -> CausalLogprobs:
+def share_backbone(
+    model: PreTrainedModel, config: ModelConfig, chunks: int, partitioner: Partitioner | None = None
+) -> CausalLogprobs:
     """The causal language model that `model` (from `load_value`) was made of, sharing its backbone.
 
     Its output head becomes part of `model`, under the name it has in the causal model: it is saved, averaged and
     exported with it, and the exported folder also loads as a causal language model. A tied head adds no weights.
 
+    Args:
+        model: The one-label classifier.
+        config: The model of both.
+        chunks: Chunks of the output head.
+        partitioner: As in `load_causal`.
+
     Raises:
         ValueError: the architecture has no output head separate from its backbone.
     """
-    causal = load_causal(config)
+    causal = load_causal(config, partitioner)
     setattr(causal, causal.base_model_prefix, model.base_model)
     causal.tie_weights()
     language = CausalLogprobs(causal, temperature=1.0, chunks=chunks)

@@ -6,8 +6,10 @@ import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 64
 _SPAN = 6
@@ -26,6 +28,8 @@ _HYBRIDS = "hybrid_layer_ids"
 """Field with the numbers of layers that have attention."""
 _CAP = 1.0
 """Of logits, in a copy, so that random weights exceed it."""
+_GAIN = 2.0
+"""Standard deviation of a layer's outputs where its inputs have 1: large enough that tokens attend to few others."""
 
 
 def small_copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -47,6 +51,19 @@ def small_copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     yield narrow
     if small.hidden_size <= _WIDEST:
         yield small
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel) -> None:
+    """Draw the weights of a small copy so that its layers have effects.
+
+    The usual initialization is so small that every token attends to all others equally, and sinks are 0.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=_GAIN * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
 
 
 def _cut_layers(config: Any) -> None:

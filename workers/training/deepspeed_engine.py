@@ -23,6 +23,7 @@ from troupe.workers.data.turn_ends import name_end
 from troupe.workers.models.capabilities import check_deterministic
 from troupe.workers.models.cpu import return_freed
 from troupe.workers.models.modeling import ModelModule
+from troupe.workers.models.partitioned import whole_shape
 from troupe.workers.training import masters
 from troupe.workers.training.checkpoint import ReshardingLoader, reshard_average
 from troupe.workers.training.group import import_deepspeed
@@ -111,7 +112,7 @@ class TrainEngine:
         check_deterministic(module, model)
         if device == "cpu":
             return_freed()
-        numbers = sum(parameter.numel() for parameter in module.parameters())
+        numbers = sum(math.prod(whole_shape(parameter)) for parameter in module.parameters())
         # One of DeepSpeed's optimizers prints its memory use while it is built.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine, *_ = self._deepspeed.initialize(
@@ -244,9 +245,7 @@ class TrainEngine:
         saved = self._model.state_dict().keys()
         buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if name in saved]
         return [
-            # Under ZeRO-3 a parameter is empty, and `ds_shape` is its whole shape.
-            (name, tensor.dtype, tuple(getattr(tensor, "ds_shape", tensor.shape)))
-            for name, tensor in [*self._model.named_parameters(), *buffers]
+            (name, tensor.dtype, whole_shape(tensor)) for name, tensor in [*self._model.named_parameters(), *buffers]
         ]
 
     def save(self, directory: str) -> None:

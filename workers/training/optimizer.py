@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from troupe.workers.contract.config import REDUCE_BUCKET, OptimizerConfig, TrainerConfig
+from troupe.workers.models.partitioned import whole_shape
 
 _NORM_PIECE = 2**18
 """Elements of a gradient whose squares are summed at a time."""
@@ -38,8 +39,8 @@ def adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

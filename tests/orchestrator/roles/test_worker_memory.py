@@ -66,6 +66,17 @@ SEVEN_B = ModelSize(
     vocabulary=152_064,
     counted=True,
 )
+SEVENTY_TWO_B = replace(
+    SEVEN_B,
+    backbone=71_460_000_000,
+    head=1_245_708_288,
+    largest=1_245_708_288,
+    layers=80,
+    hidden=8192,
+    intermediate=29568,
+    heads=64,
+    kv_heads=8,
+)
 WHOLE = SMALL.parameters
 
 
@@ -214,7 +225,29 @@ def test_average_reference_and_kept_distributions() -> None:
     added = {p.name: p.bytes for p in more.parts if p.name not in {q.name for q in plain.parts}}
     assert added == {"average": 4 * WHOLE, "reference": 2 * WHOLE, "kept": 4 * 25 * 3}
     (sharded,) = training("policy-0", replace(full, trainer=full.trainer.model_copy(update={"zero_stage": 3})))
-    assert {p.name: p.bytes for p in sharded.parts}["average"] == WHOLE
+    parts = {p.name: p.bytes for p in sharded.parts}
+    assert (parts["average"], parts["reference"]) == (WHOLE, WHOLE // 2)
+
+
+def test_under_zero_3_a_rank_loads_its_share_and_at_most_two_whole_tensors() -> None:
+    def loading(size: ModelSize, stage: int, ranks: int) -> int:
+        host = next(m for m in training("policy-0", told(size, ranks, zero_stage=stage)) if m.where == "host")
+        return next(part.bytes for part in host.parts if part.name == "loading")
+
+    assert loading(SMALL, 2, 4) == 2 * WHOLE
+    assert loading(SMALL, 3, 4) == 2 * 2 * SMALL.largest
+    assert loading(SEVEN_B, 3, 4) == 2 * SEVEN_B.parameters // 4
+    assert loading(SEVEN_B, 3, 1000) == 2 * 2 * SEVEN_B.largest
+
+
+def test_a_host_of_a_terabyte_loads_and_trains_its_half_of_72_billion_parameters() -> None:
+    """Sixteen ranks with offload, eight to a host. The whole model on each would be 1.1 TB before anything else."""
+    gpu, host = training("policy-0", told(SEVENTY_TWO_B, 16, offload_optimizer=True))
+    assert (gpu.where, host.where) == ("gpu", "host")
+    assert gpu.total < 60 * GIB
+    loading = next(part.bytes for part in host.parts if part.name == "loading")
+    assert 8 * loading <= SEVENTY_TWO_B.parameters + 8
+    assert 8 * host.total < 1000 * GIB
 
 
 def test_ranks_that_share_their_rows_have_a_part_of_the_activations_and_all_kept_states() -> None:
@@ -369,8 +402,8 @@ def test_an_engine_without_room_for_a_sequence_is_reported() -> None:
 
 
 def test_host_memory_is_added_up_by_node() -> None:
-    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128, node_gib=48))
-    assert seating.misfit.startswith("node-0 needs ") and "of host memory and has 48.0 (policy " in seating.misfit
+    seating = planned(SEVEN_B, described_nodes("1x8xH100", 128, node_gib=24))
+    assert seating.misfit.startswith("node-0 needs ") and "of host memory and has 24.0 (policy " in seating.misfit
     node = seating.memory.nodes[0]
     assert [part.name for part in node.parts] == ["policy", "rollout", "reward", "batch", "ray"]
     shm = planned(SEVEN_B, described_nodes("1x8xH100", 128), "weight_sync.backend=shm")
