@@ -165,6 +165,14 @@ class RolloutEngine(Replica, Protocol):
         """Forgets the states of earlier prompts."""
         ...
 
+    def rest(self) -> Reply[None]:
+        """Releases the memory that the trainer on the engine's GPU needs, until new weights are loaded."""
+        ...
+
+    def wake(self) -> Reply[None]:
+        """Takes that memory back without new weights, where the engine has kept its own."""
+        ...
+
     def transfer_init(self, init_info: dict[str, Any]) -> Reply[None]:
         """Joins a transfer group (device back-ends)."""
         ...
