@@ -112,12 +112,20 @@ class WorkerLauncher:
         group: WorkerGroup[Any] = resolve(row.group)(label, workers, tokens, self._spec.failures.hung_s)
         if isinstance(group, TrainerGroup):
             await self._start_trainers(group)
+            if role == "policy" and self._takes_turns:
+                await group.offload_states(timeout_s=self._spec.schedule.start_timeout_s)
         elif isinstance(group, ReferenceGroup):
             await group.start(self._spec.schedule.start_timeout_s)
         if row.trains:
             for name in names:
                 self._started(name)
         return group
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether the policy's optimizer leaves its GPU while an engine there samples."""
+        spec = self._spec.rollouts
+        return spec is not None and spec.resolved_sleep != "none"
 
     async def _start_trainers(self, group: TrainerGroup[Any]) -> None:
         """Starts the ranks of a group, once more if one dies meanwhile; one that dies again has a cause that stays."""

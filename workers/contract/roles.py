@@ -238,6 +238,10 @@ class Trainer(Worker, Protocol):
         collective."""
         ...
 
+    def offload_states(self) -> Reply[int]:
+        """Moves what only an update needs to host memory, until the next update; returns the bytes. Not collective."""
+        ...
+
     def save(self, directory: str) -> Reply[None]:
         """Writes this rank's part of a checkpoint."""
         ...
