@@ -13,9 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, UnknownModel, gib
+from troupe.orchestrator.capacity.fit import HEADROOM, MemoryPlan, TurnUse, UnknownModel, gib
 from troupe.orchestrator.capacity.plan import Plan
-from troupe.orchestrator.roles.worker_memory import Part, Where, WorkerMemory
+from troupe.orchestrator.roles.worker_memory import TURNS, Part, Where, WorkerMemory
 
 COLUMNS = {
     "weights": ("weights",),
@@ -29,7 +29,9 @@ COLUMNS = {
     "step": ("step",),
     "bufs": ("buffers", "transfer"),
     "kv": ("kv cache",),
+    "graphs": ("graphs",),
     "load": ("loading",),
+    "moved": ("moved",),
     "funcs": ("functions",),
     "proc": ("process",),
 }
@@ -102,6 +104,23 @@ def render_memory(memory: MemoryPlan, where: Where, width: int = _UNBOUNDED) -> 
     return table
 
 
+def render_turns(memory: MemoryPlan) -> Table:
+    """What shared GPUs need in each turn, and what their workers would need without turns, in GiB."""
+    table = Table(title="shared GPUs, GiB", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("workers", no_wrap=True)
+    for heading in (*TURNS, "most", "no turns", "GPU"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    alike: dict[tuple[int, ...], list[TurnUse]] = {}
+    for use in memory.shared:
+        alike.setdefault((*use.turns.values(), use.alone, use.capacity), []).append(use)
+    for uses in alike.values():
+        first = uses[0]
+        more = f" (and {len(uses) - 1} more)" if len(uses) > 1 else ""
+        numbers = (*first.turns.values(), first.most, first.alone, first.capacity)
+        table.add_row(", ".join(first.workers) + more, *map(gib, numbers))
+    return table
+
+
 def _memory_table(where: Where) -> Table:
     title = "memory of each GPU, GiB" if where == "gpu" else "host memory, GiB"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -170,5 +189,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
     for where in ("gpu", "host"):
         if any(worker.where == where for worker in plan.memory.workers):
             console.print(render_memory(plan.memory, where, console.width))
+    if plan.memory.shared:
+        console.print(render_turns(plan.memory))
     for note in notes(plan.memory):
         console.print(note, markup=False, highlight=False, soft_wrap=console.width == _UNBOUNDED)

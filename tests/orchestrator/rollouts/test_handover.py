@@ -61,10 +61,15 @@ class SharedEngine(FaultyEngine):
         gpus.note(f"start {name}")
 
     async def generate(self, request: GroupRequest, prompts: object) -> tuple[GroupSummary, Any]:
-        """Waits while the engine rests."""
+        """Waits while the engine rests, also in the middle."""
+        await self._awake()
+        answer = await super().generate(request, prompts)
+        await self._awake()
+        return answer
+
+    async def _awake(self) -> None:
         while self.name not in self.gpus.caches:
             await asyncio.sleep(0.001)
-        return await super().generate(request, prompts)
 
     async def rest(self) -> None:
         """Gives the cache away."""
@@ -183,6 +188,8 @@ def test_trainers_that_are_lost_restart_while_the_engines_rest(
 
     async def main() -> None:
         controller = run.build()
+        if method == "compute_logprobs":  # of the first group, while the others are sampled
+            run.started[1].target.mean_s = 0.1
 
         async def die() -> None:
             while controller.version < version:
