@@ -291,16 +291,17 @@ class RolloutWorker:
     async def rest(self) -> None:
         """Release the memory that `sleep` names, until new weights are loaded or `wake` is called.
 
-        Requests that run continue after that; those that arrive wait. A closed engine rests as well.
+        Requests that run continue after that; those that arrive wait. A closed engine rests as well. After a failure
+        the engine is closed.
 
         Raises:
-            EngineClosed: the engine failed to rest.
             EngineDead: the engine's process has ended.
         """
         async with self._update_lock:
             closed = self._state is _State.CLOSED
             engine = await self._pause()
-            await self._closing_on_failure(self._memory.rest(engine, busy=bool(self._running)))
+            resting = self._memory.rest(engine, busy=bool(self._running))
+            await self._closing_on_failure(resting, "it could not rest")
             self._state = _State.CLOSED if closed else _State.OPEN
 
     async def wake(self) -> None:
@@ -377,11 +378,13 @@ class RolloutWorker:
         await self._resume(version)
         return WeightAck(self._name, version, digest, time.monotonic() - started, peak=await self._peak())
 
-    async def _closing_on_failure(self, call: Coroutine[Any, Any, object]) -> None:
+    async def _closing_on_failure(
+        self, call: Coroutine[Any, Any, object], failure: str = "a weight update failed"
+    ) -> None:
         try:
             await self._call(call)
         except BaseException as error:
-            self._shut(f"a weight update failed: {error}")
+            self._shut(f"{failure}: {error}")
             raise
 
     def _live_engine(self) -> AsyncLLM:
