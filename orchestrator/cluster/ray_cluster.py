@@ -330,6 +330,12 @@ class Cluster:
         finally:
             ray.shutdown()
 
+    def capacity(self) -> dict[str, float]:
+        """CPUs and GPUs of all nodes; of a cluster that was started for this run, the cores that the machine has."""
+        nodes = ray_nodes.nodes()
+        cpus = float(os.cpu_count() or 1) if self._owned else sum(node.cpus for node in nodes)
+        return {"CPU": cpus, "GPU": sum(node.gpus for node in nodes)}
+
     def watch(self, stopped_s: float) -> None:
         """From now on, ends workers whose process is stopped for so many seconds (SIGSTOP, a frozen container)."""
         self._watch = ProcessWatch(self.logs, stopped_s)

@@ -248,7 +248,8 @@ class _Located(Frozen):
     """Where the rows are, and how many of them are read."""
 
     path: str = Field(min_length=1)
-    """Where the data is; relative paths start at the current directory."""
+    """Where the data is; relative paths start at the current directory. A pattern such as `data/train-*.parquet` names
+    several files of one format."""
     limit: int = Field(default=0, ge=0)
     """Read only this many rows; 0: all."""
 
