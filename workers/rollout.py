@@ -300,8 +300,7 @@ class RolloutWorker:
         async with self._update_lock:
             closed = self._state is _State.CLOSED
             engine = await self._pause()
-            resting = self._memory.rest(engine, busy=bool(self._running))
-            await self._closing_on_failure(resting, "it could not rest")
+            await self._closing_on_failure(self._memory.rest(engine), "it could not rest")
             self._state = _State.CLOSED if closed else _State.OPEN
 
     async def wake(self) -> None:

@@ -46,7 +46,7 @@ class SleepingEngine(Protocol):
         ...
 
     async def release_kv_cache_memory(self) -> None:
-        """Releases the cache; the engine must be paused and have no request."""
+        """Releases the cache; the engine must be paused. Requests that `keep` has paused continue after waking."""
         ...
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
@@ -81,13 +81,8 @@ class EngineMemory:
         """Whether the engine has all of its memory."""
         return self.state is MemoryState.AWAKE
 
-    async def rest(self, engine: SleepingEngine, *, busy: bool) -> None:
-        """Release memory. The engine is paused; what it has rests until it wakes.
-
-        Args:
-            engine: The engine.
-            busy: Whether the engine has requests, which continue after waking: vLLM then releases the cache only
-                together with the weights, which go to host memory.
+    async def rest(self, engine: SleepingEngine) -> None:
+        """Release memory. The engine is paused; its requests rest with it, and are recomputed once it wakes.
 
         Raises:
             ValueError: The level is `none`.
@@ -103,11 +98,7 @@ class EngineMemory:
                     self.state = MemoryState.WEIGHTS_GONE
                     await self._call(engine.sleep(2, "keep"))
             case "kv_cache":
-                if self.awake and busy:
-                    await self._call(engine.sleep(1, "keep"))
-                    self.state = MemoryState.CACHE_GONE
-                    await self._call(engine.wake_up(_WEIGHTS))
-                elif self.awake:
+                if self.awake:
                     await self._call(engine.release_kv_cache_memory())
                     self.state = MemoryState.CACHE_GONE
 
