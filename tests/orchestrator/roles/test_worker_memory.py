@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from tests.conftest import ROOT
+from troupe.orchestrator.capacity.fit import gib
 from troupe.orchestrator.capacity.placement import Node
 from troupe.orchestrator.capacity.plan import Plan, as_json, described_nodes, local_node, plan
 from troupe.orchestrator.commands.plan_table import notes, render_turns, unknown_sizes
@@ -373,6 +376,10 @@ def test_workers_that_take_turns_need_the_fullest_turn_and_not_the_sum(sleep: st
     table = render_turns(seating.memory)
     assert [str(column.header) for column in table.columns][1:4] == ["sampling", "update", "transfer"]
     assert table.row_count == 1, "the eight GPUs are alike"
+    narrow = Console(file=io.StringIO(), width=44)
+    narrow.print(render_turns(seating.memory, narrow.width))
+    assert isinstance(narrow.file, io.StringIO)
+    assert all(gib(needs) in narrow.file.getvalue() for needs in (*use.turns.values(), use.alone)), "no number is cut"
     assert as_json("x", seating)["shared_gpus"][0]["most"] == use.most
 
 
