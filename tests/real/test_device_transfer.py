@@ -261,7 +261,7 @@ async def test_resting_engines_are_healthy_and_wake_with_what_was_sent(
     await assert_serves(workers, model, after)
 
 
-async def test_an_engine_that_vllm_woke_over_discarded_weights_does_not_serve_them(
+async def test_weights_that_vllm_woke_behind_the_workers_back_have_no_digest_and_do_not_serve(
     workers: list[RolloutWorker], model: PreTrainedModel
 ) -> None:
     """vLLM resumes by itself, over whatever is in memory."""
@@ -270,12 +270,13 @@ async def test_an_engine_that_vllm_woke_over_discarded_weights_does_not_serve_th
     engine = workers[0]._engine
     assert engine is not None
     (held,) = await engine.collective_rpc("troupe_loaded_weights")
+    assert held["version"] == version
     await workers[0].rest()
     assert await engine.wake_up() is True
     with pytest.raises(WeightDigestMismatch, match="rollout-0: weights have digest"):
-        await workers[0].transfer_finish(version, held["digest"])
-    with pytest.raises(EngineClosed):
-        await rows(workers[0])
+        await workers[0]._confirmed_digest(version, held["digest"])
+    with pytest.raises(StaleWake):
+        await workers[0].wake()
     version = await send(sender, named_weights(model))
     sender.close()
     await assert_serves(workers[:1], model, version)
