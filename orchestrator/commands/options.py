@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -34,8 +36,19 @@ RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run 
 AnswerOption = Annotated[float, typer.Option("--timeout-s", min=0, help="Timeout for the run's response, in seconds.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as printed by `troupe submit`.")]
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 USER_ERROR = 2
 FAILURE = 1
+
+
+def echo_json(value: Any) -> None:
+    """Print a value as JSON; dataclasses become objects, and paths text."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 def exit_with(text: str, code: int) -> NoReturn:
