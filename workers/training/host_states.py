@@ -109,8 +109,12 @@ class HostStates:
 
 
 def optimizer_states(engine: Any, stage: int) -> Iterator[torch.Tensor]:
-    """Master weights and moments of DeepSpeed's `engine`, without master weights that are the model's own."""
-    model = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
+    """Master weights and moments of DeepSpeed's `engine`, without master weights that are the model's own.
+
+    In float32, ZeRO-3 and training without ZeRO have no others.
+    """
+    held = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    model = {tensor.untyped_storage().data_ptr() for tensor in held}
     if stage == 3:
         masters = engine.optimizer.fp32_partitioned_groups_flat
     else:
