@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ SpecArgument = Annotated[
     Path, typer.Argument(metavar="SPEC", help="YAML spec of the run; examples:NAME: one of `troupe demo --list`.")
 ]
 SetOption = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the spec.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Run folder (default: runs/NAME).")]
+_STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def _not_empty(value: str | None) -> str | None:
@@ -26,6 +27,14 @@ def _not_empty(value: str | None) -> str | None:
     return value
 
 
+def _folder(value: Path | None) -> Path | None:
+    """Refuse an address of an object store: it would become a folder called `s3:`."""
+    if value is not None and _STORE.match(str(value)):
+        raise typer.BadParameter("is no folder: a run writes to a disk that the driver has (a shared one on a cluster)")
+    return value
+
+
+OutOption = Annotated[Path | None, typer.Option("--out", callback=_folder, help="Run folder (default: runs/NAME).")]
 AddressOption = Annotated[
     str | None,
     typer.Option("--address", callback=_not_empty, help="Ray cluster to join (default: start a local one)."),
