@@ -572,5 +572,7 @@ class RolloutWorker:
             detokenize=bool(stop),
             skip_special_tokens=False,  # or a stop string with a special token would never match
             output_kind=RequestOutputKind.FINAL_ONLY,
-            structured_outputs=structured_outputs(limits.structured or sampling.structured),
+            structured_outputs=structured_outputs(
+                (limits.structured or sampling.structured) if request.forms else None
+            ),
         )

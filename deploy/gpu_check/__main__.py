@@ -111,7 +111,8 @@ def main(argv: Sequence[str]) -> int:
     if recorded is not None:
         record = replace(record, results=recorded.results)
     chosen = [piece for piece in PIECES if piece.name in given.only]
-    record = check(decide(chosen, len(gpus), given.on_cpu, record.passed, given.again), record, path)
+    memory = [gpu.memory / GIB for gpu in found.gpus]
+    record = check(decide(chosen, memory, given.on_cpu, record.passed, given.again), record, path)
     print(f"wrote {path} and {path.with_suffix('.md').name}")
     if missing:
         print("error: no NVIDIA GPU is visible: nothing was checked (--on-cpu tries the check itself)", file=sys.stderr)

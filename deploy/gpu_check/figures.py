@@ -29,6 +29,7 @@ def _of_run(metrics: Path) -> dict[str, Figure]:
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     if not steps:
         raise ValueError(f"{metrics} has no step")
+    memory = {name: value for name, value in steps[-1].items() if name.startswith("memory/")}
     return {
         "steps": len(steps),
         "reward, first step": steps[0]["reward/mean"],
@@ -36,7 +37,7 @@ def _of_run(metrics: Path) -> dict[str, Figure]:
         "s per step": median(step["seconds/step"] for step in steps),
         "s per sync": median(step["seconds/sync"] for step in steps),
         "response tokens/s": median(step["response_tokens_per_s"] for step in steps),
-    }
+    } | {f"{name.removeprefix('memory/')}, GiB": value for name, value in memory.items()}
 
 
 def _of_benchmark(document: dict[str, dict[str, dict[str, dict[str, float]]]]) -> dict[str, Figure]:

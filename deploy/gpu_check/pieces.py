@@ -13,7 +13,8 @@ Command = tuple[str, ...]
 RUN, FIGURES = "run", "figures.json"
 """Names, in the piece's folder, of a run's folder and of the file of figures that a probe or a benchmark writes."""
 
-_TINY = ("--model", ".cache/models/tiny-llama", "--dtype", "float32")
+_TINY_MODEL = ("--model", ".cache/models/tiny-llama")
+_TINY = (*_TINY_MODEL, "--dtype", "float32")
 _ONE_GPU = (
     *("model.dtype=bfloat16", "roles.rollout.colocate_with=policy", "roles.rollout.gpu_memory_utilization=0.3"),
     *("roles.rollout.gpus=0.4", "roles.policy.gpus=0.3", "weight_sync.backend=shm"),
@@ -35,8 +36,17 @@ class Piece:
     on_cpu: tuple[Command, ...] = ()
     """Commands that exercise the check itself without a GPU; empty: none make sense."""
     gpus: int = 1
+    gib: float = 0.0
+    """Memory of each GPU that the piece needs."""
     bound_s: float = 540.0
     """The piece fails, and its processes end, after this time."""
+
+
+_TWO_AND_TWO = ("roles.rollout.workers=2", "roles.policy.workers=2", "roles.policy.zero_stage=3")
+"""Overrides for two engines and two ranks that partition the parameters."""
+_TWO_STEPS = ("schedule.steps=2", "checkpoint.every_steps=0")
+_LARGE = "{folder}/model"
+"""Folder of the large piece's model."""
 
 
 def _run(spec: str, *overrides: str) -> Command:
@@ -48,9 +58,12 @@ def _benchmark(module: str, *arguments: str) -> Command:
     return ("-m", f"benchmarks.{module}", *arguments, "--json", f"{{folder}}/{FIGURES}")
 
 
+def _probe(module: str, *arguments: str) -> Command:
+    return ("-m", f"deploy.gpu_check.{module}", *arguments, "--json", f"{{folder}}/{FIGURES}")
+
+
 def _install(device: str) -> tuple[Command, ...]:
-    probe = ("-m", "deploy.gpu_check.probe", "--device", device, "--json", f"{{folder}}/{FIGURES}")
-    return (("-m", "troupe", "doctor"), probe)
+    return (("-m", "troupe", "doctor"), _probe("probe", "--device", device))
 
 
 def _sync(backend: str, turns: int) -> tuple[Command, ...]:
@@ -67,18 +80,37 @@ PIECES: tuple[Piece, ...] = (
         bound_s=300.0,
     ),
     Piece(
+        "training",
+        "SFT and DPO alone at every ZeRO stage, offloaded, recomputed, with both heads, saved and resumed",
+        "probe",
+        on_gpu=(
+            _probe(
+                *("training", "--device", "cuda", "--set", "model.path=.cache/models/smollm2-135m-instruct"),
+                *("--set", "roles.policy.learning_rate=2e-5"),
+            ),
+        ),
+        on_cpu=(_probe("training", "--device", "cpu"),),
+    ),
+    Piece(
+        "agreement",
+        "log-probs and gradients in float32 and bfloat16, padded and packed, against float32 on the CPU",
+        "probe",
+        on_gpu=(_probe("agreement", "--device", "cuda"),),
+        on_cpu=(_probe("agreement", "--device", "cpu", *_TINY_MODEL),),
+    ),
+    Piece(
         "grpo",
         "the GRPO demo; engine and policy share one GPU",
         "run",
         on_gpu=(_run("laptop-grpo", *_ONE_GPU),),
-        on_cpu=(_run("tiny-grpo", "schedule.steps=2", "checkpoint.every_steps=0"),),
+        on_cpu=(_run("tiny-grpo", *_TWO_STEPS),),
     ),
     Piece(
         "ppo",
         "the PPO demo; engine, policy, reference and critic share one GPU",
         "run",
         on_gpu=(_run("laptop-ppo", *_ONE_GPU, "roles.critic.gpus=0.3"),),
-        on_cpu=(_run("tiny-ppo", "schedule.steps=2", "checkpoint.every_steps=0"),),
+        on_cpu=(_run("tiny-ppo", *_TWO_STEPS),),
     ),
     Piece(
         "packing",
@@ -103,10 +135,81 @@ PIECES: tuple[Piece, ...] = (
         bound_s=420.0,
     ),
     Piece(
+        "transfer",
+        "weights to two engines on one GPU; after a trainer's failure and an engine's loss, the next transfer is right",
+        "probe",
+        on_gpu=(_probe("transfer", "--backend", "ipc"),),
+        on_cpu=(_probe("transfer", "--backend", "gloo", *_TINY_MODEL),),
+    ),
+    Piece(
+        "transfer-nccl",
+        "the same over NCCL, each engine on its own GPU",
+        "probe",
+        on_gpu=(_probe("transfer", "--backend", "nccl"),),
+        gpus=3,
+    ),
+    Piece(
+        "graphs",
+        "the same with engines that compile: CUDA graphs run on the new weights",
+        "probe",
+        on_gpu=(_probe("transfer", "--backend", "ipc", "--compiled"),),
+        on_cpu=(_probe("transfer", "--backend", "gloo", "--compiled", *_TINY_MODEL),),
+    ),
+    Piece(
+        "grpo-graphs",
+        "the GRPO demo with a compiled engine, against `grpo`",
+        "run",
+        on_gpu=(_run("laptop-grpo", *_ONE_GPU, "roles.rollout.enforce_eager=false"),),
+    ),
+    Piece(
+        "tensor-parallel",
+        "the GRPO demo with an engine on two GPUs and the policy on a third",
+        "run",
+        on_gpu=(
+            _run(
+                *("laptop-grpo", "model.dtype=bfloat16", "roles.rollout.tensor_parallel_size=2"),
+                *("roles.rollout.gpus=2", "roles.policy.gpus=1", "roles.rollout.gpu_memory_utilization=0.3"),
+            ),
+        ),
+        on_cpu=(_run("tiny-grpo", "roles.rollout.tensor_parallel_size=2", "roles.rollout.cpus=2", *_TWO_STEPS),),
+        gpus=3,
+    ),
+    Piece(
+        "zero3",
+        "the GRPO demo with two ranks at ZeRO-3 that send to two engines from device to device",
+        "run",
+        on_gpu=(
+            _run(
+                *("laptop-grpo", "model.dtype=bfloat16", *_TWO_AND_TWO, "weight_sync.backend=nccl"),
+                *("roles.rollout.gpus=1", "roles.policy.gpus=1", "roles.rollout.gpu_memory_utilization=0.3"),
+            ),
+        ),
+        on_cpu=(_run("tiny-grpo", *_TWO_AND_TWO, "weight_sync.backend=gloo", *_TWO_STEPS),),
+        gpus=4,
+    ),
+    Piece(
+        "large",
+        "GRPO on random layers as wide as those of Qwen2.5-7B: a tensor above 1 GiB, chunks of the head, memory",
+        "run",
+        on_gpu=(
+            ("-m", "deploy.gpu_check.large", "--out", _LARGE),
+            _run(
+                *("laptop-grpo", *_ONE_GPU, *_TWO_STEPS, f"model.path={_LARGE}", "weight_sync.backend=ipc"),
+                *("roles.rollout.max_model_len=1024", "roles.policy.micro_batch_tokens=8192"),
+                *("sampling.max_tokens=512", "evaluation=null"),
+            ),
+        ),
+        on_cpu=(
+            ("-m", "deploy.gpu_check.large", "--out", _LARGE, "--narrow", "--tokenizer", ".cache/models/tiny-llama"),
+            _run("tiny-grpo", f"model.path={_LARGE}", *_TWO_STEPS),
+        ),
+        gib=78.0,
+    ),
+    Piece(
         "sleep",
         "sleep and wake of vLLM with the engines' settings: memory freed, outputs identical",
         "probe",
-        on_gpu=(("-m", "deploy.gpu_check.sleep", "--json", f"{{folder}}/{FIGURES}"),),
+        on_gpu=(_probe("sleep"),),
         bound_s=300.0,
     ),
     Piece(
@@ -142,13 +245,13 @@ class Decision:
 
 
 def decide(
-    pieces: Sequence[Piece], gpus: int, on_cpu: bool, passed: Collection[str], again: bool
+    pieces: Sequence[Piece], gpus: Sequence[float], on_cpu: bool, passed: Collection[str], again: bool
 ) -> tuple[Decision, ...]:
     """What to do with each piece.
 
     Args:
         pieces: The chosen pieces.
-        gpus: Number of visible GPUs.
+        gpus: Memory of each visible GPU, in GiB.
         on_cpu: Whether to run the pieces' commands for the CPU.
         passed: Names of the pieces that passed before.
         again: Whether those run again.
@@ -156,15 +259,24 @@ def decide(
     return tuple(_decide(piece, gpus, on_cpu, piece.name in passed and not again) for piece in pieces)
 
 
-def _decide(piece: Piece, gpus: int, on_cpu: bool, keep: bool) -> Decision:
+def _decide(piece: Piece, gpus: Sequence[float], on_cpu: bool, keep: bool) -> Decision:
     if on_cpu and not piece.on_cpu:
         return Decision(piece, skipped="needs a GPU")
-    if not on_cpu and gpus < piece.gpus:
-        found = f"{gpus} visible" if gpus else "no NVIDIA GPU is visible"
-        return Decision(piece, skipped=f"needs {piece.gpus} GPU{'s' if piece.gpus > 1 else ''}: {found}")
+    if not on_cpu and (lacks := _lacks(piece, gpus)):
+        return Decision(piece, skipped=lacks)
     if keep:
         return Decision(piece)
     return Decision(piece, commands=piece.on_cpu if on_cpu else piece.on_gpu)
+
+
+def _lacks(piece: Piece, gpus: Sequence[float]) -> str:
+    """What the GPUs lack for a piece; empty: nothing."""
+    if len(gpus) < piece.gpus:
+        found = f"{len(gpus)} visible" if gpus else "no NVIDIA GPU is visible"
+        return f"needs {piece.gpus} GPU{'s' if piece.gpus > 1 else ''}: {found}"
+    if min(gpus) < piece.gib:
+        return f"needs a GPU of {piece.gib:.0f} GiB: {min(gpus):.0f} GiB visible"
+    return ""
 
 
 def arguments(command: Command, folder: Path) -> list[str]:

@@ -134,6 +134,7 @@ class Auditor:
                     samples=_SAMPLES,
                     seed=sampling_seed(spec.seed, pick.prompt_uid),
                     max_tokens=longest,
+                    forms=False,  # log-probs would be those among the permitted tokens, which no scorer knows
                 )
                 for pick in picks
             ]
@@ -186,14 +187,9 @@ class Auditor:
 
 
 def one_engine(spec: RolloutSpec) -> RolloutSpec:
-    """The spec of an audit: one engine where engines do not share the policy's GPUs, and any form of response.
-
-    Log-probs of samples with a form (`sampling.structured`) are those among the permitted tokens, which
-    the scorer does not know.
-    """
+    """The spec of an audit: one engine where engines do not share the policy's GPUs."""
     rollout = spec.roles.rollout
     if rollout.colocate_with is None:
         rollout = rollout.model_copy(update={"workers": 1, "min_workers": 1, "max_workers": None, "autoscale": None})
     roles = spec.roles.model_copy(update={"rollout": rollout})
-    sampling = spec.sampling.model_copy(update={"structured": None})
-    return spec.model_copy(update={"roles": roles, "sampling": sampling})
+    return spec.model_copy(update={"roles": roles})

@@ -27,6 +27,8 @@ _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
 """Families in which every n-th layer attends to all tokens and the others to a window."""
 _WINDOWED = ("mistral", "mixtral")
 """Families in which every layer has the window, where there is one."""
+_CAPPED, _SINKS = ("gemma2", "vaultgemma"), ("gpt_oss",)
+"""Families whose attention only the eager implementation computes."""
 _TWO_MORE_NORMS = ("gemma2", "gemma3", "gemma3_text")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
 _LATENT = ("deepseek_v2", "deepseek_v3")
@@ -60,6 +62,9 @@ class ModelShape:
     """Layers that attend to the window only."""
     extra_norms: int = 0
     """Numbers of a token that one layer normalizes besides twice the hidden size."""
+    eager: bool = False
+    """Whether it trains with eager attention, which holds the weights of all pairs of tokens
+    (`troupe.workers.models.attention`)."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         window=window,
         windowed=windowed,
         extra_norms=extra + compressed,
+        eager=kind in _SINKS or (kind in _CAPPED and bool(config.get("attn_logit_softcapping", True))),
     )
 
 

@@ -227,13 +227,22 @@ def layer_bytes(size: ModelSize, width: int, longest: int) -> int:
     """Bytes that one layer keeps of one token for the backward pass.
 
     Norms: float32 input, normed, output. Attention: query, key and value of all heads (padding keeps PyTorch from
-    sharing those of a group), output, its log-sum, a row of the mask. Feed-forward: gate, its activation, up, product.
-    Each expert has a copy of the token, and its output before it is weighted.
+    sharing those of a group), output, its log-sum, a row of the mask; eager, the weights of all pairs of tokens.
+    Feed-forward: gate, its activation, up, product. Each expert has a copy of the token, and its output before it is
+    weighted.
     """
     queries = size.heads * size.head_dim
     norms = (2 * size.hidden + size.extra_norms) * (4 + 2 * width)
-    attention = width * 4 * queries + 4 * size.heads + width * longest
+    attention = width * 4 * queries + 4 * size.heads + width * longest + _pairs(size, longest)
     return norms + attention + width * (4 * size.intermediate + 2 * size.experts * size.hidden)
+
+
+def _pairs(size: ModelSize, longest: int) -> int:
+    """Bytes that a layer with eager attention keeps of one token's pairs: the capped logits, and the probabilities.
+
+    In bfloat16 these are also there in float32, from which they are rounded: 8 bytes, too.
+    """
+    return 8 * size.heads * longest if size.eager else 0
 
 
 def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpointing: bool) -> int:
@@ -241,7 +250,7 @@ def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpoi
     layer = layer_bytes(size, width, longest)
     kept = size.layers * width * size.hidden + layer if checkpointing else size.layers * layer
     ends = size.hidden * (4 + 3 * width)
-    at_work = width * (3 * size.intermediate + 4 * size.hidden)
+    at_work = width * (3 * size.intermediate + 4 * size.hidden) + _pairs(size, longest)
     return tokens * (kept + ends + at_work)
 
 
@@ -304,7 +313,7 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
 
 def forward(size: ModelSize, width: int, tokens: int, longest: int) -> int:
     """Bytes of one layer on `tokens` tokens without gradients: the residual, plus attention or feed-forward."""
-    attention = width * (4 * size.heads * size.head_dim + longest)
+    attention = width * (4 * size.heads * size.head_dim + longest) + _pairs(size, longest)
     return tokens * (2 * width * size.hidden + max(8 * size.hidden, attention, 3 * width * size.intermediate))
 
 

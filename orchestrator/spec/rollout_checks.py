@@ -423,12 +423,6 @@ def _alarm(spec: RolloutSpec) -> Iterator[Finding]:
         yield "failures.alarm.kl", "needs the role reference: the divergence is measured from it"
 
 
-def _audit(spec: RolloutSpec) -> Iterator[Finding]:
-    if spec.audit.at_start and spec.sampling.structured is not None:
-        why = "cannot compare log-probs among the tokens that sampling.structured permits"
-        yield "audit.at_start", f"{why}; set it to false (`troupe audit` samples without a form)"
-
-
 def _optimizers(spec: RolloutSpec) -> Iterator[Finding]:
     yield from trainer_problems(spec.roles.trainers())
     if spec.roles.critic is not None and spec.roles.critic.ema_decay > 0:
@@ -451,7 +445,6 @@ _CHECKS = (
     _evaluation,
     _output,
     _alarm,
-    _audit,
     _optimizers,
     environment_problems,
 )

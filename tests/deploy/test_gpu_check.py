@@ -9,18 +9,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.packing import parse as parse_packing
 from benchmarks.support.workload import on_device
 from benchmarks.weight_sync import parse as parse_weight_sync
 from deploy.gpu_check import __main__ as gpu_check
-from deploy.gpu_check import sleep
-from deploy.gpu_check.pieces import PIECES, Piece, decide
+from deploy.gpu_check import agreement, large, sleep, training
+from deploy.gpu_check.pieces import PIECES, Command, Piece, decide
 from deploy.gpu_check.processes import run_commands
 from deploy.gpu_check.record import Record, Result, page, read
 from tests.conftest import ROOT
 from troupe.orchestrator.doctor.machine import Graphics
 from troupe.orchestrator.spec.load import load_rollout_spec
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.workers.weights.buckets import BUCKET_BYTES
 
 BY_NAME = {piece.name: piece for piece in PIECES}
 RECORD = Record(
@@ -35,8 +38,9 @@ RECORD = Record(
 )
 
 
-def skipped(gpus: int, on_cpu: bool = False) -> dict[str, str]:
-    return {one.piece.name: one.skipped for one in decide(PIECES, gpus, on_cpu, (), False) if not one.commands}
+def skipped(gpus: int, on_cpu: bool = False, gib: float = 80.0) -> dict[str, str]:
+    decisions = decide(PIECES, [gib] * gpus, on_cpu, (), False)
+    return {one.piece.name: one.skipped for one in decisions if not one.commands}
 
 
 def test_pieces_end_within_ten_minutes_and_have_names_of_their_own() -> None:
@@ -46,11 +50,12 @@ def test_pieces_end_within_ten_minutes_and_have_names_of_their_own() -> None:
 
 
 def test_what_a_machine_cannot_run_is_skipped_with_the_reason() -> None:
-    assert skipped(2) == {}
+    assert skipped(4) == {}
     assert skipped(1)["nccl"] == "needs 2 GPUs: 1 visible"
+    assert skipped(4, gib=24.0) == {"large": "needs a GPU of 78 GiB: 24 GiB visible"}
     assert skipped(0)["install"] == "needs 1 GPU: no NVIDIA GPU is visible"
     assert set(skipped(0)) == set(BY_NAME)
-    assert set(skipped(0, on_cpu=True)) == {"ipc", "nccl", "sleep"}
+    assert set(skipped(0, on_cpu=True)) == {"ipc", "nccl", "transfer-nccl", "grpo-graphs", "sleep"}
 
 
 def test_the_sleep_piece_has_the_settings_of_an_engine(tiny_model: Path) -> None:
@@ -60,21 +65,91 @@ def test_the_sleep_piece_has_the_settings_of_an_engine(tiny_model: Path) -> None
 
 
 def test_a_piece_that_passed_runs_again_only_when_asked() -> None:
-    (kept,) = decide([BY_NAME["grpo"]], 1, False, {"grpo"}, again=False)
+    (kept,) = decide([BY_NAME["grpo"]], [80.0], False, {"grpo"}, again=False)
     assert not kept.commands and not kept.skipped
-    (again,) = decide([BY_NAME["grpo"]], 1, False, {"grpo"}, again=True)
+    (again,) = decide([BY_NAME["grpo"]], [80.0], False, {"grpo"}, again=True)
     assert again.commands == BY_NAME["grpo"].on_gpu
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_demos_on_one_gpu_are_valid_specs_and_fit_it(name: str) -> None:
-    (command,) = BY_NAME[name].on_gpu
-    overrides = [command[i + 1] for i, part in enumerate(command) if part == "--set"]
-    spec = load_rollout_spec(ROOT / command[3], overrides)
-    assert (spec.device, spec.resolved_backend()) == ("cuda", "shm")
+def spec_of(command: Command, tmp_path: Path, overrides: tuple[str, ...] = ()) -> RolloutSpec:
+    """The spec of a command that runs one."""
+    given = [command[i + 1].replace("{folder}", str(tmp_path)) for i, part in enumerate(command) if part == "--set"]
+    return load_rollout_spec(ROOT / command[3], [*given, *overrides])
+
+
+RUNS = [piece.name for piece in PIECES if piece.kind == "run"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_are_valid_specs_that_fit_the_gpus_of_their_piece(name: str, tmp_path: Path) -> None:
+    piece, model = BY_NAME[name], ROOT / ".cache/models/tiny-llama"
+    spec = spec_of(piece.on_gpu[-1], tmp_path, (f"model.path={model}",) if name == "large" else ())
+    assert spec.device == "cuda"
     roles = (spec.roles.rollout, spec.roles.policy, spec.roles.critic)
-    assert sum(role.gpus for role in roles if role is not None) <= 1
+    assert sum(role.workers * role.gpus for role in roles if role is not None) <= piece.gpus
     assert all(role is None or role.gpus > 0 for role in roles)
+
+
+def test_runs_send_weights_as_their_pieces_say(tmp_path: Path) -> None:
+    model = f"model.path={ROOT / '.cache/models/tiny-llama'}"
+    backends = {name: spec_of(BY_NAME[name].on_gpu[-1], tmp_path, (model,)).resolved_backend() for name in RUNS}
+    assert backends == {
+        **dict.fromkeys(("grpo", "ppo", "grpo-graphs"), "shm"),
+        "large": "ipc",
+        "tensor-parallel": "nccl",
+        "zero3": "nccl",
+    }
+    spec = spec_of(BY_NAME["zero3"].on_cpu[-1], tmp_path)
+    assert (spec.resolved_backend(), spec.roles.policy.zero_stage, spec.roles.policy.workers) == ("gloo", 3, 2)
+
+
+@pytest.mark.parametrize("variant", training.VARIANTS, ids=lambda variant: variant.name)
+def test_every_way_to_train_is_a_valid_spec(variant: training.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    spec = training.read_spec(variant, "cuda", ())
+    assert (spec.device, spec.model.dtype) == ("cuda", "bfloat16")
+    assert f"ZeRO {spec.roles.policy.zero_stage}" in variant.name or "head" in variant.name
+
+
+def trained(*losses: float, resumed: tuple[float, ...] = (), identical: bool = True) -> training.Trained:
+    return training.Trained(losses, resumed or losses[-1:], identical, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "device", "words"),
+    [
+        (trained(2.0, 2.1), "cuda", "did not fall"),
+        (trained(2.0, float("nan")), "cuda", "did not fall"),
+        (trained(2.0, 1.5), "cuda", "differ from those of ZeRO 0"),
+        (trained(2.0, 1.0, resumed=(1.1,)), "cuda", "after a resume"),
+        (trained(2.0, 1.0, identical=False), "cpu", "after a resume"),
+    ],
+)
+def test_wrong_training_is_found(found: training.Trained, device: str, words: str) -> None:
+    plain = trained(2.0, 1.0)
+    training.check("SFT", plain, plain, device)
+    training.check("SFT", trained(2.0, 1.0, identical=False), plain, "cuda")
+    with pytest.raises(training.NotRight, match=words):
+        training.check("SFT", found, plain, device)
+
+
+def test_wrong_numerics_are_found() -> None:
+    ones = torch.ones(3, dtype=torch.float64)
+    exact = agreement.Measured(ones, {"w": torch.tensor([1.0, 0.0])})
+    limits = agreement.LIMITS["float32"]
+    assert "cosine 1.0" in agreement.check("float32", exact, exact, limits)
+    for wrong in (
+        agreement.Measured(ones + 0.01, exact.gradients),
+        agreement.Measured(ones, {"w": torch.tensor([1.0, 0.1])}),
+        agreement.Measured(ones * torch.nan, exact.gradients),
+        agreement.Measured(ones, {}),
+    ):
+        with pytest.raises(agreement.NotRight, match=r"nats per token|of 0 parameters"):
+            agreement.check("float32", wrong, exact, limits)
+
+
+def test_the_large_model_has_a_tensor_above_a_bucket_of_a_transfer() -> None:
+    assert 2 * large.VOCABULARY * large.WIDTHS["hidden_size"] > BUCKET_BYTES
 
 
 @pytest.mark.parametrize("name", ["ipc", "nccl", "sync"])
@@ -148,10 +223,10 @@ def test_without_a_gpu_all_is_skipped_and_results_of_another_machine_are_kept(
 
 def test_a_piece_without_figures_fails(tmp_path: Path) -> None:
     piece = Piece("odd", "writes nothing", "probe", on_gpu=(("-c", "print('done')"),))
-    (decision,) = decide([piece], 1, False, (), False)
+    (decision,) = decide([piece], [80.0], False, (), False)
     result = gpu_check.run_piece(decision, tmp_path)
     assert result.status == "failed" and result.reason.startswith("no figures")
     assert result.error[-1] == "done"
     good = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('{\"x\": 1}')"
-    (decision,) = decide([replace(piece, on_gpu=(("-c", good, "{folder}/figures.json"),))], 1, False, (), False)
+    (decision,) = decide([replace(piece, on_gpu=(("-c", good, "{folder}/figures.json"),))], [80.0], False, (), False)
     assert gpu_check.run_piece(decision, tmp_path).figures == {"x": 1}

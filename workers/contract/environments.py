@@ -57,10 +57,14 @@ class Observation:
     structured: Mapping[str, Any] | None = None
     """Form of the next turn: a field of `sampling.structured`, such as `{"regex": "yes|no"}`. The algorithm must
     correct for the sampler (`algorithm.importance.mode`), and `sampling.structured` must not be set."""
+    logprobs: bool = False
+    """Whether the message of the next step has `logprobs`: for every token of the turn its text and the log-prob that
+    it was sampled with, in nats."""
     also: Sequence[Observation] = ()
     """Separate conversations whose responses are sampled at the same time as the next turn. Read of each are
-    `messages`, `tools`, `stop`, `max_tokens`, `structured` and `refusable`. The message of the next step has their
-    responses as `also`, in this order (fewer where the turns have run out), and the sample has a row for each."""
+    `messages`, `tools`, `stop`, `max_tokens`, `structured`, `logprobs` and `refusable`. The message of the next step
+    has their responses as `also`, in this order (fewer where the turns have run out), and the sample has a row for
+    each."""
     refusable: bool = False
     """Whether `messages` are a request that may be refused. Where the prompt has no room in the model, or the form
     cannot be used, the message of the next step then has `refused` (`code` and `message`), and the environment
@@ -138,6 +142,7 @@ def read_observation(value: Any) -> Observation:
         also=tuple(_conversation(number, one) for number, one in enumerate(value.get("also") or ())),
         structured=read_form(value.get("structured")),
         refusable=bool(value.get("refusable", False)),
+        logprobs=bool(value.get("logprobs", False)),
         info=info,
     )
 

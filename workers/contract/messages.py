@@ -196,6 +196,8 @@ class GroupRequest:
     """Whether the prompt's answers from other sources are added to the samples."""
     max_tokens: int | None = None
     """Longest response, in tokens, where it is shorter than that of training."""
+    forms: bool = True
+    """Whether responses and turns have the forms that spec and environment ask for; an audit samples without any."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,10 @@ ROW_VARIABLE = "TROUPE_ROW"
 """Environment variable of a command: the row, as JSON."""
 MAX_CHOICES = 16
 _SHUTDOWN_S = 0.5
+_NOT_TOLD = ("finish_reason", "usage", "unread_call", "logprobs")
+"""Fields of a turn that do not belong to the message of a response."""
 _REFUSED = {
-    "logprobs": "log-probs are recorded, not returned",
+    "top_logprobs": "only the log-prob of the sampled token is known",
     "logit_bias": "it would change the distribution that is trained",
     "presence_penalty": "it would change the distribution that is trained",
     "frequency_penalty": "it would change the distribution that is trained",
@@ -55,6 +57,8 @@ class Choice:
     max_tokens: int | None
     schema: dict[str, Any] | None
     """JSON schema of the response."""
+    logprobs: bool
+    """Whether the response has the log-probs of its tokens."""
     forced: bool | str
     """Whether the response must be calls of tools, or the name of the tool that it must call."""
     answer: asyncio.Future[Message] = field(repr=False)
@@ -70,6 +74,7 @@ class Choice:
             max_tokens=self.max_tokens,
             structured=None if self.schema is None else {"json_schema": self.schema},
             refusable=True,
+            logprobs=self.logprobs,
         )
 
     def read(self, message: Message, prefix: str) -> Message:
@@ -321,7 +326,10 @@ def read_request(body: Any) -> list[Choice]:
     schema = forced_schema(tools, forced) if forced else response_schema(body.get("response_format"))
     offered = tools if tools and tool_choice != "none" else None
     loop = asyncio.get_running_loop()
-    return [Choice(messages, offered, stops, longest, schema, forced, loop.create_future()) for _ in range(count)]
+    logprobs = body.get("logprobs") is True
+    return [
+        Choice(messages, offered, stops, longest, schema, logprobs, forced, loop.create_future()) for _ in range(count)
+    ]
 
 
 def plain(message: Any) -> Message:
@@ -354,6 +362,7 @@ def completion(messages: Sequence[Message]) -> dict[str, Any]:
             "index": number,
             "message": {**_told(message), "content": message["content"] or None},
             "finish_reason": "tool_calls" if message.get("tool_calls") else message.get("finish_reason", "stop"),
+            "logprobs": _logprobs(message.get("logprobs")),
         }
         for number, message in enumerate(messages)
     ]
@@ -369,7 +378,18 @@ def completion(messages: Sequence[Message]) -> dict[str, Any]:
 
 def _told(message: Message) -> Message:
     """The fields of a turn that belong to the message."""
-    return {name: value for name, value in message.items() if name not in ("finish_reason", "usage", "unread_call")}
+    return {name: value for name, value in message.items() if name not in _NOT_TOLD}
+
+
+def _logprobs(tokens: Sequence[Sequence[Any]] | None) -> dict[str, Any] | None:
+    """The log-probs of a choice; None: they were not asked for."""
+    if tokens is None:
+        return None
+    content = [
+        {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
+        for text, value in tokens
+    ]
+    return {"content": content, "refusal": None}
 
 
 def _usage(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
@@ -387,9 +407,11 @@ async def _stream(request: web.Request, done: dict[str, Any]) -> web.StreamRespo
         message = choice["message"]
         calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls") or ())]
         delta = {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
-        for part, reason in ((delta, None), ({}, choice["finish_reason"])):
+        parts = ((delta, None, choice["logprobs"]), ({}, choice["finish_reason"], None))
+        for part, reason, logprobs in parts:
             chunk = {**done, "object": "chat.completion.chunk"}
-            chunk["choices"] = [{"index": choice["index"], "delta": part, "finish_reason": reason}]
+            own = {"index": choice["index"], "delta": part, "finish_reason": reason, "logprobs": logprobs}
+            chunk["choices"] = [own]
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()

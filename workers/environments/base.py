@@ -25,7 +25,8 @@ class Environment(ABC):
         Args:
             message: The turn: `role` is `assistant`, `content` its text and `tool_calls`, if a parser is configured,
                 the calls in it, each `{"id", "type": "function", "function": {"name", "arguments"}}`;
-                `finish_reason` is `stop` or `length`, and `usage` has `prompt_tokens` and `completion_tokens`.
+                `finish_reason` is `stop` or `length`, and `usage` has `prompt_tokens` and `completion_tokens`;
+                `logprobs`, if the observation asked for them, has the text and the log-prob of every token.
                 A turn with a call that is not run has no `tool_calls` but `unread_call`: `cut` if the turn was cut at
                 its token limit, `malformed` if the parser cannot read the call.
         """

@@ -4,8 +4,8 @@ The first process loads the environment's class and then only forks: one process
 runs at a time. A seat that hangs or dies is killed alone, and its successor needs no import.
 
 The loading process gets ``{"name", "args", "memory_limit_mib"}`` as one line of JSON over its socket, and answers
-``{"ready": true}`` or ``{"failure": why}``. After that, every byte on the socket comes with the descriptor of a socket
-for a new seat. A seat gets ``{"op": "start" | "step" | "close", ...}`` and answers ``{"observation"}`` or
+``{"ready": true, "pid"}`` or ``{"failure": why}``. After that, every byte on the socket comes with the descriptor of a
+socket for a new seat. A seat gets ``{"op": "start" | "step" | "close", ...}`` and answers ``{"observation"}`` or
 ``{"failure"}``, one line of JSON each.
 """
 
@@ -49,7 +49,7 @@ def main(control: str, lifeline: str) -> None:
         except EnvironmentLoadError as error:
             parent.sendall(json.dumps({"failure": str(error)}).encode() + b"\n")
             return
-        parent.sendall(b'{"ready": true}\n')
+        parent.sendall(json.dumps({"ready": True, "pid": os.getpid()}).encode() + b"\n")
         while True:
             data, descriptors, _, _ = socket.recv_fds(parent, 1, 1)
             if not data:

@@ -116,11 +116,8 @@ class EnvironmentProcesses:
         self._order = {"name": name, "args": dict(args), "memory_limit_mib": memory_limit_mib}
         self._env = tuple(env)
         self._child: Child | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the loading process; None before `start`."""
-        return None if self._child is None else self._child.pid
+        self.pid: int | None = None
+        """Process id of the loading process, once it has loaded the environment."""
 
     @property
     def alive(self) -> bool:
@@ -137,6 +134,7 @@ class EnvironmentProcesses:
         if "ready" not in reply:
             self.close()
             raise ValueError(str(reply.get("failure", "the process that loads the environment died")))
+        self.pid = int(reply["pid"])
 
     def _start(self) -> dict[str, Any]:
         name = str(self._order["name"])

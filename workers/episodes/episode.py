@@ -214,13 +214,13 @@ class EpisodeRunner:
         message, _ = await self._read(state, segment, turn, branch.tools)
         state.played.insert(segment)
         state.played.messages += [*branch.observation.messages, message]
-        return _told(message, branch.conversation, turn)
+        return await self._told(message, branch, turn)
 
     async def _read_main(self, state: _OpenEpisode, asked: _Asked, turn: SampledTurn) -> Message:
         """Record a turn at the end of the last row; its message for the environment."""
         played = state.played
         message, history = await self._read(state, played.segments[-1], turn, asked.tools)
-        answer = _told(message, asked.conversation, turn)
+        answer = await self._told(message, asked, turn)
         asked.conversation.add_response(turn.ids, history)
         state.cut = turn.finish_reason == "length"
         played.response = message["content"]
@@ -236,6 +236,15 @@ class EpisodeRunner:
         segment.sampled(turn)
         read = partial(self.reader.read, turn.ids, tools, cut=turn.finish_reason == "length")
         return await self._run(read)
+
+    async def _told(self, message: Message, asked: _Asked, turn: SampledTurn) -> Message:
+        """A turn as the environment gets it, with how it ended and what it cost; before it enters the conversation."""
+        counts = {"prompt_tokens": len(asked.conversation.prompt_ids), "completion_tokens": len(turn.ids)}
+        told = message | {"finish_reason": turn.finish_reason, "usage": counts}
+        if not asked.observation.logprobs:
+            return told
+        texts = await self._run(self.reader.texts, turn.ids)
+        return told | {"logprobs": [[text, value] for text, value in zip(texts, turn.logprobs, strict=True)]}
 
     async def _start(self, asked: Observation) -> Conversation:
         """The conversation that an observation begins. Raises EpisodeFailed for one without tokens."""
@@ -377,12 +386,6 @@ class EpisodeRunner:
 def _refused(code: str, why: str) -> Message:
     """The answer to a request that is refused."""
     return {"role": "assistant", "content": "", "refused": {"code": code, "message": why}}
-
-
-def _told(message: Message, conversation: Conversation, turn: SampledTurn) -> Message:
-    """A turn as the environment gets it, with how it ended and what it cost; before it enters the conversation."""
-    counts = {"prompt_tokens": len(conversation.prompt_ids), "completion_tokens": len(turn.ids)}
-    return message | {"finish_reason": turn.finish_reason, "usage": counts}
 
 
 @dataclass(frozen=True, eq=False)

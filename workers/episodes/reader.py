@@ -49,6 +49,10 @@ class TurnReader:
         """Continue a conversation that another reader began."""
         conversation.move_to(self.tokenizer)
 
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of every token; a part of a character is U+FFFD."""
+        return [str(self.tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
+
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
         """From the tokens of a turn to the message for the environment and the one for the history.
 

@@ -5,7 +5,6 @@ The parent side. A child begins with `troupe.workers.isolation.inside.connection
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -27,6 +26,8 @@ MAX_REPLY = 2**22
 _CHUNK = 2**16
 _WATCH_S = 0.5
 """Seconds between two calls of the function that watches an exchange."""
+_GUARD_S = 2.0
+"""Time in which the guard of a child ends it."""
 _DRAIN_S = 1.0
 """Longest wait, in seconds, for the output of a child that has ended: a process that escaped may hold its pipe."""
 _BOOTSTRAP = (
@@ -51,7 +52,7 @@ def python_command(entry: str, *args: str) -> list[str]:
 
 
 class Child:
-    """A running child process. It ends when this process ends."""
+    """A running child process: a guard and below it the user code (`run_guarded`). It ends when this process ends."""
 
     def __init__(self, entry: str, name: str, keep: Collection[str] = ()) -> None:
         """Start the child.
@@ -78,7 +79,7 @@ class Child:
                 stderr=output.descriptor,
                 env=child_environment(self.mark, keep),
                 pass_fds=(theirs.fileno(), lifeline),
-                start_new_session=True,  # its group ends as a whole and does not receive the terminal's Ctrl-C
+                start_new_session=True,  # it does not receive the terminal's Ctrl-C
             )
         except OSError:
             self._disconnect()
@@ -88,11 +89,6 @@ class Child:
             theirs.close()
             os.close(lifeline)
         output.started()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the child."""
-        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -158,10 +154,12 @@ class Child:
 
     def close(self) -> None:
         """End the child and all processes that it started."""
-        with contextlib.suppress(ProcessLookupError):  # the group outlives its leader if that started other processes
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._disconnect()
+        self._disconnect()  # upon which its guard ends all of them
+        try:
+            self._process.wait(_GUARD_S)
+        except subprocess.TimeoutExpired:  # user code has stopped it
+            self._process.kill()
+            self._process.wait()
         end_marked(self.mark)
         self._output.drain(_DRAIN_S)
 

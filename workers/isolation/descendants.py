@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import resource
 import secrets
+import select
 import signal
 from collections.abc import Iterator
+from typing import NoReturn
 
 from troupe.workers.isolation.environment import MARK
 
 _ROUNDS = 20
 """A process that forks while it is being ended is found in the next round."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
+_PR_SET_PDEATHSIG = 1
 
 
 def new_mark() -> str:
@@ -41,32 +46,66 @@ def end_marked(mark: str) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def resident_bytes(mark: str) -> tuple[int, int]:
-    """Memory of all processes with this mark, as the sum of their resident sets, and their number."""
-    sizes = [size for pid in marked(mark) if (size := _resident(pid))]
-    return sum(sizes), len(sizes)
+def used_bytes(mark: str, *, at_most: int = 0) -> tuple[int, int]:
+    """Memory of all processes with this mark, and their number.
 
-
-def guard(lifeline: int, mark: str) -> None:
-    """Fork a process that ends all processes with this mark when the other end of a pipe closes, and then itself.
-
-    The kernel ends the process group of the caller then (`die_with`); this finds the rest. Called
-    before user code is imported, while the process is small and has one thread.
+    Pages that several of them map, as after a fork, count once. The sum of the resident sets, in which they count for
+    each, is cheaper to read: it is returned where it does not exceed `at_most`.
     """
-    if os.fork():
-        return
+    resident = [size for pid in marked(mark) if (size := _resident(pid))]
+    if sum(resident) <= at_most:
+        return sum(resident), len(resident)
+    shares = [size for pid in marked(mark) if (size := _share(pid))]
+    return sum(shares), len(shares)
+
+
+def run_guarded(lifeline: int, mark: str) -> None:
+    """Continue in a child process, in a session of its own, that this process guards; returns in the child only.
+
+    The guard ends all processes with this mark, and the child's process group, when the child ends or the other end of
+    the pipe closes; then it ends itself as the child did. User code that kills its parent, or the group of its parent,
+    ends the guard and thereby itself, not the worker. Called before user code is imported, while the process is small
+    and has one thread.
+    """
+    guard = os.getpid()
+    child = os.fork()
+    if child:
+        _guard(child, lifeline, mark)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:  # it has ended before the kernel was asked
+        os._exit(1)
+    os.setsid()
+
+
+def _guard(child: int, lifeline: int, mark: str) -> NoReturn:
+    """Wait for the child, or the end of the worker; see `run_guarded`."""
     try:
-        os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         kept = os.dup(lifeline)
         os.closerange(0, kept)
         os.closerange(kept + 1, 4096)
-        while os.read(kept, 1):
-            pass
+        ended = os.pidfd_open(child)
+        waiting = select.poll()
+        waiting.register(kept, select.POLLHUP)
+        waiting.register(ended, select.POLLIN)
+        waiting.poll()
+        with contextlib.suppress(ProcessLookupError):  # before it is reaped: until then the id is its own
+            os.killpg(child, signal.SIGKILL)
         end_marked(mark)
+        _end_as(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     finally:
-        os._exit(0)
+        os._exit(1)
+
+
+def _end_as(code: int) -> NoReturn:
+    """End this process with an exit code, or, if it is negative, by a signal."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _environment(pid: str) -> list[bytes]:
@@ -76,6 +115,15 @@ def _environment(pid: str) -> list[bytes]:
             return stream.read().split(b"\0")
     except OSError:
         return []
+
+
+def _share(pid: int) -> int:
+    """Resident set of a process, in bytes, a page that n processes map as 1/n; 0 where it is gone."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as stream:
+            return next((int(line.split()[1]) * 2**10 for line in stream if line.startswith(b"Pss:")), 0)
+    except (OSError, IndexError):
+        return 0
 
 
 def _resident(pid: int) -> int:

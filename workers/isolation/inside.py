@@ -10,7 +10,7 @@ import select
 import socket
 import sys
 
-from troupe.workers.isolation.descendants import PAGE, guard
+from troupe.workers.isolation.descendants import PAGE, run_guarded
 from troupe.workers.isolation.environment import MARK
 from troupe.workers.telemetry.stacks import write_stacks_on_signal
 
@@ -18,9 +18,9 @@ F_SETOWN = 8  # not in Python's fcntl module
 
 
 def connection(control: int, lifeline: int) -> socket.socket:
-    """Prepare this process for user code; returns the socket to the parent.
+    """Prepare a process for user code: a child of this one, which guards it. Returns the socket to the worker.
 
-    The process and all that it starts end when the parent closes the other end of the lifeline.
+    The process and all that it starts end when the worker closes the other end of the lifeline.
 
     Args:
         control: Descriptor of the socket.
@@ -28,7 +28,7 @@ def connection(control: int, lifeline: int) -> socket.socket:
     """
     for descriptor in (control, lifeline):  # or processes that user code starts would keep the connection open
         os.set_inheritable(descriptor, False)
-    guard(lifeline, os.environ[MARK])
+    run_guarded(lifeline, os.environ[MARK])
     die_with(lifeline)
     write_stacks_on_signal()
     os.dup2(2, 1)  # user code prints to the log, line by line: a killed process flushes nothing
@@ -38,7 +38,7 @@ def connection(control: int, lifeline: int) -> socket.socket:
 
 
 def die_with(lifeline: int) -> None:
-    """Let the kernel end this process group when the other end of the pipe closes, which it does when the parent dies.
+    """Let the kernel end this process group when the other end of the pipe closes, which it does when the worker dies.
 
     The default action of SIGIO ends the process. A thread that waits for the end of file is not enough: code that holds
     the interpreter lock, such as a regular expression that backtracks forever, would keep it from running.
@@ -47,7 +47,7 @@ def die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     closed = select.poll()
     closed.register(lifeline, select.POLLHUP)
-    if closed.poll(0):  # the parent died before the kernel was asked
+    if closed.poll(0):  # the worker died before the kernel was asked
         os._exit(1)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from troupe.workers.contract.config import Device
+from troupe.workers.isolation.text import one_line
 from troupe.workers.models.small_copy import VOCABULARY, small_copies
 
 if TYPE_CHECKING:
@@ -48,16 +49,21 @@ def choose_attention(path: str, trust_remote_code: bool) -> str | None:
     text = config.get_text_config()
     if not hasattr(text, "num_attention_heads"):
         return None
+    reason = ""
     for small in small_copies(text):
         try:
             model, distance = _compare(small, trust_remote_code)
         except Exception as error:  # an architecture may refuse the sizes in any way
-            logger.info("no small copy of %s: %s", path, error)
+            reason = one_line(f"{type(error).__name__}: {error}")
             continue
         if distance <= _ROUNDING:
             return None
         return _eager(path, model, distance)
-    logger.warning("%s: the attention of its layers could not be compared with eager attention", Path(path).name)
+    logger.warning(
+        "%s trains with transformers' default attention, which could not be compared with eager attention on a small "
+        "copy of the model: %s",
+        *(Path(path).name, reason),
+    )
     return None
 
 

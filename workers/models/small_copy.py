@@ -20,6 +20,10 @@ _KINDS = 4
 """Most values of a list with an entry for every layer that names kinds of layers; others hold numbers of layers."""
 _FEED_FORWARD = 32
 _WIDEST = 1024
+_RECURRENT_HEADS = ("mamba_n_heads", "n_mamba_heads")
+_RECURRENT_SIZES = ("mamba_d_head", "mamba_headdim")
+_HYBRIDS = "hybrid_layer_ids"
+"""Field with the numbers of layers that have attention."""
 _CAP = 1.0
 """Of logits, in a copy, so that random weights exceed it."""
 
@@ -61,6 +65,8 @@ def _cut_layers(config: Any) -> None:
     kept = sorted({*kept, *range(min(count, _LEAST_LAYERS))}) if len(kept) < _LEAST_LAYERS else kept
     for name, values in by_layer.items():
         setattr(config, name, [values[layer] for layer in kept])
+    if hasattr(config, _HYBRIDS):
+        setattr(config, _HYBRIDS, [place for place, layer in enumerate(kept) if layer in getattr(config, _HYBRIDS)])
     config.num_hidden_layers = len(kept)
 
 
@@ -75,7 +81,7 @@ def _cut_number(config: Any, name: str, value: float) -> None:
         setattr(config, name, min(value, _SCANNED))
     elif "softcap" in name:
         setattr(config, name, min(value, _CAP))
-    elif "intermediate" in name or name in ("ffn_dim", "n_inner"):
+    elif "intermediate" in name or "ffn_hidden_size" in name or name in ("ffn_dim", "n_inner"):
         setattr(config, name, min(value, _FEED_FORWARD))
 
 
@@ -86,6 +92,25 @@ def _cut_heads(config: Any) -> None:
     size, groups = config.hidden_size // heads, heads // of_keys
     of_keys = min(of_keys, 2)
     config.num_attention_heads = of_keys * min(groups, 2)
-    config.hidden_size = size * config.num_attention_heads
+    before, config.hidden_size = config.hidden_size, size * config.num_attention_heads
+    if hasattr(config, "attention_hidden_size"):  # a multiple, where attention reads the embeddings besides
+        config.attention_hidden_size = config.attention_hidden_size * config.hidden_size // before
+    _cut_recurrent_heads(config, before)
     if hasattr(config, "num_key_value_heads"):
         config.num_key_value_heads = of_keys
+
+
+def _cut_recurrent_heads(config: Any, hidden_size: int) -> None:
+    """Make the heads of recurrent layers, as in Bamba and Zamba 2, as wide together as the states are multiplied."""
+    expand = getattr(config, "mamba_expand", None)
+    names = [[name for name in known if hasattr(config, name)] for known in (_RECURRENT_HEADS, _RECURRENT_SIZES)]
+    if not expand or not all(names):
+        return
+    (heads, *_), (size, *_) = names
+    if getattr(config, heads) * getattr(config, size) != int(expand * hidden_size):
+        return
+    width = int(expand * config.hidden_size)
+    if width % getattr(config, size) == 0:
+        setattr(config, heads, width // getattr(config, size))
+    else:
+        setattr(config, size, width // getattr(config, heads))

@@ -2,7 +2,7 @@
 
 Requests and replies are JSON, one per line, over a socket that user code does not see. The first request is
 ``{"function", "args", "batched", "timeout_s", "memory_limit_mib"}``, answered by
-``{"ready": true, "concurrent": bool}`` or ``{"failure": why}``. Samples follow as
+``{"ready": true, "pid", "concurrent": bool}`` or ``{"failure": why}``. Samples follow as
 ``{"id", "samples": [{"response", "answer", "metadata", "sample"}, ...]}``, each answered by ``{"id", "results"}`` with
 one reply per sample (`troupe.workers.rewards.results`), or by ``{"failure", "last": true}`` before the process ends.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import reprlib
 import socket
 import traceback
@@ -39,7 +40,7 @@ def main(control: str, lifeline: str) -> None:
             _reply(parent, {"failure": str(error)})
             return
         limit_memory(order["memory_limit_mib"])
-        _reply(parent, {"ready": True, "concurrent": caller.concurrent})
+        _reply(parent, {"ready": True, "pid": os.getpid(), "concurrent": caller.concurrent})
         _serve(parent, requests, caller, order["memory_limit_mib"])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from troupe.workers.contract.config import RewardFunctionConfig
 from troupe.workers.isolation.child import LOAD_TIMEOUT_S, MAX_REPLY, Child, InvalidReply
-from troupe.workers.isolation.descendants import resident_bytes
+from troupe.workers.isolation.descendants import used_bytes
 from troupe.workers.rewards.loading import RewardFunctionError
 from troupe.workers.rewards.steps import Step, checked_steps
 
@@ -81,6 +81,8 @@ class RewardProcess:
         self.config = config
         self.memory_limit_mib = memory_limit_mib
         self._child: Child | None = None
+        self._pid = 0
+        """Process id of the function's process, once the function is loaded."""
         self._resident = 0
         """Memory of the process once the function is loaded, in bytes."""
         self._requests = 0
@@ -89,8 +91,8 @@ class RewardProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None if there is none."""
-        return self._child.pid if self._child else None
+        """Process id of the function's process; None if there is none."""
+        return self._pid if self._child else None
 
     def start(self) -> None:
         """Start the child and load the function in it; does nothing if a child is ready.
@@ -120,8 +122,9 @@ class RewardProcess:
         if "ready" not in reply:
             self.close()
             raise RewardFunctionError(str(reply.get("failure")))
+        self._pid = int(reply["pid"])
         self._concurrent = reply.get("concurrent") is True
-        self._resident, _ = resident_bytes(child.mark)
+        self._resident, _ = used_bytes(child.mark)
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Score the samples of a group; faults of the function never raise.
@@ -216,7 +219,8 @@ class RewardProcess:
         """Raises _OutOfMemory where the process and all that it has started use more than the limit together."""
         if self._child is None or not self._resident:
             return
-        used, processes = resident_bytes(self._child.mark)
+        most = self._resident + (self.memory_limit_mib << 20)
+        used, processes = used_bytes(self._child.mark, at_most=most)
         grown = (used - self._resident) >> 20
         if grown > self.memory_limit_mib:
             raise _OutOfMemory(

@@ -144,6 +144,7 @@ async def test_an_audit_that_passes_scores_once(parts: Parts) -> None:
     assert engine.resets == 0
     assert {request.samples for request in engine.requests} == {2}
     assert {request.max_tokens for request in engine.requests} == {8}
+    assert not any(request.forms for request in engine.requests)
     assert set(report.seconds) == {"sample", "score", "scorer"}
 
 

@@ -82,11 +82,10 @@ def test_the_report_as_json() -> None:
     assert len(data["findings"]) == 1
 
 
-def test_an_audit_has_one_engine_and_any_form_of_response() -> None:
-    changes = ["roles.rollout.workers=3", "roles.rollout.max_workers=4", "sampling.structured={regex: '[0-9]'}"]
+def test_an_audit_has_one_engine() -> None:
+    changes = ["roles.rollout.workers=3", "roles.rollout.max_workers=4"]
     spec = one_engine(load_rollout_spec(SPECS / "tiny-grpo.yaml", changes))
     assert spec.roles.rollout.workers == 1
-    assert spec.sampling.structured is None
 
 
 def test_offline_training_has_no_sampler(tmp_path: Path) -> None:

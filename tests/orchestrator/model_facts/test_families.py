@@ -223,3 +223,10 @@ def test_a_window_that_is_switched_off_is_none() -> None:
 def test_latent_attention_caches_one_vector() -> None:
     shape = shape_of(REAL["deepseek-v3"][0])
     assert (shape.latent, shape.head_dim) == (512 + 64, 128 + 64)
+
+
+def test_families_with_caps_or_sinks_train_with_eager_attention() -> None:
+    gemma = REAL["gemma-2-2b"][0]
+    assert shape_of(gemma).eager and not shape_of(gemma | {"attn_logit_softcapping": None}).eager
+    assert shape_of(gemma | {"model_type": "gpt_oss"}).eager
+    assert not shape_of(REAL["gemma-3-1b"][0]).eager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,39 @@ def test_offloading_moves_the_optimizer_to_the_host(stage: int, width: int) -> N
     assert sum(v for k, v in found.items() if k.startswith("gpu") and "buffers" not in k) < sum(
         v for k, v in states(stage, width, 4, gpu=True).items() if "buffers" not in k
     )
+
+
+PAIRS = """
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config
+sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+ids = torch.randint(0, 64, (2, 40))
+for dtype in (torch.float32, torch.bfloat16):
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    kept = {}
+    def keep(tensor):
+        if tensor.shape[-2:] == (40, 40):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(ids).logits
+    print(sum(tensor.untyped_storage().nbytes() for tensor in kept.values() if tensor.numel() == 2 * 4 * 40 * 40))
+"""
+
+
+def test_eager_attention_keeps_the_weights_of_all_pairs_of_tokens() -> None:
+    """As many bytes as autograd saves of them in a Gemma 2, in both types."""
+    eager = replace(SMALL, eager=True)
+    for width in (2, 4):
+        assert layer_bytes(eager, width, 5) - layer_bytes(SMALL, width, 5) == 8 * SMALL.heads * 5
+        more = activations(eager, width, 10, 5, checkpointing=True) - activations(
+            SMALL, width, 10, 5, checkpointing=True
+        )
+        assert more == 2 * 10 * 8 * SMALL.heads * 5, "of one layer, and of its backward pass"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PAIRS], capture_output=True, text=True, check=True)
+    layers, tokens = 2, 2 * 40
+    assert [int(line) for line in done.stdout.split()] == [layers * tokens * 8 * 4 * 40] * 2
 
 
 def test_activations_by_hand() -> None:

@@ -475,12 +475,6 @@ CPU_CASES = [
         ("algorithm:", "failures: {alarm: {kl: 0.1}}\nalgorithm:"),
     ),
     case(
-        "audit_of_structured",
-        "25: audit.at_start: cannot compare log-probs among the tokens that sampling.structured permits; "
-        "set it to false (`troupe audit` samples without a form)",
-        ("sampling:", 'audit:\n  at_start: true\nsampling:\n  structured: {regex: "[0-9]+"}'),
-    ),
-    case(
         "ptx_without_texts",
         "27: data.ptx: is required: algorithm.ptx_coef is 0.5",
         ("group_size: 4", "group_size: 4\n  ptx_coef: 0.5"),

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig
+from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, StructuredConfig
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_response
 from troupe.workers.data.tokenizer import copy_tokenizer, load_chat_tokenizer
 from troupe.workers.data.turn_ends import name_end, turn_ends
 from troupe.workers.episodes.check import _random, _scripted
+from troupe.workers.episodes.turns import TurnLimits
 from troupe.workers.rollout import RolloutWorker
 
 END, TEXT_END = "<|im_end|>", "<|endoftext|>"
@@ -93,19 +94,19 @@ def test_an_export_without_a_tokenizer_is_left_as_it_is(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 
-def params(model: Path, *stop: str) -> Any:
-    """What a rollout worker asks of vLLM."""
+def params(model: Path, *stop: str, forms: bool = True, limits: TurnLimits | None = None) -> Any:
+    """What a rollout worker asks of vLLM, with a form in the spec."""
     config = RolloutConfig(
         model=ModelConfig(path=str(model)),
         engine=EngineConfig(),
-        sampling=SamplingConfig(stop=stop),
+        sampling=SamplingConfig(stop=stop, structured=StructuredConfig(regex="[0-9]")),
         seed=0,
         transfer_backend="shm",
         device="cpu",
     )
     worker = RolloutWorker(config, "rollout-0")
     worker._tokenizer = load_chat_tokenizer(config.model)
-    return worker._sampling_params(GroupRequest("u", 0, 0, 1, seed=0), 0)
+    return worker._sampling_params(GroupRequest("u", 0, 0, 1, seed=0, forms=forms), 0, limits)
 
 
 def test_the_engine_stops_at_every_end(base: Path, tiny_model: Path) -> None:
@@ -125,3 +126,12 @@ def test_a_stop_string_with_a_special_token_matches(tiny_model: Path, stop: str)
     fields |= {"prompt_token_ids": ids[:1], "sampling_params": params(tiny_model, stop)}
     detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, EngineCoreRequest(**fields))
     assert [detokenizer.update([token], False) for token in ids[1:]].count(stop) >= 1
+
+
+def test_an_audit_is_sampled_without_forms(tiny_model: Path) -> None:
+    """Neither that of the spec nor that of a turn."""
+    turn = TurnLimits(0, 4, structured=StructuredConfig(choice=("yes", "no")))
+    assert params(tiny_model).structured_outputs.regex == "[0-9]"
+    assert params(tiny_model, limits=turn).structured_outputs.choice == ["yes", "no"]
+    assert params(tiny_model, forms=False).structured_outputs is None
+    assert params(tiny_model, forms=False, limits=turn).structured_outputs is None

@@ -130,9 +130,10 @@ def refused(row: Row, client: OpenAI) -> float:
     except Exception as error:
         assert "wrong API key" in str(error)
     try:
-        client.chat.completions.create(model="any", messages=list(row.messages), logprobs=True)  # pyright: ignore
+        given: Any = list(row.messages)
+        client.chat.completions.create(model="any", messages=given, logprobs=True, top_logprobs=2)
     except BadRequestError as error:
-        assert "log-probs are recorded" in str(error)
+        assert "only the log-prob of the sampled token is known" in str(error)
     assert sum(_is_refused(client, wrong) for wrong in MALFORMED) == len(MALFORMED)
     try:
         urllib.request.urlopen(f"{client.base_url}models", timeout=5)
@@ -152,6 +153,21 @@ def counted(row: Row, client: OpenAI) -> float:
     assert [choice.finish_reason for choice in done.choices] == ["length", "length"]
     assert done.usage is not None
     return float((done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (7, 6, 13))
+
+
+def scored(row: Row, client: OpenAI) -> float:
+    """The sum of the log-probs of a response, whole and in a stream."""
+    given: Any = list(row.messages)
+    done = client.chat.completions.create(model="any", messages=given, logprobs=True)
+    whole = done.choices[0].logprobs
+    assert whole is not None and whole.content is not None
+    assert [(one.token, one.bytes) for one in whole.content] == [("an", [97, 110]), ("swer", [115, 119, 101, 114])]
+    stream = client.chat.completions.create(model="any", messages=given, logprobs=True, stream=True)
+    found = [part.choices[0].logprobs for part in stream]
+    assert [one is None for one in found] == [False, True]
+    plain = client.chat.completions.create(model="any", messages=given)
+    assert plain.choices[0].logprobs is None
+    return sum(one.logprob for one in whole.content)
 
 
 def forced(row: Row, client: OpenAI) -> float:

@@ -36,13 +36,15 @@ def play(
     extra: Message | None = None,
     pause_s: float = 0.0,
     said: Iterator[str] | None = None,
+    longest: int = 100,
+    timeout_s: float = 5.0,
     **args: Any,
 ) -> Played:
     """Answers `answer 0`, `answer 1`, ... to every request, the first time with a tool call if one is given.
 
-    Requests of more than 100 characters are refused.
+    Requests of more than `longest` characters are refused.
     """
-    config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=5.0, episodes=1, memory_limit_mib=1024)
+    config = EnvironmentConfig(name="agent", args=args, turn_timeout_s=timeout_s, episodes=1, memory_limit_mib=1024)
 
     async def run() -> Played:
         async with started(config) as worker:
@@ -58,11 +60,13 @@ def play(
                 )
                 if said is not None:
                     message["content"] = next(said)
+                if not asked[0].logprobs:
+                    message.pop("logprobs", None)
                 if also:
                     message["also"] = also
                 if call is not None and number == 0:
                     message |= {"content": "", "tool_calls": [call]}
-                if len(json.dumps(contents(asked[0]))) > 100:
+                if len(json.dumps(contents(asked[0]))) > longest:
                     message["refused"] = {"code": "context_length_exceeded", "message": "too long"}
                 await asyncio.sleep(pause_s)
                 played.last = await worker.step("a", message)
@@ -118,6 +122,13 @@ def test_several_choices_and_branches_are_rows_of_their_own() -> None:
 def test_a_response_says_how_it_ended_and_what_it_cost() -> None:
     limits = {"finish_reason": "length", "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
     assert play(extra=limits, function=f"{HERE}:counted").last.observation.reward == 1.0
+
+
+def test_a_response_has_the_log_probs_of_its_tokens_where_they_are_asked_for() -> None:
+    logprobs = {"logprobs": [["an", -0.5], ["swer", -1.5]]}
+    played = play(extra=logprobs, function=f"{HERE}:scored")
+    assert (played.last.status, played.last.observation.reward) == ("ok", -2.0)
+    assert [asked.logprobs for asked in played.asked] == [True, True, False]
 
 
 def test_requests_can_force_calls_and_the_form_of_a_response() -> None:

@@ -67,6 +67,9 @@ class Reader:
     def adopt(self, conversation: Conversation) -> None:
         raise AssertionError("no conversation is long")
 
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        return [f"<{token}>" for token in ids]
+
     def read(self, ids: Sequence[int], tools: Sequence[Any] | None, *, cut: bool) -> tuple[Message, Message]:
         if tools:
             raise NotImplementedError("such a \ud83d tool")
@@ -173,6 +176,17 @@ def test_a_turn_that_is_cut_ends_the_episode_or_not() -> None:
     again = Script([reply(USER), reply(done=True)])
     played = play(again, cut, truncated_turns="continue")
     assert (played.finish_reason, len(again.heard)) == ("stop", 2)
+
+
+def test_the_log_probs_of_a_turn_are_those_that_are_recorded_where_they_are_asked_for() -> None:
+    asking = EpisodeReply(Observation([USER], logprobs=True, also=[Observation([USER], restart=True, logprobs=True)]))
+    script = Script([asking, reply(done=True)])
+    played = play(script)
+    first, second = script.heard
+    assert "logprobs" not in first
+    assert second["logprobs"] == [["<20>", -0.5], ["<21>", -0.5], ["<22>", -0.5]]
+    assert second["also"][0]["logprobs"] == [["<30>", -0.5], ["<31>", -0.5], ["<32>", -0.5]]
+    assert all(turn.logprobs == [-0.5] * 3 for turn in played.turns)
 
 
 def test_an_episode_ends_where_the_model_has_no_more_room() -> None:

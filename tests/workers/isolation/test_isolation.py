@@ -107,6 +107,35 @@ def test_what_a_function_has_started_ends_with_the_worker_that_is_killed() -> No
     assert gone(mark)
 
 
+def test_a_function_that_kills_its_parent_fails_its_sample_and_nothing_else() -> None:
+    """The worker, in a process group of its own, is not that parent: it scores the next sample, and nothing is left."""
+    killed = "died with signal 9 (Killed)"
+    expected = {"parent 9": killed, "group 9": killed, "parent 15": "ok", "group 1": "ok"}
+    worker = subprocess.run(
+        [sys.executable, "-c", SCORES, f"{HERE}:kills", *expected],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert (worker.returncode, worker.stdout.splitlines()) == (0, [*expected.values(), "0"]), worker
+
+
+SCORES = """
+import sys
+from troupe.workers.contract.config import RewardFunctionConfig
+from troupe.workers.isolation.descendants import marked
+from troupe.workers.rewards.runner import RewardProcess, Sample
+process = RewardProcess(RewardFunctionConfig(name=sys.argv[1], timeout_s=60.0), 256)
+for response in sys.argv[2:]:
+    print(process.score([Sample(response, "", "{}", 1, "stop")])[0].status, flush=True)
+mark = process._child.mark
+process.close()
+print(len(list(marked(mark))))
+"""
+
+
 @pytest.mark.parametrize("process", ["grows"], indirect=True)
 def test_memory_counts_over_all_processes_of_a_function(process: RewardProcess) -> None:
     """Four processes of 100 MiB are more than 256 MiB, though none of them is."""
@@ -115,6 +144,12 @@ def test_memory_counts_over_all_processes_of_a_function(process: RewardProcess) 
     status = score(process).status
     assert status.startswith("out of memory (limit 256 MiB; ") and status.endswith(" MiB more)"), status
     assert gone(mark)
+
+
+@pytest.mark.parametrize("process", ["forks"], indirect=True)
+def test_memory_that_forked_processes_share_counts_once(process: RewardProcess) -> None:
+    """Four processes share 150 MiB of 256, which each has in its resident set."""
+    assert score(process).status == "ok"
 
 
 @pytest.mark.parametrize("process", ["reads", ("reads", "MY_API_KEY")], indirect=True)

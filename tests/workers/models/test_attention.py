@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Cohere2Config,
     FalconConfig,
     FalconH1Config,
@@ -17,6 +18,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
@@ -28,6 +30,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     VaultGemmaConfig,
+    Zamba2Config,
 )
 
 from tests.workers.models.test_capabilities import FALCON, LLAMA4, NO_HEAD_DIM, samples_of_one_prompt
@@ -117,6 +120,9 @@ LARGE: dict[str, tuple[PreTrainedConfig, str | None]] = {
     "llama4": (Llama4TextConfig(), None),
     "gemma3n": (Gemma3nTextConfig(), None),
     "falcon-h1": (FalconH1Config(), None),
+    "bamba": (BambaConfig(), None),
+    "granite-hybrid": (GraniteMoeHybridConfig(num_experts_per_tok=2, num_local_experts=4), None),
+    "zamba2": (Zamba2Config(), None),
     "mistral": (MistralConfig(), None),
     "qwen3-moe": (Qwen3MoeConfig(), None),
     "llama-70b": (
@@ -135,11 +141,14 @@ LARGE: dict[str, tuple[PreTrainedConfig, str | None]] = {
 
 
 @pytest.mark.parametrize("family", LARGE)
-def test_the_trial_of_a_large_model_is_small_and_has_a_layer_of_every_kind(family: str, tmp_path: Path) -> None:
+def test_the_trial_of_a_large_model_is_small_and_has_a_layer_of_every_kind(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config, implementation = LARGE[family]
     config.save_pretrained(tmp_path)
     before = torch.get_rng_state()
     assert choose_attention(str(tmp_path), trust_remote_code=False) == implementation
+    assert "could not be compared" not in caplog.text
     assert torch.equal(torch.get_rng_state(), before)
     small = next(small_copies(config))
     with torch.device("meta"):
@@ -159,4 +168,4 @@ def test_a_model_without_a_small_copy_keeps_the_default(tmp_path: Path, caplog: 
     config = LlamaConfig(**SIZES, hidden_act="no such function")
     config.save_pretrained(tmp_path)
     assert choose_attention(str(tmp_path), trust_remote_code=False) is None
-    assert "could not be compared with eager attention" in caplog.text
+    assert "could not be compared with eager attention" in caplog.text and "no such function" in caplog.text

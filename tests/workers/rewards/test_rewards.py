@@ -13,6 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import reasoning_gym as rg
 from hypothesis import given
@@ -341,8 +342,9 @@ def test_a_stopped_process_times_out(behaviours: str) -> None:
 def test_a_killed_process_is_replaced(process: RewardProcess) -> None:
     first = process.pid
     assert first is not None
+    guard = psutil.Process(first).ppid()
     os.kill(first, signal.SIGKILL)
-    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    os.waitid(os.P_PID, guard, os.WEXITED | os.WNOWAIT)
     assert process.score(samples("one")) == [Outcome(1.0)]
     assert process.pid != first
 

@@ -1,0 +1,151 @@
+"""The agreement piece of the GPU check: log-probs and gradients of the trainer's model, against float32 on the CPU.
+
+In float32 and bfloat16, with padded and with packed rows. It needs no Ray and no vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import torch
+
+from troupe.workers.contract.config import Device, Dtype, ModelConfig
+from troupe.workers.contract.messages import TRAIN
+from troupe.workers.models.capabilities import adapt
+from troupe.workers.models.modeling import CausalLogprobs, head_chunks, load_causal
+from troupe.workers.models.token_batch import TokenTable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_TEXT = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "faults.md"
+_ROWS, _PROMPT, _RESPONSE = 6, 16, 112
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What rounding explains."""
+
+    logprobs: float
+    """Mean difference of the log-probs, in nats per token."""
+    gradient: float
+    """Least cosine of the gradients."""
+
+
+LIMITS: Mapping[Dtype, Limits] = {"float32": Limits(1e-3, 0.9999), "bfloat16": Limits(0.1, 0.9)}
+
+
+class NotRight(RuntimeError):
+    """The device computes something else."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one device and type computes."""
+
+    logprobs: torch.Tensor
+    """float64, on the CPU."""
+    gradients: dict[str, torch.Tensor]
+    """Of a weighted sum of the log-probs, in float32 on the CPU."""
+
+
+def table(model: Path) -> TokenTable:
+    """Rows of several lengths of natural text."""
+    from transformers import AutoTokenizer
+
+    ids = iter(AutoTokenizer.from_pretrained(model)(_TEXT.read_text(), add_special_tokens=False)["input_ids"])
+    return TokenTable(pa.Table.from_pylist(list(_rows(ids)), schema=TRAIN))
+
+
+def _rows(ids: Iterator[int]) -> Iterator[dict[str, object]]:
+    for number in range(_ROWS):
+        length = _RESPONSE - 7 * number
+        yield {
+            "prompt_uid": str(number),
+            "sample_index": 0,
+            "attempt": 0,
+            "segment": 0,
+            "prompt_ids": [next(ids) for _ in range(_PROMPT)],
+            "response_ids": [next(ids) for _ in range(length)],
+            "loss_mask": [True] * length,
+            "rollout_logprobs": [0.0] * length,
+            "advantages": [0.0] * length,
+            "reward": 0.0,
+        }
+
+
+def compute(model: Path, rows: TokenTable, device: Device, dtype: Dtype, *, packed: bool) -> Measured | None:
+    """Log-probs and gradients; None: the model does not pack its rows."""
+    loaded = load_causal(ModelConfig(path=str(model), dtype=dtype))
+    chunks = head_chunks(loaded.config.get_text_config().vocab_size, _ROWS * (_PROMPT + _RESPONSE), device)
+    module = CausalLogprobs(loaded, temperature=1.0, chunks=chunks).to(device)
+    if adapt(module, loaded, device, packing=packed) != packed:
+        return None
+    chosen = range(_ROWS)
+    batch = (rows.packed_batch(chosen) if packed else rows.batch(chosen)).to(device)
+    logprobs, _ = module(batch.input_ids, batch.attention_mask, batch.positions, batch.targets, batch.position_ids)
+    weights = torch.linspace(-1.0, 2.0, len(logprobs), device=device)
+    (logprobs * weights).sum().backward()
+    gradients = {name: p.grad.float().cpu() for name, p in module.named_parameters() if p.grad is not None}
+    return Measured(logprobs.detach().double().cpu(), gradients)
+
+
+def cosine(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    """The cosine of two gradients."""
+
+    def product(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> float:
+        return sum(float(torch.dot(left[name].double().ravel(), right[name].double().ravel())) for name in left)
+
+    return product(one, other) / (product(one, one) * product(other, other)) ** 0.5
+
+
+def check(name: str, found: Measured, exact: Measured, limits: Limits) -> str:
+    """The differences in words. Raises NotRight."""
+    gap = float((found.logprobs - exact.logprobs).abs().mean())
+    if found.gradients.keys() != exact.gradients.keys():
+        raise NotRight(f"{name}: gradients of {len(found.gradients)} parameters, not {len(exact.gradients)}")
+    near = cosine(found.gradients, exact.gradients)
+    words = f"{gap:.2e} nats per token, cosine {near:.6f}"
+    if not (gap <= limits.logprobs and near >= limits.gradient):
+        raise NotRight(f"{name}: {words}; at most {limits.logprobs:g} and at least {limits.gradient:g} are expected")
+    return words
+
+
+def measure(model: Path, device: Device) -> dict[str, float | str]:
+    """Compare; returns the figures. Raises NotRight."""
+    rows = table(model)
+    exact = compute(model, rows, "cpu", "float32", packed=False)
+    if exact is None:
+        raise NotRight("the model packs rows that were padded")
+    found: dict[str, float | str] = {"tokens": float(len(exact.logprobs))}
+    for dtype, limits in LIMITS.items():
+        for packed in (False, True):
+            name = f"{dtype}, {'packed' if packed else 'padded'}"
+            computed = compute(model, rows, device, dtype, packed=packed)
+            found[name] = "does not pack" if computed is None else check(name, computed, exact, limits)
+            print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Compare and write the figures; exits with code 1 where they differ."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.gpu_check.agreement", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--model", type=Path, default=Path(".cache/models/smollm2-135m-instruct"))
+    parser.add_argument("--json", type=Path, required=True, help="file for the figures")
+    given = parser.parse_args()
+    try:
+        given.json.write_text(json.dumps(measure(given.model, given.device)))
+    except NotRight as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
