@@ -730,6 +730,7 @@ def test_updates_after_loading_a_checkpoint_are_bitwise_equal(groups: dict[int, 
 def test_what_only_an_update_needs_leaves_the_device(groups: dict[int, Path], world: int) -> None:
     """At least the moments and the moving average; at most these, float32 weights and gradients.
 
+    Masters whose digest was computed share their memory with numpy on the CPU, and stay there.
     The updates after it, and those after a checkpoint that was written meanwhile, are the same bit for bit.
     """
     for stage, dtype in CASES:

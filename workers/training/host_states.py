@@ -51,7 +51,8 @@ class HostStates:
     def move_out(self, kept: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor]) -> int:
         """Free the device of these tensors; returns the bytes that are free then.
 
-        A tensor that is a part of a storage stays, and so does one that is elsewhere, or mapped from a file.
+        A tensor that is a part of a storage stays, and so does one that is elsewhere, mapped from a file, or was
+        shared with numpy, which happens on the CPU only.
 
         Args:
             kept: What is copied to host memory, and can be read there.
