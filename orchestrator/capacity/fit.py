@@ -199,7 +199,7 @@ class _SharedGpu:
 
     @property
     def by_turn(self) -> TurnUse:
-        turns = {turn: sum(self._during(turn).values()) for turn in TURNS}
+        turns: dict[Turn, int] = {turn: sum(self._during(turn).values()) for turn in TURNS}
         alone = sum(memory.total for held in self.memories.values() for memory in held)
         return TurnUse(tuple(seat.worker for seat in self.memories), turns, alone, self.capacity)
 

@@ -132,7 +132,7 @@ class SharedRun(RolloutRun):
     """A run whose two engines share the GPUs of two policy ranks."""
 
     def __init__(self, out: Path, resume: bool = False, **sections: Mapping[str, Any]) -> None:
-        super().__init__(out, resume=resume, roles=SHARED, **sections)
+        super().__init__(out, 1, resume, roles=SHARED, **sections)
         self.gpus = Gpus()
         kind = type("Policy", (SharedPolicy,), {"run": self})
         self.policies = [kind(rank) for rank in range(2)]
