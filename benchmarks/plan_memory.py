@@ -55,11 +55,15 @@ class Case:
     """Token budget of a micro-batch."""
     checkpointing: bool = False
     ema: bool = False
+    sharing: int = 1
+    """Ranks that share each micro-batch, packed into one row; 1: micro-batches are padded."""
 
     @property
     def name(self) -> str:
         """Name in the table."""
         extras = ("checkpointing",) * self.checkpointing + ("ema",) * self.ema
+        if self.sharing > 1:
+            extras += (f"shared by {self.sharing}",)
         what = f"{self.model} zero {self.stage} {self.dtype} x{self.ranks} {self.tokens} tokens"
         return " ".join([what, *extras])
 
@@ -70,6 +74,8 @@ class Case:
             micro_batch_tokens=self.tokens,
             gradient_checkpointing=self.checkpointing,
             threads=1,
+            sequence_parallel_size=self.sharing,
+            packing=self.sharing > 1,
             ema_decay=0.9 if self.ema else 0.0,
         )
 
@@ -79,6 +85,7 @@ CASES = (  # in float32, one rank runs stages 1 and 2 as stage 0
     *(Case("made", stage, "float32", 1, 2048) for stage in (1, 3)),
     *(Case("made", stage, "float32", 2, 2048) for stage in range(4)),
     *(Case("made", stage, "bfloat16", ranks, 2048) for ranks in (1, 2) for stage in range(4)),
+    *(Case("made", 1, "float32", 2, 8192, sharing=sharing) for sharing in (1, 2)),
     *(Case("smollm2-135m-instruct", stage, "float32", 1, 1024) for stage in (1, 3)),
     *(Case("smollm2-135m-instruct", stage, "bfloat16", 2, 1024) for stage in range(4)),
     Case("smollm2-135m-instruct", 1, "float32", 1, 4096, checkpointing=True),
@@ -225,7 +232,8 @@ def _updates(case: Case, folder: str, rank: int, meeting: Queue[Any]) -> tuple[i
     built = resident_peak()
     rows = case.tokens // ROW_TOKENS
     table = batch(2 * rows)
-    plan = RankPlan((tuple(range(rows)), tuple(range(rows, 2 * rows))), 2 * rows * ROW_TOKENS, 2 * rows)
+    micro_batches = (tuple(range(rows)), tuple(range(rows, 2 * rows)))
+    plan = RankPlan(micro_batches, 2 * rows * ROW_TOKENS, 2 * rows, packed=case.sharing > 1)
     for _ in range(2):
         worker.update(plan, table)
     most = resident_peak()

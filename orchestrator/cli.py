@@ -11,6 +11,7 @@ import typer
 
 from troupe.orchestrator.commands import algorithms, check, export, jobs, live, samples, start, train
 from troupe.orchestrator.commands.audit import audit
+from troupe.orchestrator.commands.bench import bench
 from troupe.orchestrator.commands.environment import env_app
 from troupe.orchestrator.commands.messages import os_error, typer_error
 from troupe.orchestrator.commands.options import FAILURE, STOPPED, USER_ERROR, exit_with
@@ -93,6 +94,7 @@ COMMANDS = {
     "run": train.run,
     "demo": start.demo,
     "eval": train.evaluate,
+    "bench": bench,
     "init": start.init,
     "validate": check.validate,
     "plan": check.plan,

@@ -112,8 +112,14 @@ class WorkerLauncher:
         if row.group is None:
             return workers
         label = self._spec.trains if role == "policy" else role  # its name in metrics and checkpoints
-        tokens = settings_of(self._spec, role).micro_batch_tokens
-        group: WorkerGroup[Any] = resolve(row.group)(label, workers, tokens, self._spec.failures.hung_s)
+        settings = settings_of(self._spec, role)
+        group: WorkerGroup[Any] = resolve(row.group)(
+            label,
+            workers,
+            settings.micro_batch_tokens,
+            hung_s=self._spec.failures.hung_s,
+            sequence_parallel_size=settings.sequence_parallel_size,
+        )
         if isinstance(group, TrainerGroup):
             await self._start_trainers(group)
             if role == "policy" and self._takes_turns:

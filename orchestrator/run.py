@@ -6,7 +6,9 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +33,7 @@ from troupe.orchestrator.roles.table import named as named_roles
 from troupe.orchestrator.rollout_run import RolloutRun, load_data
 from troupe.orchestrator.run_context import RunContext
 from troupe.orchestrator.run_lock import kept, locked
-from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals
+from troupe.orchestrator.signals import HANDLED, ignored, interrupt_on_signals, taken
 from troupe.orchestrator.spec.base import RunSpec
 from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.preflight import RESOLVED_SPEC
@@ -48,6 +50,26 @@ logger = logging.getLogger(__name__)
 _SAME_SIGNAL_S = 0.5
 
 
+class StopSwitch:
+    """Asks a run in another thread to save and exit."""
+
+    def __init__(self) -> None:
+        self._stop: Callable[[], object] | None = None
+        self._asked = False
+
+    def connect(self, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+        """The run's event, and the loop that it belongs to. A run that was asked to stop before stops at once."""
+        self._stop = partial(loop.call_soon_threadsafe, stop.set)
+        if self._asked:
+            stop.set()
+
+    def stop(self) -> None:
+        """Asks the run to stop."""
+        self._asked = True
+        if self._stop is not None:
+            self._stop()
+
+
 @dataclass(frozen=True)
 class RunRequest:
     """What the user asked for."""
@@ -59,6 +81,8 @@ class RunRequest:
     address: str | None
     classes: Mapping[str, type[Worker]] = field(default_factory=dict)
     """Worker classes to start instead of those of the table of roles, by its rows."""
+    switch: StopSwitch = field(default_factory=StopSwitch)
+    """Stops the run from another thread."""
 
 
 AUDIT = "audit.json"
@@ -307,7 +331,7 @@ async def open_run(
     stop = asyncio.Event()
     observer = None if resume_at is None else RunObserver(request.out, request.spec.name, console, cluster)
     try:
-        with _interrupts(cluster, stop), recorded_failure(cluster.events):
+        with _interrupts(cluster, stop, request.switch), recorded_failure(cluster.events):
             launcher = WorkerLauncher(local.spec, cluster, local.snapshots, request.classes)
             started = [size for size in role_sizes(request.spec) if roles is None or size.role in roles]
             console.message("starting " + ", ".join(f"{size.workers} {size.role}" for size in started))
@@ -331,7 +355,7 @@ async def open_run(
 
 
 @contextmanager
-def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
+def _interrupts(cluster: Cluster, stop: asyncio.Event, switch: StopSwitch) -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP (a closed terminal) saves and exits; the second one exits immediately.
 
     One that follows within `_SAME_SIGNAL_S` is the same request: Ray's job manager sends it to a supervisor and to the
@@ -339,10 +363,17 @@ def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
 
     SIGHUP stays ignored where it is, as under `nohup`. The others are handled even where a shell ignores SIGINT for a
     command in the background of a script.
+
+    Within another program, its own handlers are back afterwards. Outside of the main thread there are no signals, and
+    the program has the switch.
     """
     loop = asyncio.get_running_loop()
+    switch.connect(loop, stop)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     handled = [number for number in HANDLED if not ignored(number)]
-
+    before = {} if taken() else {number: signal.getsignal(number) for number in handled}
     received: list[float] = []
 
     def on_signal(number: int) -> None:
@@ -362,4 +393,7 @@ def _interrupts(cluster: Cluster, stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in handled:
             loop.remove_signal_handler(number)
-        interrupt_on_signals()
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if not before:
+            interrupt_on_signals()

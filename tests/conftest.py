@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -100,6 +101,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # process starts with it while the others run the cheap tests.
         longest = next((path for path, rank in sorted(ranks.items(), key=lambda of: of[1]) if rank != CHEAP), None)
         items.sort(key=lambda item: item.path != longest)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and tests from garbage collection, which every run of the controller starts with."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let Python release these objects at its end, which libraries check."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -15,6 +15,7 @@ from troupe.workers.models.modeling import TokenValues, load_value, score_plan, 
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
+from troupe.workers.training.group import sequence_group
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 
@@ -38,7 +39,8 @@ class CriticWorker(TrainingRank):
         model = load_value(config.model)
         dtype = torch_dtype(config.model.dtype)
         module = TokenValues(model)
-        self._packs = adapt(module, model, config.device, config.trainer.packing)
+        sequence = sequence_group(config.trainer.sequence_parallel_size)
+        self._packs = adapt(module, model, config.device, config.trainer.packing, sequence)
         announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, dtype)
         return self.health()

@@ -42,7 +42,7 @@ from troupe.workers.models.modeling import (
 )
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward, StepResult, TrainEngine
-from troupe.workers.training.group import all_reduce
+from troupe.workers.training.group import all_reduce, sequence_group
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, own_peak
 from troupe.workers.training.throughput import UpdateMeter
@@ -164,7 +164,7 @@ class OfflineRank(TrainingRank):
 
     def _chunks(self, model: Any) -> int:
         vocabulary = model.config.get_text_config().vocab_size
-        return head_chunks(vocabulary, self._config.trainer.micro_batch_tokens, self._config.device)
+        return head_chunks(vocabulary, self._config.trainer.worker_tokens, self._config.device)
 
 
 class ExamplePolicyWorker(OfflineRank):
@@ -176,14 +176,15 @@ class ExamplePolicyWorker(OfflineRank):
         announce(Activity.MODEL)
         model = load_causal(config.model)
         module = CausalLogprobs(model, temperature=1.0, chunks=self._chunks(model))
-        self._packs = adapt(module, model, config.device, config.trainer.packing)
+        sequence = sequence_group(config.trainer.sequence_parallel_size)
+        self._packs = adapt(module, model, config.device, config.trainer.packing, sequence)
         announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
             reference = load_causal(config.reference_model)
             scorer = CausalLogprobs(reference, temperature=1.0, chunks=self._chunks(reference))
             # Both score the same micro-batches.
-            self._packs = adapt(scorer, reference, config.device, self._packs) and self._packs
+            self._packs = adapt(scorer, reference, config.device, self._packs, sequence) and self._packs
             self._reference = scorer.requires_grad_(False).to(self._engine.device)
         return self.health()
 
@@ -208,7 +209,8 @@ class RewardTrainer(OfflineRank):
         language = share_backbone(model, config.model, self._chunks(model)) if keeps_language else None
         dtype = torch_dtype(config.model.dtype)
         module = RewardScores(model, language)
-        self._packs = adapt(module, model, config.device, config.trainer.packing)
+        sequence = sequence_group(config.trainer.sequence_parallel_size)
+        self._packs = adapt(module, model, config.device, config.trainer.packing, sequence)
         announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, dtype)
         return self.health()

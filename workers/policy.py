@@ -35,6 +35,7 @@ from troupe.workers.models.modeling import CausalLogprobs, evaluating, head_chun
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 from troupe.workers.telemetry.start_activity import Activity, announce
 from troupe.workers.training.deepspeed_engine import Forward, TrainEngine
+from troupe.workers.training.group import sequence_group
 from troupe.workers.training.profiling import profiled
 from troupe.workers.training.rank import TrainingRank, update_metrics
 from troupe.workers.training.step_length import HeldStep
@@ -71,14 +72,15 @@ class PolicyWorker(TrainingRank):
         announce(Activity.MODEL)
         model = load_causal(config.model)
         module = self._logprobs(model, entropy_grad=config.loss.entropy_coef > 0)
-        self._packs = adapt(module, model, config.device, config.trainer.packing)
+        sequence = sequence_group(config.trainer.sequence_parallel_size)
+        self._packs = adapt(module, model, config.device, config.trainer.packing, sequence)
         announce(Activity.TRAINER)
         self._engine = TrainEngine(module, model, config.trainer, config.total_updates, config.device, model.dtype)
         if config.reference_model is not None:
             frozen = load_causal(config.reference_model)
             reference = self._logprobs(frozen, entropy_grad=False)
             # Both score the same micro-batches.
-            self._packs = adapt(reference, frozen, config.device, self._packs) and self._packs
+            self._packs = adapt(reference, frozen, config.device, self._packs, sequence) and self._packs
             self._reference = reference.requires_grad_(False).to(self._engine.device)
         if config.device == "cuda":
             torch.cuda.empty_cache()  # an engine on the same GPU sizes its KV cache by what is free
@@ -264,7 +266,7 @@ class PolicyWorker(TrainingRank):
         return self._publisher
 
     def _logprobs(self, model: Any, entropy_grad: bool) -> CausalLogprobs:
-        vocabulary, tokens = model.config.get_text_config().vocab_size, self._config.trainer.micro_batch_tokens
+        vocabulary, tokens = model.config.get_text_config().vocab_size, self._config.trainer.worker_tokens
         chunks = head_chunks(vocabulary, tokens, self._config.device)
         return CausalLogprobs(model, self._config.sampling.temperature, chunks, entropy_grad)
 

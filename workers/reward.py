@@ -16,17 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from troupe.workers.contract.arrow import pickle_tables
-from troupe.workers.contract.config import (
-    ENVIRONMENT_REWARD,
-    JUDGE_REWARD,
-    Device,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-)
+from troupe.workers.contract.config import Device, ModelConfig, RewardConfig, RewardFunctionConfig
 from troupe.workers.contract.environments import OK, cause_of
 from troupe.workers.contract.judges import Judge
 from troupe.workers.contract.messages import IDENTITY, REWARDS, ROLLOUTS, Fault, Peak, RewardSummary, WorkerHealth
+from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
 from troupe.workers.data.trajectories import write_evaluation, write_trajectories
 from troupe.workers.rewards.environment import EnvironmentReward
 from troupe.workers.rewards.judge import JudgeReward

@@ -51,6 +51,7 @@ from troupe.workers.telemetry.start_activity import Activity, announce
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -100,6 +101,8 @@ class RolloutWorker:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizing")
         self._long: LongReader | None = None
+        self._stat_loggers: list[Any] = []
+        """vLLM tells them about every iteration of the engine."""
 
     async def start(self) -> WorkerHealth:
         """Load the model. This takes minutes and blocks the event loop.
@@ -125,7 +128,7 @@ class RolloutWorker:
             self._long = LongReader(TurnReader(deepcopy(self._tokenizer)), thread)
         try:
             with engine_processes(self._config.device):
-                self._engine = AsyncLLM.from_engine_args(engine_args(self._config))
+                self._engine = AsyncLLM.from_engine_args(self._engine_args(), stat_loggers=self._stat_loggers)
         except RuntimeError as error:
             if _PROCESS_FAILED not in str(error):
                 raise
@@ -133,6 +136,10 @@ class RolloutWorker:
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._state = _State.OPEN
         return await self.health()
+
+    def _engine_args(self) -> AsyncEngineArgs:
+        """Arguments of the engine."""
+        return engine_args(self._config)
 
     async def generate(self, request: GroupRequest, prompts: pa.Table) -> tuple[GroupSummary, pa.Table]:
         """Sample one group.

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from benchmarks.support.harness import NotCorrect, Turn
 from benchmarks.support.processes import Meter
-from benchmarks.support.rollout_setup import Unscored
 from benchmarks.support.timing import Parts
 from tests.fakes import with_fields
+from troupe.orchestrator.bench.turns import Unscored
 from troupe.orchestrator.cluster.worker_group import CriticGroup, PolicyGroup
 from troupe.orchestrator.controller import Controller
 from troupe.orchestrator.data.prompts import PromptSource

@@ -16,14 +16,14 @@ from benchmarks.support.harness import Turn
 from benchmarks.support.processes import SurvivorMeter
 from benchmarks.support.rollout_setup import (
     CLOSE_TIMEOUT_S,
-    Unscored,
     prompt_picks,
     response_ids,
-    turns_spec,
 )
 from benchmarks.support.weight_sync_setup import call_policy, logprob_gap
 from benchmarks.support.weight_sync_workers import MeasuredPolicy
 from benchmarks.support.workload import Group
+from troupe.orchestrator.bench.points import measured_spec
+from troupe.orchestrator.bench.turns import Unscored
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import PolicyGroup
@@ -99,7 +99,8 @@ class RecoverySetup:
             workers = await launcher.open(frozenset({"rollout", "policy", "reward"}))
             if workers.policy is None:
                 raise RuntimeError("the spec has no policy")
-            spec = turns_spec(spec, len(work), max_attempts=_ATTEMPTS, engine_restarts=len(work))
+            failures = {"max_failed_fraction": 0.0, "max_attempts": _ATTEMPTS, "engine_restarts": len(work)}
+            spec = measured_spec(spec, len(work), failures)
             pool = EnginePool(workers.engines, launcher.engine, spec)
             picks, ledger = prompt_picks(work), Ledger()
             prompts = cluster.put(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -13,34 +12,19 @@ import ray
 from benchmarks.support.harness import Turn
 from benchmarks.support.processes import Meter
 from benchmarks.support.workload import Group
-from tests.fakes import with_fields
+from troupe.orchestrator.bench.points import measured_spec
+from troupe.orchestrator.bench.turns import SamplingTurns
 from troupe.orchestrator.capacity.placement import demand, place, role_sizes
 from troupe.orchestrator.cluster.ray_cluster import Cluster
 from troupe.orchestrator.cluster.worker_group import TableRef
 from troupe.orchestrator.data.prompts import PromptPick
 from troupe.orchestrator.launcher import WorkerLauncher
 from troupe.orchestrator.pools.engines import EnginePool
-from troupe.orchestrator.rollouts.scheduler import RolloutScheduler
-from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
 from troupe.orchestrator.spec.rollout import RolloutSpec
-from troupe.orchestrator.training.ledger import Ledger
-from troupe.workers.contract.messages import GroupRequest, GroupSummary, RewardSummary
+from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.rollout import RolloutWorker
 
 CLOSE_TIMEOUT_S = 10.0
-
-
-class Unscored(Scorer):
-    """A scorer that passes every finished group through with rewards of 0."""
-
-    def __init__(self) -> None:
-        super().__init__(RewardPool((), 1.0), ())
-
-    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int) -> ScoredGroup:
-        """The group, with a reward of 0 for every sample."""
-        count = len(summary.samples)
-        rewards = RewardSummary(summary.prompt_uid, summary.attempt, ("ok",) * count, (0.0,) * count, {})
-        return ScoredGroup(summary, rewards, rollouts, None, (), row)
 
 
 class RolloutSetup:
@@ -49,14 +33,14 @@ class RolloutSetup:
     def __init__(
         self,
         pool: EnginePool,
-        scheduler: RolloutScheduler,
+        turns: SamplingTurns,
         prompts: TableRef,
         work: Sequence[Sequence[Group]],
         others: Sequence[int],
     ) -> None:
         """`others`: ids of processes whose CPU time does not count as the product's."""
         self._pool = pool
-        self._scheduler = scheduler
+        self._turns = turns
         self._prompts = prompts
         self._work = work
         self._others = others
@@ -86,14 +70,14 @@ class RolloutSetup:
         try:
             launcher = WorkerLauncher(spec, cluster, classes={"rollout": rollout})
             workers = await launcher.open(frozenset({"rollout", "reward"}))
-            spec = turns_spec(spec, len(work), max_attempts=1)
+            spec = measured_spec(spec, len(work), {"max_attempts": 1, "max_failed_fraction": 0.0})
             pool = EnginePool(workers.engines, launcher.engine, spec)
             pool.max_load = max_load or pool.max_load
             prompts = cluster.put(table)
             picks = prompt_picks(work)
-            scheduler = RolloutScheduler(spec, pool, Unscored(), Ledger(), lambda: next(picks), prompts)
-            yield cls(pool, scheduler, prompts, work, others)
-            await scheduler.close()
+            turns = SamplingTurns(spec, pool, lambda: next(picks), prompts)
+            yield cls(pool, turns, prompts, work, others)
+            await turns.close()
             await cluster.close(CLOSE_TIMEOUT_S)
         finally:
             cluster.abandon()
@@ -106,18 +90,11 @@ class RolloutSetup:
     async def turn(self, turn: int) -> tuple[Turn, list[list[int]]]:
         """Run one turn; returns it and the response token ids, in the order of the groups' samples."""
         meter = Meter([os.getpid()], self._others)
-        began = time.monotonic()
-        if turn == 0:
-            self._scheduler.start()
-        else:
-            self._scheduler.advance(turn)
-        groups = await self._scheduler.next_batch()
-        wall_s = time.monotonic() - began
+        sampled = await self._turns.run()
         cpu_s, foreign = meter.read()
-        tokens = sum(sample.response_tokens for group in groups for sample in group.summary.samples)
-        rollouts = {group.summary.prompt_uid: group.rollouts for group in groups}
+        rollouts = {group.summary.prompt_uid: group.rollouts for group in sampled.groups}
         ids = [row for group in self._work[turn] for row in response_ids(rollouts[group.uid])]
-        return Turn(wall_s, tokens, cpu_s, foreign), ids
+        return Turn(sampled.seconds, sampled.response_tokens, cpu_s, foreign), ids
 
     async def alone(self, group: Group, greedy: bool) -> list[list[int]]:
         """Sample one group on an idle engine; returns its response token ids."""
@@ -134,22 +111,6 @@ def response_ids(rollouts: TableRef) -> list[list[int]]:
     """Response token ids of a ROLLOUTS table in the object store, by row."""
     table: pa.Table = ray.get(rollouts)
     return [row["response_ids"] for row in table.select(["response_ids"]).to_pylist()]
-
-
-def turns_spec(spec: RolloutSpec, turns: int, **failures: int) -> RolloutSpec:
-    """The spec with one step per turn, no staleness and no failed or replaced groups of any size.
-
-    Args:
-        spec: The spec of the engines.
-        turns: Number of turns.
-        failures: Other values of fields of that section.
-    """
-    return with_fields(
-        spec,
-        algorithm={"name": "reinforce", "group_size": spec.group_size, "dynamic_sampling": 0},
-        schedule={"max_staleness": 0, "steps": turns},
-        failures={"max_failed_fraction": 0.0, **failures},
-    )
 
 
 def prompt_picks(work: Sequence[Sequence[Group]]) -> Iterator[PromptPick]:

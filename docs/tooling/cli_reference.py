@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer.main
 
@@ -87,6 +87,8 @@ def _flags(option: Any, kind: str) -> str:
 def _kind(annotation: Any) -> str:
     """The word for an option's type; of `X | None` and `list[X]` that of X."""
     inner = [argument for argument in get_args(annotation) if argument is not type(None)]
+    if get_origin(annotation) is Literal:
+        return "|".join(inner)
     return _kind(inner[0]) if inner else _KINDS[annotation]
 
 

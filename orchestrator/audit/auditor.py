@@ -101,7 +101,11 @@ class Auditor:
             lengths = [length for summary, _ in groups for sample in summary.samples for length in sample.row_lengths]
             rows = list(range(len(lengths)))
             plans = plan_ranks(
-                lengths, rows, self._policy.ranks, self._policy.micro_batch_tokens, packed=self._policy.packs
+                lengths,
+                rows,
+                self._policy.data_parallel_size,
+                self._policy.micro_batch_tokens,
+                packed=self._policy.packs,
             )
             tables = [table for _, table in groups]
             scores = await self._policy.compute_logprobs(plans, *tables, timeout_s=spec.schedule.score_timeout_s)

@@ -98,6 +98,7 @@ def memory_plan(spec: RunSpec, seats: Sequence[Seated], nodes: Sequence[Node], s
     shared = list(_shared_gpus(seats, workers, by_name))
     misfits = (
         *_undivided_engines(spec, sizes),
+        *_undivided_trainers(spec, sizes),
         *_engines_without_cache(seats, caches, by_name),
         *(use.misfit for use in shared if use.total > use.capacity),
         *(_full_node(node) for node in node_memories if node.capacity and node.total > node.capacity),
@@ -162,6 +163,20 @@ def _undivided_engines(spec: RunSpec, sizes: Sizes) -> Iterator[Misfit]:
         size, ranks = sizes.of(config.model, packed=row.quantized), config.engine.tensor_parallel_size
         if ranks > 1 and size is not None and (why := undivided(size, ranks)):
             yield Misfit("parallel", role, (role,), f"roles.{role}.tensor_parallel_size: {ranks} {why}")
+
+
+def _undivided_trainers(spec: RunSpec, sizes: Sizes) -> Iterator[Misfit]:
+    for role, trainer in spec.roles.trainers().items():
+        size, ranks = sizes.of(settings_of(spec, role).config.model), trainer.sequence_parallel_size
+        if size is None or ranks == 1:
+            continue
+        field = f"roles.{role}.sequence_parallel_size"
+        if size.heads % ranks:
+            problem = f"{field}: {ranks} does not divide the model's {size.heads} attention heads"
+            yield Misfit("parallel", role, (role,), problem)
+        elif size.windowed or size.eager:
+            what = "sliding windows" if size.windowed else "caps or sinks in its attention"
+            yield Misfit("parallel", role, (role,), f"{field}: {ranks} needs a model without {what}")
 
 
 def _engines_without_cache(

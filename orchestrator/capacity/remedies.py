@@ -26,7 +26,7 @@ class Misfit:
     """The first thing of a plan that does not fit."""
 
     kind: Literal["placement", "parallel", "cache", "gpu", "host"]
-    """A reservation without room; an engine whose GPUs do not divide the model, or whose cache holds no sequence; a
+    """A reservation without room; workers that do not divide their model; an engine whose cache holds no sequence; a
     full GPU; a full node."""
     where: str
     """The placement group, worker or node."""
@@ -146,8 +146,12 @@ def _of_cache(spec: RunSpec, role: str) -> Iterator[Iterator[Changes]]:
 
 
 def _fewer_ranks(spec: RunSpec, role: str) -> Iterator[Changes]:
-    """Every smaller tensor parallel size."""
+    """Every smaller tensor parallel size, or sequence parallel size of a trainer."""
     data, path = spec.model_dump(mode="json")["roles"][role], f"roles.{role}"
+    if role in spec.roles.trainers():
+        sizes = range(data["sequence_parallel_size"] - 1, 0, -1)
+        yield from ({f"{path}.sequence_parallel_size": size} for size in sizes)
+        return
     for ranks in range(data["tensor_parallel_size"] - 1, 0, -1):
         gpus = {f"{path}.gpus": ranks} if data["gpus"] > 0 else {}
         yield {f"{path}.tensor_parallel_size": ranks, **gpus}
@@ -173,6 +177,9 @@ def _of_trainer(spec: RunSpec, role: str, gpu: bool) -> Iterator[Iterator[Change
             for changes in more
         )
     yield _halves(spec, f"{path}.micro_batch_tokens", 8)
+    if gpu:
+        sizes = _doublings(settings.sequence_parallel_size, settings.workers)
+        yield ({f"{path}.sequence_parallel_size": size} for size in sizes)
     if gpu and not settings.offload_optimizer:
         stage = {f"{path}.zero_stage": 1} if settings.zero_stage == 0 else {}
         yield iter([{f"{path}.offload_optimizer": True, **stage}])

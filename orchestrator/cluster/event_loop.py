@@ -82,8 +82,11 @@ _YOUNG = 1
 
 @asynccontextmanager
 async def rare_collections() -> AsyncIterator[None]:
-    """Makes collections rare inside the block; objects that exist at its start are not scanned at all."""
-    before = gc.get_threshold()
+    """Makes collections rare inside the block; objects that exist at its start are not scanned at all.
+
+    At the end they are scanned again, unless the caller had excluded objects: they cannot be told apart from its own.
+    """
+    before, excluded = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
@@ -93,7 +96,8 @@ async def rare_collections() -> AsyncIterator[None]:
     finally:
         collector.cancel()
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not excluded:
+            gc.unfreeze()
 
 
 async def _collect_young() -> None:

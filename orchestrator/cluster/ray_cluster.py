@@ -305,6 +305,8 @@ class Cluster:
     def connect(cls, needed: dict[str, float], address: str | None = None) -> Cluster:
         """Joins the cluster at `address` (or RAY_ADDRESS), or starts one on this machine if neither is given.
 
+        In a program that is connected to a cluster already, that one is used and stays when the run ends.
+
         A local cluster offers at least the CPUs that are needed: on a laptop, roles share the same cores.
 
         Args:
@@ -315,6 +317,8 @@ class Cluster:
             ClusterUnreachable: The cluster cannot be joined or started.
         """
         joined = address or os.environ.get("RAY_ADDRESS")
+        if (connected := ray_nodes.connected()) is not None:
+            return cls(owned=False, session=connected)
         if joined:
             session = ray_nodes.join(joined)
         else:

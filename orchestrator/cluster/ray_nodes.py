@@ -106,6 +106,15 @@ def join(address: str) -> Path:
     return Path(context.address_info["session_dir"])
 
 
+def connected() -> Path | None:
+    """Session folder of the cluster that this process is connected to; None: it is connected to none."""
+    if not ray.is_initialized():
+        return None
+    _configure({})
+    node: Any = worker._global_node
+    return Path(node.get_session_dir_path())
+
+
 def nodes() -> list[Node]:
     """Live nodes with their total resources."""
     return _nodes(ray.nodes())

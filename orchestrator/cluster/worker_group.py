@@ -14,6 +14,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from troupe.orchestrator.cluster.adaptive_timeout import Pace
@@ -54,7 +55,7 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 _PROBE_S = 5.0
 """Wait for an answer of a rank that may be dead. One that is alive may be busy for longer."""
 Scores = list[tuple[Any, TableRef]]
-"""(summary, reference to a token-score table) from every rank."""
+"""(summary, reference to a token-score table) for every share of the rows."""
 
 
 class WorkerHandle(Protocol[W_co]):
@@ -101,7 +102,7 @@ class ScoreTokens(Protocol):
     """A method of a group that scores tokens of the plans' rows, such as `ReferenceGroup.score`."""
 
     def __call__(self, plans: Sequence[RankPlan], *tables: TableRef, timeout_s: float) -> Coroutine[Any, Any, Scores]:
-        """One plan for each rank."""
+        """One plan for each share of the rows."""
         ...
 
 
@@ -117,12 +118,26 @@ class WorkerGroup(Generic[W]):
     """The ranks of one role, called together."""
 
     def __init__(
-        self, role: str, workers: Sequence[WorkerHandle[W]], micro_batch_tokens: int, hung_s: float = math.inf
+        self,
+        role: str,
+        workers: Sequence[WorkerHandle[W]],
+        micro_batch_tokens: int,
+        hung_s: float = math.inf,
+        sequence_parallel_size: int = 1,
     ) -> None:
-        """`hung_s`: see `Pace`; the calls that compute on shares of rows are bounded by it."""
+        """The ranks of a role.
+
+        Args:
+            role: The role's name in metrics and checkpoints.
+            workers: The ranks, by number.
+            micro_batch_tokens: Most tokens of a micro-batch.
+            hung_s: See `Pace`; the calls that compute on shares of rows are bounded by it.
+            sequence_parallel_size: Adjacent ranks that share each micro-batch.
+        """
         self.role = role
         self.workers = tuple(workers)
         self.micro_batch_tokens = micro_batch_tokens
+        self.sequence_parallel_size = sequence_parallel_size
         self.packs = False
         """Whether the rows of a micro-batch are concatenated without padding; known once the group has started."""
         self._pace = Pace(hung_s)
@@ -131,6 +146,11 @@ class WorkerGroup(Generic[W]):
     def ranks(self) -> int:
         """Number of workers."""
         return len(self.workers)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of shares that rows are divided into: one for the ranks that share their micro-batches."""
+        return self.ranks // self.sequence_parallel_size
 
     @property
     def idle(self) -> bool:
@@ -164,6 +184,26 @@ class WorkerGroup(Generic[W]):
                 for worker, part in zip(self.workers, parts, strict=True)
             )
 
+    async def _run_plans(
+        self,
+        method: Callable[Concatenate[W, RankPlan, P], Reply[R]],
+        timeout_s: float,
+        plans: Sequence[RankPlan],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """As `_scatter`, with one plan for each share of the rows; results by share."""
+        return self._by_share(await self._scatter(method, timeout_s, self._of_ranks(plans), *args, **kwargs))
+
+    def _of_ranks(self, plans: Sequence[RankPlan]) -> list[RankPlan]:
+        """The plan of each rank. Of the ranks that share a plan the first one writes the trace."""
+        members = range(self.sequence_parallel_size)
+        return [replace(plan, trace="") if member else plan for plan in plans for member in members]
+
+    def _by_share(self, results: Sequence[R]) -> list[R]:
+        """The results of the ranks without repetition: those that share their micro-batches have the same one."""
+        return list(results[:: self.sequence_parallel_size])
+
     async def _score(
         self,
         method: Callable[Concatenate[W, RankPlan, P], Reply[tuple[Any, TableRef]]],
@@ -172,12 +212,13 @@ class WorkerGroup(Generic[W]):
         *tables: P.args,
         **kwargs: P.kwargs,
     ) -> Scores:
-        """As `_scatter`, for methods that return (summary, table)."""
+        """As `_run_plans`, for methods that return (summary, table)."""
         with self._pace.bounded(method.__name__, timeout_s) as bound_s:
-            return await gather_all(
+            scores = await gather_all(
                 worker.call_for_table(method, bound_s, plan, *tables, **kwargs)
-                for worker, plan in zip(self.workers, plans, strict=True)
+                for worker, plan in zip(self.workers, self._of_ranks(plans), strict=True)
             )
+        return self._by_share(scores)
 
 
 class TrainerGroup(WorkerGroup[TrainerT], ABC):
@@ -209,7 +250,7 @@ class TrainerGroup(WorkerGroup[TrainerT], ABC):
 
     @abstractmethod
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
-        """One optimizer step on the rows of each rank's plan."""
+        """One optimizer step on the rows of the plans, one for each share; results by share."""
 
     async def offload_states(self, *, timeout_s: float) -> int:
         """Frees the ranks' GPUs of what only an update needs; returns the bytes freed on all of them."""
@@ -302,25 +343,26 @@ class PolicyGroup(TrainerGroup[Policy]):
         """One optimizer step.
 
         Args:
-            plans: Rows of the batch (and of `texts`) for every rank.
+            plans: Rows of the batch (and of `texts`), one plan for each share.
             batch: TRAIN table.
             kl_old_coef: Weight of KL(old || new) in this update.
             texts: TEXTS table whose pieces are learned in the same step (PPO-ptx).
             timeout_s: Bound on the call, in seconds.
         """
-        return await self._scatter(Policy.update, timeout_s, plans, batch, kl_old_coef, texts)
+        return await self._run_plans(Policy.update, timeout_s, plans, batch, kl_old_coef, texts)
 
     async def token_records(self, *, timeout_s: float) -> list[TableRef]:
-        """What each rank's updates computed for every token since the last call. Call it after a step's updates."""
+        """What the updates computed for every token since the last call, by share. Call it after a step's updates."""
         with self._pace.occupied():
-            calls = (worker.call_for_table(Policy.token_records, timeout_s) for worker in self.workers)
+            workers = self._by_share(self.workers)
+            calls = (worker.call_for_table(Policy.token_records, timeout_s) for worker in workers)
             return [table for _, table in await gather_all(calls)]
 
     async def hold_distributions(
         self, plans: Sequence[RankPlan], batch: TableRef, stride: int, weights: bool, *, timeout_s: float
     ) -> None:
         """Keeps the policy's distributions at every `stride`-th state of the plans' rows, and its `weights`."""
-        await self._scatter(Policy.hold_distributions, timeout_s, plans, batch, stride, weights)
+        await self._run_plans(Policy.hold_distributions, timeout_s, plans, batch, stride, weights)
 
     async def divergence(self, *, timeout_s: float) -> float:
         """KL(held || now) per token at the states held, in nats."""
@@ -367,7 +409,7 @@ class CriticGroup(TrainerGroup[Critic]):
 
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
         """One optimizer step on the plans' rows of a TRAIN table."""
-        return await self._scatter(Critic.update, timeout_s, plans, batch)
+        return await self._run_plans(Critic.update, timeout_s, plans, batch)
 
 
 class ReferenceGroup(WorkerGroup[Reference]):
@@ -412,8 +454,8 @@ class ExampleGroup(TrainerGroup[ExampleTrainer]):
 
     async def update(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[UpdateMetrics]:
         """One optimizer step on the plans' rows of an EXAMPLE_BATCH table."""
-        return await self._scatter(ExampleTrainer.update, timeout_s, plans, batch)
+        return await self._run_plans(ExampleTrainer.update, timeout_s, plans, batch)
 
     async def evaluate(self, plans: Sequence[RankPlan], batch: TableRef, *, timeout_s: float) -> list[EvaluationPart]:
-        """Every rank's share of the loss and metrics of the plans' rows."""
-        return await self._repeated(lambda: self._scatter(ExampleTrainer.evaluate, timeout_s, plans, batch))
+        """The loss and metrics of the plans' rows, by share."""
+        return await self._repeated(lambda: self._run_plans(ExampleTrainer.evaluate, timeout_s, plans, batch))

@@ -29,13 +29,14 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Export a run's trained policy as a Hugging Face model folder for transformers and vLLM."""
-    from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model, write_model
+    from troupe.orchestrator import library
+    from troupe.orchestrator.training.checkpoint import write_model
 
     if target is None and push is None:
         exit_with("error: export where? Name a FOLDER, or --push ORG/NAME", USER_ERROR)
     if as_json and push is not None and not yes:
         exit_with("error: --json with --push needs --yes: nothing can be asked", USER_ERROR)
-    source = exported_model(run_folder / "checkpoints", step, AVERAGE if average else MODEL)
+    source = library.model_of(run_folder, step=step, average=average)
     done: dict[str, str] = {"checkpoint": source.parent.name}
     if target is not None:
         done["folder"] = str(write_model(source, target))

@@ -7,47 +7,26 @@ from pathlib import Path
 
 import typer
 
-from troupe.orchestrator.errors import TroupeError
+from troupe.orchestrator import prepare
+from troupe.orchestrator.prepare import checked as checked
 from troupe.orchestrator.spec.errors import SpecError
 from troupe.orchestrator.spec.examples import models_folder
 from troupe.orchestrator.spec.hub import uses_hub
-from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
-from troupe.orchestrator.starter.demo import named_models
+from troupe.orchestrator.spec.stages import PlannedRun, read_document
 
 
 def ready(path: Path, overrides: list[str], out: Path | None = None, *, resume: bool = False) -> tuple[PlannedRun, ...]:
-    """Load every run of a file, with the models of the examples created and names on the hub pinned to commits.
-
-    Raises:
-        SpecError: A spec is invalid, or a file or repository it names does not exist.
-    """
-    runs = plan_runs(read_document(path, overrides), out)
-    create_models(runs)
-    return checked(runs, resume=resume)
-
-
-def checked(runs: tuple[PlannedRun, ...], *, resume: bool = False) -> tuple[PlannedRun, ...]:
-    """The runs, with names on the hub pinned to commits. Raises SpecError where what they name does not exist."""
-    problems = list(dict.fromkeys(problem for planned in runs for problem in planned.missing()))
-    if problems:
-        raise SpecError(problems)
-    if not any(uses_hub(planned.spec) for planned in runs):
-        return runs
-    from troupe.orchestrator.hub.resolve import pin_run
-
-    return tuple(pin_run(planned, resume=resume) for planned in runs)
+    """See `prepare.ready`; what takes long is said on standard error."""
+    return prepare.ready(read_document(path, overrides), _say, out, resume=resume)
 
 
 def create_models(runs: Sequence[PlannedRun] | None) -> None:
-    """Create the models of the examples that runs name, or all of them, where this machine does not have them yet."""
-    from troupe.orchestrator.starter.demo_models import MODELS, DemoModelError, make_models
+    """See `prepare.create_models`; what takes long is said on standard error."""
+    prepare.create_models(runs, _say)
 
-    folder = models_folder()
-    names = MODELS if runs is None else [name for name in named_models(runs, folder) if name in MODELS]
-    try:
-        make_models(names, folder, lambda line: typer.echo(line, err=True))
-    except DemoModelError as error:
-        raise TroupeError(str(error)) from None
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 def models_to_create(planned: PlannedRun) -> dict[str, Path]:

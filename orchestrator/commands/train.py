@@ -13,17 +13,15 @@ import typer
 
 from troupe.orchestrator.commands.options import (
     STOPPED,
-    USER_ERROR,
     AddressOption,
     OutOption,
     SetOption,
     SpecArgument,
-    exit_with,
 )
 from troupe.orchestrator.commands.results import next_steps, write_run_report
 from troupe.orchestrator.commands.runs import read_data, ready
 from troupe.orchestrator.signals import exit_on_signals, taken
-from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
+from troupe.orchestrator.spec.stages import PlannedRun
 
 if TYPE_CHECKING:
     from troupe.orchestrator.run import RunRequest
@@ -59,24 +57,17 @@ def evaluate(
     On prompts, only engines and reward workers are started; on offline data, the metrics are the loss and the metrics
     of the spec's algorithm.
     """
-    runs = plan_runs(read_document(spec, set_))
-    if any(planned.stage for planned in runs):
-        exit_with(f"{spec}: cannot evaluate a file with stages; use the spec.yaml in a stage's run folder", USER_ERROR)
-    overrides = set_ if model is None else [*set_, *runs[0].spec.with_model(model)]
-    loaded = ready(spec, overrides)[0].spec
-    from troupe.orchestrator.reporting.console import Console
-    from troupe.orchestrator.run import RunRequest
-    from troupe.orchestrator.run import evaluate as evaluate_spec
+    from troupe.orchestrator import library
 
-    console = Console(sys.stderr)  # standard output holds the result only
-    metrics = evaluate_spec(RunRequest(loaded, loaded.run_folder, False, address), console)
+    # Standard output holds the result only.
+    metrics = library.evaluate(spec, model, set=set_, address=address, progress=sys.stderr)
     typer.echo(json.dumps(metrics, indent=2))
 
 
 def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | None) -> None:
     """Train every run of a file that is not complete yet; then say where the results are and what can be done next."""
+    from troupe.orchestrator.library import train as train_run
     from troupe.orchestrator.reporting.console import Console
-    from troupe.orchestrator.run import run as run_spec
 
     requests = [(planned, _request(planned, resume, address)) for planned in runs]
     read_data([planned for planned, request in requests if request is not None][1:])  # the first run reads its own
@@ -85,14 +76,7 @@ def train(spec: Path, runs: Sequence[PlannedRun], resume: bool, address: str | N
             steps = planned.spec.schedule.steps
             typer.echo(f"{planned.spec.name}: already complete in {planned.out} (schedule.steps: {steps})")
             continue
-        console = Console()
-        console.start(planned.spec.name, planned.spec.schedule.steps, planned.out)
-        try:
-            outcome = run_spec(request, console)
-            console.finish(outcome.summary(request.out))
-        finally:
-            console.close()
-        if outcome.stopped:
+        if train_run(request, Console()).stopped:
             sys.exit(STOPPED)
     typer.echo(next_steps(spec, runs, write_run_report(runs)))
 

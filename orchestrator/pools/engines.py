@@ -22,6 +22,7 @@ from typing import Any
 from troupe.orchestrator.cluster.event_loop import gather_all
 from troupe.orchestrator.cluster.worker_group import WorkerHandle
 from troupe.orchestrator.errors import EnginesLost, UpdateDamaged, WorkerDied, WorkerError, WorkerTimeout
+from troupe.orchestrator.pools.generation_meter import GenerationMeter
 from troupe.orchestrator.pools.replicas import ReplicaPool
 from troupe.orchestrator.pools.restart_budget import RestartBudget
 from troupe.orchestrator.pools.turns import MemoryTurns
@@ -168,6 +169,7 @@ class EnginePool(ReplicaPool[Engine]):
         self.spec = spec
         self.max_load = spec.engine_load
         """Most unfinished samples of one engine, running and queued."""
+        self.meter = GenerationMeter()
         self.bring_up: BringUp | None = None
         self.renew: Renew | None = None
         """None: an engine does not start where the current weights are damaged."""
@@ -205,7 +207,9 @@ class EnginePool(ReplicaPool[Engine]):
 
     async def generate(self, request: GroupRequest, prompts: TableRef, engine: Engine) -> tuple[GroupSummary, TableRef]:
         """Runs a request on an engine returned by `acquire`."""
-        summary, rollouts = await engine.generate(request, prompts, self.spec.schedule.generate_timeout_s)
+        with self.meter.generating():
+            summary, rollouts = await engine.generate(request, prompts, self.spec.schedule.generate_timeout_s)
+        self.meter.add(sum(sample.sampled_tokens for sample in summary.samples))
         engine.finished_ahead = summary.finished_ahead
         engine.finished_groups += 1
         return summary, rollouts

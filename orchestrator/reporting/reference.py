@@ -176,6 +176,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("staleness/max", "versions", "Largest staleness of a sample.", "at most `schedule.max_staleness`"),
         Metric("response_tokens_per_s", "tokens/s", "Response tokens over the seconds of the whole step.", "steady"),
+        Metric(
+            "rollout/tokens_per_s",
+            "tokens/s",
+            "Tokens sampled by all engines over the seconds in which at least one of them had a group: training does "
+            "not count, evaluation does. `troupe bench` measures the same without a run.",
+            "steady",
+        ),
         Metric("tokens_per_s", "tokens/s", "Tokens trained over the seconds of the step (offline training).", "steady"),
         Metric("examples", "count", "Examples in the step's batch (offline training).", "`schedule.examples_per_step`"),
         Metric("epoch", "count", "Completed passes over the data (offline training).", "-"),

@@ -18,7 +18,7 @@ from troupe.orchestrator.spec.offline import OfflineSpec
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import RoleName
 from troupe.workers.contract import roles
-from troupe.workers.contract.config import CPU_THREADS, Device, EngineConfig
+from troupe.workers.contract.config import CPU_THREADS, Device, EngineConfig, TrainerConfig
 
 _CPU_ENV = {"DS_ACCELERATOR": "cpu", **CPU_THREADS}
 _GROUPS = "troupe.orchestrator.cluster.worker_group"
@@ -36,6 +36,8 @@ class WorkerSettings:
     """Most tokens in one forward pass; 0: the role's workers do not share rows by their tokens."""
     extra: tuple[Any, ...] = ()
     """Constructor arguments after the worker's name."""
+    sequence_parallel_size: int = 1
+    """Adjacent workers that share each micro-batch."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -116,19 +118,27 @@ def _reference(spec: RunSpec) -> WorkerSettings | None:
 
 def _policy(spec: RolloutSpec) -> WorkerSettings:
     config = spec.policy_config()
-    return WorkerSettings(config, config.trainer.threads, config.device, spec.roles.policy.micro_batch_tokens)
+    return _trainer(config, config.trainer, config.device)
 
 
 def _critic(spec: RolloutSpec) -> WorkerSettings | None:
-    role, config = spec.roles.critic, spec.critic_config()
-    if role is None or config is None:
-        return None
-    return WorkerSettings(config, config.trainer.threads, config.device, role.micro_batch_tokens)
+    config = spec.critic_config()
+    return None if config is None else _trainer(config, config.trainer, config.device)
 
 
 def _offline(spec: OfflineSpec) -> WorkerSettings:
     config = spec.trainer_config()
-    return WorkerSettings(config, config.trainer.threads, config.device, spec.roles.policy.micro_batch_tokens)
+    return _trainer(config, config.trainer, config.device)
+
+
+def _trainer(config: Any, trainer: TrainerConfig, device: Device) -> WorkerSettings:
+    return WorkerSettings(
+        config,
+        trainer.threads,
+        device,
+        trainer.micro_batch_tokens,
+        sequence_parallel_size=trainer.sequence_parallel_size,
+    )
 
 
 ROLES: dict[str, Role] = {

@@ -126,9 +126,15 @@ def training(worker: str, rank: Training) -> tuple[WorkerMemory, ...]:
     if rank.reference is not None:
         parts[device].append(Part("reference", rank.reference[0].parameters * WIDTHS[rank.reference[1]]))
     if rank.kept_states:
-        parts[device].append(Part("kept", 4 * size.vocabulary * math.ceil(rank.kept_states / rank.ranks)))
-    tokens = trainer.micro_batch_tokens
-    layers = activations(size, width, tokens, rank.longest, trainer.gradient_checkpointing)
+        # Ranks that share their rows keep the same states.
+        shares = rank.ranks // trainer.sequence_parallel_size
+        parts[device].append(Part("kept", 4 * size.vocabulary * math.ceil(rank.kept_states / shares)))
+    tokens = trainer.worker_tokens
+    masked = _mask_row(size, rank.longest, trainer.packing)
+    layers = activations(size, width, tokens, masked, trainer.gradient_checkpointing)
+    if trainer.sequence_parallel_size > 1:
+        # What a rank sends and receives of the queries; those that attention keeps are counted as activations.
+        layers += 2 * width * tokens * size.heads * size.head_dim
     parts[device].append(Part("activations", layers, "pass"))
     if rank.values:
         parts[device].append(Part("head", tokens * size.hidden * (width + 4), "pass"))
@@ -223,8 +229,16 @@ def _offloaded(size: ModelSize, width: int, ranks: int, stage: int) -> Iterator[
     yield "host", Part("optimizer", pinned + 8 * share + _power_of_two(width * share))
 
 
-def layer_bytes(size: ModelSize, width: int, longest: int) -> int:
-    """Bytes that one layer keeps of one token for the backward pass.
+def _mask_row(size: ModelSize, longest: int, packing: bool) -> int:
+    """Length of a row of the attention mask; packed rows have none.
+
+    A model with windows or with eager attention is padded.
+    """
+    return 0 if packing and not (size.windowed or size.eager) else longest
+
+
+def layer_bytes(size: ModelSize, width: int, masked: int) -> int:
+    """Bytes that one layer keeps of one token for the backward pass. `masked`: length of a row of the mask.
 
     Norms: float32 input, normed, output. Attention: query, key and value of all heads (padding keeps PyTorch from
     sharing those of a group), output, its log-sum, a row of the mask; eager, the weights of all pairs of tokens.
@@ -233,24 +247,24 @@ def layer_bytes(size: ModelSize, width: int, longest: int) -> int:
     """
     queries = size.heads * size.head_dim
     norms = (2 * size.hidden + size.extra_norms) * (4 + 2 * width)
-    attention = width * 4 * queries + 4 * size.heads + width * longest + _pairs(size, longest)
+    attention = width * 4 * queries + 4 * size.heads + width * masked + _pairs(size, masked)
     return norms + attention + width * (4 * size.intermediate + 2 * size.experts * size.hidden)
 
 
-def _pairs(size: ModelSize, longest: int) -> int:
+def _pairs(size: ModelSize, masked: int) -> int:
     """Bytes that a layer with eager attention keeps of one token's pairs: the capped logits, and the probabilities.
 
     In bfloat16 these are also there in float32, from which they are rounded: 8 bytes, too.
     """
-    return 8 * size.heads * longest if size.eager else 0
+    return 8 * size.heads * masked if size.eager else 0
 
 
-def activations(size: ModelSize, width: int, tokens: int, longest: int, checkpointing: bool) -> int:
+def activations(size: ModelSize, width: int, tokens: int, masked: int, checkpointing: bool) -> int:
     """Bytes that the layers keep of `tokens` tokens, and that the backward pass through one layer adds."""
-    layer = layer_bytes(size, width, longest)
+    layer = layer_bytes(size, width, masked)
     kept = size.layers * width * size.hidden + layer if checkpointing else size.layers * layer
     ends = size.hidden * (4 + 3 * width)
-    at_work = width * (3 * size.intermediate + 4 * size.hidden) + _pairs(size, longest)
+    at_work = width * (3 * size.intermediate + 4 * size.hidden) + _pairs(size, masked)
     return tokens * (kept + ends + at_work)
 
 
@@ -301,7 +315,7 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     parts: dict[Where, list[Part]] = {"gpu": [], "host": []}
     parts["gpu" if model.gpu else "host"] += [
         Part("weights", width * size.parameters),
-        Part("activations", forward(size, width, tokens, model.longest), "pass"),
+        Part("activations", forward(size, width, tokens, _mask_row(size, model.longest, packing=True)), "pass"),
         Part("logits", logits, "pass"),
     ]
     if model.gpu:
@@ -311,9 +325,9 @@ def scoring(worker: str, model: Scoring) -> tuple[WorkerMemory, ...]:
     return _workers(worker, parts)
 
 
-def forward(size: ModelSize, width: int, tokens: int, longest: int) -> int:
+def forward(size: ModelSize, width: int, tokens: int, masked: int) -> int:
     """Bytes of one layer on `tokens` tokens without gradients: the residual, plus attention or feed-forward."""
-    attention = width * (4 * size.heads * size.head_dim + longest) + _pairs(size, longest)
+    attention = width * (4 * size.heads * size.head_dim + masked) + _pairs(size, masked)
     return tokens * (2 * width * size.hidden + max(8 * size.hidden, attention, 3 * width * size.intermediate))
 
 

@@ -236,7 +236,9 @@ class TokenScorer:
     async def _on_all_ranks(self, lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:
         """The scores of a wave. Raises WorkerError."""
         group = self._group
-        plans = plan_ranks(lengths, range(len(lengths)), group.ranks, group.micro_batch_tokens, packed=group.packs)
+        plans = plan_ranks(
+            lengths, range(len(lengths)), group.data_parallel_size, group.micro_batch_tokens, packed=group.packs
+        )
         return await self._score_tokens(plans, *rollouts, timeout_s=self._timeout_s)
 
     async def _on_pool(self, pool: ReplicaPool[Any], lengths: Sequence[int], rollouts: Sequence[TableRef]) -> Scores:

@@ -121,6 +121,7 @@ class RolloutSource:
         """Rewards, lengths, staleness and throughput of the batch; see `batch_metrics`."""
         metrics = batch_metrics(self._groups, version - 1, seconds) | candidate_metrics(self._groups)
         metrics |= episode_metrics(self._groups)
+        metrics["rollout/tokens_per_s"] = self._components.pool.meter.read()
         if self._spec.algorithm.mask_truncated:
             metrics["masked_samples"] = float(sum(len(self._masked(group)) for group in self._groups))
         curriculum = self._components.curriculum
@@ -182,7 +183,7 @@ class RolloutSource:
             self._console.phase("old log-probs", 0, 1)
             lengths = [length for group in groups for length in row_lengths(group.summary)]
             plans = plan_ranks(
-                lengths, range(len(lengths)), policy.ranks, policy.micro_batch_tokens, packed=policy.packs
+                lengths, range(len(lengths)), policy.data_parallel_size, policy.micro_batch_tokens, packed=policy.packs
             )
             scored = await policy.compute_logprobs(plans, *rollouts, timeout_s=timeout_s)
             tables += [table for _, table in scored]

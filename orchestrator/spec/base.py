@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -200,7 +200,17 @@ class RunSpec(Frozen, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
             *preflight.quantized(models),
             *preflight.smaller_vocabularies(models),
             *preflight.too_long(models, self.sequence_lengths()),
+            *preflight.undivided_heads(models, self._shared_models()),
         ]
+
+    def _shared_models(self) -> Iterator[tuple[str, str, int]]:
+        """(section, field, `sequence_parallel_size`) of every model that workers run on parts of the same rows."""
+        for name, role in self.roles.trainers().items():
+            own = f"roles.{name}.model"
+            section = own if own in self.models() else "model"
+            yield section, f"roles.{name}.sequence_parallel_size", role.sequence_parallel_size
+            if name == "policy" and self.reference_in_policy:
+                yield "roles.reference.model", f"roles.{name}.sequence_parallel_size", role.sequence_parallel_size
 
     def warnings(self) -> list[str]:
         """What works, and is probably not meant: one line each."""

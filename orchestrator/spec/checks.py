@@ -17,7 +17,8 @@ from troupe.orchestrator.spec.sections import (
     RoleName,
     TrainerRole,
 )
-from troupe.workers.contract.config import ENVIRONMENT_REWARD, ENVIRONMENTS, Frozen, ModelConfig
+from troupe.workers.contract.config import ENVIRONMENTS, Frozen, ModelConfig
+from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD
 
 IMPORTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Custom code: `package.module:attribute`."""
@@ -44,9 +45,20 @@ def trainer_problems(trainers: Mapping[RoleName, TrainerRole]) -> Iterator[Findi
             yield f"roles.{name}.offload_optimizer", "has no effect on the CPU; remove it"
         elif role.offload_optimizer and role.zero_stage == 0:
             yield f"roles.{name}.offload_optimizer", "needs zero_stage 1, 2 or 3: without ZeRO nothing is offloaded"
+        size = role.sequence_parallel_size
+        if role.workers % size:
+            yield f"roles.{name}.sequence_parallel_size", f"{size} does not divide the role's {role.workers} workers"
+        elif size > 1 and not role.packing:
+            yield f"roles.{name}.packing", f"must be true with sequence_parallel_size {size}: it divides packed rows"
         for index, beta in enumerate(role.adam_betas):
             if not 0.0 <= beta < 1.0:
                 yield f"roles.{name}.adam_betas.{index}", f"must be at least 0 and less than 1, got {beta}"
+
+
+def shares_of(name: str, role: TrainerRole) -> str:
+    """What the rows of a batch are divided among, as text: `4 policy workers`."""
+    groups = "" if role.sequence_parallel_size == 1 else f"groups of {role.sequence_parallel_size} "
+    return f"{role.data_parallel_size} {groups}{name} workers"
 
 
 def evaluation_problems(evaluation: BaseEvaluation, has_data: bool) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from troupe.orchestrator.spec.checks import (
     changed,
     evaluation_problems,
     output_problems,
+    shares_of,
     template_problems,
     trainer_problems,
 )
@@ -53,11 +54,11 @@ def _algorithm(spec: OfflineSpec) -> Iterator[Finding]:
 
 def _schedule(spec: OfflineSpec) -> Iterator[Finding]:
     schedule, policy = spec.schedule, spec.roles.policy
-    least = policy.workers * schedule.minibatches * (2 if "labelled" in spec.row.formats else 1)
+    least = policy.data_parallel_size * schedule.minibatches * (2 if "labelled" in spec.row.formats else 1)
     if schedule.examples_per_step < least:
         yield (
             "schedule.examples_per_step",
-            f"{schedule.examples_per_step} examples are too few for {policy.workers} policy workers times "
+            f"{schedule.examples_per_step} examples are too few for {shares_of('policy', policy)} times "
             f"{schedule.minibatches} minibatches (at least {least})",
         )
     for name in ("score_timeout_s", "train_timeout_s"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -260,6 +260,34 @@ def undivided_models(models: Mapping[str, ModelConfig], ranks: Mapping[str, tupl
             continue
         if why:
             yield field, f"{size} {why}"
+
+
+def undivided_heads(models: Mapping[str, ModelConfig], shared: Iterable[tuple[str, str, int]]) -> Iterator[Finding]:
+    """Models whose attention cannot be divided among the workers that share their rows, by their config.json.
+
+    Args:
+        models: Models by the path of their section.
+        shared: (section, field, sequence parallel size) of every trained model and of the references beside them.
+    """
+    for section, field, size in shared:
+        if section not in models or size == 1:
+            continue
+        config = _text_config(Path(models[section].path))
+        whose = "the model" if section == "model" else section
+        heads = config.get("num_attention_heads", config.get("n_head"))
+        if isinstance(heads, int) and heads % size:
+            yield field, f"{size} does not divide the {heads} attention heads of {whose}"
+        elif limits := _attention_limits(config):
+            yield field, f"must be 1: {whose} has {limits}, which rows divided among workers do not support"
+
+
+def _attention_limits(config: Mapping[str, Any]) -> str:
+    """What keeps a model from taking packed rows, as far as its configuration tells (`workers/models/capabilities`)."""
+    kinds = config.get("layer_types")
+    others = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else []
+    if others:
+        return f"layers with {' and '.join(others)}"
+    return "a cap on its attention logits" if config.get("attn_logit_softcapping") else ""
 
 
 def _not_a_reward_model(kind: str, config: Mapping[str, Any]) -> str:

@@ -29,7 +29,6 @@ from troupe.orchestrator.spec.sections import (
     WeightSyncConfig,
 )
 from troupe.workers.contract.config import (
-    RIGHT_OR_WRONG,
     CriticConfig,
     Device,
     EngineConfig,
@@ -45,6 +44,7 @@ from troupe.workers.contract.config import (
     TrainerConfig,
     TransferBackend,
 )
+from troupe.workers.contract.reward_names import RIGHT_OR_WRONG
 
 T = TypeVar("T")
 _SCORERS = ("reference", "reward", "environment")

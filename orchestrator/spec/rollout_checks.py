@@ -13,19 +13,15 @@ from troupe.orchestrator.spec.checks import (
     environment_problems,
     evaluation_problems,
     output_problems,
+    shares_of,
     template_problems,
     trainer_problems,
 )
 from troupe.orchestrator.spec.preflight import Finding
 from troupe.orchestrator.spec.rollout import RolloutSpec
 from troupe.orchestrator.spec.sections import JudgeRole, ReasoningGymSource, RolloutRole
-from troupe.workers.contract.config import (
-    JUDGE_REWARD,
-    REWARD_FUNCTIONS,
-    STEP_ESTIMATORS,
-    STEP_FUNCTIONS,
-    RewardFunctionConfig,
-)
+from troupe.workers.contract.config import STEP_ESTIMATORS, RewardFunctionConfig
+from troupe.workers.contract.reward_names import JUDGE_REWARD, REWARD_FUNCTIONS, STEP_FUNCTIONS
 
 COLOCATIONS = {"reference": "policy", "rollout": "policy"}
 """Which role can be colocated with which."""
@@ -112,11 +108,11 @@ def _several_updates(spec: RolloutSpec) -> Iterator[Finding]:
 def _schedule(spec: RolloutSpec) -> Iterator[Finding]:
     schedule = spec.schedule
     for name, role in spec.roles.trainers().items():
-        if spec.samples_per_step < role.workers * schedule.minibatches:
+        if spec.samples_per_step < role.data_parallel_size * schedule.minibatches:
             yield (
                 "schedule.prompts_per_step",
-                f"{schedule.prompts_per_step} prompts of {spec.group_size} samples are too few for {role.workers} "
-                f"{name} workers times {schedule.minibatches} minibatches",
+                f"{schedule.prompts_per_step} prompts of {spec.group_size} samples are too few for "
+                f"{shares_of(name, role)} times {schedule.minibatches} minibatches",
             )
     if schedule.max_staleness > 0 and spec.roles.rollout.colocate_with is not None:
         yield "schedule.max_staleness", "must be 0 where rollout shares the policy's GPUs: they take turns"

@@ -105,6 +105,11 @@ class RolloutRole(EngineConfig, ScaledRole):
 class TrainerRole(TrainerConfig, RoleResources):
     """Workers that train a model: one DeepSpeed rank each."""
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of shares that the rows of a batch are divided into."""
+        return max(1, self.workers // self.sequence_parallel_size)
+
 
 class PolicyRole(TrainerRole):
     """Workers that train the policy: one DeepSpeed rank each."""
@@ -589,7 +594,8 @@ class ProfileConfig(Frozen):
     steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1)
     """Steps whose first update of each trained model is recorded."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0,), min_length=1)
-    """Ranks that record it."""
+    """Ranks that record it. Where ranks share their micro-batches (`sequence_parallel_size`), groups of ranks, of which
+    the first one records it."""
 
 
 class BaseOutput(Frozen):

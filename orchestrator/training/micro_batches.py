@@ -3,6 +3,7 @@
 Rows are distributed over the ranks with balanced token counts, sorted by length within a rank, and split where the
 micro-batch would exceed the token budget: its tokens where the group packs them into one row of the model, otherwise
 its padded size. Every rank gets the same number of micro-batches, because each one involves collective operations.
+Ranks that share their micro-batches (`sequence_parallel_size`) count as one here.
 """
 
 from __future__ import annotations

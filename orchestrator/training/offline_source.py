@@ -64,7 +64,9 @@ class BatchMaker:
     async def _with_reference(self, reference: ReferenceScorer, summary: TrainSummary, table: TableRef) -> TableRef:
         """The batch's table with the reference's log-probs."""
         group, lengths = reference.group, [row.tokens for row in summary.rows]
-        plans = plan_ranks(lengths, range(len(lengths)), group.ranks, group.micro_batch_tokens, packed=group.packs)
+        plans = plan_ranks(
+            lengths, range(len(lengths)), group.data_parallel_size, group.micro_batch_tokens, packed=group.packs
+        )
         scored = await reference.score(plans, table, timeout_s=self._schedule.score_timeout_s)
         scores = (part for _, part in scored)
         return await self._trainer.attach(table, *scores, timeout_s=self._schedule.train_timeout_s)
@@ -164,7 +166,11 @@ class ExampleEvaluator:
         batch = self._batch = self._batch or await self._maker.make(self._picks)
         trainer = self._trainer
         plans = plan_units(
-            batch.summary.rows, batch.units or (), trainer.ranks, trainer.micro_batch_tokens, packed=trainer.packs
+            batch.summary.rows,
+            batch.units or (),
+            trainer.data_parallel_size,
+            trainer.micro_batch_tokens,
+            packed=trainer.packs,
         )
         parts = await trainer.evaluate(plans, batch.table, timeout_s=self._timeout_s)
         terms = {name: sum(part.terms[name] for part in parts) for name in parts[0].terms}

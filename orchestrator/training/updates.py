@@ -127,7 +127,7 @@ class OfflineUpdates(Updates):
             for chosen in minibatches(len(units), schedule.minibatches, (self._spec.seed, step, epoch)):
                 self._console.phase("update", len(updates), schedule.updates_per_step)
                 rows = [units[unit] for unit in chosen]
-                size = trainer.ranks, trainer.micro_batch_tokens
+                size = trainer.data_parallel_size, trainer.micro_batch_tokens
                 plans = plan_units(batch.summary.rows, rows, *size, packed=trainer.packs)
                 update = partial(trainer.update, batch=batch.table, timeout_s=schedule.train_timeout_s)
                 updates.append(await self._update(step, trainer, plans, update))
@@ -190,7 +190,7 @@ class RolloutUpdates(Updates):
         plans = plan_update(
             batch.summary.rows,
             rows,
-            policy.ranks,
+            policy.data_parallel_size,
             policy.micro_batch_tokens,
             skip_zero_advantage=self._skips_zero_advantage,
             packed=policy.packs,
@@ -199,7 +199,7 @@ class RolloutUpdates(Updates):
         )
         table = None
         if texts is not None:
-            size = policy.ranks, policy.micro_batch_tokens
+            size = policy.data_parallel_size, policy.micro_batch_tokens
             text_plans = plan_texts(texts.tokens, pieces, *size, packed=policy.packs)
             plans = [replace(plan, texts=part) for plan, part in zip(plans, text_plans, strict=True)]
             table = texts.table
@@ -209,7 +209,7 @@ class RolloutUpdates(Updates):
 
     async def _update_critic(self, step: int, critic: CriticGroup, batch: Batch, rows: Sequence[int]) -> Metrics:
         """One update on rows of the batch."""
-        size = critic.ranks, critic.micro_batch_tokens
+        size = critic.data_parallel_size, critic.micro_batch_tokens
         plans = plan_update(batch.summary.rows, rows, *size, skip_zero_advantage=False, packed=critic.packs)
         update = partial(critic.update, batch=batch.table, timeout_s=self._spec.schedule.train_timeout_s)
         return await self._update(step, critic, plans, update)
@@ -223,7 +223,7 @@ class RolloutUpdates(Updates):
         plans = plan_update(
             batch.summary.rows,
             rows,
-            policy.ranks,
+            policy.data_parallel_size,
             policy.micro_batch_tokens,
             skip_zero_advantage=False,
             packed=policy.packs,

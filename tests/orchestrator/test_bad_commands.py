@@ -93,7 +93,17 @@ COMMANDS = [
     ("eval good.yaml --model none", USAGE, "no such folder: none"),
     ("eval good.yaml --model file", USAGE, "no such folder: file"),
     ("eval good.yaml", USAGE, "there is nothing to evaluate on"),
-    ("eval two.yaml", USAGE, "cannot evaluate a file with stages"),
+    ("eval two.yaml", USAGE, "a file with stages is several runs"),
+    ("bench none.yaml", USAGE, "none.yaml: no such file"),
+    ("bench two.yaml", USAGE, "a file with stages is several runs"),
+    ("bench good.yaml -o folder", USAGE, "--output folder is a folder"),
+    ("bench good.yaml --sweep seed", USAGE, "--sweep: expected FIELD=VALUE,VALUE,..., got 'seed'"),
+    (
+        "bench good.yaml --sweep roles.rollout.worker=1,2",
+        USAGE,
+        "--sweep: roles.rollout.worker: unknown field",
+    ),
+    ("bench good.yaml --set data.train.path=file", FAILED, "no row can be used"),
     # Run folders.
     ("run good.yaml --out file", FAILED, "file: File exists; use another path"),
     ("run good.yaml --out file/x", FAILED, "file/x: Not a directory; use another path"),

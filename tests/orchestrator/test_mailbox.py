@@ -59,6 +59,7 @@ def process(folder: Path, code: str) -> subprocess.Popen[str]:
     """A process with an open mailbox that runs `code`."""
     start = f"from troupe.orchestrator.mailbox import Mailbox\nmailbox = Mailbox(Path({str(folder)!r}))\n"
     command = [sys.executable, "-c", f"import os, sys, time\nfrom pathlib import Path\n{start}{code}"]
+
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

@@ -42,6 +42,7 @@ ENDLESS_SAMPLES_PER_STEP = 16
 RUN_METRICS = (
     *("reward/mean", "reward/std", "reward/letter_share/mean", "groups/mixed", "failed_samples", "truncated"),
     *("response_tokens/mean", "response_tokens/max", "response_tokens_per_s", "tokens", "staleness/max"),
+    "rollout/tokens_per_s",
     *("seconds/step", "seconds/generate", "seconds/prepare", "seconds/update", "seconds/sync"),
     *("ledger/dispatched", "ledger/trained", "ledger/dropped", "ledger/in_flight", "ledger/retries"),
 )

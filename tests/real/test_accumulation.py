@@ -6,7 +6,6 @@ DeepSpeed has lost gradients in this pattern (pull requests 7981 and 7985): each
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import traceback
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.real.models import save_llama
+from tests.real.ranks import rank_context
 from troupe.workers.contract.config import ModelConfig, Rendezvous, TrainerConfig
 from troupe.workers.models.modeling import ModelModule, load_causal
 from troupe.workers.training.deepspeed_engine import TrainEngine
@@ -147,7 +147,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trained(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights and gradient norms of every case, on one rank and on two."""
     out = tmp_path_factory.mktemp("trained")
-    context = multiprocessing.get_context("spawn")
+    context = rank_context()
     stores = {world: rendezvous_store("127.0.0.1", 0, serve=True) for world in RANKS}
     ranks = [
         context.Process(target=rank_main, args=(model, rank, world, stores[world].port, out))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.forked_commands import run_command
 
 SPEC = ROOT / "deploy" / "specs" / "tiny-environment.yaml"
 
@@ -39,7 +40,8 @@ def test_given_turns_are_played_then_random_ones(tiny_model: Path) -> None:
 
 @pytest.mark.real
 def test_an_environment_that_cannot_be_loaded_is_one_line(tiny_model: Path) -> None:
-    done = env_check(tiny_model, "--set", "roles.environment.args={low: 1, hihg: 10}")
+    overrides = (f"model.path={tiny_model}", "roles.environment.args={low: 1, hihg: 10}")
+    done = run_command("env", "check", str(SPEC), *(part for override in overrides for part in ("--set", override)))
     assert done.returncode == 2 and done.stdout == ""
     assert "hihg" in done.stderr and "Traceback" not in done.stderr
 
@@ -47,7 +49,6 @@ def test_an_environment_that_cannot_be_loaded_is_one_line(tiny_model: Path) -> N
 @pytest.mark.real
 def test_a_spec_without_an_environment_has_nothing_to_check(tiny_model: Path) -> None:
     spec = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
-    command = [sys.executable, "-m", "troupe", "env", "check", str(spec), "--set", f"model.path={tiny_model}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = run_command("env", "check", str(spec), "--set", f"model.path={tiny_model}")
     assert done.returncode == 2
     assert done.stderr.strip().splitlines() == [f"error: {spec}: there is no roles.environment to check"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.real.ranks import rank_context
 from troupe.workers.contract.config import (
     AdvantageConfig,
     ModelConfig,
@@ -53,7 +53,7 @@ def test_generation_settings_are_carried_as_they_are(tmp_path: Path, tiny_model:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     (model / "generation_config.json").write_text(text)
-    process = multiprocessing.get_context("spawn").Process(target=_try_and_export, args=(str(model), str(tmp_path)))
+    process = rank_context().Process(target=_try_and_export, args=(str(model), str(tmp_path)))
     process.start()
     process.join(300)
     assert process.exitcode == 0

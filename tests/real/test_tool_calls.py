@@ -85,6 +85,16 @@ def test_a_parser_that_reads_no_text_is_refused(tokenizer: PreTrainedTokenizerBa
         tool_parser(parser, tokenizer)
 
 
+def test_a_turn_is_read_without_the_whole_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than the rest, and a parser is created for every turn."""
+    parse, read = tool_parser("qwen3_coder", tokenizer), []
+    monkeypatch.setattr(type(tokenizer), "get_vocab", lambda self: read.append(self) or {})
+    assert parse is not None and len(parse(_XML, [PYTHON])[1]) == 1
+    assert read == []
+
+
 def test_every_parser_reads_whatever_a_policy_writes(tokenizer: PreTrainedTokenizerBase) -> None:
     """What a parser raises is a malformed call; nothing else leaves it."""
     from vllm.tool_parsers import ToolParserManager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import time
@@ -26,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.real.models import save_llama
 from tests.real.poison import poisoned
+from tests.real.ranks import rank_context
 from tests.workers.models.test_token_batch import train_table
 from troupe.workers.algorithms.policy_loss import PolicyTokens, policy_loss, token_weights
 from troupe.workers.contract.config import (
@@ -59,14 +59,14 @@ CHANGED = [(0, "float32"), (1, "bfloat16"), (3, "float32")]
 POISONED = [(0, "float32"), (1, "float32"), (2, "bfloat16"), (3, "bfloat16")]
 """Cases in which the files of a checkpoint contain code."""
 ONE_BATCH = [[tuple(range(6))]]
-MANY_BATCHES = [[(3, 0), (), (5,), (1, 2, 4)]]
-TWO_RANKS = [[(0, 1), (4, 5), (2,)], [(), (3,), ()]]
+MANY_BATCHES = [[(3, 0), (), (5, 1, 2, 4)]]
+TWO_RANKS = [[(0, 1), (4, 5, 2)], [(), (3,)]]
 LOSS_TOKENS, SEQUENCES = 21, 7
 EMA_DECAY = 0.75
 TIMEOUT_S = 600.0
 PIECES = ([11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34])
 TEXT_TOKENS = 8
-TEXT_LAYOUT = {1: [((0,), (), (2, 1))], 2: [((0, 1), ()), ((), (2,))]}
+TEXT_LAYOUT = {1: [((0,), (2, 1))], 2: [((0, 1), ()), ((), (2,))]}
 """Micro-batches of text pieces by world size and rank."""
 PTX_COEF = 0.5
 UPDATES = 3
@@ -499,7 +499,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def groups(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Path]]:
     """Output folders of the two process groups, by world size."""
     folders: dict[int, Path] = {}
-    context = multiprocessing.get_context("spawn")
+    context = rank_context()
     started: dict[int, list[Any]] = {}
     address_queues: dict[
         int, Any

@@ -7,7 +7,6 @@ resident memory also depends on how the C allocator splits memory, and differs b
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import traceback
 from itertools import accumulate
@@ -20,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.real.models import save_llama
+from tests.real.ranks import rank_context
 from tests.workers.models.test_token_batch import train_table
 from troupe.orchestrator.training.micro_batches import plan_update
 from troupe.workers.contract.config import (
@@ -38,9 +38,10 @@ from troupe.workers.policy import PolicyWorker
 PROMPT, GROUP = 64, 8
 RESPONSE = 64
 """Response tokens where the number of groups varies."""
-GROUPS = (16, 64)
+GROUPS = (2, 8)
 LAYOUTS = ("padded", "packed", "shared")
-BUDGET = 4096
+BUDGET = 1024
+"""Tokens of one micro-batch: a group."""
 SHORT, LONG = 192, 768
 """Response tokens where the length varies, by a factor of four."""
 SHORT_BUDGET = GROUP * (PROMPT + SHORT)
@@ -153,6 +154,7 @@ def peaks_by_length(model: str, traces: Path) -> dict[str, Any]:
 
 def rank_main(model: str, out: Path) -> None:
     """Entry of the measured process."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
     try:
         worker = PolicyWorker(config(model, BUDGET), "policy-0")
         address, port = worker.rendezvous()
@@ -177,8 +179,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def found(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("memory")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(out / "compiled")
-    process = multiprocessing.get_context("spawn").Process(target=rank_main, args=(model, out), daemon=True)
+    process = rank_context().Process(target=rank_main, args=(model, out), daemon=True)
     process.start()
     process.join(TIMEOUT_S)
     if process.is_alive():

@@ -85,6 +85,14 @@ def test_init_validate_plan_run_and_export_in_an_empty_folder(user: User, tiny_m
     assert {path.name for path in user.folder.iterdir()} == {"run.yaml", "runs", "trained"}
 
 
+def test_a_shipped_example_is_copied_with_its_data(user: User) -> None:
+    copied = user.types("troupe", "init", "--from", "tiny-dpo", "--output", "dpo.yaml")
+    assert copied == "wrote dpo.yaml; next: troupe validate dpo.yaml\n"
+    assert str(user.environment) in (user.folder / "dpo.yaml").read_text(), "the data are those of the wheel"
+    assert "data.train: 48 rows" in user.types("troupe", "validate", "dpo.yaml")
+
+
+@pytest.mark.long
 def test_the_demo_trains_a_shipped_example_on_shipped_data_and_resumes(user: User) -> None:
     command = ("demo", "--spec", "tiny-dpo", "--steps", "1")
     first = user.types("troupe", *command)
@@ -92,6 +100,3 @@ def test_the_demo_trains_a_shipped_example_on_shipped_data_and_resumes(user: Use
     run = user.folder / "runs" / "tiny-dpo"
     assert str(user.environment) in (run / "spec.yaml").read_text(), "the data are those of the wheel"
     assert "already complete in runs/tiny-dpo" in user.types("troupe", *command)
-    copied = user.types("troupe", "init", "--from", "tiny-dpo", "--output", "dpo.yaml")
-    assert copied == "wrote dpo.yaml; next: troupe validate dpo.yaml\n"
-    assert "data.train: 48 rows" in user.types("troupe", "validate", "dpo.yaml")

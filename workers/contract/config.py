@@ -199,7 +199,12 @@ class TrainerConfig(OptimizerConfig):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory for about a third more compute."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
-    """Maximum number of tokens, padding included, in one forward pass of one worker."""
+    """Maximum number of tokens, padding included, in one forward pass of one worker, or of the workers that share it
+    (`sequence_parallel_size`)."""
+    sequence_parallel_size: int = Field(default=1, ge=1)
+    """Workers that share each micro-batch: every one runs the model on a part of the tokens and, in attention, on all
+    of them with a part of the heads (Ulysses). Activations are divided by it, for contexts that one worker cannot hold.
+    It must divide `workers` and the model's attention heads, and needs `packing`. 1: no worker shares a micro-batch."""
     packing: bool = True
     """Concatenate the sequences of a micro-batch into one row, without padding, where the model takes that; the result
     is the same to float tolerance. False: pad them to one length."""
@@ -208,6 +213,11 @@ class TrainerConfig(OptimizerConfig):
     ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Keep an exponential moving average of the weights: after every update, average = ema_decay * average +
     (1 - ema_decay) * weights. Every checkpoint stores it as a second model (`troupe export --average`). 0: off."""
+
+    @property
+    def worker_tokens(self) -> int:
+        """Maximum number of tokens of a micro-batch that one worker runs the model on."""
+        return -(-self.micro_batch_tokens // self.sequence_parallel_size)
 
     def stage_for(self, ranks: int, float32: bool) -> Literal[0, 1, 2, 3]:
         """The ZeRO stage to use for a group of `ranks` ranks.
@@ -221,35 +231,6 @@ class TrainerConfig(OptimizerConfig):
         """
         alone = ranks == 1 and float32 and not self.offload_optimizer
         return 0 if alone and self.zero_stage < 3 else self.zero_stage
-
-
-ENVIRONMENT_REWARD = "environment"
-"""Name of the reward component that the environment gives, the sum over an episode's turns."""
-
-JUDGE_REWARD = "judge"
-"""Name of the reward component that a language model gives."""
-
-REWARD_FUNCTIONS = (
-    ENVIRONMENT_REWARD,
-    JUDGE_REWARD,
-    "exact_match",
-    "last_number",
-    "numeric",
-    "regex",
-    "length",
-    "overlong",
-    "reasoning_gym",
-    "letter_share",
-    "equations",
-    "python_tests",
-)
-"""Names of the built-in reward functions; each but `environment` is implemented in `workers/rewards/`."""
-
-STEP_FUNCTIONS = (ENVIRONMENT_REWARD, "letter_share", "equations")
-"""Built-in reward functions that can return process rewards."""
-
-RIGHT_OR_WRONG = ("exact_match", "last_number", "numeric", "regex", "reasoning_gym", "python_tests")
-"""Built-in reward functions whose value is 1 where the response is right, and less where it is not."""
 
 
 class RewardFunctionConfig(Frozen):

@@ -7,9 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import ValidationError
-
-from troupe.workers.contract.config import StructuredConfig, first_problem
 from troupe.workers.contract.valid_text import valid_json, valid_text
 
 Message = dict[str, Any]
@@ -195,6 +192,11 @@ def read_form(form: Any) -> dict[str, Any] | None:
     """The form of a turn; None: any text. Raises ValueError for something else."""
     if form is None:
         return None
+    # Not at the import of this module: an environment's process starts in a third of the time without pydantic.
+    from pydantic import ValidationError
+
+    from troupe.workers.contract.config import StructuredConfig, first_problem
+
     try:
         return valid_json(StructuredConfig.model_validate(form).model_dump(exclude_none=True))
     except ValidationError as error:

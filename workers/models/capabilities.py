@@ -16,8 +16,10 @@ import pyarrow as pa
 import torch
 
 from troupe.workers.contract.config import Device
+from troupe.workers.models import sequence_parallel
 from troupe.workers.models.modeling import ModelModule, evaluating
 from troupe.workers.models.packed_attention import install, kernel_is_exact, uninstall
+from troupe.workers.models.sequence_parallel import SequenceGroup
 from troupe.workers.models.token_batch import TokenBatch, TokenTable
 
 if TYPE_CHECKING:
@@ -44,7 +46,13 @@ def _samples() -> TokenTable:
     return TokenTable(pa.table(columns | {"loss_mask": [[True] * len(response) for *_, response in rows]}))
 
 
-def adapt(module: ModelModule, model: PreTrainedModel, device: Device, packing: bool) -> bool:
+def adapt(
+    module: ModelModule,
+    model: PreTrainedModel,
+    device: Device,
+    packing: bool,
+    sequence: SequenceGroup | None = None,
+) -> bool:
     """Make the model as fast as its results allow, and return whether it packs: takes several sequences in one row.
 
     A model that packs gets the attention of `packed_attention`. Another one gets no mask of the padding where its
@@ -55,9 +63,21 @@ def adapt(module: ModelModule, model: PreTrainedModel, device: Device, packing: 
         model: The model inside it.
         device: Where it will run.
         packing: Whether it may pack.
+        sequence: The workers that share each micro-batch; it then packs. Collective over them.
+
+    Raises:
+        ValueError: the workers cannot share a micro-batch, because the model does not pack, or depends on other tokens
+            elsewhere than in attention.
     """
     if packing and takes_segments(model, device):
+        if sequence is not None:
+            _share_rows(module, model, device, sequence)
         return True
+    if sequence is not None:
+        raise ValueError(
+            f"{type(model).__name__} takes no packed rows: its attention is limited to windows or chunks, caps logits, "
+            "has sinks, or is of another kind; set sequence_parallel_size: 1"
+        )
     module.masks_padding = not _ignores_padding(model)
     return False
 
@@ -77,6 +97,25 @@ def takes_segments(model: PreTrainedModel, device: Device) -> bool:
     if not isolates:
         uninstall(model)
     return isolates
+
+
+def _share_rows(module: ModelModule, model: PreTrainedModel, device: Device, sequence: SequenceGroup) -> None:
+    """Divide packed rows among the workers of a group; tested by running the model, if it is on its device."""
+    sequence_parallel.install(model, sequence)
+    module.sequence = sequence
+    if model.device.type != device:
+        return
+    apart, row = (batch.to(model.device) for batch in (_samples().batch(range(3)), _samples().packed_batch(range(3))))
+    expected = _states(model, apart, apart.attention_mask)
+    with evaluating(module), torch.no_grad():
+        own, states = module.states(row.input_ids, row.attention_mask, row.position_ids)
+        at = own.find(row.positions)
+        found = at.gather(states[at.local])
+    if not _near(model, found, expected):
+        raise ValueError(
+            f"{type(model).__name__} computes other states where a row is divided among {sequence.size} workers; set "
+            "sequence_parallel_size: 1"
+        )
 
 
 def _head_size(model: PreTrainedModel) -> int:

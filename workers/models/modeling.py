@@ -22,6 +22,7 @@ from troupe.workers.contract.messages import RankPlan
 from troupe.workers.models.attention import choose_attention
 from troupe.workers.models.cpu import use_onednn
 from troupe.workers.models.heads import Float32Head, Float32Logits
+from troupe.workers.models.sequence_parallel import OwnTokens, SequenceGroup, divide
 from troupe.workers.models.token_batch import TokenBatch, TokenTable, is_table, score_table
 
 if TYPE_CHECKING:
@@ -145,6 +146,8 @@ class ModelModule(nn.Module):
     model: PreTrainedModel
     masks_padding = True
     """Whether the model gets the mask of a padded batch; `capabilities.adapt` finds out whether it needs it."""
+    sequence: SequenceGroup | None = None
+    """The workers that share each micro-batch; None: this one runs all its tokens."""
 
     def train(self, mode: bool = True) -> Self:
         """Put the module in training mode, and of its model the layers with gradient checkpointing."""
@@ -165,6 +168,19 @@ class ModelModule(nn.Module):
             attention_mask = None
         arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
         return arguments if position_ids is None else arguments | {"position_ids": position_ids}
+
+    def hidden(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Last hidden states of the backbone [B, L, hidden size]."""
+        return self.model.base_model(**self.inputs(input_ids, attention_mask, position_ids)).last_hidden_state
+
+    def states(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> tuple[OwnTokens, torch.Tensor]:
+        """The tokens of a micro-batch that this worker runs, and their last hidden states [tokens, hidden size]."""
+        own = divide(self.sequence, input_ids, attention_mask, position_ids)
+        return own, self.hidden(own.input_ids, own.attention_mask, own.position_ids).flatten(0, 1)
 
 
 class CausalLogprobs(ModelModule):
@@ -203,11 +219,15 @@ class CausalLogprobs(ModelModule):
         `temperature` overrides that of the module.
         """
         temperature = temperature or self.temperature
-        if not self.split_head:
-            logits = self._full_logits(input_ids, attention_mask, positions, position_ids)
-            return self._measure(logits, targets, temperature)
-        hidden = self.hidden(input_ids, attention_mask, position_ids)
-        return self.of_hidden(hidden.flatten(0, 1)[positions], targets, temperature)
+        if self.split_head:
+            own, hidden = self.states(input_ids, attention_mask, position_ids)
+            at = own.find(positions)
+            logprobs, entropies = self.of_hidden(hidden[at.local], targets[at.chosen], temperature)
+        else:
+            own, logits = self._full_logits(input_ids, attention_mask, position_ids)
+            at = own.find(positions)
+            logprobs, entropies = self._measure(logits[at.local], targets[at.chosen], temperature)
+        return at.gather(logprobs), at.gather(entropies)
 
     def of_hidden(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
@@ -219,12 +239,6 @@ class CausalLogprobs(ModelModule):
         else:
             results = [self._head(*part, temperature) for part in parts]
         return torch.cat([logprobs for logprobs, _ in results]), torch.cat([entropies for _, entropies in results])
-
-    def hidden(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Last hidden states of the backbone [B, L, hidden size]."""
-        return self.model.base_model(**self.inputs(input_ids, attention_mask, position_ids)).last_hidden_state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The model's logits [..., vocabulary] of hidden states, before the temperature."""
@@ -251,19 +265,22 @@ class CausalLogprobs(ModelModule):
         """
         with torch.no_grad():
             if self.split_head:
-                logits = self.logits(self.hidden(input_ids, attention_mask, position_ids).flatten(0, 1)[positions])
+                own, hidden = self.states(input_ids, attention_mask, position_ids)
+                at = own.find(positions)
+                logits = self.logits(hidden[at.local])
             else:
-                logits = self._full_logits(input_ids, attention_mask, positions, position_ids)
-            return torch.log_softmax(logits.float() / self.temperature, -1)
+                own, every = self._full_logits(input_ids, attention_mask, position_ids)
+                at = own.find(positions)
+                logits = every[at.local]
+            return at.gather(torch.log_softmax(logits.float() / self.temperature, -1))
 
     def _full_logits(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        positions: torch.Tensor,
-        position_ids: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return self.model(**self.inputs(input_ids, attention_mask, position_ids)).logits.flatten(0, 1)[positions]
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> tuple[OwnTokens, torch.Tensor]:
+        """Like `states`, with the model's own logits."""
+        own = divide(self.sequence, input_ids, attention_mask, position_ids)
+        arguments = self.inputs(own.input_ids, own.attention_mask, own.position_ids)
+        return own, self.model(**arguments).logits.flatten(0, 1)
 
     def _head(
         self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float
@@ -324,8 +341,9 @@ class TokenValues(ModelModule):
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """float32 [T]. `targets` is unused: the value of a state does not depend on the token sampled in it."""
-        hidden = self.model.base_model(**self.inputs(input_ids, attention_mask, position_ids)).last_hidden_state
-        return self.model.get_submodule("score")(hidden.flatten(0, 1)[positions])[:, 0]
+        own, hidden = self.states(input_ids, attention_mask, position_ids)
+        at = own.find(positions)
+        return at.gather(self.model.get_submodule("score")(hidden[at.local])[:, 0])
 
 
 class RewardScores(ModelModule):
@@ -352,14 +370,15 @@ class RewardScores(ModelModule):
         `read_at`: int64 [N], the tokens whose scores are returned, as indices into the flattened tokens; none of them
         by default. The other arguments are the fields of a `TokenBatch`.
         """
-        hidden = self.model.base_model(**self.inputs(input_ids, attention_mask, position_ids)).last_hidden_state
-        places = last if read_at is None else torch.cat([last, read_at])
-        values = self.model.get_submodule("score")(hidden.flatten(0, 1)[places])[:, 0]
+        own, hidden = self.states(input_ids, attention_mask, position_ids)
+        read = own.find(last if read_at is None else torch.cat([last, read_at]))
+        values = read.gather(self.model.get_submodule("score")(hidden[read.local])[:, 0])
         scores, token_scores = values[: len(last)], values[len(last) :]
         if self.language is None:
             return scores, token_scores, None
-        logprobs, _ = self.language.of_hidden(hidden.flatten(0, 1)[positions], targets, self.language.temperature)
-        return scores, token_scores, logprobs
+        at = own.find(positions)
+        logprobs, _ = self.language.of_hidden(hidden[at.local], targets[at.chosen], self.language.temperature)
+        return scores, token_scores, at.gather(logprobs)
 
 
 def share_backbone(model: PreTrainedModel, config: ModelConfig, chunks: int) -> CausalLogprobs:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from troupe.workers.contract import naming
-from troupe.workers.contract.config import ENVIRONMENT_REWARD, JUDGE_REWARD
-from troupe.workers.rewards.judge_rubric import JudgeError, read_args
+from troupe.workers.contract.reward_names import ENVIRONMENT_REWARD, JUDGE_REWARD
 from troupe.workers.rewards.signatures import SignatureProblem, adapted
 
 SHIPPED = {
@@ -120,6 +119,9 @@ def find_problems(functions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
 
 
 def _judge_problem(args: Mapping[str, Any]) -> tuple[str, str]:
+    # Not at the import of this module: a reward function's process starts in a third of the time without pydantic.
+    from troupe.workers.rewards.judge_rubric import JudgeError, read_args
+
     try:
         read_args(args)
     except JudgeError as error:

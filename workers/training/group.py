@@ -11,13 +11,14 @@ import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from types import ModuleType
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: it is documented
 
 from troupe.workers.contract.config import Device, Rendezvous
+from troupe.workers.models.sequence_parallel import SequenceGroup
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longest wait of one rank for another; a collective that takes longer fails."""
@@ -61,6 +62,21 @@ def join_group(rendezvous: Rendezvous, device: Device, store: TCPStore | None = 
         timeout=COLLECTIVE_TIMEOUT,
     )
     import_deepspeed().init_distributed(dist_backend=dist.get_backend(), timeout=COLLECTIVE_TIMEOUT)
+
+
+def sequence_group(size: int) -> SequenceGroup | None:
+    """The `size` adjacent ranks, among them this one, that share each micro-batch; None for one. Collective.
+
+    Raises:
+        ValueError: the number of ranks is no multiple of `size`.
+    """
+    if size == 1:
+        return None
+    ranks = dist.get_world_size()
+    if ranks % size:
+        raise ValueError(f"sequence_parallel_size {size} does not divide the {ranks} workers")
+    group, _ = dist.new_subgroups(group_size=size, timeout=COLLECTIVE_TIMEOUT)
+    return SequenceGroup(cast(dist.ProcessGroup, group), size, dist.get_rank() % size)
 
 
 def leave_group() -> None:

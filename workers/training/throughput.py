@@ -40,12 +40,13 @@ class UpdateMeter:
         self._module = module
         self._device: Device = device
         self._began = time.perf_counter()
-        self._tokens = self._padding = 0
+        self._tokens = self._padding = 0.0
 
     def note(self, batch: TokenBatch) -> None:
-        """Count a micro-batch."""
-        self._tokens += batch.input_ids.numel()
-        self._padding += batch.padding
+        """Count this worker's part of a micro-batch."""
+        sharing = 1 if self._module.sequence is None else self._module.sequence.size
+        self._tokens += batch.input_ids.numel() / sharing
+        self._padding += batch.padding / sharing
 
     def metrics(self) -> dict[str, float]:
         """`padding`, `tokens_per_s` of one worker and, where the device's peak is known, `mfu`. Collective.

@@ -18,26 +18,41 @@ SCRIPTS = (
     *("dom.js", "colors.js", "chart.js", "verdicts.js", "curves.js", "timeline.js", "tokens.js", "list.js"),
     *("samples.js", "tables.js", "main.js"),
 )
-"""The page's code, in the order in which it is joined."""
+"""Code of the report, in the order in which it is joined."""
+BENCH_SCRIPTS = ("dom.js", "colors.js", "chart.js", "bench.js")
+"""Code of the page of a benchmark."""
 _ASSETS = files("troupe.orchestrator.reporting.html") / "assets"
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 """Within JSON these characters stand in strings only. Escaped, no text of a model can end the block that holds it."""
 
 
 def render(data: dict[str, Any], live: bool = False) -> str:
-    """The page as text.
+    """The report as text.
 
     Args:
         data: What it shows.
         live: Whether it asks the server it came from for more; otherwise no connection is allowed at all.
     """
-    script, style = _script(), _asset("report.css")
+    names = " | ".join(run["name"] for run in data["runs"]) or "Troupe"
+    return render_page(data | {"live": live}, title=f"{names} - Troupe report", scripts=SCRIPTS, connects=live)
+
+
+def render_page(data: dict[str, Any], title: str, scripts: tuple[str, ...], *, connects: bool = False) -> str:
+    """A page as text.
+
+    Args:
+        data: What it shows.
+        title: Its title.
+        scripts: Its code.
+        connects: Whether it may ask the server it came from for more.
+    """
+    script, style = _script(scripts), _asset("report.css")
     policy = {
         "default-src": "'none'",
         "script-src": _hash(script),
         "style-src": _hash(style),
         "img-src": "data:",
-        "connect-src": "'self'" if live else "'none'",
+        "connect-src": "'self'" if connects else "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",
     }
@@ -45,11 +60,11 @@ def render(data: dict[str, Any], live: bool = False) -> str:
         _asset("report.html.j2")
     )
     return template.render(
-        title=" | ".join(run["name"] for run in data["runs"]) or "Troupe",
+        title=title,
         policy="; ".join(f"{name} {value}" for name, value in policy.items()),
         style=Markup(style),  # noqa: S704: a file of this package
         script=Markup(script),  # noqa: S704: a file of this package
-        data=Markup(as_json(data | {"live": live})),  # noqa: S704: escaped by as_json
+        data=Markup(as_json(data)),  # noqa: S704: escaped by as_json
     )
 
 
@@ -68,8 +83,8 @@ def _asset(name: str) -> str:
 
 
 @cache
-def _script() -> str:
-    return "'use strict';\n(() => {\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
+def _script(scripts: tuple[str, ...]) -> str:
+    return "'use strict';\n(() => {\n" + "\n".join(_asset(name) for name in scripts) + "\n})();\n"
 
 
 def _hash(text: str) -> str:

@@ -144,6 +144,30 @@ def test_a_tensor_parallel_size_that_does_not_divide_the_model_is_reported_with_
     )
 
 
+def test_a_context_too_long_for_one_gpu_is_shared_by_several() -> None:
+    """Neither checkpointing nor ZeRO helps any more, and a micro-batch must hold the longest sequence."""
+    longest = ("roles.rollout.max_model_len=131072", "roles.policy.micro_batch_tokens=131072")
+    node = ("roles.policy.workers=4", "roles.policy.zero_stage=3", "roles.policy.gradient_checkpointing=true")
+    found = planned(replace(SEVEN_B, kv_heads=2), "1x8xH100", 0, *longest, *node)
+    assert found.misfit.startswith("policy-0 needs ")
+    sizes = [dict(remedy.changes).get("roles.policy.sequence_parallel_size") for remedy in found.remedies]
+    assert any(sizes)
+
+
+def test_a_sequence_parallel_size_that_does_not_fit_the_model_is_reported_with_those_that_do() -> None:
+    shared = ("roles.policy.workers=8", "roles.rollout.workers=1", "roles.policy.sequence_parallel_size=8")
+    found = planned(SEVEN_B, "2x8xH100", 0, *shared)
+    assert found.misfit == (
+        "roles.policy.sequence_parallel_size: 8 does not divide the model's 28 attention heads: "
+        "lower roles.policy.sequence_parallel_size to 4"
+    )
+    windows = planned(replace(SEVEN_B, heads=32, window=4096, windowed=14), "2x8xH100", 0, *shared)
+    assert windows.misfit == (
+        "roles.policy.sequence_parallel_size: 8 needs a model without sliding windows: "
+        "lower roles.policy.sequence_parallel_size to 1"
+    )
+
+
 def test_nothing_is_proposed_where_nothing_helps() -> None:
     found = planned(replace(SEVEN_B, backbone=700_000_000_000), "1x8xT4", 0, "roles.rollout.workers=1")
     assert found.remedies == () and found.misfit.endswith("use larger GPUs or a smaller model")

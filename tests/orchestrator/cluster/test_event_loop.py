@@ -127,5 +127,16 @@ async def test_thresholds_are_restored_and_the_collecting_task_ends() -> None:
             assert gc.get_threshold() != before and gc.get_freeze_count()
             raise ValueError("not like this")
     await asyncio.sleep(0)
-    assert gc.get_threshold() == before and not gc.get_freeze_count()
+    assert gc.get_threshold() == before
     assert asyncio.all_tasks() == tasks
+
+
+@pytest.mark.parametrize("excluded", [False, True])
+async def test_objects_that_the_caller_excluded_from_collection_stay_excluded(excluded: bool) -> None:
+    gc.unfreeze()
+    if excluded:
+        gc.freeze()
+    async with rare_collections():
+        assert gc.get_freeze_count()
+    assert bool(gc.get_freeze_count()) == excluded
+    gc.freeze()

@@ -9,11 +9,24 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.probes import ask_here
 from troupe.orchestrator.data.prompt_check import PROMPTS, PromptCheck, check_prompts, classify
 from troupe.orchestrator.data.summary import read_pools
 from troupe.orchestrator.spec.base import PromptRoom
 from troupe.orchestrator.spec.stages import plan_runs, read_document
 from troupe.workers.data.prompt_probe import measure
+
+
+@pytest.fixture(autouse=True)
+def asked_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render in this process, but for the tests of the first replies and of the first failure."""
+    if "own_process" not in request.fixturenames:
+        monkeypatch.setattr("troupe.orchestrator.data.prompt_check.ask", ask_here)
+
+
+@pytest.fixture
+def own_process() -> None:
+    """Render in another process, as commands do."""
 
 
 @pytest.fixture
@@ -39,6 +52,7 @@ def check(model: Path, name: str, prompts: list[str], *overrides: str) -> Prompt
 LENGTHS = ("roles.rollout.max_model_len=128", "sampling.max_tokens=64")
 
 
+@pytest.mark.usefixtures("own_process")
 def test_prompts_with_room_are_not_mentioned(model: Path) -> None:
     assert check(model, "tiny-grpo", ["Say a.", "Say b."], *LENGTHS) == PromptCheck(refused={"train": 0})
 
@@ -89,6 +103,7 @@ def test_special_tokens_in_prompts_are_said_where_they_are_read_as_text(model: P
     assert check(model, "tiny-grpo", prompts, *LENGTHS, "model.allow_special=true").lines == ()
 
 
+@pytest.mark.usefixtures("own_process")
 def test_a_tokenizer_that_cannot_be_loaded_is_refused(model: Path) -> None:
     (model / "tokenizer.json").write_text("{")
     ((field, problem),) = check(model, "tiny-grpo", ["Say a."], *LENGTHS).problems

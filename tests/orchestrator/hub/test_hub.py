@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.forked_commands import Finished, run_command
 from tests.hub_server import HubServer
 from troupe.orchestrator.hub.resolve import NoFiles, choose_files
 from troupe.orchestrator.live.diff import compare
@@ -54,9 +55,10 @@ class Hub:
     server: HubServer
     home: Path
 
-    def run(self, *arguments: str, answer: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-        """Runs Python with these arguments."""
-        own = {
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables of a process that uses the hub."""
+        return {
             "HF_HUB_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "1",
             "HF_TOKEN": TOKEN,
@@ -64,20 +66,23 @@ class Hub:
             "HF_ENDPOINT": self.server.url,
             "PYTHONPATH": str(ROOT),
         }
+
+    def run(self, *arguments: str, answer: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs Python with these arguments."""
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=ROOT,
-            env=os.environ | own | env,
+            env=os.environ | self.env | env,
             input=answer,
             capture_output=True,
             text=True,
             timeout=120,
         )
 
-    def troupe(self, command: str, *overrides: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def troupe(self, command: str, *overrides: str, **env: str) -> Finished:
         """Runs a command on the tiny spec with its model on the hub."""
         sets = [part for one in ("model.path=acme/tiny", *overrides) for part in ("--set", one)]
-        return self.run("-m", "troupe", command, str(SPEC), *sets, **env)
+        return run_command(command, str(SPEC), *sets, env=self.env | env)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ prompt_tokens/cached prompt_tokens/mean repetition response_tokens/max response_
 return_mean return_std reward/last_number/mean reward/last_number/std reward/letter_share/mean reward/letter_share/std
 reward/mean reward/reward_model/mean reward/reward_model/std reward/std reward_model/accuracy
 reward_model/calibration_error reward_model/grad_norm reward_model/learning_rate reward_model/loss reward_model/margin
-reward_model/preference_loss reward_model/score reward_model/sequences reward_model/skipped_updates
+reward_model/preference_loss reward_model/score reward_model/sequences reward_model/skipped_updates rollout/tokens_per_s
 seconds/checkpoint seconds/evaluate seconds/generate seconds/prepare seconds/reward seconds/step seconds/sync
 seconds/update staleness/max staleness/mean step time tokens tokens_per_s truncated updates
 utilisation/checkpoint utilisation/evaluate utilisation/generate utilisation/prepare utilisation/sync

@@ -20,7 +20,7 @@ from .html.folders import RECORDED, write_run
 def server(tmp_path: Path) -> Iterator[WatchServer]:
     """A server of a run with three steps."""
     with WatchServer([write_run(tmp_path / "run", steps=3, tokens=0)], 0) as serving:
-        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
         yield serving
         serving.shutdown()
 

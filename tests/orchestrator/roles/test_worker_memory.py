@@ -175,9 +175,9 @@ def test_eager_attention_keeps_the_weights_of_all_pairs_of_tokens() -> None:
 
 def test_activations_by_hand() -> None:
     # float32: norms 2 * 8 * 12, attention 4 * 4 * 12 + 4 * 4 + 4 * 5, feed-forward 4 * 4 * 12.
-    assert layer_bytes(SMALL, 4, longest=5) == 192 + 192 + 16 + 20 + 192
+    assert layer_bytes(SMALL, 4, masked=5) == 192 + 192 + 16 + 20 + 192
     # bfloat16: norms 2 * 8 * 8, the rest half, but for float32 log-sums.
-    assert layer_bytes(SMALL, 2, longest=5) == 128 + 96 + 16 + 10 + 96
+    assert layer_bytes(SMALL, 2, masked=5) == 128 + 96 + 16 + 10 + 96
     at_work = 4 * (3 * 12 + 4 * 8)
     ends = 8 * 16
     assert activations(SMALL, 4, 10, 5, checkpointing=False) == 10 * (2 * 612 + ends + at_work)
@@ -220,6 +220,22 @@ def test_average_reference_and_kept_distributions() -> None:
     assert {p.name: p.bytes for p in sharded.parts}["average"] == WHOLE
 
 
+def test_ranks_that_share_their_rows_have_a_part_of_the_activations_and_all_kept_states() -> None:
+    """What is sent and received of the queries comes on top, twice."""
+    alone = replace(told(SEVEN_B, ranks=8, micro_batch_tokens=131_072), kept_states=16)
+    (gpu, _), (quarter, _) = (
+        training("policy-0", replace(alone, trainer=t))
+        for t in (
+            alone.trainer.model_copy(update={"sequence_parallel_size": 4}),
+            alone.trainer.model_copy(update={"micro_batch_tokens": 32_768}),
+        )
+    )
+    shared, plain = ({part.name: part.bytes for part in memory.parts} for memory in (gpu, quarter))
+    assert shared.pop("activations") - plain.pop("activations") == 2 * 2 * 32_768 * 28 * 128
+    assert shared.pop("kept") == 4 * plain.pop("kept")
+    assert shared == plain
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("gpu", [False, True])
@@ -234,7 +250,9 @@ def test_more_of_anything_never_needs_less(stage: int, checkpointing: bool, gpu:
             assert need(replace(base, size=larger)) >= need(base), item.name
     longer = base.trainer.model_copy(update={"micro_batch_tokens": 640})
     assert need(replace(base, trainer=longer)) > need(base)
-    assert need(replace(base, longest=8192)) > need(base)
+    assert need(replace(base, longest=8192)) == need(base), "packed rows have no mask"
+    padded = replace(base, trainer=base.trainer.model_copy(update={"packing": False}))
+    assert need(replace(padded, longest=8192)) > need(padded) > need(base)
     assert need(replace(base, dtype="float32")) > need(replace(base, dtype="bfloat16")) or stage == 0
     assert need(replace(base, ranks=4)) <= need(base)
 
@@ -305,8 +323,11 @@ def test_an_engine_on_a_gpu_takes_its_share_and_no_more() -> None:
 def test_scoring_needs_weights_and_one_layer() -> None:
     (memory,) = scoring("reference-0", Scoring(SMALL, "float32", tokens=10, longest=5, gpu=False, process=3))
     parts = {part.name: part.bytes for part in memory.parts}
-    # The residual twice; feed-forward 3 * 12, attention 4 * 12 and a row of the mask of 5.
-    assert parts == {"weights": 4 * WHOLE, "activations": 10 * (64 + 4 * (48 + 5)), "logits": 16 * 250, "process": 3}
+    # The residual twice; feed-forward 3 * 12, attention 4 * 12.
+    assert parts == {"weights": 4 * WHOLE, "activations": 10 * (64 + 4 * 48), "logits": 16 * 250, "process": 3}
+    windows = Scoring(replace(SMALL, windowed=1), "float32", tokens=10, longest=5, gpu=False)
+    (padded,) = scoring("reference-0", windows)
+    assert {part.name: part.bytes for part in padded.parts}["activations"] == 10 * (64 + 4 * (48 + 5))
 
 
 def test_a_batch_by_hand() -> None:

@@ -841,6 +841,22 @@ CPU_CASES = [
 
 GPU_CASES = [
     case(
+        "undivided_workers",
+        "11: roles.policy.sequence_parallel_size: 3 does not divide the role's 2 workers",
+        (
+            "    workers: 2\n    gpus: 1\n  critic",
+            "    workers: 2\n    gpus: 1\n    sequence_parallel_size: 3\n  critic",
+        ),
+    ),
+    case(
+        "shared_rows_without_packing",
+        "12: roles.policy.packing: must be true with sequence_parallel_size 2: it divides packed rows",
+        (
+            "    workers: 2\n    gpus: 1\n  critic",
+            "    workers: 2\n    gpus: 1\n    sequence_parallel_size: 2\n    packing: false\n  critic",
+        ),
+    ),
+    case(
         "offload_without_zero",
         "11: roles.policy.offload_optimizer: needs zero_stage 1, 2 or 3: without ZeRO nothing is offloaded",
         (

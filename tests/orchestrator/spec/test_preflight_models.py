@@ -19,6 +19,7 @@ from troupe.orchestrator.spec.preflight import (
     headless,
     quantized,
     smaller_vocabularies,
+    undivided_heads,
     undivided_models,
     unsupported_head_size,
     wrong_kinds,
@@ -154,6 +155,43 @@ def test_text_models_inside_others_are_divided_too(tmp_path: Path) -> None:
     models = {"model": ModelConfig(path=folder(tmp_path, gemma))}
     ((_, why),) = undivided_models(models, {"model": ("roles.rollout.tensor_parallel_size", 3)})
     assert why == "3 does not divide the model's 8 attention heads", "the family's default"
+
+
+LAYERS = ["full_attention", "linear_attention"]
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "size", "wrong"),
+    [
+        ("model", {}, 1, ""),
+        ("model", {"num_key_value_heads": 1}, 7, ""),  # KV heads are repeated
+        ("model", {}, 4, "4 does not divide the 14 attention heads of the model"),
+        ("roles.critic.model", {}, 4, "4 does not divide the 14 attention heads of roles.critic.model"),
+        ("model", {"layer_types": LAYERS}, 2, "must be 1: the model has layers with linear_attention, which"),
+        ("model", {"layer_types": LAYERS[:1]}, 2, ""),
+        ("model", {"attn_logit_softcapping": 50.0}, 2, "must be 1: the model has a cap on its attention logits, which"),
+        ("model", {"layer_types": LAYERS}, 1, ""),
+        ("another", {}, 4, ""),
+    ],
+)
+def test_a_sequence_parallel_size_must_divide_the_heads_of_attention_over_all_tokens(
+    tmp_path: Path, section: str, changes: dict[str, Any], size: int, wrong: str
+) -> None:
+    models = {section: ModelConfig(path=folder(tmp_path, HEADS | changes))}
+    shared = [(name, f"field of {name}", size) for name in ("model", "roles.critic.model")]
+    found = list(undivided_heads(models, shared))
+    assert [field for field, _ in found] == ([f"field of {section}"] if wrong else [])
+    assert all(why.startswith(wrong) for _, why in found)
+
+
+def test_every_model_that_shares_rows_is_checked(tmp_path: Path) -> None:
+    path = folder(tmp_path, CAUSAL | HEADS | {"head_dim": 64})
+    sizes = [f"roles.{role}.sequence_parallel_size=4" for role in ("policy", "critic")]
+    workers = [f"roles.{role}.workers=4" for role in ("policy", "critic")]
+    spec = planned("tiny-ppo", f"model.path={path}", *sizes, *workers)
+    refused = dict(spec.model_problems(spec.models()))
+    for role in ("policy", "critic"):
+        assert refused[f"roles.{role}.sequence_parallel_size"].startswith("4 does not divide the 14 attention heads of")
 
 
 def whole_model(tmp_path: Path, content: bytes) -> dict[str, ModelConfig]:

@@ -62,6 +62,7 @@ def test_a_model_of_the_users_own_with_the_same_name_is_never_replaced(
     assert [path.name for path in (tmp_path / demo.DEMO).iterdir()] == ["config.json"]
 
 
+@pytest.mark.long
 def test_a_model_is_made_as_it_always_was(tiny_model: Path, tmp_path: Path) -> None:
     """Bit for bit: recorded benchmarks and the expected values of tests are about these weights."""
     said: list[str] = []

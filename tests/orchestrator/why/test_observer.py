@@ -21,8 +21,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.faults.stalls import frozen, may_mount, own_disk
+from tests.forked_commands import run_command
 from tests.orchestrator.why.observed_run import Cluster
-from tests.real.commands import troupe_command
 from troupe.orchestrator.errors import WorkerDied
 from troupe.orchestrator.mailbox import Mailbox
 from troupe.orchestrator.reporting.console import Console
@@ -51,8 +51,7 @@ def observed(folder: Path, what: str) -> Iterator[psutil.Process]:
 
 def ask(folder: Path, *options: str) -> dict[str, Any]:
     """What `troupe why --json` prints."""
-    command = troupe_command("why", str(folder), "--json", *options)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = run_command("why", str(folder), "--json", *options, timeout_s=WAIT_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -136,8 +135,7 @@ def test_a_stage_that_has_ended_says_so_while_its_process_runs_the_next_one(tmp_
 
 
 def test_a_folder_without_a_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
-    command = troupe_command("why", str(tmp_path / "nothing"))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = run_command("why", str(tmp_path / "nothing"), timeout_s=WAIT_S)
     assert (done.returncode, "no such folder" in done.stderr) == (2, True)
 
 

@@ -167,8 +167,15 @@ CASES = [
 AGGREGATIONS = ["token_mean", "sequence_mean", "sequence_sum", "constant", "only_token_mean"]
 
 
+@cache
+def whole_gradients(config: str, moved: bool, parts: int) -> list[dict[Key, list[float]]]:
+    """Those of samples of one row each, by the configuration as JSON."""
+    algorithm = AlgorithmConfig.model_validate_json(config)
+    return gradients(algorithm, forked=False, moved=moved, layout=Layout(parts=parts))
+
+
 def compare(config: AlgorithmConfig, moved: bool, layout: Layout) -> None:
-    whole = gradients(config, forked=False, moved=moved, layout=Layout(parts=layout.parts))
+    whole = whole_gradients(config.model_dump_json(exclude_unset=True), moved, layout.parts)
     forked = gradients(config, forked=True, moved=moved, layout=layout)
     assert len(forked) == len(whole) == layout.parts
     for one, other in zip(forked, whole, strict=True):

@@ -9,9 +9,9 @@ from typing import Any
 
 import datasets
 import pytest
-from transformers import AutoTokenizer
 from trl.data_utils import apply_chat_template, extract_prompt, maybe_convert_to_chatml, maybe_extract_prompt
 
+from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.data.examples import ExamplePool, load_pool
 from troupe.orchestrator.data.prompts import DataError
 from troupe.orchestrator.spec.offline import OfflineSpec
@@ -64,7 +64,7 @@ def said(loaded: ExamplePool) -> list[tuple[Any, list[Any]]]:
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_model)
+    return new_tokenizer(tiny_model)
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:
@@ -213,7 +213,7 @@ def test_a_column_of_another_layout_is_named_where_the_spec_s_own_is_missing(
 def test_a_template_that_rewrites_earlier_turns_refuses_all_turns_and_not_the_last(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer = new_tokenizer(tiny_model)
     tokenizer.chat_template = MARKED.replace(
         "{{ message['content'] + '<|im_end|>' }}{% endgen",
         "{{ (message['content'] if loop.last else 'cut') + '<|im_end|>' }}{% endgen",
@@ -226,7 +226,7 @@ def test_a_template_that_rewrites_earlier_turns_refuses_all_turns_and_not_the_la
 
 
 def test_a_template_that_trims_keeps_the_conversation_together(tmp_path: Path, tiny_model: Path) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer = new_tokenizer(tiny_model)
     tokenizer.chat_template = MARKED.replace("message['content']", "(message['content'] | trim)")
     messages = [ASK, {"role": "assistant", "content": " It is blue.\n"}, AGAIN, BLACK]
     (made,) = tokenize(tokenizer, pool(tmp_path, [{"m": messages}], "sft", messages="m").table, ROOMY)[1].to_pylist()

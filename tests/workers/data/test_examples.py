@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.fakes import FakeTrainer, FaultyWorker
+from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.cluster.worker_group import ExampleGroup
 from troupe.orchestrator.data.examples import load_examples, load_pool
 from troupe.orchestrator.data.prompts import DataError
@@ -130,7 +131,7 @@ def test_held_out_examples_are_not_trained_on(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_model)
+    return new_tokenizer(tiny_model)
 
 
 def texts(tmp_path: Path, rows: list[dict[str, Any]], algorithm: str = "dpo", **columns: str) -> pa.Table:

@@ -10,12 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.workers.episodes.real_templates import REAL, tokenizer_of
+from tests.tokenizers import new_tokenizer
+from tests.workers.episodes.real_templates import REAL, real_tokenizer
 from troupe.workers.contract.config import ModelConfig
 from troupe.workers.contract.messages import TEXTS
 from troupe.workers.data.chat import encode_prompt
 from troupe.workers.data.examples import encode_turns
-from troupe.workers.data.plain_text import CUT, as_text, restored, sampled_text, special_tokens
+from troupe.workers.data.plain_text import ALLOW_SPECIAL, CUT, as_text, restored, sampled_text, special_tokens
 from troupe.workers.data.texts import cut_texts
 from troupe.workers.data.tokenizer import load_chat_tokenizer
 from troupe.workers.episodes.conversation import Conversation
@@ -27,7 +28,9 @@ ASK = [{"role": "user", "content": "What does the page say?"}]
 
 @pytest.fixture
 def tokenizer(tiny_model: Path) -> Any:
-    return load_chat_tokenizer(ModelConfig(path=str(tiny_model)))
+    tokenizer = new_tokenizer(tiny_model)
+    tokenizer.init_kwargs[ALLOW_SPECIAL] = False
+    return tokenizer
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
@@ -110,8 +113,8 @@ def test_tools_and_calls_are_text_too(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_no_text_becomes_a_special_token_on_published_templates(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    tokenizer, rng = tokenizer_of(REAL[name], tiny_model, tmp_path), random.Random(name)
+def test_no_text_becomes_a_special_token_on_published_templates(name: str, tiny_model: Path) -> None:
+    tokenizer, rng = real_tokenizer(name, tiny_model), random.Random(name)
     known = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     pieces = [*known, *(text[:-1] for text in known), "<", "|", "a", " ", "\n", CUT]
     plain = encode_prompt(tokenizer, json.dumps([{"role": "user", "content": "x"}]), 10_000)

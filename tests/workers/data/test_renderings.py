@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from transformers import AutoTokenizer
 
-from tests.workers.episodes.real_templates import REAL, tokenizer_of
+from tests.tokenizers import new_tokenizer
+from tests.workers.episodes.real_templates import REAL, real_tokenizer
 from troupe.workers.contract.offline_config import ExampleConfig
 from troupe.workers.contract.offline_messages import EXAMPLE_TEXTS
 from troupe.workers.data.chat import encode_prompt
@@ -38,7 +36,7 @@ ASK = [{"role": "user", "content": "2+2?"}]
 
 @pytest.fixture
 def tokenizer(tiny_model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_model)
+    return new_tokenizer(tiny_model)
 
 
 def rendered(tokenizer: Any, messages: list[dict[str, str]]) -> str:
@@ -92,11 +90,6 @@ def test_a_template_that_changes_the_response_is_refused(tokenizer: Any) -> None
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content | upper }} {% endfor %}"
     with pytest.raises(ExampleRefused, match="the chat template changes the text of the response"):
         encoded(tokenizer, [said("yes")])
-
-
-@cache
-def real_tokenizer(name: str, model: Path) -> Any:
-    return tokenizer_of(REAL[name], model, Path(mkdtemp()))
 
 
 TALKS = {

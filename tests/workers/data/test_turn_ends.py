@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
+from tests.tokenizers import new_tokenizer
 from troupe.workers.contract.config import EngineConfig, ModelConfig, RolloutConfig, SamplingConfig, StructuredConfig
 from troupe.workers.contract.messages import GroupRequest
 from troupe.workers.data.chat import encode_prompt
@@ -120,7 +121,7 @@ def test_a_stop_string_with_a_special_token_matches(tiny_model: Path, stop: str)
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer = new_tokenizer(tiny_model)
     fields: dict[str, Any] = dict.fromkeys(EngineCoreRequest.__struct_fields__)
     ids = tokenizer("some x<|im_start|>user text", add_special_tokens=False)["input_ids"]
     fields |= {"prompt_token_ids": ids[:1], "sampling_params": params(tiny_model, stop)}

@@ -138,6 +138,6 @@ FAULTS: dict[str, Any] = {
     "tool with a list": offers({"type": "function", "function": {"name": "add", "parameters": ["a"]}}),
     "tool with a number": offers({"type": "function", "function": {"name": "add", "description": 5}}),
     "nan": lambda message: Observation(reward=float("nan"), done=True),
-    "long": lambda message: Observation([{"role": "user", "content": "x" * 2**25}]),
+    "long": lambda message: Observation([{"role": "user", "content": "x" * 2**24}]),
     "close": lambda message: Observation(done=True),
 }

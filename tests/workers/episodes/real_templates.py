@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import trl
 
+from tests.tokenizers import new_tokenizer
 from tests.workers.episodes import templates
 
 _PUBLISHED = Path(trl.__file__).parent / "chat_templates"
@@ -119,11 +122,13 @@ REAL = {
 }
 
 
-def tokenizer_of(real: Real, smollm2: Path, folder: Path) -> Any:
-    """SmolLM2's tokenizer with the template and the special tokens, in a folder that names the ends."""
-    from transformers import AddedToken, AutoTokenizer
+@cache
+def real_tokenizer(name: str, smollm2: Path) -> Any:
+    """SmolLM2's tokenizer with a template of `REAL` and its special tokens, in a folder that names the ends."""
+    from transformers import AddedToken
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
+    real, folder = REAL[name], Path(mkdtemp())
+    tokenizer = new_tokenizer(smollm2)
     tokenizer.add_special_tokens({"eos_token": real.eos, "bos_token": "<bos>"})
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in (*real.special, *real.ends)])
     tokenizer.chat_template = real.text

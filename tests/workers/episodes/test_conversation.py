@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.tokenizers import new_tokenizer
 from tests.workers.episodes.templates import FAMILIES, Family
 from troupe.workers.data.tokenizer import PLAIN_TEMPLATE
 from troupe.workers.data.turn_ends import without_end
@@ -47,11 +48,9 @@ PIECES = (
 @cache
 def tokenizer_of(family: str) -> Any:
     """SmolLM2's tokenizer with the family's template and special tokens."""
-    from transformers import AutoTokenizer
-
     if not Path(SMOLLM2).is_dir():
         pytest.skip("needs SmolLM2: make models")
-    tokenizer: Any = AutoTokenizer.from_pretrained(SMOLLM2)
+    tokenizer = new_tokenizer(SMOLLM2)
     tokenizer.name_or_path = ""  # the families' tokens are in no model's embedding
     if family == "plain":
         tokenizer.chat_template = PLAIN_TEMPLATE

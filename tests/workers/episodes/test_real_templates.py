@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.workers.episodes.real_templates import REAL, tokenizer_of
+from tests.workers.episodes.real_templates import REAL, real_tokenizer
 from troupe.workers.data.turn_ends import turn_ends, without_end
 from troupe.workers.episodes.conversation import Conversation, ConversationError
 
@@ -22,11 +20,10 @@ END = "\u23f9"
 """Stands for every end of a turn."""
 
 
-@cache
 def tokenizer_named(name: str) -> Any:
     if not Path(SMOLLM2).is_dir():
         pytest.skip("needs SmolLM2: make models")
-    return tokenizer_of(REAL[name], SMOLLM2, Path(mkdtemp()))
+    return real_tokenizer(name, SMOLLM2)
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from tests.fakes import FakeTable
+from tests.tokenizers import new_tokenizer
 from troupe.orchestrator.rollouts.scoring import ScoredGroup
 from troupe.workers.algorithms.train_batch import prepare
 from troupe.workers.contract.config import AdvantageConfig, ModelConfig, RewardConfig, RewardFunctionConfig
@@ -298,7 +298,7 @@ def test_a_token_covers_what_its_bytes_cover(text: str, data: st.DataObject) -> 
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(tiny_model)
+    return new_tokenizer(tiny_model)
 
 
 def rollouts(tokenizer: Any, *responses: Sequence[str] | None) -> pa.Table:

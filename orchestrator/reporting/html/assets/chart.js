@@ -30,14 +30,15 @@ function range(series) {
   return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
 }
 
-// series: [{name, color, steps, values}]; marks: [{step, text}]; since: shade from this step on.
-function lineChart({ series, marks = [], since = null, until = null, level = '', height = 132, onStep = null }) {
+// series: [{name, color, steps, values}]; marks: [{step, text}]; since: shade from this step on; axis: what the steps
+// are; at: the steps that are labelled.
+function lineChart({ series, marks = [], since = null, until = null, level = '', height = 132, onStep = null, axis = 'step', at = null }) {
   const box = el('div', { class: 'chart', style: { height: `${height}px` } });
-  whenSeen(box, (width) => drawLines({ series, marks, since, until, level, width, height, onStep }));
+  whenSeen(box, (width) => drawLines({ series, marks, since, until, level, width, height, onStep, axis, at }));
   return box;
 }
 
-function drawLines({ series, marks, since, until, level, width, height, onStep }) {
+function drawLines({ series, marks, since, until, level, width, height, onStep, axis, at: labelled }) {
   const known = series.filter((one) => one.steps.length);
   const [low, high] = range(known);
   const from = Math.min(...known.map((one) => one.steps[0]));
@@ -56,15 +57,15 @@ function drawLines({ series, marks, since, until, level, width, height, onStep }
     root.append(svg('line', { class: 'grid', x1: edge.left, x2: width - edge.right, y1: y(at), y2: y(at) }));
     root.append(svg('text', { class: 'tick', x: edge.left - 6, y: y(at) + 3.5, 'text-anchor': 'end', text: short(at) }));
   }
-  for (const at of stepTicks(from, to, Math.max(2, width / 90))) {
-    root.append(svg('text', { class: 'tick', x: x(at), y: height - 6, 'text-anchor': 'middle', text: count(at) }));
+  for (const at of labelled ?? stepTicks(from, to, Math.max(2, width / 90))) {
+    root.append(svg('text', { class: 'tick', x: x(at), y: height - 6, 'text-anchor': 'middle', text: labelled ? short(at) : count(at) }));
   }
   for (const mark of marks) {
     if (mark.step < from || mark.step > to) continue;
     root.append(svg('line', { class: 'mark', x1: x(mark.step), x2: x(mark.step), y1: edge.top, y2: height - edge.bottom }, svg('title', { text: mark.text })));
   }
   for (const one of known) drawLine(root, one, x, y);
-  follow(root, known, { x, y, from, to, edge, width, height, onStep });
+  follow(root, known, { x, y, from, to, edge, width, height, onStep, axis });
   return root;
 }
 
@@ -88,7 +89,7 @@ function nearest(steps, wanted) {
   return low > 0 && wanted - steps[low - 1] < steps[low] - wanted ? low - 1 : low;
 }
 
-function follow(root, series, { x, y, from, to, edge, width, height, onStep }) {
+function follow(root, series, { x, y, from, to, edge, width, height, onStep, axis }) {
   const cross = svg('line', { class: 'cross', y1: edge.top, y2: height - edge.bottom, visibility: 'hidden' });
   const spots = series.map((one) => svg('circle', { class: 'spot', r: 3.5, visibility: 'hidden', style: { fill: one.color } }));
   root.append(cross, ...spots);
@@ -112,7 +113,7 @@ function follow(root, series, { x, y, from, to, edge, width, height, onStep }) {
     cross.setAttribute('x1', x(step));
     cross.setAttribute('x2', x(step));
     cross.setAttribute('visibility', 'visible');
-    tip([`step ${count(step)}${onStep ? ' (click: its samples)' : ''}`, ...lines], event);
+    tip([`${axis} ${axis === 'step' ? count(step) : short(step)}${onStep ? ' (click: its samples)' : ''}`, ...lines], event);
   });
   root.addEventListener('pointerleave', () => {
     for (const node of [cross, ...spots]) node.setAttribute('visibility', 'hidden');

@@ -209,7 +209,7 @@ def server(tmp_path: Path) -> Iterator[tuple[WatchServer, Path]]:
     """A server of a run with three of four steps."""
     run = write_run(tmp_path / "run", steps=3)
     with WatchServer([run], 0) as serving:
-        thread = threading.Thread(target=serving.serve_forever, daemon=True)
+        thread = threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield serving, run
         serving.shutdown()

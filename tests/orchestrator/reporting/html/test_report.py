@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from tests.probes import ask_here
 from troupe.orchestrator.cli import app
 from troupe.orchestrator.errors import UsageError
 from troupe.orchestrator.reporting.html.budget import fitting, spread
@@ -29,6 +30,18 @@ from troupe.orchestrator.telemetry.timeline import Span as Call
 from troupe.orchestrator.telemetry.timeline import timeline_table
 
 from .folders import GROUP, write_run
+
+
+@pytest.fixture(autouse=True)
+def asked_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load tokenizers in this process, but for one test."""
+    if "own_process" not in request.fixturenames:
+        monkeypatch.setattr("troupe.orchestrator.reporting.html.token_texts.ask", ask_here)
+
+
+@pytest.fixture
+def own_process() -> None:
+    """Load tokenizers in another process, as commands do."""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +78,7 @@ def test_a_hostile_name_of_a_run_is_escaped_in_the_title(tmp_path: Path) -> None
     assert "<script>x" not in render(page_data([RunFolder(folder)], Budget()))
 
 
+@pytest.mark.usefixtures("own_process")
 def test_tokens_come_back_from_their_one_byte_form(run: RunFolder) -> None:
     block = samples_data(run, 2**24)["blocks"][-1]
     table = run.samples(4)

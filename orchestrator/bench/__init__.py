@@ -1,0 +1,1 @@
+"""`troupe bench`: the rollouts of a spec, measured without training."""

@@ -1,0 +1,47 @@
+"""The results of a benchmark as plain data: for `--json` and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from troupe.orchestrator.bench.bounds import Bound, best_of, bound_of
+from troupe.orchestrator.bench.results import Result
+
+Json = dict[str, Any]
+
+
+def record_of(results: Sequence[Result], cores: int | None) -> Json:
+    """The whole benchmark.
+
+    Args:
+        results: Of every point, in order.
+        cores: CPU cores of the machine; None: a cluster, whose free resources are not known.
+    """
+    spec, best = results[0].point.spec, best_of(results)
+    return {
+        "name": spec.name,
+        "model": spec.model.path,
+        "device": spec.device,
+        "prompts": [result.point.spec.schedule.prompts_per_step for result in results],
+        "fields": list(results[0].point.settings),
+        "best": None if best is None else results.index(best),
+        "points": [_point(result, bound_of(result, results, cores)) for result in results],
+    }
+
+
+def _point(result: Result, bound: Bound | None) -> Json:
+    spec = result.point.spec
+    return {
+        "settings": dict(result.point.settings),
+        "label": result.point.label,
+        "workers": result.point.workers,
+        "group_size": spec.group_size,
+        "prompts": spec.schedule.prompts_per_step,
+        "measures": None if result.measures is None else asdict(result.measures),
+        "problem": result.problem,
+        "bound": None
+        if bound is None
+        else {"kind": bound.kind.value, "why": bound.why, "lines": list(bound.lines), "note": bound.note},
+    }

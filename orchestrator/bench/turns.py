@@ -1,0 +1,89 @@
+"""Sampling without training: turns through the scheduler, the engine pool and the engines of a run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from troupe.orchestrator.cluster.worker_group import TableRef
+from troupe.orchestrator.data.prompts import PromptPick, PromptPool, PromptSource
+from troupe.orchestrator.pools.engines import EnginePool
+from troupe.orchestrator.rollouts.scheduler import NextPrompt, RolloutScheduler
+from troupe.orchestrator.rollouts.scoring import RewardPool, ScoredGroup, Scorer
+from troupe.orchestrator.spec.rollout import RolloutSpec
+from troupe.orchestrator.training.ledger import Ledger
+from troupe.workers.contract.messages import GroupSummary, RewardSummary
+
+
+class Unscored(Scorer):
+    """A scorer that passes every finished group through with rewards of 0."""
+
+    def __init__(self) -> None:
+        super().__init__(RewardPool((), 1.0), ())
+
+    async def score(self, summary: GroupSummary, rollouts: TableRef, row: int) -> ScoredGroup:
+        """The group, with a reward of 0 for every sample."""
+        count = len(summary.samples)
+        rewards = RewardSummary(summary.prompt_uid, summary.attempt, ("ok",) * count, (0.0,) * count, {})
+        return ScoredGroup(summary, rewards, rollouts, None, (), row)
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """The groups of one turn."""
+
+    seconds: float
+    groups: Sequence[ScoredGroup]
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens that were sampled."""
+        return sum(sample.sampled_tokens for group in self.groups for sample in group.summary.samples)
+
+
+class SamplingTurns:
+    """Runs turns; a turn is the generation that a step of synchronous training would wait for."""
+
+    def __init__(self, spec: RolloutSpec, pool: EnginePool, next_prompt: NextPrompt, prompts: TableRef) -> None:
+        """Samples nothing yet.
+
+        Args:
+            spec: One step for each turn, without staleness (`measured_spec`).
+            pool: The engines.
+            next_prompt: The prompts of all turns, in order.
+            prompts: The table that they are rows of.
+        """
+        self._scheduler = RolloutScheduler(spec, pool, Unscored(), Ledger(), next_prompt, prompts)
+        self._turn = 0
+
+    async def run(self) -> SampledTurn:
+        """Samples the groups of the next turn. Raises TroupeError where they cannot be sampled."""
+        began = time.monotonic()
+        if self._turn == 0:
+            self._scheduler.start()
+        else:
+            self._scheduler.advance(self._turn)
+        self._turn += 1
+        groups = await self._scheduler.next_batch()
+        return SampledTurn(time.monotonic() - began, groups)
+
+    async def close(self) -> None:
+        """Cancels the groups in flight."""
+        await self._scheduler.close()
+
+
+class TurnPrompts:
+    """The prompts of every turn, in the order of a run."""
+
+    def __init__(self, pool: PromptPool, seed: int, turns: int, prompts: int) -> None:
+        source = PromptSource(pool, seed)
+        self.by_turn = [[source.next() for _ in range(prompts)] for _ in range(turns)]
+        """A prompt that an engine refuses is replaced by the next one, so that later turns may begin further on."""
+        planned = itertools.chain.from_iterable(self.by_turn)
+        self._next = itertools.chain(planned, iter(source.next, None))
+
+    def next(self) -> PromptPick:
+        """The next prompt."""
+        return next(self._next)

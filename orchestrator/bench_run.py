@@ -1,0 +1,199 @@
+"""`troupe bench`: starts the engines of a spec, without trainers, and measures every point of a sweep on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from troupe.orchestrator.bench.points import Point, launch_spec, launches, measured_spec
+from troupe.orchestrator.bench.results import Result, Turn, measures_of, with_efficiency
+from troupe.orchestrator.bench.turns import SamplingTurns, TurnPrompts
+from troupe.orchestrator.cluster.actor_class import actor_class
+from troupe.orchestrator.cluster.event_loop import gather_all
+from troupe.orchestrator.cluster.worker_group import TableRef, WorkerHandle
+from troupe.orchestrator.data.prompts import PromptPick, PromptPool, load_pool
+from troupe.orchestrator.errors import DoesNotFit, StopRequested, TroupeError, UsageError, WorkerError
+from troupe.orchestrator.hub.resolve import fetch
+from troupe.orchestrator.pools.workers import Workers
+from troupe.orchestrator.reporting.console import Console
+from troupe.orchestrator.rollouts.scheduler import sampling_seed
+from troupe.orchestrator.run import RunRequest, open_run
+from troupe.orchestrator.run_context import RunContext
+from troupe.orchestrator.run_pools import RunPools
+from troupe.orchestrator.training.batch import unless_stopped
+from troupe.workers.contract.measurements import EngineReading, MeasuredEngine
+from troupe.workers.contract.messages import GroupRequest
+
+_WORKER = "troupe.workers.measured_rollout:MeasuredRollout"
+_ROLES = frozenset({"rollout", "environment"})
+_METER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """What to measure."""
+
+    points: Sequence[Point]
+    turns: int
+    """Measured turns of each point."""
+    address: str | None
+    """Ray cluster to join; None: start one on this machine."""
+    baseline: bool
+    """Whether bare `AsyncLLM` samples the same prompts on the same engines, in turns that alternate with Troupe's."""
+
+
+def bench(request: BenchRequest, console: Console) -> list[Result]:
+    """Measures all points; one that cannot be measured has a problem in place of measures.
+
+    Raises:
+        TroupeError: No cluster, no data, or the user stopped the command.
+    """
+    if request.baseline and any(point.spec.roles.environment is not None for point in request.points):
+        raise UsageError("the baseline samples one response to a prompt, but the spec has roles.environment")
+    return asyncio.run(_bench(request, console))
+
+
+async def _bench(request: BenchRequest, console: Console) -> list[Result]:
+    pools = _prompt_pools(request.points, console)
+    found: dict[str, Result] = {}
+    waiting = launches(request.points)
+    while waiting:
+        points = waiting.pop(0)
+        measured = await _launch(request, points, pools, console)
+        found |= {_key(result.point): result for result in measured}
+        if left := [point for point in points if _key(point) not in found]:
+            waiting.insert(0, left)
+    return with_efficiency([found[_key(point)] for point in request.points])
+
+
+def _prompt_pools(points: Sequence[Point], console: Console) -> dict[str, PromptPool]:
+    """The training prompts by `_data_key`; sources that points share are read once. Raises DataError."""
+    pools: dict[str, PromptPool] = {}
+    for point in points:
+        if (key := _data_key(point)) not in pools:
+            spec = fetch(point.spec, console).spec
+            pools[key] = load_pool(spec.data.train, spec.failures.on_bad_row, plain=spec.model.plain)
+    return pools
+
+
+async def _launch(
+    request: BenchRequest, points: Sequence[Point], pools: Mapping[str, PromptPool], console: Console
+) -> list[Result]:
+    """Results of the points until one fails; at least one result. The others need other engines."""
+    spec = launch_spec(points)
+    local = fetch(spec, console)
+    engine_class = actor_class(_WORKER, MeasuredEngine, concurrent=True)
+    run = RunRequest(spec, Path(), False, request.address, {"rollout": engine_class})
+    results: list[Result] = []
+    warm = 0  # engines that have sampled: the first batch of an engine is slower
+    try:
+        async with open_run(run, local, console, _ROLES) as context:
+            for point in points:
+                prompts, warm_up = pools[_data_key(point)], point.workers > warm
+                bench = _PointBench(request, point, prompts, context, warm_up=warm_up)
+                console.message(f"measuring {point.label or point.spec.name}")
+                try:
+                    results.append(await unless_stopped(context.stop, bench.run()))
+                except StopRequested:
+                    raise
+                except TroupeError as error:
+                    results.append(Result(point, None, str(error)))
+                    break
+                warm = max(warm, point.workers)
+    except DoesNotFit as error:
+        most = [point for point in points if point.workers == spec.roles.rollout.workers]
+        results += [Result(point, None, str(error)) for point in most]
+    except WorkerError as error:  # an engine does not start, as with too little memory
+        measured = {_key(result.point) for result in results}
+        why = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        results += [Result(point, None, why) for point in points if _key(point) not in measured]
+    return results
+
+
+class _PointBench:
+    """Measures one point on engines that run."""
+
+    def __init__(
+        self, request: BenchRequest, point: Point, prompts: PromptPool, context: RunContext, *, warm_up: bool
+    ) -> None:
+        self._request = request
+        self._prompts = prompts
+        self._point = point
+        self._spec = point.spec
+        engines = context.workers.engines[: point.workers]
+        workers = Workers({**context.workers.by_role, "rollout": engines})
+        self._context = RunContext(context.cluster, context.launcher, workers, context.console, context.stop)
+        self._engines = engines
+        self._meters = [cast("WorkerHandle[MeasuredEngine]", engine.handle) for engine in engines]
+        self._unmeasured = int(warm_up)
+        """Turns before the first measured one."""
+
+    async def run(self) -> Result:
+        """The result of all turns. Raises TroupeError."""
+        turns = self._unmeasured + self._request.turns
+        spec = measured_spec(self._spec, turns)
+        picks = TurnPrompts(self._prompts, spec.seed, turns, spec.schedule.prompts_per_step)
+        pools = RunPools(spec, self._context)
+        table = self._context.cluster.put(self._prompts.table)
+        use = MeasuredEngine.use_sampling
+        await gather_all(meter.call(use, _METER_TIMEOUT_S, spec.sampling) for meter in self._meters)
+        sampling = SamplingTurns(spec, pools.engines, picks.next, table)
+        product: list[Turn] = []
+        bare: list[Turn] = []
+        try:
+            await pools.start()
+            for number in range(turns):
+                self._context.console.phase("measure", number, turns)
+                bare_first = self._request.baseline and number % 2 == 1
+                if bare_first:
+                    bare.append(await self._bare(picks.by_turn[number], table))
+                product.append(await self._product(sampling))
+                if self._request.baseline and not bare_first:
+                    bare.append(await self._bare(picks.by_turn[number], table))
+        finally:
+            await sampling.close()
+            await pools.close()
+        skip = self._unmeasured
+        return Result(self._point, measures_of(self._point, product[skip:], bare[skip:]))
+
+    async def _product(self, sampling: SamplingTurns) -> Turn:
+        await self._prepare()
+        turn = await sampling.run()
+        return Turn(turn.seconds, turn.response_tokens, tuple(await self._readings()))
+
+    async def _bare(self, picks: Sequence[PromptPick], prompts: TableRef) -> Turn:
+        """The same prompts and seeds, spread evenly over the engines; an engine gets all of its samples at once."""
+        await self._prepare()
+        size = self._spec.group_size
+        requests = [
+            GroupRequest(pick.prompt_uid, pick.row, 0, size, sampling_seed(self._spec.seed, pick.prompt_uid))
+            for pick in picks
+        ]
+        count, timeout_s = len(self._meters), self._spec.schedule.step_timeout_s
+        batches = await gather_all(
+            meter.call(MeasuredEngine.sample_bare, timeout_s, requests[number::count], prompts)
+            for number, meter in enumerate(self._meters)
+        )
+        return Turn(max(batch.seconds for batch in batches), sum(batch.response_tokens for batch in batches))
+
+    async def _prepare(self) -> None:
+        """Every turn begins with empty caches and meters."""
+        timeout_s = self._spec.schedule.generate_timeout_s
+        await gather_all(engine.reset_prefix_cache(timeout_s) for engine in self._engines)
+        await self._readings()
+
+    async def _readings(self) -> Sequence[EngineReading]:
+        """What every engine did since its last reading."""
+        return await gather_all(meter.call(MeasuredEngine.read_meter, _METER_TIMEOUT_S) for meter in self._meters)
+
+
+def _key(point: Point) -> str:
+    return repr(sorted(point.settings.items()))
+
+
+def _data_key(point: Point) -> str:
+    """Equal for points with the same prompts."""
+    return repr((point.spec.data.train, point.spec.failures.on_bad_row, point.spec.model.plain))

@@ -1,0 +1,142 @@
+"""Prints the results of `troupe bench`: one table, what bounds the points, and what to change."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from troupe.orchestrator.bench.bounds import best_of, bound_of
+from troupe.orchestrator.bench.results import Measures, Result
+
+_UNBOUNDED = 1000
+"""Width of output that goes to no terminal."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table; it is left out where no point has a value."""
+
+    title: str
+    text: Callable[[Measures], str]
+
+
+COLUMNS = (
+    Column("tok/s", lambda m: f"{m.tokens_per_s:.0f}"),
+    Column("± %", lambda m: _spread(m)),
+    Column("/engine", lambda m: f"{m.per_engine:.0f}"),
+    Column("/GPU", lambda m: "" if m.per_gpu is None else f"{m.per_gpu:.0f}"),
+    Column("scaling", lambda m: "" if m.efficiency is None else f"{m.efficiency:.0%}"),
+    Column("bare tok/s", lambda m: "" if m.bare_tokens_per_s is None else f"{m.bare_tokens_per_s:.0f}"),
+    Column("of bare", lambda m: "" if m.against_bare is None else f"{m.against_bare:.3f}"),
+    Column("prefill/s", lambda m: f"{m.prefill_per_s:.0f}"),
+    Column("decode/s", lambda m: f"{m.decode_per_s:.0f}"),
+    Column("seq p50 s", lambda m: f"{m.latency_s.p50:.2f}"),
+    Column("p99 s", lambda m: f"{m.latency_s.p99:.2f}"),
+    Column("first p50 s", lambda m: f"{m.first_token_s.p50:.2f}"),
+    Column("queued p99 s", lambda m: f"{m.queued_s.p99:.2f}"),
+    Column("cached", lambda m: f"{m.cached:.0%}"),
+    Column("KV max", lambda m: f"{m.most_kv_use:.0%}"),
+    Column("preempted", lambda m: str(m.preemptions)),
+    Column("running", lambda m: f"{m.running:.1f}"),
+    Column("busy", lambda m: f"{m.busy:.0%}"),
+)
+
+
+def show(results: Sequence[Result], cores: int | None) -> None:
+    """Print everything to standard output."""
+    terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(highlight=False, markup=False, width=None if terminal else _UNBOUNDED)
+    for table in render(results, console.width):
+        console.print(table)
+    for line in advice(results, cores):
+        console.print(line, soft_wrap=True)
+
+
+def render(results: Sequence[Result], width: int = _UNBOUNDED) -> Iterator[Table]:
+    """The table of all points. One that is wider than `width` has a column for each point instead of a row.
+
+    Where that is too wide as well, it is continued in further tables.
+    """
+    heads, rows = _cells(results)
+    wide = _table(heads, rows)
+    if _width(wide) <= width:
+        yield wide
+        return
+    first = 0
+    while first < len(rows):
+        count = len(rows) - first
+        while count > 1 and _width(_turned(heads, rows[first : first + count])) > width:
+            count -= 1
+        yield _turned(heads, rows[first : first + count])
+        first += count
+
+
+def _cells(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """The heads of the columns, and a row for each point."""
+    fields = [field.rpartition(".")[2] for field in results[0].point.settings]
+    shown = [column for column in COLUMNS if any(column.text(m) for r in results if (m := r.measures) is not None)]
+    rows: list[list[str]] = []
+    for result in results:
+        measures = result.measures
+        numbers = ["-" for _ in shown] if measures is None else [column.text(measures) for column in shown]
+        rows.append([*map(str, result.point.settings.values()), *numbers])
+    return [*fields, *(column.title for column in shown)], rows
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A row for each point."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _turned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A column for each point."""
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    for _ in rows:
+        table.add_column(justify="right", no_wrap=True)
+    for head, cells in zip(heads, zip(*rows, strict=True), strict=True):
+        table.add_row(head, *cells)
+    return table
+
+
+def _width(table: Table) -> int:
+    """Columns that the table takes where there is room enough."""
+    return Console(width=_UNBOUNDED).measure(table).maximum
+
+
+def advice(results: Sequence[Result], cores: int | None) -> Iterator[str]:
+    """What bounds every point and what to change, and the fastest point as lines for the spec."""
+    for result in results:
+        name = result.point.label or result.point.spec.name
+        bound = bound_of(result, results, cores)
+        if bound is None:
+            yield f"{name}: not measured: {result.problem}"
+            continue
+        yield f"{name}: bound by {bound.kind.value}: {bound.why}"
+        for line in bound.lines:
+            yield f"    {line}"
+        if bound.note:
+            yield f"    {bound.note}"
+    best = best_of(results)
+    if best is not None and best.measures is not None and best.point.settings:
+        yield f"fastest: {best.measures.tokens_per_s:.0f} tokens/s with"
+        for line in best.point.lines:
+            yield f"    {line}"
+
+
+def _spread(measures: Measures) -> str:
+    """Half the range of the turns, in percent of the median; empty for a single turn."""
+    if measures.turns < 2 or not measures.tokens_per_s:
+        return ""
+    return f"{50 * (measures.fastest_turn - measures.slowest_turn) / measures.tokens_per_s:.0f}"

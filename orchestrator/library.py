@@ -1,0 +1,356 @@
+"""Troupe as a library: what `import troupe` offers. The commands call the same functions."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from troupe.orchestrator.errors import UsageError
+from troupe.orchestrator.prepare import checked, create_models
+from troupe.orchestrator.spec import yaml_reader
+from troupe.orchestrator.spec.base import RunSpec
+from troupe.orchestrator.spec.errors import Source
+from troupe.orchestrator.spec.stages import PlannedRun, plan_runs, read_document
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from troupe.orchestrator.capacity.plan import Plan
+    from troupe.orchestrator.reporting.console import Console
+    from troupe.orchestrator.reporting.run_folder import RunFolder
+    from troupe.orchestrator.reporting.verdicts.verdict import Verdict
+    from troupe.orchestrator.run import RunRequest
+
+T = TypeVar("T")
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Fields to set: `["schedule.steps=10"]`, or `{"schedule.steps": 10}`."""
+SpecLike = RunSpec | str | Path | Mapping[str, Any]
+"""A loaded spec, a YAML file, `examples:NAME`, or a spec as a dict."""
+OnStep = Callable[[int, Mapping[str, Any]], None]
+"""Called with the number of a step and its metrics."""
+
+
+def load_spec(source: str | Path | Mapping[str, Any], set: Overrides = ()) -> RunSpec:
+    """Load and check a spec.
+
+    Args:
+        source: A YAML file, `examples:NAME`, or the spec as a dict.
+        set: Fields to set, as `--set` does.
+
+    Raises:
+        SpecError: The spec is not valid; one line for every problem.
+        UsageError: The file has stages: load the spec of one of them.
+    """
+    return _planned(source, set).spec
+
+
+def run(
+    spec: SpecLike,
+    *,
+    set: Overrides = (),
+    out: str | Path | None = None,
+    resume: bool = False,
+    address: str | None = None,
+    on_step: OnStep | None = None,
+    progress: bool | TextIO = True,
+) -> Outcome:
+    """Train, and return when the run ends.
+
+    In a notebook the run has its own thread and event loop; interrupting the cell saves and stops, as Ctrl-C does in a
+    script. In a program that has started or joined Ray, its cluster is used and left as it was.
+
+    Args:
+        spec: The spec.
+        set: Fields to set.
+        out: Run folder; None: the spec's.
+        resume: Resume from the newest valid checkpoint in the run folder.
+        address: Ray cluster to join; None: start a local one.
+        on_step: Called after every step, in the thread of the run. Training waits for it; an exception ends the run.
+        progress: Print the run's progress to standard output, or to this stream.
+
+    Raises:
+        SpecError: The spec, or what it names, is not valid.
+        TroupeError: The run cannot start or cannot continue.
+    """
+    stream = _stream(progress)
+    planned = _in_place(_planned(spec, set, None if out is None else Path(out)), stream, resume=resume)
+    from troupe.orchestrator.run import RunRequest
+
+    request = RunRequest(planned.spec, planned.out, resume, address)
+    return _outside_of_loops(lambda: train(request, _console(on_step, stream)), request)
+
+
+def train(request: RunRequest, console: Console) -> Outcome:
+    """Train as a request says, shown on a console, which is closed. Raises TroupeError."""
+    from troupe.orchestrator.run import run as run_spec
+
+    console.start(request.spec.name, request.spec.schedule.steps, request.out)
+    try:
+        ended = run_spec(request, console)
+        console.finish(ended.summary(request.out))
+    finally:
+        console.close()
+    return Outcome(request.out, ended.stopped)
+
+
+def evaluate(
+    spec: SpecLike,
+    model: str | Path | None = None,
+    *,
+    set: Overrides = (),
+    address: str | None = None,
+    progress: bool | TextIO = False,
+) -> dict[str, float]:
+    """Evaluate a model on the held-out data of a spec; returns the metrics.
+
+    Args:
+        spec: The spec.
+        model: Folder of the model; None: the spec's model.
+        set: Fields to set.
+        address: Ray cluster to join; None: start a local one.
+        progress: Print what is being done to standard output, or to this stream.
+
+    Raises:
+        SpecError: The spec, or what it names, is not valid.
+        UsageError: The spec names no held-out data.
+    """
+    stream, planned = _stream(progress), _planned(spec, set)
+    if model is not None:
+        planned = _planned(spec, [*_assignments(set), *planned.spec.with_model(Path(model))])
+    planned = _in_place(planned, stream)
+    from troupe.orchestrator.run import RunRequest
+    from troupe.orchestrator.run import evaluate as evaluate_spec
+
+    request = RunRequest(planned.spec, planned.out, False, address)
+    return _outside_of_loops(lambda: evaluate_spec(request, _console(None, stream)), request)
+
+
+def plan(spec: SpecLike, *, set: Overrides = (), cluster: str | None = None) -> Plan:
+    """Placement and memory of every worker; `misfit` says what does not fit.
+
+    Args:
+        spec: The spec.
+        set: Fields to set.
+        cluster: NODESxGPUS[xTYPE], as in `2x8xH200`; None: this machine.
+
+    Raises:
+        SpecError: The spec is not valid.
+    """
+    planned = _planned(spec, set)
+    create_models([planned], lambda line: None)
+    from troupe.orchestrator.capacity.plan import described_nodes
+    from troupe.orchestrator.capacity.stages import plan_stages
+
+    nodes = None if cluster is None else described_nodes(cluster, 128, 0.0)
+    ((_, found),) = plan_stages([planned], nodes, advise=True)
+    return found
+
+
+def export(run: Outcome | str | Path, folder: str | Path, *, step: int | None = None, average: bool = False) -> Path:
+    """Write the policy of a run as a Hugging Face model folder, and return the folder.
+
+    Args:
+        run: The run, or its folder.
+        folder: The folder to write; it must not exist.
+        step: Step of the checkpoint; None: the newest valid one.
+        average: The moving average of the weights (`ema_decay`) instead of the weights.
+
+    Raises:
+        OSError: There is no such checkpoint, or the folder exists or cannot be written.
+    """
+    from troupe.orchestrator.training.checkpoint import write_model
+
+    return write_model(model_of(run, step=step, average=average), Path(folder))
+
+
+def model_of(run: Outcome | str | Path, *, step: int | None = None, average: bool = False) -> Path:
+    """Folder of the model in a checkpoint of a run; see `export`. Raises OSError where there is none."""
+    from troupe.orchestrator.training.checkpoint import AVERAGE, MODEL, exported_model
+
+    return exported_model(_folder(run) / "checkpoints", step, AVERAGE if average else MODEL)
+
+
+def samples(
+    run: Outcome | str | Path,
+    *,
+    step: int | None = None,
+    where: str | None = None,
+    sort: str | None = None,
+    limit: int | None = None,
+    columns: Sequence[str] | None = None,
+) -> pa.Table:
+    """What a run sampled, as an Arrow table (`.to_pandas()`; duckdb queries it by its name).
+
+    Args:
+        run: The run, or its folder.
+        step: Only samples of this step.
+        where: An SQL condition, as in `reward < 0 AND step > 40`.
+        sort: Columns, separated by commas; descending with a leading `-`.
+        limit: Most samples; None: all.
+        columns: Columns of the table; None: all.
+
+    Raises:
+        UsageError: The run has no samples, or the query is not valid.
+    """
+    from troupe.orchestrator.reporting.run_folder import RunFolder
+    from troupe.orchestrator.reporting.samples import SampleQuery, select_samples
+    from troupe.workers.contract.samples import SAMPLES
+
+    query = SampleQuery(step, None, where, sort, limit)
+    return select_samples(RunFolder(_folder(run)), query, columns or SAMPLES.names)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that has ended, or the run in a folder: `troupe.Outcome("runs/my-run")`."""
+
+    folder: Path
+    stopped: bool = False
+    """Whether it was asked to stop before its last step."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+
+    @property
+    def metrics(self) -> pa.Table:
+        """One row for each step, step 0 being the evaluation at the start; a metric that a step lacks is null."""
+        import pyarrow as pa
+
+        rows = self._run.metrics()
+        names = dict.fromkeys(name for row in rows for name in row)
+        return pa.table({name: [row.get(name) for row in rows] for name in names})
+
+    @property
+    def steps(self) -> int:
+        """Steps with metrics."""
+        return max(self._run.steps(), default=0)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """Folder of the newest valid checkpoint; None without one."""
+        from troupe.orchestrator.training.checkpoint import CheckpointStore
+
+        found = CheckpointStore(self.folder / "checkpoints", keep=1).latest()
+        return None if found is None else found.path
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """What is right and wrong with the run."""
+        from troupe.orchestrator.reporting.verdicts.apply import apply_rules
+        from troupe.orchestrator.reporting.verdicts.history import History
+
+        run = self._run
+        return tuple(apply_rules(History.of(run.metrics(), run.spec, run.events())))
+
+    def report(self, file: str | Path | None = None) -> Path:
+        """Write the report, one HTML page, and return the file.
+
+        Args:
+            file: The file; None: `report.html` in the run folder.
+        """
+        from troupe.orchestrator.reporting.html.report import REPORT, write_report
+
+        return write_report([self.folder], Path(file) if file is not None else self.folder / REPORT)
+
+    @cached_property
+    def _run(self) -> RunFolder:
+        from troupe.orchestrator.reporting.run_folder import RunFolder
+
+        return RunFolder(self.folder)
+
+
+def _planned(source: SpecLike, overrides: Overrides, out: Path | None = None) -> PlannedRun:
+    """The run of a spec. Raises SpecError or UsageError."""
+    runs = plan_runs(_document(source, _assignments(overrides)), out)
+    if any(planned.stage for planned in runs):
+        name = source if isinstance(source, str | Path) else "the spec"
+        raise UsageError(f"{name}: a file with stages is several runs; use the spec.yaml in a stage's run folder")
+    return runs[0]
+
+
+def _document(source: SpecLike, assignments: list[str]) -> yaml_reader.Document:
+    if isinstance(source, str | Path):
+        return read_document(source, assignments)
+    data = dict(source) if isinstance(source, Mapping) else source.model_dump(mode="json", exclude_defaults=True)
+    return yaml_reader.override(yaml_reader.Document(data, Source("spec")), assignments)
+
+
+def _assignments(overrides: Overrides) -> list[str]:
+    """The overrides as `field.path=value`, the value as YAML."""
+    if isinstance(overrides, str):
+        raise UsageError(f"set: expected a list of FIELD=VALUE or a dict, got {overrides!r}")
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    return [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
+
+
+def _in_place(planned: PlannedRun, stream: TextIO, *, resume: bool = False) -> PlannedRun:
+    """The run, with the models of the examples created and names on the hub pinned. Raises SpecError."""
+    create_models([planned], lambda line: stream.write(f"{line}\n"))
+    return checked((planned,), resume=resume)[0]
+
+
+def _stream(progress: bool | TextIO) -> TextIO:
+    """Where progress is printed."""
+    if isinstance(progress, bool):
+        return sys.stdout if progress else io.StringIO()
+    return progress
+
+
+def _folder(run: Outcome | str | Path) -> Path:
+    return run.folder if isinstance(run, Outcome) else Path(run)
+
+
+def _console(on_step: OnStep | None, stream: TextIO) -> Console:
+    """The console of a run, which also calls the user's function after each step."""
+    from troupe.orchestrator.reporting.console import Console
+
+    class StepConsole(Console):
+        def step(self, step: int, metrics: Mapping[str, object]) -> None:
+            super().step(step, metrics)
+            if on_step is not None:
+                on_step(step, dict(metrics))
+
+    return StepConsole(stream)
+
+
+def _outside_of_loops(start: Callable[[], T], request: RunRequest) -> T:
+    """Calls a function that needs an event loop of its own: in a thread, where this one has a loop that runs.
+
+    An interrupt stops the run in order, and is raised when it has ended.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return start()
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def work() -> None:
+        try:
+            results.append(start())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    try:
+        threading.Thread(target=work, name="troupe-run").start()
+        done.wait()
+    except KeyboardInterrupt:
+        request.switch.stop()
+        done.wait()
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]

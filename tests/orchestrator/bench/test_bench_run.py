@@ -1,0 +1,89 @@
+"""Which points are measured together, and what follows when one cannot be. Real engines: `tests/real/test_bench.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.orchestrator.bench.measured import point, result
+from troupe.orchestrator import bench_run
+from troupe.orchestrator.bench.points import Point
+from troupe.orchestrator.bench.results import Result
+from troupe.orchestrator.bench_run import BenchRequest, bench
+from troupe.orchestrator.errors import DoesNotFit, UsageError, WorkerDied, WorkerError
+from troupe.orchestrator.reporting.console import Console
+
+WORKERS, SEQS, TOKENS = "roles.rollout.workers", "roles.rollout.max_num_seqs", "sampling.max_tokens"
+
+
+def measure(points: Sequence[Point]) -> list[Result]:
+    return bench(BenchRequest(points, 1, None, False), Console(io.StringIO()))
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Clusters without engines: `room` is the most engines of one, `broken` says which points fail, and how."""
+    state = SimpleNamespace(room=4, broken={}, refused={}, starts=[])
+
+    @asynccontextmanager
+    async def open_run(request: Any, *_: Any) -> AsyncIterator[Any]:
+        role = request.spec.roles.rollout
+        if role.workers > state.room:
+            raise DoesNotFit(f"no room for {role.workers} engines")
+        if role.max_num_seqs in state.refused:
+            raise state.refused[role.max_num_seqs]
+        state.starts.append((role.workers, role.max_num_seqs))
+
+        yield SimpleNamespace(stop=asyncio.Event())
+
+    class PointBench:
+        def __init__(self, request: Any, own: Point, prompts: Any, context: Any, *, warm_up: bool) -> None:
+            self._point = own
+
+        async def run(self) -> Result:
+            if error := state.broken.get(self._point.label):
+                raise error
+            return result(self._point.settings)
+
+    monkeypatch.setattr(bench_run, "open_run", open_run)
+    monkeypatch.setattr(bench_run, "_PointBench", PointBench)
+    return state
+
+
+def test_engines_are_started_once_for_points_that_share_them(cluster: Any) -> None:
+    points = [point({SEQS: n, WORKERS: w}) for w in (1, 2) for n in (16, 32)]
+    results = measure(points)
+    assert [one.point for one in results] == points and all(one.measures for one in results)
+    assert cluster.starts == [(2, 16), (2, 32)]
+
+
+def test_only_the_points_without_room_are_not_measured(cluster: Any) -> None:
+    results = measure([point({WORKERS: workers}) for workers in (1, 8, 4, 16)])
+    assert [one.problem for one in results] == ["", "no room for 8 engines", "", "no room for 16 engines"]
+    assert cluster.starts == [(4, 32)]
+
+
+def test_points_after_one_that_fails_get_new_engines(cluster: Any) -> None:
+    cluster.broken["max_tokens 5"] = WorkerDied("rollout-0", "generate", "killed")
+    results = measure([point({TOKENS: tokens}) for tokens in (4, 5, 6)])
+    assert [one.problem for one in results] == ["", "rollout-0.generate: killed", ""]
+    assert cluster.starts == [(1, 32), (1, 32)]
+
+
+def test_engines_that_do_not_start_fail_their_points_alone(cluster: Any) -> None:
+    cluster.refused[512] = WorkerError("rollout-0", "start", "no memory for the KV cache")
+    results = measure([point({SEQS: n, TOKENS: tokens}) for n in (512, 16) for tokens in (4, 6)])
+    assert ["no memory" in one.problem for one in results] == [True, True, False, False]
+
+
+def test_the_baseline_needs_single_responses() -> None:
+    episodes = point({}, ROOT / "deploy" / "specs" / "tiny-environment.yaml")
+    with pytest.raises(UsageError, match=r"the spec has roles\.environment"):
+        bench(BenchRequest([episodes], 1, None, True), Console(io.StringIO()))

@@ -1,0 +1,148 @@
+"""`import troupe`: public names, specs from code, the run of a folder. Training: `tests/real/test_library.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import troupe
+from tests.conftest import ROOT
+from troupe.orchestrator import library
+from troupe.orchestrator import run as run_module
+from troupe.orchestrator.cluster.ray_cluster import Cluster
+from troupe.orchestrator.run import RunRequest
+from troupe.orchestrator.spec.load import load_rollout_spec
+
+GRPO = ROOT / "deploy" / "specs" / "tiny-grpo.yaml"
+RECORDED = ROOT / "tests" / "orchestrator" / "reporting" / "verdicts" / "recorded"
+
+
+def test_every_public_name_exists_and_is_listed() -> None:
+    for name in troupe.__all__:
+        assert getattr(troupe, name) is not None and name in dir(troupe)
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        _ = troupe.trian
+
+
+def test_importing_troupe_and_loading_a_spec_import_no_heavy_library(tmp_path: Path) -> None:
+    code = (
+        "import sys, troupe\n"
+        f"spec = troupe.load_spec({str(GRPO)!r}, set=['schedule.steps=3'])\n"
+        "print(spec.schedule.steps, *sorted({'ray', 'torch', 'vllm', 'transformers', 'typer'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["3"], done.stderr
+
+
+def test_a_spec_comes_from_a_file_an_example_or_a_dict() -> None:
+    spec = troupe.load_spec(GRPO)
+    assert spec == load_rollout_spec(GRPO)
+    assert troupe.load_spec(spec.model_dump(mode="json", exclude_defaults=True)) == spec
+    assert troupe.load_spec("examples:laptop-grpo").name == "laptop-grpo"
+    functions = [{"name": "letter_share", "args": {"letters": "e"}}]
+    changed = troupe.load_spec(GRPO, set={"schedule.steps": 2, "roles.reward.functions": functions, "evaluation": None})
+    assert changed == load_rollout_spec(
+        GRPO, ["schedule.steps=2", "roles.reward.functions=[{name: letter_share, args: {letters: e}}]"]
+    )
+
+
+def test_mistakes_are_one_line_each() -> None:
+    with pytest.raises(troupe.SpecError, match=r"--set: schedule.stepz: unknown field \(did you mean 'steps'\?\)"):
+        troupe.load_spec(GRPO, set={"schedule.stepz": 1})
+    with pytest.raises(troupe.SpecError) as caught:
+        troupe.load_spec({"name": "x", "seed": "y"})
+    assert "seed: expected a whole number" in str(caught.value) and "model: is required" in str(caught.value)
+    with pytest.raises(troupe.TroupeError, match="a file with stages is several runs"):
+        troupe.load_spec(ROOT / "deploy" / "specs" / "tiny-three-stage.yaml")
+    with pytest.raises(troupe.TroupeError, match="expected a list of FIELD=VALUE or a dict"):
+        troupe.load_spec(GRPO, set="schedule.steps=1")
+    with pytest.raises(troupe.TroupeError, match="is not the folder of a run"):
+        _ = troupe.Outcome(ROOT / "nowhere").metrics
+
+
+def test_the_run_of_a_folder_has_its_records(tmp_path: Path) -> None:
+    shutil.copy(RECORDED / "sick-never-solved.jsonl", tmp_path / "metrics.jsonl")
+    outcome = troupe.Outcome(tmp_path)
+    metrics = outcome.metrics
+    assert outcome.steps == metrics["step"].to_pylist()[-1] == metrics.num_rows
+    assert set(metrics["reward/mean"].to_pylist()) == {0.0}
+    assert any(verdict.is_alarm for verdict in outcome.verdicts)
+    assert outcome.checkpoint is None and not outcome.stopped
+    assert outcome.report() == tmp_path / "report.html" and outcome.report().stat().st_size > 10_000
+    with pytest.raises(troupe.TroupeError, match="samples"):
+        troupe.samples(outcome)
+
+
+def test_a_plan_says_what_does_not_fit() -> None:
+    large = troupe.plan(GRPO, set={"roles.rollout.workers": 400}, cluster="1x0")
+    assert "roles" in large.misfit or "CPU" in large.misfit
+
+
+def request(tmp_path: Path) -> RunRequest:
+    return RunRequest(load_rollout_spec(GRPO), tmp_path, False, None)
+
+
+def test_within_a_running_loop_a_run_has_a_thread_and_its_errors_arrive(tmp_path: Path) -> None:
+    """As in a notebook, whose cells run inside an event loop."""
+
+    def start() -> str:
+        return asyncio.run(asyncio.sleep(0, threading.current_thread().name))
+
+    def fail() -> Any:
+        raise troupe.TroupeError("the cluster is full")
+
+    async def cell() -> str:
+        with pytest.raises(troupe.TroupeError, match="the cluster is full"):
+            library._outside_of_loops(fail, request(tmp_path))
+        return library._outside_of_loops(start, request(tmp_path))
+
+    assert asyncio.run(cell()) == "troupe-run"
+    assert library._outside_of_loops(start, request(tmp_path)) == "MainThread"
+
+
+def test_interrupting_a_cell_stops_the_run_in_order(tmp_path: Path) -> None:
+    asked = request(tmp_path)
+    stopped: list[bool] = []
+
+    async def training() -> None:
+        stop = asyncio.Event()
+        asked.switch.connect(asyncio.get_running_loop(), stop)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        stopped.append(await asyncio.wait_for(stop.wait(), 30))
+
+    async def cell() -> None:
+        library._outside_of_loops(lambda: asyncio.run(training()), asked)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        loop = asyncio.new_event_loop()  # `asyncio.run` would take the signal for itself; a notebook's loop does not
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell())
+        loop.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped == [True], "the run has ended before the interrupt is raised"
+
+
+def test_the_signal_handlers_of_a_program_are_back_after_a_run() -> None:
+    def own(number: int, frame: object) -> None:
+        """A handler of the program."""
+
+    async def training() -> None:
+        with run_module._interrupts(cast("Cluster", None), asyncio.Event(), run_module.StopSwitch()):
+            assert signal.getsignal(signal.SIGTERM) is not own
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        asyncio.run(training())
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
