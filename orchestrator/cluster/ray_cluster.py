@@ -349,6 +349,10 @@ class Cluster:
         """Ray's id of the driver's node."""
         return "" if self._watch is None else self._watch.node
 
+    def gpu_memory(self) -> int:
+        """Memory of the smallest GPU of the cluster, in bytes; 0: no type of GPU is known."""
+        return min((node.gpu_memory for node in ray_nodes.nodes() if node.gpu_memory), default=0)
+
     def open_calls(self) -> list[OpenCall]:
         """Calls to workers that have not ended. May be called from any thread."""
         return self.calls.open_calls()

@@ -19,6 +19,7 @@ from troupe.workers.contract.config import (
     GreedyOrTemperature,
     ModelConfig,
     RewardConfig,
+    Sleep,
     StructuredConfig,
     TrainerConfig,
 )
@@ -95,6 +96,10 @@ class RolloutRole(EngineConfig, ScaledRole):
 
     autoscale: AutoscaleConfig | None = None
     """Add and remove engines by how long the trainer waits for samples; null: only `troupe scale` does."""
+    sleep: Sleep | None = None
+    """What an engine on the policy's GPU releases while the policy trains: `none`, its `kv_cache`, or also its
+    `weights`, which then come back with every new version. Meanwhile the optimizer has the memory; it is in host memory
+    while the engine samples. null: `kv_cache` where they share a GPU, else `none`."""
 
 
 class TrainerRole(TrainerConfig, RoleResources):

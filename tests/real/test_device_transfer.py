@@ -30,10 +30,12 @@ from tests.real.rollout_helpers import (
 )
 from troupe.workers.contract.messages import GroupRequest, WeightAck
 from troupe.workers.engine.errors import EngineClosed
+from troupe.workers.engine.rest import GONE, StaleWake
 from troupe.workers.rollout import RolloutWorker, _State
 from troupe.workers.weights import device_sender as sending
 from troupe.workers.weights.buckets import Shape
 from troupe.workers.weights.device_sender import DeviceSender, device_sender
+from troupe.workers.weights.file import WeightDigestMismatch
 from troupe.workers.weights.transfer_group import TransferFailed, TransferGroup
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
@@ -50,12 +52,14 @@ class LoopLink:
 
     def __init__(self, workers: Sequence[RolloutWorker]) -> None:
         self.workers = workers
-        self.processes = len(workers)
+        self.ranks = workers[0]._config.engine.tensor_parallel_size
+        self.processes = self.ranks * len(workers)
         self.loop = asyncio.get_running_loop()
 
     def join(self, info: dict[str, Any]) -> None:
         """Every worker behind the ranks of those before it."""
-        infos = [info | {"first_rank": info["first_rank"] + number} for number in range(len(self.workers))]
+        firsts = (info["first_rank"] + number * self.ranks for number in range(len(self.workers)))
+        infos = [info | {"first_rank": first} for first in firsts]
         self._all([worker.transfer_init(own) for worker, own in zip(self.workers, infos, strict=True)])
 
     def start(self) -> None:
@@ -79,8 +83,8 @@ class LoopLink:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def workers(tiny_model: Path) -> AsyncIterator[list[RolloutWorker]]:
-    """Two engines that receive over gloo."""
-    config = rollout_config(tiny_model).model_copy(update={"transfer_backend": "gloo"})
+    """Two engines that receive over gloo. They may rest: the CPU build takes part and releases nothing."""
+    config = rollout_config(tiny_model).model_copy(update={"transfer_backend": "gloo", "sleep": "weights"})
     started = [RolloutWorker(config, f"rollout-{number}") for number in range(2)]
     for worker in started:
         await worker.start()
@@ -188,10 +192,15 @@ def _stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending.GroupSender, "_broadcast", nothing)
 
 
-@pytest.mark.parametrize("phase", ["started", "middle", "corrupted", "stalled", "incomplete"])
+@pytest.mark.parametrize(
+    ("phase", "rests"),
+    [("started", True), ("middle", True), ("corrupted", True), ("stalled", False), ("incomplete", False)],
+)
 async def test_after_a_fault_in_any_phase_both_engines_refuse_requests_and_join_the_next_transfer(
-    workers: list[RolloutWorker], model: PreTrainedModel, phase: str, monkeypatch: pytest.MonkeyPatch
+    workers: list[RolloutWorker], model: PreTrainedModel, phase: str, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if rests:
+        await asyncio.gather(*(worker.rest() for worker in workers))
     described, tensors = shapes(model), named_weights(model)
     if phase == "incomplete":
         described = [shape for shape in described if "layers.1.mlp.down_proj" not in shape[0]]
@@ -227,6 +236,79 @@ async def test_after_a_fault_in_any_phase_both_engines_refuse_requests_and_join_
     version = await send(again, named_weights(model))
     again.close()
     await assert_serves(workers, model, version)
+
+
+async def test_resting_engines_are_healthy_and_wake_with_what_was_sent(
+    workers: list[RolloutWorker], model: PreTrainedModel
+) -> None:
+    """Requests under way rest with the engine, and those that arrive wait."""
+    sender = await connect(workers, shapes(model))
+    before = await send(sender, named_weights(model))
+    with sampling_config(workers[0], max_tokens=256):
+        running = asyncio.create_task(rows(workers[0]))
+        await asyncio.sleep(0.3)
+        await asyncio.gather(*(worker.rest() for worker in workers))
+        arriving = asyncio.create_task(rows(workers[1]))
+        assert [(await worker.health()).version for worker in workers] == [GONE, GONE]
+        for worker in workers:
+            with pytest.raises(StaleWake):
+                await worker.wake()
+        done, _ = await asyncio.wait({running, arriving}, timeout=0.5)
+        assert not done
+        perturb(model, "mlp")
+        after = await send(sender, named_weights(model))
+        sender.close()
+        assert versions_of(await arriving) == {after}
+        assert versions_of(await running) == {before, after}
+    await assert_serves(workers, model, after)
+
+
+async def test_weights_that_vllm_woke_behind_the_workers_back_have_no_digest_and_do_not_serve(
+    workers: list[RolloutWorker], model: PreTrainedModel
+) -> None:
+    """vLLM resumes by itself, over whatever is in memory."""
+    sender = await connect(workers[:1], shapes(model))
+    version = await send(sender, named_weights(model))
+    engine = workers[0]._engine
+    assert engine is not None
+    (held,) = await engine.collective_rpc("troupe_loaded_weights")
+    assert held["version"] == version
+    await workers[0].rest()
+    assert await engine.wake_up() is True
+    with pytest.raises(WeightDigestMismatch, match="rollout-0: weights have digest"):
+        await workers[0]._confirmed_digest(version, held["digest"])
+    with pytest.raises(StaleWake):
+        await workers[0].wake()
+    version = await send(sender, named_weights(model))
+    sender.close()
+    await assert_serves(workers[:1], model, version)
+
+
+@pytest.mark.long
+async def test_both_ranks_of_an_engine_receive_verify_and_wake(
+    tiny_model: Path, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = rollout_config(tiny_model)
+    engine = config.engine.model_copy(update={"tensor_parallel_size": 2, "threads": 1})
+    worker = RolloutWorker(
+        config.model_copy(update={"transfer_backend": "gloo", "sleep": "weights", "engine": engine}), "rollout-0"
+    )
+    await worker.start()
+    try:
+        for corrupted in (False, True, False):
+            await worker.rest()
+            perturb(model, "mlp")
+            sender = await connect([worker], shapes(model))
+            if corrupted:
+                with monkeypatch.context() as changed:
+                    _corrupted(changed)
+                    with pytest.raises(Exception, match="rollout-0: weights have digest"):
+                        await send(sender, named_weights(model))
+            else:
+                await assert_serves([worker], model, await send(sender, named_weights(model)))
+            sender.close()
+    finally:
+        await worker.close()
 
 
 async def test_requests_under_way_continue_on_the_new_weights(
